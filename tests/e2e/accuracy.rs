@@ -3,8 +3,11 @@
 
 use kvd::metrics::Metric;
 use kvd_client::DType;
-use kvd_tests::metrics::Exposition;
-use kvd_tests::{Conversation, Engine, Rng, Rows, Shape, assert_within_budget, daemon, engine};
+use kvd_tests::metrics::MetricsPage;
+use kvd_tests::{
+    LayerRows, ModelShape, StoredSequence, TestEngine, TestRng, assert_within_budget, daemon,
+    engine,
+};
 
 const SEED: u64 = 20_240_608;
 
@@ -21,18 +24,18 @@ fn relative_error(stored: &[f32], original: &[f32]) -> f64 {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_declared_bound_holds_and_fallbacks_are_counted() {
     let daemon = daemon().start().await;
-    let mut rng = Rng::new(SEED);
-    let shape = Shape { dtype: DType::F16, layers: 3, ..Shape::small() };
-    let engine = engine(&daemon).named("bounded").register(shape.clone(), CODEC).await;
-    let mut conversation = engine.open().await;
+    let mut rng = TestRng::new(SEED);
+    let shape = ModelShape { dtype: DType::F16, layers: 3, ..ModelShape::small_shape() };
+    let engine = engine(&daemon).with_name("bounded").register_model(shape.clone(), CODEC).await;
+    let mut conversation = engine.open_sequence().await;
     // One request a block, as in decoding, then many blocks at once.
     for tokens in [16, 16, 16, 160] {
-        engine.grow(&mut conversation, tokens, &mut rng).await;
+        engine.grow_sequence(&mut conversation, tokens, &mut rng).await;
     }
-    let loaded = engine.load(&conversation, 0).await;
+    let loaded = engine.load_layer(&conversation, 0).await;
     let original = &conversation.layers[0];
     for block in 0..13 {
-        let part = |rows: &Rows| rows.part(&shape, block * 16..(block + 1) * 16);
+        let part = |rows: &LayerRows| rows.token_range(&shape, block * 16..(block + 1) * 16);
         let (stored, original) = (part(&loaded), part(original));
         let error = relative_error(&stored.k, &original.k);
         assert!(error > 0.001 && error <= 0.15, "block {block}: {error}");
@@ -44,24 +47,26 @@ async fn a_declared_bound_holds_and_fallbacks_are_counted() {
     assert_eq!((model.over_bound_pages_k, model.over_bound_pages_v), (pages, 0));
     assert_eq!(model.fallback_pages, 0);
     assert!(model.sampled_error_k <= 0.15 && model.sampled_error_v <= 0.5);
-    let (status, text) = daemon.page("/metrics").await;
+    let (status, text) = daemon.admin_page("/metrics").await;
     assert_eq!(status, 200);
-    let page = Exposition::parse(&text);
-    let of = |metric: Metric, side: &str| page.sum(metric.name(), &[&format!("side=\"{side}\"")]);
+    let page = MetricsPage::parse_page(&text);
+    let of = |metric: Metric, side: &str| {
+        page.sum_samples(metric.name(), &[&format!("side=\"{side}\"")])
+    };
     assert_eq!(of(Metric::OverBoundPagesTotal, "k"), pages as f64);
     assert_eq!(of(Metric::OverBoundPagesTotal, "v"), 0.0);
     assert!((of(Metric::ErrorBound, "k") - 0.15).abs() < 1e-6);
     let blocks = 13.0 * f64::from(shape.layers);
-    assert_eq!(page.sum(Metric::SampledBlocksTotal.name(), &[]), blocks);
+    assert_eq!(page.sum_samples(Metric::SampledBlocksTotal.name(), &[]), blocks);
 
-    let question = engine.question(&conversation, 3, &mut rng);
-    let answer = engine.ask(&question).await;
+    let question = engine.random_question(&conversation, 3, &mut rng);
+    let answer = engine.ask_question(&question).await;
     assert_within_budget("over what fell back", &engine, &question, &answer, &[&loaded]);
 }
 
 /// Rows of a model whose keys have large biases, turned by RoPE in two pairs of channels.
-fn biased(shape: &Shape, tokens: u32, rng: &mut Rng) -> Rows {
-    let mut rows = Rows::random(shape, tokens, rng);
+fn biased(shape: &ModelShape, tokens: u32, rng: &mut TestRng) -> LayerRows {
+    let mut rows = LayerRows::random_rows(shape, tokens, rng);
     let dim = shape.head_dim_k as usize;
     for (index, row) in rows.k.chunks_exact_mut(dim).enumerate() {
         let token = (index / shape.kv_heads as usize) as f32;
@@ -81,33 +86,33 @@ const BIASES: [(usize, f32); 2] = [(29, 300.0), (4, 200.0)];
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn keys_with_large_biases_fall_back_on_every_page() {
     let daemon = daemon().start().await;
-    let shape = Shape { dtype: DType::F16, ..Shape::small() };
-    let exact = engine(&daemon).named("exact").register(shape.clone(), "raw").await;
+    let shape = ModelShape { dtype: DType::F16, ..ModelShape::small_shape() };
+    let exact = engine(&daemon).with_name("exact").register_model(shape.clone(), "raw").await;
     for (index, (codec, bound)) in
         [("fp8", 0.05), ("turbo-4", 0.13), ("k=uniform(b=8,axis=token); v=fp8", 0.01)]
             .into_iter()
             .enumerate()
     {
-        let mut rng = Rng::new(SEED + index as u64);
+        let mut rng = TestRng::new(SEED + index as u64);
         let rows = biased(&shape, 384, &mut rng);
-        let named = |kind: &str| engine(&daemon).named(&format!("{kind}-{index}"));
-        let plain = named("plain").register(shape.clone(), codec).await;
+        let named = |kind: &str| engine(&daemon).with_name(&format!("{kind}-{index}"));
+        let plain = named("plain").register_model(shape.clone(), codec).await;
         let text = format!("{codec}; k.bound={bound}; v.bound=0.2");
-        let bounded = named("bounded").register(shape.clone(), &text).await;
+        let bounded = named("bounded").register_model(shape.clone(), &text).await;
         // What rows lose is within the bound; what scores lose is not, and the figures say both.
-        let (mut right, mut wrong) = (exact.open().await, plain.open().await);
-        exact.store(&mut right, 0, &rows).await.unwrap();
-        plain.store(&mut wrong, 0, &rows).await.unwrap();
-        let mut question = exact.question(&right, 12, &mut rng);
+        let (mut right, mut wrong) = (exact.open_sequence().await, plain.open_sequence().await);
+        exact.store_rows(&mut right, 0, &rows).await.unwrap();
+        plain.store_rows(&mut wrong, 0, &rows).await.unwrap();
+        let mut question = exact.random_question(&right, 12, &mut rng);
         for query in question.q.chunks_exact_mut(shape.head_dim_k as usize) {
             query.iter_mut().for_each(|x| *x *= 1.5);
             BIASES.iter().for_each(|(pair, _)| query[*pair] += 8.0);
         }
-        let ask = async |engine: &Engine, conversation: &Conversation| {
+        let ask = async |engine: &TestEngine, conversation: &StoredSequence| {
             let mut question = question.clone();
             question.queries[0].sequence = conversation.sequence;
             let wide = |x: &f32| f64::from(*x);
-            engine.ask(&question).await.out.iter().map(wide).collect::<Vec<f64>>()
+            engine.ask_question(&question).await.out.iter().map(wide).collect::<Vec<f64>>()
         };
         let reference = ask(&exact, &right).await;
         let off = |out: &[f64]| {
@@ -123,10 +128,10 @@ async fn keys_with_large_biases_fall_back_on_every_page() {
         // In several requests before anything was asked, and again by the queries that were.
         let pages = u64::from(rows.tokens / shape.block_tokens * shape.kv_heads);
         for round in 1..3 {
-            let mut conversation = bounded.open().await;
+            let mut conversation = bounded.open_sequence().await;
             for start in (0..rows.tokens).step_by(128) {
-                let part = rows.part(&shape, start..start + 128);
-                bounded.store(&mut conversation, 0, &part).await.unwrap();
+                let part = rows.token_range(&shape, start..start + 128);
+                bounded.store_rows(&mut conversation, 0, &part).await.unwrap();
             }
             let left = off(&ask(&bounded, &conversation).await);
             let stats = bounded.client.describe_model(bounded.model).await.unwrap();

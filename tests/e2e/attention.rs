@@ -1,20 +1,21 @@
 //! Attention over what is stored equals the plain reference: over what was sent for a codec that
 //! keeps it all, and over what `LoadBlocks` reads back for every codec.
 
-use kvd_client::merge::{Partial, PartialView, merge};
+use kvd_client::merge::{PartialResult, PartialView, merge_partial};
 use kvd_client::{AttendQuery, DType, LayerIndex};
-use kvd_tests::budget::{Yardstick, assert_within};
+use kvd_tests::budget::{ErrorPrecision, assert_within_precision};
 use kvd_tests::codec::PRESETS;
 use kvd_tests::{
-    Conversation, Engine, Question, Rng, Rows, Shape, assert_within_budget, daemon, engine,
+    LayerRows, ModelShape, QueryBatch, StoredSequence, TestEngine, TestRng, assert_within_budget,
+    daemon, engine,
 };
 
 const SEED: u64 = 20_240_601;
 const TOKENS: u32 = 210;
 
 /// One query head per KV head, four, and eight; four head sizes; keys longer than values.
-fn shapes() -> Vec<Shape> {
-    let shape = |kv_heads, group, (head_dim_k, head_dim_v), block_tokens, dtype| Shape {
+fn shapes() -> Vec<ModelShape> {
+    let shape = |kv_heads, group, (head_dim_k, head_dim_v), block_tokens, dtype| ModelShape {
         layers: 2,
         kv_heads,
         group,
@@ -32,7 +33,7 @@ fn shapes() -> Vec<Shape> {
 }
 
 /// Each kind of query by name; `TOKENS` tokens are stored.
-fn queries(conversation: &Conversation) -> Vec<(&'static str, AttendQuery)> {
+fn queries(conversation: &StoredSequence) -> Vec<(&'static str, AttendQuery)> {
     let last = |n_q| AttendQuery::new(conversation.sequence, n_q);
     vec![
         ("one token, all of it", last(1)),
@@ -66,10 +67,10 @@ fn queries(conversation: &Conversation) -> Vec<(&'static str, AttendQuery)> {
 }
 
 /// Asks and compares with the reference over what reads back.
-async fn check(engine: &Engine, context: &str, question: &Question, rows: &[&Rows]) {
+async fn check(engine: &TestEngine, context: &str, question: &QueryBatch, rows: &[&LayerRows]) {
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         let question = question.in_dtype(dtype);
-        let answer = engine.ask(&question).await;
+        let answer = engine.ask_question(&question).await;
         let context = format!("{context}, {dtype}, seed {SEED}");
         assert_within_budget(&context, engine, &question, &answer, rows);
     }
@@ -78,13 +79,13 @@ async fn check(engine: &Engine, context: &str, question: &Question, rows: &[&Row
 async fn every_query_of(codec: &str) {
     let daemon = daemon().start().await;
     for (index, shape) in shapes().into_iter().enumerate() {
-        let mut rng = Rng::new(SEED + index as u64);
+        let mut rng = TestRng::new(SEED + index as u64);
         let name = format!("shape-{index}");
-        let engine = engine(&daemon).named(&name).register(shape, codec).await;
-        let mut conversation = engine.open().await;
-        engine.grow(&mut conversation, TOKENS, &mut rng).await;
+        let engine = engine(&daemon).with_name(&name).register_model(shape, codec).await;
+        let mut conversation = engine.open_sequence().await;
+        engine.grow_sequence(&mut conversation, TOKENS, &mut rng).await;
         for layer in 0..engine.shape.layers {
-            let read = engine.load(&conversation, layer).await;
+            let read = engine.load_layer(&conversation, layer).await;
             if codec == "raw" {
                 assert_eq!(read, conversation.layers[layer as usize], "{name}: not what was sent");
             }
@@ -94,8 +95,8 @@ async fn every_query_of(codec: &str) {
                 check(&engine, &format!("{codec}, {name}, {kind}"), &question, &[&read]).await;
             }
         }
-        let mut question = engine.question(&conversation, 3, &mut rng);
-        let read = engine.load(&conversation, 0).await;
+        let mut question = engine.random_question(&conversation, 3, &mut rng);
+        let read = engine.load_layer(&conversation, 0).await;
         question.soft_cap = Some(2.5);
         check(&engine, &format!("{codec}, {name}, soft cap"), &question, &[&read]).await;
         question.scale = Some(0.31);
@@ -132,18 +133,18 @@ async fn kivi_equals_the_reference_over_what_reads_back() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn single_precision_keeps_the_budget_of_f32() {
-    let daemon = daemon().with("device.precision", "\"single\"").start().await;
+    let daemon = daemon().with_setting("device.precision", "\"single\"").start().await;
     for codec in ["kivi-4", "vecinfer-2"] {
-        let mut rng = Rng::new(SEED);
-        let shape = Shape { block_tokens: 64, ..Shape::small() };
-        let engine = engine(&daemon).named(codec).register(shape, codec).await;
-        let mut conversation = engine.open().await;
-        engine.grow(&mut conversation, 400, &mut rng).await;
-        let read = engine.load(&conversation, 0).await;
-        let question = engine.question(&conversation, 4, &mut rng);
-        let answer = engine.ask(&question).await;
-        let by = (&engine.shape, Yardstick::Single);
-        assert_within(codec, by, &question, &answer, &[&read]);
+        let mut rng = TestRng::new(SEED);
+        let shape = ModelShape { block_tokens: 64, ..ModelShape::small_shape() };
+        let engine = engine(&daemon).with_name(codec).register_model(shape, codec).await;
+        let mut conversation = engine.open_sequence().await;
+        engine.grow_sequence(&mut conversation, 400, &mut rng).await;
+        let read = engine.load_layer(&conversation, 0).await;
+        let question = engine.random_question(&conversation, 4, &mut rng);
+        let answer = engine.ask_question(&question).await;
+        let by = (&engine.shape, ErrorPrecision::Single);
+        assert_within_precision(codec, by, &question, &answer, &[&read]);
     }
 }
 
@@ -151,14 +152,14 @@ async fn single_precision_keeps_the_budget_of_f32() {
 async fn a_batch_reads_each_query_from_its_own_sequence() {
     let daemon = daemon().start().await;
     for codec in PRESETS {
-        let mut rng = Rng::new(SEED);
-        let shape = Shape { group: 4, ..Shape::small() };
-        let engine = engine(&daemon).named(codec).register(shape, codec).await;
+        let mut rng = TestRng::new(SEED);
+        let shape = ModelShape { group: 4, ..ModelShape::small_shape() };
+        let engine = engine(&daemon).with_name(codec).register_model(shape, codec).await;
         let mut conversations = Vec::new();
         for tokens in [1, 16, 70, 200] {
-            let mut conversation = engine.open().await;
-            engine.grow(&mut conversation, tokens, &mut rng).await;
-            conversations.push((engine.load(&conversation, 0).await, conversation));
+            let mut conversation = engine.open_sequence().await;
+            engine.grow_sequence(&mut conversation, tokens, &mut rng).await;
+            conversations.push((engine.load_layer(&conversation, 0).await, conversation));
         }
         // Ragged in both directions, one sequence twice, one query that sees nothing.
         let query = |index: usize, n_q| AttendQuery::new(conversations[index].1.sequence, n_q);
@@ -180,21 +181,23 @@ async fn a_batch_reads_each_query_from_its_own_sequence() {
 async fn disjoint_ranges_merge_to_the_whole() {
     let daemon = daemon().start().await;
     for codec in PRESETS {
-        let mut rng = Rng::new(SEED);
-        let engine = engine(&daemon).named(codec).register(Shape::small(), codec).await;
-        let mut conversation = engine.open().await;
-        engine.grow(&mut conversation, 230, &mut rng).await;
-        let read = engine.load(&conversation, 0).await;
-        let whole = engine.question(&conversation, 6, &mut rng);
+        let mut rng = TestRng::new(SEED);
+        let engine =
+            engine(&daemon).with_name(codec).register_model(ModelShape::small_shape(), codec).await;
+        let mut conversation = engine.open_sequence().await;
+        engine.grow_sequence(&mut conversation, 230, &mut rng).await;
+        let read = engine.load_layer(&conversation, 0).await;
+        let whole = engine.random_question(&conversation, 6, &mut rng);
         let base = AttendQuery { position: Some(224), ..whole.queries[0] };
         // The last cut lies among the query tokens: the first of them see nothing behind it.
         for cut in [0, 1, 100, 228, 230] {
-            let ask =
-                async |query| engine.ask(&Question { queries: vec![query], ..whole.clone() }).await;
+            let ask = async |query| {
+                engine.ask_question(&QueryBatch { queries: vec![query], ..whole.clone() }).await
+            };
             let mut merged = ask(AttendQuery { end: Some(cut), ..base }).await;
             let rest = ask(AttendQuery { start: Some(cut), ..base }).await;
-            merge(
-                &mut Partial { out: &mut merged.out, lse: &mut merged.lse },
+            merge_partial(
+                &mut PartialResult { out: &mut merged.out, lse: &mut merged.lse },
                 PartialView { out: &rest.out, lse: &rest.lse },
             );
             let context = format!("{codec}, cut at {cut}");
@@ -206,21 +209,21 @@ async fn disjoint_ranges_merge_to_the_whole() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_attend_stream_answers_in_the_order_of_its_batches() {
     let daemon = daemon().start().await;
-    let mut rng = Rng::new(SEED);
-    let engine = engine(&daemon).register(Shape::small(), "raw").await;
-    let mut conversation = engine.open().await;
-    engine.grow(&mut conversation, 90, &mut rng).await;
+    let mut rng = TestRng::new(SEED);
+    let engine = engine(&daemon).register_model(ModelShape::small_shape(), "raw").await;
+    let mut conversation = engine.open_sequence().await;
+    engine.grow_sequence(&mut conversation, 90, &mut rng).await;
     let questions: Vec<_> =
-        (1..30).map(|n_q| engine.question(&conversation, n_q, &mut rng)).collect();
+        (1..30).map(|n_q| engine.random_question(&conversation, n_q, &mut rng)).collect();
     let mut stream = engine.client.attend_stream(8).await.unwrap();
     let mut answers = Vec::new();
     for question in &questions {
-        answers.extend(stream.send(engine.batch(question)).await.unwrap());
+        answers.extend(stream.send_batch(engine.attend_batch(question)).await.unwrap());
     }
-    answers.extend(stream.finish().await.unwrap());
+    answers.extend(stream.finish_stream().await.unwrap());
     assert_eq!(answers.len(), questions.len());
     for (question, streamed) in questions.iter().zip(answers) {
-        let alone = engine.client.attend(engine.batch(question)).await.unwrap();
+        let alone = engine.client.attend_batch(engine.attend_batch(question)).await.unwrap();
         assert_eq!(streamed, alone, "{} query tokens", question.queries[0].n_q);
     }
 }

@@ -7,8 +7,8 @@ use kvd_client::{ErrorCode, SequenceId};
 use kvd_tests::codec::PRESETS;
 use kvd_tests::engine::engine_at;
 use kvd_tests::{
-    Conversation, Daemon, Engine, Rng, Rows, Shape, assert_refused, assert_within_budget, daemon,
-    engine,
+    LayerRows, ModelShape, StoredSequence, TestDaemon, TestEngine, TestRng, assert_refused,
+    assert_within_budget, daemon, engine,
 };
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Write};
@@ -18,14 +18,14 @@ use std::process::{Child, Command, Stdio};
 const SEED: u64 = 20_240_606;
 const PREFIX: u32 = 100;
 
-fn shape() -> Shape {
-    Shape { layers: 2, group: 2, ..Shape::small() }
+fn shape() -> ModelShape {
+    ModelShape { layers: 2, group: 2, ..ModelShape::small_shape() }
 }
 
 /// What every process knows of the common prefix.
-fn prefix() -> Vec<Rows> {
-    let mut rng = Rng::new(SEED);
-    (0..shape().layers).map(|_| Rows::random(&shape(), PREFIX, &mut rng)).collect()
+fn prefix() -> Vec<LayerRows> {
+    let mut rng = TestRng::new(SEED);
+    (0..shape().layers).map(|_| LayerRows::random_rows(&shape(), PREFIX, &mut rng)).collect()
 }
 
 /// A role as its process is told it.
@@ -77,30 +77,36 @@ fn gate() {
 async fn a_client_process() {
     let role = Role::of_this_process();
     let endpoint = role.endpoint.parse().unwrap();
-    let engine = engine_at(endpoint).register(shape(), &role.codec).await;
-    let mut rng = Rng::new(role.seed);
-    let parent = Conversation { sequence: role.parent, layers: prefix() };
+    let engine = engine_at(endpoint).register_model(shape(), &role.codec).await;
+    let mut rng = TestRng::new(role.seed);
+    let parent = StoredSequence { sequence: role.parent, layers: prefix() };
     gate();
     // Own sequences and forks of the common one, interleaved.
-    let mut own = engine.open().await;
-    let mut fork = engine.fork(&parent, 90).await;
+    let mut own = engine.open_sequence().await;
+    let mut fork = engine.fork_sequence(&parent, 90).await;
     for round in 0..40 {
         let context = format!("{}, round {round}, seed {}", role.codec, role.seed);
-        let tokens = 1 + rng.below(12);
+        let tokens = 1 + rng.next_below(12);
         for conversation in [&mut own, &mut fork] {
-            engine.grow(conversation, tokens, &mut rng).await;
+            engine.grow_sequence(conversation, tokens, &mut rng).await;
             check(&engine, conversation, &role.codec, &context, &mut rng).await;
         }
     }
-    engine.close(own).await;
-    engine.close(fork).await;
+    engine.close_sequence(own).await;
+    engine.close_sequence(fork).await;
 }
 
 /// Over what was sent where the codec keeps it, else over what reads back.
-async fn check(engine: &Engine, of: &Conversation, codec: &str, context: &str, rng: &mut Rng) {
-    let question = engine.question(of, 1, rng);
-    let answer = engine.ask(&question).await;
-    let read = if codec == "raw" { of.layers[0].clone() } else { engine.load(of, 0).await };
+async fn check(
+    engine: &TestEngine,
+    of: &StoredSequence,
+    codec: &str,
+    context: &str,
+    rng: &mut TestRng,
+) {
+    let question = engine.random_question(of, 1, rng);
+    let answer = engine.ask_question(&question).await;
+    let read = if codec == "raw" { of.layers[0].clone() } else { engine.load_layer(of, 0).await };
     assert_within_budget(context, engine, &question, &answer, &[&read]);
 }
 
@@ -127,14 +133,14 @@ fn run(roles: &[Role]) {
 }
 
 /// Two processes on one daemon, for each codec; the parent's own sequence stays as it is.
-async fn two_processes(daemon: Daemon, endpoints: [String; 2]) {
+async fn two_processes(daemon: TestDaemon, endpoints: [String; 2]) {
     for (index, codec) in PRESETS.into_iter().enumerate() {
-        let engine = engine(&daemon).register(shape(), codec).await;
-        let mut parent = engine.open().await;
+        let engine = engine(&daemon).register_model(shape(), codec).await;
+        let mut parent = engine.open_sequence().await;
         for (layer, rows) in prefix().iter().enumerate() {
-            engine.store(&mut parent, layer as u32, rows).await.expect("store");
+            engine.store_rows(&mut parent, layer as u32, rows).await.expect("store");
         }
-        let before = engine.load(&parent, 0).await;
+        let before = engine.load_layer(&parent, 0).await;
         let roles: Vec<Role> = endpoints
             .iter()
             .zip(0..)
@@ -146,8 +152,8 @@ async fn two_processes(daemon: Daemon, endpoints: [String; 2]) {
             })
             .collect();
         tokio::task::spawn_blocking(move || run(&roles)).await.expect("both succeed");
-        assert_eq!(engine.load(&parent, 0).await, before, "{codec}");
-        engine.close(parent).await;
+        assert_eq!(engine.load_layer(&parent, 0).await, before, "{codec}");
+        engine.close_sequence(parent).await;
         assert!(daemon.is_empty().await, "{codec}");
         engine.client.unregister_model(engine.model).await.expect("nobody uses it");
     }
@@ -177,15 +183,15 @@ async fn many_clients_of_one_process_do_not_disturb_each_other() {
             let plan = engine(&daemon);
             tokio::spawn(async move {
                 let codec = PRESETS[number as usize % PRESETS.len()];
-                let engine = plan.named(codec).register(shape(), codec).await;
-                let mut rng = Rng::new(SEED + 100 + number);
-                let mut conversation = engine.open().await;
+                let engine = plan.with_name(codec).register_model(shape(), codec).await;
+                let mut rng = TestRng::new(SEED + 100 + number);
+                let mut conversation = engine.open_sequence().await;
                 for round in 0..20 {
-                    engine.grow(&mut conversation, 1 + rng.below(20), &mut rng).await;
+                    engine.grow_sequence(&mut conversation, 1 + rng.next_below(20), &mut rng).await;
                     let context = format!("client {number}, round {round}");
                     check(&engine, &conversation, codec, &context, &mut rng).await;
                 }
-                engine.close(conversation).await;
+                engine.close_sequence(conversation).await;
             })
         })
         .collect();
@@ -201,8 +207,8 @@ async fn the_same_registration_from_many_at_once_is_one_model() {
     for round in 0..20 {
         let tasks: Vec<_> = (0..8)
             .map(|_| {
-                let plan = engine(&daemon).named(&format!("round-{round}"));
-                tokio::spawn(async move { plan.register(shape(), "raw").await.model })
+                let plan = engine(&daemon).with_name(&format!("round-{round}"));
+                tokio::spawn(async move { plan.register_model(shape(), "raw").await.model })
             })
             .collect();
         let mut models = BTreeSet::new();
@@ -217,9 +223,9 @@ async fn the_same_registration_from_many_at_once_is_one_model() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_refused_unregistration_is_not_noticed_by_others() {
     let daemon = daemon().start().await;
-    let engine = engine(&daemon).register(shape(), "raw").await;
-    let mut conversation = engine.open().await;
-    let mut rng = Rng::new(SEED);
+    let engine = engine(&daemon).register_model(shape(), "raw").await;
+    let mut conversation = engine.open_sequence().await;
+    let mut rng = TestRng::new(SEED);
     let (client, model) = (daemon.client().await, engine.model);
     let rude = tokio::spawn(async move {
         for _ in 0..500 {
@@ -228,7 +234,7 @@ async fn a_refused_unregistration_is_not_noticed_by_others() {
         }
     });
     while !rude.is_finished() {
-        engine.grow(&mut conversation, 1, &mut rng).await;
+        engine.grow_sequence(&mut conversation, 1, &mut rng).await;
         check(&engine, &conversation, "raw", "beside a refused call", &mut rng).await;
     }
     rude.await.unwrap();

@@ -104,14 +104,15 @@ impl History<'_> {
                 let start = expected.layers[layer as usize].len();
                 expected.layers[layer as usize].extend(new);
                 expected.last[layer as usize] = Some(start);
-                let ack = self.client.store(self.chunk(index, layer, start)).await.expect("store");
+                let ack =
+                    self.client.store_chunk(self.chunk(index, layer, start)).await.expect("store");
                 assert_eq!((ack.length, ack.replayed), (start as u32 + tokens, false));
                 self.check_layer(index, layer).await;
             }
             Step::Replay(index, layer) => {
                 let index = index % count;
                 if let Some(start) = self.sequences[index].last[layer as usize] {
-                    let ack = self.client.store(self.chunk(index, layer, start)).await;
+                    let ack = self.client.store_chunk(self.chunk(index, layer, start)).await;
                     assert!(ack.expect("replay").replayed);
                 }
             }
@@ -168,11 +169,11 @@ impl History<'_> {
             end: tokens.len() as u32,
             dtype: None,
         };
-        let loaded = self.client.load(range).await.expect("load");
+        let loaded = self.client.load_rows(range).await.expect("load");
         assert_eq!(loaded.k, to_bytes(DType::F32, &rows(tokens, 0.25)), "K of layer {layer}");
         assert_eq!(loaded.v, to_bytes(DType::F32, &rows(tokens, 0.75)), "V of layer {layer}");
         let beyond = LoadRange { end: range.end + 1, ..range };
-        assert_refused(self.client.load(beyond).await, ErrorCode::RangeNotStored, "asked for");
+        assert_refused(self.client.load_rows(beyond).await, ErrorCode::RangeNotStored, "asked for");
     }
 }
 

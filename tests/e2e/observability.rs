@@ -2,8 +2,8 @@
 
 use kvd::metrics::Metric;
 use kvd_client::{ErrorCode, LayerIndex, LoadRange, SequenceId, StoredBytes};
-use kvd_tests::metrics::Exposition;
-use kvd_tests::{Daemon, Engine, Rng, Shape, assert_refused, daemon, engine};
+use kvd_tests::metrics::MetricsPage;
+use kvd_tests::{ModelShape, TestDaemon, TestEngine, TestRng, assert_refused, daemon, engine};
 use std::collections::BTreeSet;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
@@ -14,21 +14,22 @@ use tonic_reflection::pb::v1::{ServerReflectionRequest, ServerReflectionResponse
 
 const SEED: u64 = 20_240_607;
 
-async fn metrics(daemon: &Daemon) -> Exposition {
-    let (status, text) = daemon.page("/metrics").await;
+async fn metrics(daemon: &TestDaemon) -> MetricsPage {
+    let (status, text) = daemon.admin_page("/metrics").await;
     assert_eq!(status, 200);
-    Exposition::parse(&text)
+    MetricsPage::parse_page(&text)
 }
 
 /// A model with packed and raw blocks, each kind of call made once.
-async fn scenario(daemon: &Daemon, name: &str, codec: &str) -> Engine {
-    let mut rng = Rng::new(SEED);
-    let engine = engine(daemon).named(name).register(Shape::small(), codec).await;
-    let mut conversation = engine.open().await;
-    engine.grow(&mut conversation, 200, &mut rng).await;
-    let question = engine.question(&conversation, 2, &mut rng);
-    engine.ask(&question).await;
-    engine.load(&conversation, 0).await;
+async fn scenario(daemon: &TestDaemon, name: &str, codec: &str) -> TestEngine {
+    let mut rng = TestRng::new(SEED);
+    let engine =
+        engine(daemon).with_name(name).register_model(ModelShape::small_shape(), codec).await;
+    let mut conversation = engine.open_sequence().await;
+    engine.grow_sequence(&mut conversation, 200, &mut rng).await;
+    let question = engine.random_question(&conversation, 2, &mut rng);
+    engine.ask_question(&question).await;
+    engine.load_layer(&conversation, 0).await;
     engine
 }
 
@@ -43,7 +44,7 @@ async fn health_is_serving() {
     }
 }
 
-async fn reflect(daemon: &Daemon, ask: MessageRequest) -> ServerReflectionResponse {
+async fn reflect(daemon: &TestDaemon, ask: MessageRequest) -> ServerReflectionResponse {
     let request = ServerReflectionRequest { host: String::new(), message_request: Some(ask) };
     let mut client = ServerReflectionClient::new(daemon.channel().await);
     let answers = client.server_reflection_info(tokio_stream::once(request)).await;
@@ -76,10 +77,10 @@ async fn reflection_lists_the_service_and_describes_it() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_admin_port_answers() {
     let daemon = daemon().start().await;
-    assert_eq!(daemon.page("/healthz").await, (200, "ok\n".to_owned()));
-    assert_eq!(daemon.page("/readyz").await, (200, "ready\n".to_owned()));
-    assert_eq!(daemon.page("/nothing").await.0, 404);
-    assert_eq!(metrics(&daemon).await.sum("kvd_ready", &[]), 1.0);
+    assert_eq!(daemon.admin_page("/healthz").await, (200, "ok\n".to_owned()));
+    assert_eq!(daemon.admin_page("/readyz").await, (200, "ready\n".to_owned()));
+    assert_eq!(daemon.admin_page("/nothing").await.0, 404);
+    assert_eq!(metrics(&daemon).await.sum_samples("kvd_ready", &[]), 1.0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -123,7 +124,7 @@ async fn metrics_say_what_the_api_says() {
         assert!(stats.models.contains(&model));
         let stored = model.stored.unwrap();
         let label = format!("model=\"{name}\"");
-        let of = |metric: Metric| page.sum(metric.name(), &[&label]);
+        let of = |metric: Metric| page.sum_samples(metric.name(), &[&label]);
         assert!(of(Metric::PackedBytesPerValue) > 0.0);
         assert_close(8.0 * of(Metric::PackedBytesPerValue), bits_per_value(&stored));
         // 200 tokens of 2 heads with 64 + 64 channels, all of them somewhere.
@@ -150,11 +151,14 @@ async fn metrics_say_what_the_api_says() {
         assert_eq!(of(Metric::StoredLayerTokensTotal), 200.0);
         assert_eq!(of(Metric::AttendedLayerQueryTokensTotal), 2.0);
         assert_eq!(of(Metric::ModelLayers), 1.0);
-        let pool = daemon.pool().await;
-        assert_eq!(page.sum(Metric::PoolUsedBytes.name(), &[]), pool.used_bytes as f64);
-        assert_eq!(page.sum(Metric::PoolCapacityBytes.name(), &[]), pool.capacity_bytes as f64);
+        let pool = daemon.pool_stats().await;
+        assert_eq!(page.sum_samples(Metric::PoolUsedBytes.name(), &[]), pool.used_bytes as f64);
+        assert_eq!(
+            page.sum_samples(Metric::PoolCapacityBytes.name(), &[]),
+            pool.capacity_bytes as f64
+        );
     }
-    assert_eq!(metrics(&daemon).await.sum(Metric::Models.name(), &[]), 3.0);
+    assert_eq!(metrics(&daemon).await.sum_samples(Metric::Models.name(), &[]), 3.0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -164,11 +168,11 @@ async fn requests_are_counted_by_rpc_and_code() {
     let nowhere = SequenceId(4242);
     let range =
         LoadRange { sequence: nowhere, layer: LayerIndex(0), start: 0, end: 1, dtype: None };
-    assert_refused(engine.client.load(range).await, ErrorCode::UnknownSequence, "4242");
+    assert_refused(engine.client.load_rows(range).await, ErrorCode::UnknownSequence, "4242");
     let page = metrics(&daemon).await;
     let count = |rpc: &str, code: &str| {
         let (rpc, code) = (format!("rpc=\"{rpc}\""), format!("code=\"{code}\""));
-        page.sum(Metric::RequestsTotal.name(), &[&rpc, &code])
+        page.sum_samples(Metric::RequestsTotal.name(), &[&rpc, &code])
     };
     assert_eq!(count("RegisterModel", "OK"), 1.0);
     assert_eq!(count("StoreBlocks", "OK"), 1.0);
@@ -180,16 +184,16 @@ async fn requests_are_counted_by_rpc_and_code() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_levels_of_a_model_that_is_gone_are_zero() {
     let daemon = daemon().start().await;
-    let mut rng = Rng::new(SEED);
-    let engine = engine(&daemon).register(Shape::small(), "fp8").await;
-    let mut conversation = engine.open().await;
-    engine.grow(&mut conversation, 100, &mut rng).await;
-    assert!(metrics(&daemon).await.sum(Metric::PackedBytes.name(), &[]) > 0.0);
-    engine.close(conversation).await;
+    let mut rng = TestRng::new(SEED);
+    let engine = engine(&daemon).register_model(ModelShape::small_shape(), "fp8").await;
+    let mut conversation = engine.open_sequence().await;
+    engine.grow_sequence(&mut conversation, 100, &mut rng).await;
+    assert!(metrics(&daemon).await.sum_samples(Metric::PackedBytes.name(), &[]) > 0.0);
+    engine.close_sequence(conversation).await;
     engine.client.unregister_model(engine.model).await.unwrap();
     let page = metrics(&daemon).await;
     for metric in [Metric::PackedBytes, Metric::RawBytes, Metric::SavedBytes, Metric::Models] {
-        assert_eq!(page.sum(metric.name(), &[]), 0.0, "{metric:?}");
+        assert_eq!(page.sum_samples(metric.name(), &[]), 0.0, "{metric:?}");
     }
 }
 
@@ -202,5 +206,5 @@ async fn each_start_has_a_boot_id_of_its_own() {
     assert_eq!(info.pool_capacity_bytes, 64 << 20);
     assert_eq!(info.block_tokens_default, 64);
     let label = format!("boot_id=\"{}\"", info.boot_id);
-    assert_eq!(metrics(&first).await.sum(Metric::BuildInfo.name(), &[&label]), 1.0);
+    assert_eq!(metrics(&first).await.sum_samples(Metric::BuildInfo.name(), &[&label]), 1.0);
 }

@@ -14,11 +14,12 @@
 
 use bytes::Bytes;
 use kvd_client::{AttendQuery, DType, LayerIndex};
-use kvd_tests::codec::{calibration, windowed};
-use kvd_tests::fixture::{Passage, passage, shape};
-use kvd_tests::reference::{self, Reference};
+use kvd_tests::codec::{fit_calibration, with_windows};
+use kvd_tests::fixture::{FixturePassage, fixture_shape, load_passage};
+use kvd_tests::reference::{self, ReferenceAnswer};
 use kvd_tests::{
-    Answer, Conversation, Engine, Question, assert_within_budget, budget, daemon, engine,
+    BatchAnswer, QueryBatch, StoredSequence, TestEngine, assert_within_budget, budget, daemon,
+    engine,
 };
 
 const FIRST: u32 = 1536;
@@ -28,15 +29,15 @@ const SAMPLES: u32 = 512;
 
 /// The real queries of the `STEP` tokens before `end`, seeing `end` tokens.
 fn question(
-    engine: &Engine,
-    passage: &Passage,
-    to: &Conversation,
+    engine: &TestEngine,
+    passage: &FixturePassage,
+    to: &StoredSequence,
     layer: u32,
     end: u32,
-) -> Question {
+) -> QueryBatch {
     let width = engine.shape.q_width();
     let at = (end - STEP - passage.q_start) as usize * width;
-    Question {
+    QueryBatch {
         layer: LayerIndex(layer),
         dtype: DType::F32,
         scale: None,
@@ -47,12 +48,18 @@ fn question(
 }
 
 /// The truth of each layer and step.
-fn references(engine: &Engine, passage: &Passage, to: &Conversation) -> Vec<Vec<Reference>> {
+fn references(
+    engine: &TestEngine,
+    passage: &FixturePassage,
+    to: &StoredSequence,
+) -> Vec<Vec<ReferenceAnswer>> {
     let ends = (FIRST + STEP..=END).step_by(STEP as usize);
     let of_layer = &|layer: u32| {
         let rows = &passage.layers[layer as usize];
         let at = |end| question(engine, passage, to, layer, end);
-        ends.clone().map(|end| reference::attend::<f64>(&engine.shape, &at(end), &[rows])).collect()
+        ends.clone()
+            .map(|end| reference::attend_reference::<f64>(&engine.shape, &at(end), &[rows]))
+            .collect()
     };
     std::thread::scope(|scope| {
         let layers = (0..engine.shape.layers).map(|layer| scope.spawn(move || of_layer(layer)));
@@ -78,29 +85,34 @@ struct Outcome {
 
 /// Grows a conversation over the passage and asks as it grows; the error budget of the kernel is
 /// checked at the end of each layer.
-async fn run(engine: &Engine, passage: &Passage, truth: &mut Vec<Vec<Reference>>) -> Outcome {
+async fn run(
+    engine: &TestEngine,
+    passage: &FixturePassage,
+    truth: &mut Vec<Vec<ReferenceAnswer>>,
+) -> Outcome {
     let shape = &engine.shape;
-    let mut conversation = engine.open().await;
+    let mut conversation = engine.open_sequence().await;
     if truth.is_empty() {
         *truth = references(engine, passage, &conversation);
     }
     let mut errors = Vec::new();
     for layer in 0..shape.layers {
         let rows = &passage.layers[layer as usize];
-        let prompt = rows.part(shape, 0..FIRST);
-        engine.store(&mut conversation, layer, &prompt).await.expect("store");
-        let (mut got, mut want) = (Answer { out: vec![], lse: vec![] }, Reference::default());
+        let prompt = rows.token_range(shape, 0..FIRST);
+        engine.store_rows(&mut conversation, layer, &prompt).await.expect("store");
+        let (mut got, mut want) =
+            (BatchAnswer { out: vec![], lse: vec![] }, ReferenceAnswer::default());
         for (step, end) in (FIRST + STEP..=END).step_by(STEP as usize).enumerate() {
-            let more = rows.part(shape, end - STEP..end);
-            engine.store(&mut conversation, layer, &more).await.expect("store");
+            let more = rows.token_range(shape, end - STEP..end);
+            engine.store_rows(&mut conversation, layer, &more).await.expect("store");
             let question = question(engine, passage, &conversation, layer, end);
-            got.out.extend(engine.ask(&question).await.out);
+            got.out.extend(engine.ask_question(&question).await.out);
             want.out.extend(&truth[layer as usize][step].out);
         }
         errors.push(budget::relative_error(&got, &want));
-        let read = engine.load(&conversation, layer).await;
+        let read = engine.load_layer(&conversation, layer).await;
         let question = question(engine, passage, &conversation, layer, END);
-        let answer = engine.ask(&question).await;
+        let answer = engine.ask_question(&question).await;
         assert_within_budget("real data", engine, &question, &answer, &[&read]);
     }
     let stats = engine.client.describe_model(engine.model).await.expect("describe");
@@ -113,10 +125,10 @@ async fn run(engine: &Engine, passage: &Passage, truth: &mut Vec<Vec<Reference>>
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn attention_errors_on_a_trained_model_are_those_of_the_quality_table() {
-    let (passage, other) = (passage(0), passage(1));
+    let (passage, other) = (load_passage(0), load_passage(1));
     let daemon = daemon().start().await;
     let mut truth = Vec::new();
-    let (kvcomp, vecinfer) = (windowed("kvcomp", 0, 192), windowed("vecinfer-2", 0, 192));
+    let (kvcomp, vecinfer) = (with_windows("kvcomp", 0, 192), with_windows("vecinfer-2", 0, 192));
     let passed_on = std::f64::consts::SQRT_2;
     // Most error and most bits; the table's own rows get a quarter for what a paper leaves open.
     let cases = [
@@ -128,14 +140,15 @@ async fn attention_errors_on_a_trained_model_are_those_of_the_quality_table() {
         (&vecinfer, 1.25 * 0.069, 2.1),
     ];
     // Fitted on another passage than the one it is judged by; windows do not matter to it.
-    let samples: Vec<_> = other.layers.iter().map(|rows| rows.part(&shape(), 0..SAMPLES)).collect();
-    let fitted = calibration("vecinfer-2", &shape(), &samples, 1);
+    let samples: Vec<_> =
+        other.layers.iter().map(|rows| rows.token_range(&fixture_shape(), 0..SAMPLES)).collect();
+    let fitted = fit_calibration("vecinfer-2", &fixture_shape(), &samples, 1);
     let mut errors = Vec::new();
     for (index, (codec, error_max, bits_max)) in cases.into_iter().enumerate() {
         let engine = engine(&daemon)
-            .named(&format!("case-{index}"))
-            .calibrated(calibrated_with(codec, &fitted))
-            .register(shape(), codec)
+            .with_name(&format!("case-{index}"))
+            .with_calibration(calibrated_with(codec, &fitted))
+            .register_model(fixture_shape(), codec)
             .await;
         let outcome = run(&engine, &passage, &mut truth).await;
         eprintln!("{codec}: attention error {:.4}, {:.3} bits", outcome.error, outcome.bits);

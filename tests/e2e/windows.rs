@@ -2,29 +2,37 @@
 //! length attention agrees with what reads back.
 
 use kvd_client::DType;
-use kvd_tests::codec::{PRESETS, windowed};
-use kvd_tests::{Conversation, Engine, Rng, Rows, Shape, assert_within_budget, daemon, engine};
+use kvd_tests::codec::{PRESETS, with_windows};
+use kvd_tests::{
+    LayerRows, ModelShape, StoredSequence, TestEngine, TestRng, assert_within_budget, daemon,
+    engine,
+};
 
 const SEED: u64 = 20_240_602;
 const BLOCK: u32 = 16;
 
-fn shape() -> Shape {
-    Shape { group: 2, block_tokens: BLOCK, dtype: DType::F16, ..Shape::small() }
+fn shape() -> ModelShape {
+    ModelShape { group: 2, block_tokens: BLOCK, dtype: DType::F16, ..ModelShape::small_shape() }
 }
 
 /// Tokens `range` of two sets of rows are the same bits.
-fn assert_same(context: &str, a: &Rows, b: &Rows, range: std::ops::Range<u32>) {
+fn assert_same(context: &str, a: &LayerRows, b: &LayerRows, range: std::ops::Range<u32>) {
     let shape = shape();
-    let (a, b) = (a.part(&shape, range.clone()), b.part(&shape, range.clone()));
+    let (a, b) = (a.token_range(&shape, range.clone()), b.token_range(&shape, range.clone()));
     assert_eq!(a, b, "{context}: tokens {range:?} are not as they came");
 }
 
 /// One more token, read and attended.
-async fn step(engine: &Engine, conversation: &mut Conversation, context: &str, rng: &mut Rng) {
-    engine.grow(conversation, 1, rng).await;
-    let read = engine.load(conversation, 0).await;
-    let question = engine.question(conversation, 1, rng);
-    let answer = engine.ask(&question).await;
+async fn step(
+    engine: &TestEngine,
+    conversation: &mut StoredSequence,
+    context: &str,
+    rng: &mut TestRng,
+) {
+    engine.grow_sequence(conversation, 1, rng).await;
+    let read = engine.load_layer(conversation, 0).await;
+    let question = engine.random_question(conversation, 1, rng);
+    let answer = engine.ask_question(&question).await;
     assert_within_budget(context, engine, &question, &answer, &[&read]);
 }
 
@@ -33,14 +41,14 @@ async fn windows_stay_exact_while_a_sequence_grows_token_by_token() {
     let (sink, recent) = (21, 19);
     let daemon = daemon().start().await;
     for preset in PRESETS {
-        let mut rng = Rng::new(SEED);
-        let codec = windowed(preset, sink, recent);
-        let engine = engine(&daemon).named(preset).register(shape(), &codec).await;
-        let mut conversation = engine.open().await;
+        let mut rng = TestRng::new(SEED);
+        let codec = with_windows(preset, sink, recent);
+        let engine = engine(&daemon).with_name(preset).register_model(shape(), &codec).await;
+        let mut conversation = engine.open_sequence().await;
         for length in 1..=90u32 {
             let context = format!("{preset}, {length} tokens, seed {SEED}");
             step(&engine, &mut conversation, &context, &mut rng).await;
-            let read = engine.load(&conversation, 0).await;
+            let read = engine.load_layer(&conversation, 0).await;
             let stored = &conversation.layers[0];
             assert_same(&context, &read, stored, 0..sink.min(length));
             assert_same(&context, &read, stored, length.saturating_sub(recent)..length);
@@ -58,14 +66,14 @@ async fn windows_stay_exact_while_a_sequence_grows_token_by_token() {
 async fn an_open_block_is_exact_in_every_codec() {
     let daemon = daemon().start().await;
     for preset in PRESETS {
-        let mut rng = Rng::new(SEED);
-        let codec = windowed(preset, 0, 0);
-        let engine = engine(&daemon).named(preset).register(shape(), &codec).await;
-        let mut conversation = engine.open().await;
+        let mut rng = TestRng::new(SEED);
+        let codec = with_windows(preset, 0, 0);
+        let engine = engine(&daemon).with_name(preset).register_model(shape(), &codec).await;
+        let mut conversation = engine.open_sequence().await;
         for length in 1..=2 * BLOCK + 3 {
             let context = format!("{preset}, {length} tokens, seed {SEED}");
             step(&engine, &mut conversation, &context, &mut rng).await;
-            let read = engine.load(&conversation, 0).await;
+            let read = engine.load_layer(&conversation, 0).await;
             let open = length / BLOCK * BLOCK..length;
             assert_same(&context, &read, &conversation.layers[0], open);
         }
@@ -77,17 +85,18 @@ async fn one_store_and_many_read_back_the_same() {
     let daemon = daemon().start().await;
     // Without an entropy stage, whose tables are made from the first blocks that arrive.
     for preset in ["raw", "fp8", "vecinfer-2"] {
-        let mut rng = Rng::new(SEED);
-        let codec = windowed(preset, 5, 30);
-        let engine = engine(&daemon).named(preset).register(shape(), &codec).await;
-        let (mut whole, mut pieces) = (engine.open().await, engine.open().await);
-        let rows = Rows::random(&engine.shape, 150, &mut rng);
-        engine.store(&mut whole, 0, &rows).await.unwrap();
+        let mut rng = TestRng::new(SEED);
+        let codec = with_windows(preset, 5, 30);
+        let engine = engine(&daemon).with_name(preset).register_model(shape(), &codec).await;
+        let (mut whole, mut pieces) = (engine.open_sequence().await, engine.open_sequence().await);
+        let rows = LayerRows::random_rows(&engine.shape, 150, &mut rng);
+        engine.store_rows(&mut whole, 0, &rows).await.unwrap();
         for (start, end) in [(0, 1), (1, 15), (15, 17), (17, 64), (64, 64 + 48), (112, 150)] {
-            let part = rows.part(&engine.shape, start..end);
-            engine.store(&mut pieces, 0, &part).await.unwrap();
+            let part = rows.token_range(&engine.shape, start..end);
+            engine.store_rows(&mut pieces, 0, &part).await.unwrap();
         }
-        let (whole, pieces) = (engine.load(&whole, 0).await, engine.load(&pieces, 0).await);
+        let (whole, pieces) =
+            (engine.load_layer(&whole, 0).await, engine.load_layer(&pieces, 0).await);
         assert_eq!(whole, pieces, "{preset}, seed {SEED}");
     }
 }

@@ -8,11 +8,11 @@
 //! rounding of the output to its dtype, which is exact.
 //!
 //! Which precision is a matter of the codec: f32, or f32 sums of products with f16 queries and
-//! weights where the daemon multiplies a codec's codes as integers ([`Yardstick`]).
+//! weights where the daemon multiplies a codec's codes as integers ([`ErrorPrecision`]).
 
-use crate::engine::{Answer, Engine, Question};
-use crate::kv::{Rows, Shape};
-use crate::reference::{self, Half, Reference};
+use crate::engine::{BatchAnswer, QueryBatch, TestEngine};
+use crate::kv::{LayerRows, ModelShape};
+use crate::reference::{self, HalfFactors, ReferenceAnswer};
 use kvd_client::DType;
 
 /// Errors of the daemon over errors of the plain reference.
@@ -20,7 +20,7 @@ pub const SLACK: f64 = 4.0;
 
 /// The precision of the reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Yardstick {
+pub enum ErrorPrecision {
     /// f32 throughout.
     Single,
     /// f32 sums, but f16 queries and softmax weights.
@@ -29,7 +29,7 @@ pub enum Yardstick {
 
 /// How much of the budget was used, at the worst place: 1 is all of it.
 #[derive(Clone, Copy, Debug)]
-pub struct Used {
+pub struct BudgetUse {
     /// By outputs.
     pub out: f64,
     /// By log-sum-exps.
@@ -43,32 +43,32 @@ pub struct Used {
 /// When one is, naming the place.
 pub fn assert_within_budget(
     context: &str,
-    engine: &Engine,
-    question: &Question,
-    answer: &Answer,
-    rows: &[&Rows],
-) -> Used {
-    assert_within(context, (&engine.shape, engine.yardstick), question, answer, rows)
+    engine: &TestEngine,
+    question: &QueryBatch,
+    answer: &BatchAnswer,
+    rows: &[&LayerRows],
+) -> BudgetUse {
+    assert_within_precision(context, (&engine.shape, engine.yardstick), question, answer, rows)
 }
 
 /// As [`assert_within_budget`] by a yardstick of the caller's choice.
 ///
 /// # Panics
 /// When a value is beyond the budget, naming the place.
-pub fn assert_within(
+pub fn assert_within_precision(
     context: &str,
-    (shape, yardstick): (&Shape, Yardstick),
-    question: &Question,
-    answer: &Answer,
-    rows: &[&Rows],
-) -> Used {
-    let exact = reference::attend::<f64>(shape, question, rows);
+    (shape, yardstick): (&ModelShape, ErrorPrecision),
+    question: &QueryBatch,
+    answer: &BatchAnswer,
+    rows: &[&LayerRows],
+) -> BudgetUse {
+    let exact = reference::attend_reference::<f64>(shape, question, rows);
     assert_eq!(answer.out.len(), exact.out.len(), "{context}: values in out");
     assert_eq!(answer.lse.len(), exact.lse.len(), "{context}: values in lse");
-    let units = units(shape, question, rows, &exact, yardstick);
-    let mut used = Used { out: 0.0, lse: 0.0 };
+    let units = error_units(shape, question, rows, &exact, yardstick);
+    let mut used = BudgetUse { out: 0.0, lse: 0.0 };
     for (at, (got, want)) in answer.out.iter().zip(&exact.out).enumerate() {
-        let allowed = SLACK * units.out + rounding(question.dtype, *want);
+        let allowed = SLACK * units.out + rounding_distance(question.dtype, *want);
         let error = (f64::from(*got) - want).abs();
         assert!(error <= allowed, "{context}: out[{at}] is {got}, not {want} ± {allowed:.3e}");
         used.out = used.out.max(error / allowed);
@@ -88,34 +88,34 @@ pub fn assert_within(
 }
 
 /// What counts as one error of the yardstick's precision.
-fn units(
-    shape: &Shape,
-    question: &Question,
-    rows: &[&Rows],
-    exact: &Reference,
-    yardstick: Yardstick,
-) -> Used {
-    let single = reference::attend::<f32>(shape, question, rows);
+fn error_units(
+    shape: &ModelShape,
+    question: &QueryBatch,
+    rows: &[&LayerRows],
+    exact: &ReferenceAnswer,
+    yardstick: ErrorPrecision,
+) -> BudgetUse {
+    let single = reference::attend_reference::<f32>(shape, question, rows);
     let epsilon = f64::from(f32::EPSILON);
     let largest = rows.iter().flat_map(|rows| &rows.v).fold(0f32, |max, v| max.max(v.abs()));
     let finite = |lse: &&f64| lse.is_finite();
     let largest_lse = exact.lse.iter().filter(finite).fold(1f64, |max, lse| max.max(lse.abs()));
-    let mut unit = Used {
+    let mut unit = BudgetUse {
         out: largest_error(&single.out, &exact.out).max(epsilon * f64::from(largest)),
         lse: largest_error(&single.lse, &exact.lse).max(epsilon * largest_lse),
     };
-    if yardstick == Yardstick::Half {
-        let half = reference::attend::<Half>(shape, question, rows);
+    if yardstick == ErrorPrecision::Half {
+        let half = reference::attend_reference::<HalfFactors>(shape, question, rows);
         // Of one product with one factor of eleven bits.
         let rounding = 2f64.powi(-11);
         let out = largest_error(&half.out, &exact.out).max(rounding * exact.largest_value);
         let lse = largest_error(&half.lse, &exact.lse).max(rounding * exact.largest_term);
-        unit = Used { out: unit.out.max(out), lse: unit.lse.max(lse) };
+        unit = BudgetUse { out: unit.out.max(out), lse: unit.lse.max(lse) };
     }
     unit
 }
 
-fn assert_zero(context: &str, shape: &Shape, answer: &Answer, row: usize) {
+fn assert_zero(context: &str, shape: &ModelShape, answer: &BatchAnswer, row: usize) {
     let dim = shape.head_dim_v as usize;
     let out = &answer.out[row * dim..(row + 1) * dim];
     assert!(out.iter().all(|value| *value == 0.0), "{context}: out where nothing is visible");
@@ -128,7 +128,7 @@ fn largest_error(got: &[f64], want: &[f64]) -> f64 {
 
 /// Largest distance of `value` from its nearest neighbour in `dtype`; for f16 also the spacing of
 /// its subnormal numbers.
-fn rounding(dtype: DType, value: f64) -> f64 {
+fn rounding_distance(dtype: DType, value: f64) -> f64 {
     let (bits, least): (i32, f64) = match dtype {
         DType::F32 => (24, 0.0),
         DType::F16 => (11, 2f64.powi(-25)),
@@ -140,7 +140,7 @@ fn rounding(dtype: DType, value: f64) -> f64 {
 /// Root-mean-square error of an answer's outputs relative to the reference: what the tables of
 /// codec error show.
 #[must_use]
-pub fn relative_error(answer: &Answer, reference: &Reference) -> f64 {
+pub fn relative_error(answer: &BatchAnswer, reference: &ReferenceAnswer) -> f64 {
     let pairs = answer.out.iter().zip(&reference.out);
     let (error, norm) = pairs.fold((0.0, 0.0), |(error, norm), (got, want)| {
         (error + (f64::from(*got) - want).powi(2), norm + want.powi(2))

@@ -1,8 +1,8 @@
 //! The codecs under test, and their calibration.
 
-use crate::Rng;
-use crate::budget::Yardstick;
-use crate::kv::{Rows, Shape};
+use crate::TestRng;
+use crate::budget::ErrorPrecision;
+use crate::kv::{LayerRows, ModelShape};
 use bytes::Bytes;
 use kvd_codec::{Quantizer, Samples, SideSpec};
 use kvd_core::{LayerIndex, Side};
@@ -12,7 +12,7 @@ pub const PRESETS: [&str; 4] = ["raw", "fp8", "kvcomp", "vecinfer-2"];
 
 /// The same kinds with a window at both ends that is neither 0 nor a whole number of blocks.
 #[must_use]
-pub fn windowed(preset: &str, sink: u32, recent: u32) -> String {
+pub fn with_windows(preset: &str, sink: u32, recent: u32) -> String {
     let mut spec = kvd_codec::find_preset(preset).expect("a preset");
     (spec.sink, spec.recent) = (sink, recent);
     spec.to_string()
@@ -24,14 +24,14 @@ pub fn windowed(preset: &str, sink: u32, recent: u32) -> String {
 /// # Panics
 /// When the codec is unknown.
 #[must_use]
-pub fn yardstick(codec: &str) -> Yardstick {
+pub fn codec_precision(codec: &str) -> ErrorPrecision {
     let spec = kvd_codec::resolve_spec(codec).expect("a codec");
     let integers = |side: &SideSpec| {
         use Quantizer::{Grid, Uniform, Vq};
         matches!(side.quantizer, Uniform { .. } | Vq(_) | Grid { .. })
     };
     let any = integers(&spec.key) || integers(&spec.value);
-    if any { Yardstick::Half } else { Yardstick::Single }
+    if any { ErrorPrecision::Half } else { ErrorPrecision::Single }
 }
 
 /// What `codec` learns from `rows` (one set for each layer); empty when it learns nothing.
@@ -39,7 +39,7 @@ pub fn yardstick(codec: &str) -> Yardstick {
 /// # Panics
 /// When the codec is unknown or cannot be fitted.
 #[must_use]
-pub fn calibration(codec: &str, shape: &Shape, rows: &[Rows], seed: u64) -> Bytes {
+pub fn fit_calibration(codec: &str, shape: &ModelShape, rows: &[LayerRows], seed: u64) -> Bytes {
     let spec = kvd_codec::resolve_spec(codec).expect("a codec");
     if !spec.needs_calibration() {
         return Bytes::new();
@@ -64,10 +64,11 @@ pub fn calibration(codec: &str, shape: &Shape, rows: &[Rows], seed: u64) -> Byte
     fitted.expect("enough samples").to_bytes().into()
 }
 
-/// The calibration of `codec` for rows as [`Rows::random`] makes them.
+/// The calibration of `codec` for rows as [`LayerRows::random`] makes them.
 #[must_use]
-pub fn calibration_for_random(codec: &str, shape: &Shape) -> Bytes {
-    let mut rng = Rng::new(1);
-    let rows: Vec<Rows> = (0..shape.layers).map(|_| Rows::random(shape, 64, &mut rng)).collect();
-    calibration(codec, shape, &rows, 1)
+pub fn calibration_for_random(codec: &str, shape: &ModelShape) -> Bytes {
+    let mut rng = TestRng::new(1);
+    let rows: Vec<LayerRows> =
+        (0..shape.layers).map(|_| LayerRows::random_rows(shape, 64, &mut rng)).collect();
+    fit_calibration(codec, shape, &rows, 1)
 }

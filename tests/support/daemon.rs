@@ -1,8 +1,8 @@
 //! A daemon in this process, on ports of its own, and how to reach it.
 
 use crate::engine::engine;
-use crate::kv::Shape;
-use crate::{Rng, assert_within_budget};
+use crate::kv::ModelShape;
+use crate::{TestRng, assert_within_budget};
 use kvd::config::Overrides;
 use kvd::{Config, Drained, Running};
 use kvd_client::{Client, ClientOptions, Endpoint, Namespace, PoolStats};
@@ -24,17 +24,17 @@ pub struct DaemonPlan {
 #[must_use]
 pub fn daemon() -> DaemonPlan {
     let plan = DaemonPlan { flags: Vec::new() };
-    plan.with("server.listen_tcp", "127.0.0.1:0")
-        .with("admin.listen", "127.0.0.1:0")
-        .with("device.pool_bytes", "64 MiB")
-        .with("device.threads", "2")
-        .with("limits.page_tokens_min", "1")
+    plan.with_setting("server.listen_tcp", "127.0.0.1:0")
+        .with_setting("admin.listen", "127.0.0.1:0")
+        .with_setting("device.pool_bytes", "64 MiB")
+        .with_setting("device.threads", "2")
+        .with_setting("limits.page_tokens_min", "1")
 }
 
 impl DaemonPlan {
     /// With a setting, as `--set` would give it.
     #[must_use]
-    pub fn with(mut self, key: &str, value: &str) -> Self {
+    pub fn with_setting(mut self, key: &str, value: &str) -> Self {
         self.flags.push((key.to_owned(), value.to_owned()));
         self
     }
@@ -42,39 +42,40 @@ impl DaemonPlan {
     /// With this much page memory.
     #[must_use]
     pub fn with_pool(self, size: &str) -> Self {
-        self.with("device.pool_bytes", size)
+        self.with_setting("device.pool_bytes", size)
     }
 
     /// With this much room in a message, and so in a calibration.
     #[must_use]
     pub fn with_messages(self, size: &str) -> Self {
-        self.with("server.message_bytes_max", size).with("limits.calibration_bytes_max", size)
+        self.with_setting("server.message_bytes_max", size)
+            .with_setting("limits.calibration_bytes_max", size)
     }
 
     /// With a Unix socket besides.
     #[must_use]
     pub fn with_unix(self, path: &Path) -> Self {
-        self.with("server.listen_unix", &path.display().to_string())
+        self.with_setting("server.listen_unix", &path.display().to_string())
     }
 
     /// Starts it.
     ///
     /// # Panics
     /// When it cannot start.
-    pub async fn start(self) -> Daemon {
+    pub async fn start(self) -> TestDaemon {
         let overrides = Overrides { file: None, environment: false, flags: self.flags };
         let config = Config::load(&overrides).expect("a valid configuration");
         let daemon = kvd::Daemon::build(config).await.expect("sockets and memory");
-        Daemon { running: daemon.spawn() }
+        TestDaemon { running: daemon.spawn() }
     }
 }
 
 /// A serving daemon.
-pub struct Daemon {
+pub struct TestDaemon {
     running: Running,
 }
 
-impl Daemon {
+impl TestDaemon {
     /// Where it is reached over TCP.
     ///
     /// # Panics
@@ -123,7 +124,7 @@ impl Daemon {
     ///
     /// # Panics
     /// When the daemon is not there.
-    pub async fn rpc(&self) -> KvdClient<Channel> {
+    pub async fn raw_client(&self) -> KvdClient<Channel> {
         KvdClient::new(self.channel().await)
     }
 
@@ -133,7 +134,7 @@ impl Daemon {
     }
 
     /// Stops it, as SIGTERM does.
-    pub async fn stop(self) -> Drained {
+    pub async fn stop_daemon(self) -> Drained {
         self.running.drain().await
     }
 
@@ -141,14 +142,14 @@ impl Daemon {
     ///
     /// # Panics
     /// When the daemon does not answer.
-    pub async fn pool(&self) -> PoolStats {
+    pub async fn pool_stats(&self) -> PoolStats {
         let stats = self.client().await.stats().await.expect("stats");
         stats.pools.into_iter().next().expect("one tier")
     }
 
     /// Whether no page memory is in use.
     pub async fn is_empty(&self) -> bool {
-        let pool = self.pool().await;
+        let pool = self.pool_stats().await;
         (pool.used_bytes, pool.slots) == (0, 0)
     }
 
@@ -157,15 +158,16 @@ impl Daemon {
     /// # Panics
     /// When any of it fails.
     pub async fn assert_serves(&self) {
-        let engine = engine(self).named("proof").register(Shape::small(), "raw").await;
-        let mut rng = Rng::new(77);
-        let mut conversation = engine.open().await;
-        engine.grow(&mut conversation, 20, &mut rng).await;
-        let question = engine.question(&conversation, 2, &mut rng);
-        let answer = engine.ask(&question).await;
+        let engine =
+            engine(self).with_name("proof").register_model(ModelShape::small_shape(), "raw").await;
+        let mut rng = TestRng::new(77);
+        let mut conversation = engine.open_sequence().await;
+        engine.grow_sequence(&mut conversation, 20, &mut rng).await;
+        let question = engine.random_question(&conversation, 2, &mut rng);
+        let answer = engine.ask_question(&question).await;
         let rows = [&conversation.layers[0]];
         assert_within_budget("proof of health", &engine, &question, &answer, &rows);
-        engine.close(conversation).await;
+        engine.close_sequence(conversation).await;
         engine.client.unregister_model(engine.model).await.expect("unregister");
     }
 
@@ -173,9 +175,9 @@ impl Daemon {
     ///
     /// # Panics
     /// When the port does not speak HTTP.
-    pub async fn page(&self, path: &str) -> (u16, String) {
+    pub async fn admin_page(&self, path: &str) -> (u16, String) {
         let address = self.running.admin_address().expect("an admin port");
-        page(address, path).await
+        http_page(address, path).await
     }
 }
 
@@ -183,7 +185,7 @@ impl Daemon {
 ///
 /// # Panics
 /// When `address` does not speak HTTP.
-pub async fn page(address: SocketAddr, path: &str) -> (u16, String) {
+pub async fn http_page(address: SocketAddr, path: &str) -> (u16, String) {
     let mut stream = TcpStream::connect(address).await.expect("connect to the admin port");
     let request = format!("GET {path} HTTP/1.1\r\nHost: kvd\r\nConnection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).await.expect("ask the admin port");

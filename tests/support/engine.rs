@@ -2,10 +2,10 @@
 //!
 //! A conversation remembers what it stored, so that answers can be checked against it.
 
-use crate::budget::Yardstick;
+use crate::budget::ErrorPrecision;
 use crate::codec;
-use crate::kv::{Rows, Shape, from_bytes, rounded, to_bytes};
-use crate::{Daemon, Rng};
+use crate::kv::{LayerRows, ModelShape, from_bytes, round_values, to_bytes};
+use crate::{TestDaemon, TestRng};
 use bytes::Bytes;
 use kvd_client::{
     AttendBatch, AttendQuery, Client, ClientError, DType, Endpoint, ErrorCode, LayerIndex,
@@ -23,7 +23,7 @@ pub struct EnginePlan {
 
 /// An engine that talks to `daemon`.
 #[must_use]
-pub fn engine(daemon: &Daemon) -> EnginePlan {
+pub fn engine(daemon: &TestDaemon) -> EnginePlan {
     engine_at(daemon.endpoint())
 }
 
@@ -36,21 +36,21 @@ pub fn engine_at(endpoint: Endpoint) -> EnginePlan {
 impl EnginePlan {
     /// Calls its model that.
     #[must_use]
-    pub fn named(mut self, name: &str) -> Self {
+    pub fn with_name(mut self, name: &str) -> Self {
         name.clone_into(&mut self.name);
         self
     }
 
     /// Speaks through this connection.
     #[must_use]
-    pub fn through(mut self, client: Client) -> Self {
+    pub fn with_client(mut self, client: Client) -> Self {
         self.client = Some(client);
         self
     }
 
     /// Brings its own calibration instead of one for random rows.
     #[must_use]
-    pub fn calibrated(mut self, calibration: Bytes) -> Self {
+    pub fn with_calibration(mut self, calibration: Bytes) -> Self {
         self.calibration = Some(calibration);
         self
     }
@@ -59,7 +59,7 @@ impl EnginePlan {
     ///
     /// # Panics
     /// When the daemon refuses.
-    pub async fn register(self, shape: Shape, codec: &str) -> Engine {
+    pub async fn register_model(self, shape: ModelShape, codec: &str) -> TestEngine {
         let client = match self.client {
             Some(client) => client,
             None => Client::connect(self.endpoint).await.expect("connect"),
@@ -69,33 +69,33 @@ impl EnginePlan {
         let geometry = shape.geometry();
         let spec = ModelSpec { name: self.name, geometry, codec: codec.to_owned(), calibration };
         let model = client.register_model(spec).await.expect("register").model;
-        Engine { client, model, shape, yardstick: codec::yardstick(codec) }
+        TestEngine { client, model, shape, yardstick: codec::codec_precision(codec) }
     }
 }
 
 /// A connected engine.
 #[derive(Clone)]
-pub struct Engine {
+pub struct TestEngine {
     /// Its connection.
     pub client: Client,
     /// Its model.
     pub model: ModelId,
     /// The model's shape.
-    pub shape: Shape,
+    pub shape: ModelShape,
     /// By what its answers are judged.
-    pub yardstick: Yardstick,
+    pub yardstick: ErrorPrecision,
 }
 
 /// A sequence and what was stored in it.
 #[derive(Clone, Debug)]
-pub struct Conversation {
+pub struct StoredSequence {
     /// Its handle.
     pub sequence: SequenceId,
     /// Rows by layer.
-    pub layers: Vec<Rows>,
+    pub layers: Vec<LayerRows>,
 }
 
-impl Conversation {
+impl StoredSequence {
     /// Tokens stored on every layer.
     #[must_use]
     pub fn length(&self) -> u32 {
@@ -105,7 +105,7 @@ impl Conversation {
 
 /// A batch of queries.
 #[derive(Clone, Debug)]
-pub struct Question {
+pub struct QueryBatch {
     /// The layer.
     pub layer: LayerIndex,
     /// Of the queries and the answer.
@@ -120,39 +120,39 @@ pub struct Question {
     pub q: Vec<f32>,
 }
 
-impl Question {
+impl QueryBatch {
     /// The same question in another precision.
     #[must_use]
     pub fn in_dtype(&self, dtype: DType) -> Self {
-        Self { dtype, q: rounded(dtype, &self.q), ..self.clone() }
+        Self { dtype, q: round_values(dtype, &self.q), ..self.clone() }
     }
 }
 
-/// The answer to a [`Question`].
+/// The answer to a [`QueryBatch`].
 #[derive(Clone, Debug, PartialEq)]
-pub struct Answer {
+pub struct BatchAnswer {
     /// `[sum of n_q, q_heads, head_dim_v]`.
     pub out: Vec<f32>,
     /// `[sum of n_q, q_heads]`.
     pub lse: Vec<f32>,
 }
 
-impl Engine {
+impl TestEngine {
     /// Begins a conversation.
     ///
     /// # Panics
     /// When the daemon refuses.
-    pub async fn open(&self) -> Conversation {
+    pub async fn open_sequence(&self) -> StoredSequence {
         let sequence = self.client.open_sequence(self.model).await.expect("open");
-        let layers = vec![Rows::default(); self.shape.layers as usize];
-        Conversation { sequence, layers }
+        let layers = vec![LayerRows::default(); self.shape.layers as usize];
+        StoredSequence { sequence, layers }
     }
 
     /// Ends it.
     ///
     /// # Panics
     /// When the daemon refuses.
-    pub async fn close(&self, conversation: Conversation) {
+    pub async fn close_sequence(&self, conversation: StoredSequence) {
         self.client.close_sequence(conversation.sequence).await.expect("close");
     }
 
@@ -160,29 +160,35 @@ impl Engine {
     ///
     /// # Panics
     /// When the daemon refuses.
-    pub async fn fork(&self, parent: &Conversation, length: u32) -> Conversation {
+    pub async fn fork_sequence(&self, parent: &StoredSequence, length: u32) -> StoredSequence {
         let forked = self.client.fork_sequence(parent.sequence, Some(length)).await.expect("fork");
         assert_eq!(forked.length, length);
         let mut layers = parent.layers.clone();
-        layers.iter_mut().for_each(|rows| rows.truncate(&self.shape, length));
-        Conversation { sequence: forked.sequence, layers }
+        layers.iter_mut().for_each(|rows| rows.truncate_rows(&self.shape, length));
+        StoredSequence { sequence: forked.sequence, layers }
     }
 
     /// Forgets all but the first `length` tokens.
     ///
     /// # Panics
     /// When the daemon refuses.
-    pub async fn truncate(&self, conversation: &mut Conversation, length: u32) {
+    pub async fn truncate_sequence(&self, conversation: &mut StoredSequence, length: u32) {
         let truncated = self.client.truncate_sequence(conversation.sequence, length).await;
         truncated.expect("truncate");
         for rows in &mut conversation.layers {
-            rows.truncate(&self.shape, length);
+            rows.truncate_rows(&self.shape, length);
         }
     }
 
     /// The store request of `rows` at `start`.
     #[must_use]
-    pub fn chunk(&self, to: SequenceId, layer: u32, start: u32, rows: &Rows) -> StoreChunk {
+    pub fn store_chunk(
+        &self,
+        to: SequenceId,
+        layer: u32,
+        start: u32,
+        rows: &LayerRows,
+    ) -> StoreChunk {
         StoreChunk {
             sequence: to,
             layer: LayerIndex(layer),
@@ -197,16 +203,16 @@ impl Engine {
     ///
     /// # Errors
     /// What the daemon answers; the conversation is then unchanged.
-    pub async fn store(
+    pub async fn store_rows(
         &self,
-        conversation: &mut Conversation,
+        conversation: &mut StoredSequence,
         layer: u32,
-        rows: &Rows,
+        rows: &LayerRows,
     ) -> Result<StoreAck, ClientError> {
         let stored = &mut conversation.layers[layer as usize];
-        let chunk = self.chunk(conversation.sequence, layer, stored.tokens, rows);
-        let ack = self.client.store(chunk).await?;
-        stored.extend(rows);
+        let chunk = self.store_chunk(conversation.sequence, layer, stored.tokens, rows);
+        let ack = self.client.store_chunk(chunk).await?;
+        stored.extend_rows(rows);
         assert_eq!((ack.length, ack.replayed), (stored.tokens, false));
         Ok(ack)
     }
@@ -215,36 +221,46 @@ impl Engine {
     ///
     /// # Panics
     /// When the daemon refuses.
-    pub async fn grow(&self, conversation: &mut Conversation, tokens: u32, rng: &mut Rng) {
+    pub async fn grow_sequence(
+        &self,
+        conversation: &mut StoredSequence,
+        tokens: u32,
+        rng: &mut TestRng,
+    ) {
         for layer in 0..self.shape.layers {
-            let rows = Rows::random(&self.shape, tokens, rng);
-            self.store(conversation, layer, &rows).await.expect("store");
+            let rows = LayerRows::random_rows(&self.shape, tokens, rng);
+            self.store_rows(conversation, layer, &rows).await.expect("store");
         }
     }
 
     /// A random question of `n_q` tokens at the end of a conversation, to layer 0, in f32.
     #[must_use]
-    pub fn question(&self, conversation: &Conversation, n_q: u32, rng: &mut Rng) -> Question {
+    pub fn random_question(
+        &self,
+        conversation: &StoredSequence,
+        n_q: u32,
+        rng: &mut TestRng,
+    ) -> QueryBatch {
         self.question_of(vec![AttendQuery::new(conversation.sequence, n_q)], rng)
     }
 
     /// A random question to layer 0, in f32.
     #[must_use]
-    pub fn question_of(&self, queries: Vec<AttendQuery>, rng: &mut Rng) -> Question {
+    pub fn question_of(&self, queries: Vec<AttendQuery>, rng: &mut TestRng) -> QueryBatch {
         let tokens: u32 = queries.iter().map(|query| query.n_q).sum();
-        Question {
+        QueryBatch {
             layer: LayerIndex(0),
             dtype: DType::F32,
             scale: None,
             soft_cap: None,
             queries,
-            q: rng.normals(tokens as usize * self.shape.q_width()),
+            q: rng.next_normals(tokens as usize * self.shape.q_width()),
         }
     }
 
     /// The request of a question.
     #[must_use]
-    pub fn batch(&self, question: &Question) -> AttendBatch {
+    pub fn attend_batch(&self, question: &QueryBatch) -> AttendBatch {
         AttendBatch {
             model: self.model,
             layer: question.layer,
@@ -262,7 +278,7 @@ impl Engine {
     ///
     /// # Panics
     /// When the daemon refuses.
-    pub async fn ask(&self, question: &Question) -> Answer {
+    pub async fn ask_question(&self, question: &QueryBatch) -> BatchAnswer {
         self.try_ask(question).await.expect("attend")
     }
 
@@ -270,16 +286,16 @@ impl Engine {
     ///
     /// # Errors
     /// What the daemon answers.
-    pub async fn try_ask(&self, question: &Question) -> Result<Answer, ClientError> {
-        let attended = self.client.attend(self.batch(question)).await?;
-        Ok(Answer { out: from_bytes(question.dtype, &attended.out), lse: attended.lse })
+    pub async fn try_ask(&self, question: &QueryBatch) -> Result<BatchAnswer, ClientError> {
+        let attended = self.client.attend_batch(self.attend_batch(question)).await?;
+        Ok(BatchAnswer { out: from_bytes(question.dtype, &attended.out), lse: attended.lse })
     }
 
     /// What one layer of a conversation reads back as, unrounded.
     ///
     /// # Panics
     /// When the daemon refuses.
-    pub async fn load(&self, conversation: &Conversation, layer: u32) -> Rows {
+    pub async fn load_layer(&self, conversation: &StoredSequence, layer: u32) -> LayerRows {
         let tokens = conversation.layers[layer as usize].tokens;
         let range = LoadRange {
             sequence: conversation.sequence,
@@ -288,9 +304,9 @@ impl Engine {
             end: tokens,
             dtype: Some(DType::F32),
         };
-        let loaded = self.client.load(range).await.expect("load");
+        let loaded = self.client.load_rows(range).await.expect("load");
         let (k, v) = (from_bytes(DType::F32, &loaded.k), from_bytes(DType::F32, &loaded.v));
-        Rows { tokens, k, v }
+        LayerRows { tokens, k, v }
     }
 }
 
@@ -303,6 +319,6 @@ pub fn assert_refused<T: Debug>(result: Result<T, ClientError>, code: ErrorCode,
     let error = result.expect_err("the call was served");
     assert_eq!(error.code, Some(code), "{error}");
     assert!(error.message.contains(says), "{error} does not say {says:?}");
-    assert_eq!(error.retryable(), code.retryable(), "{error}");
-    assert_eq!(error.retry_after.is_some(), code.retryable(), "{error}: retry hint");
+    assert_eq!(error.is_retryable(), code.is_retryable(), "{error}");
+    assert_eq!(error.retry_after.is_some(), code.is_retryable(), "{error}: retry hint");
 }

@@ -1,13 +1,13 @@
 //! K and V as an engine has them, and the shape of the model they belong to.
 
-use crate::Rng;
+use crate::TestRng;
 use bytes::Bytes;
 use kvd_client::{DType, Geometry, RopePairing};
 use std::ops::Range;
 
 /// A model's attention, as its engine sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Shape {
+pub struct ModelShape {
     /// Transformer layers.
     pub layers: u32,
     /// KV heads of a layer.
@@ -24,10 +24,10 @@ pub struct Shape {
     pub dtype: DType,
 }
 
-impl Shape {
+impl ModelShape {
     /// One layer, two KV heads of 64 channels, one query head each, blocks of 16, f32.
     #[must_use]
-    pub fn small() -> Self {
+    pub fn small_shape() -> Self {
         Self {
             layers: 1,
             kv_heads: 2,
@@ -80,7 +80,7 @@ impl Shape {
 
 /// Rows of one layer, exactly representable in the model's dtype.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Rows {
+pub struct LayerRows {
     /// Tokens.
     pub tokens: u32,
     /// `[tokens, kv_heads, head_dim_k]`.
@@ -89,24 +89,24 @@ pub struct Rows {
     pub v: Vec<f32>,
 }
 
-impl Rows {
+impl LayerRows {
     /// Normal values; as in real models, some key channels are several times larger than the rest
     /// and sit beside zero.
     #[must_use]
-    pub fn random(shape: &Shape, tokens: u32, rng: &mut Rng) -> Self {
-        let mut k = rng.normals(tokens as usize * shape.k_width());
+    pub fn random_rows(shape: &ModelShape, tokens: u32, rng: &mut TestRng) -> Self {
+        let mut k = rng.next_normals(tokens as usize * shape.k_width());
         for (index, value) in k.iter_mut().enumerate() {
             if index % 16 == 5 {
                 *value = *value * 3.0 + 2.0;
             }
         }
-        let v = rng.normals(tokens as usize * shape.v_width());
-        Self { tokens, k: rounded(shape.dtype, &k), v: rounded(shape.dtype, &v) }
+        let v = rng.next_normals(tokens as usize * shape.v_width());
+        Self { tokens, k: round_values(shape.dtype, &k), v: round_values(shape.dtype, &v) }
     }
 
     /// Some of the tokens.
     #[must_use]
-    pub fn part(&self, shape: &Shape, range: Range<u32>) -> Self {
+    pub fn token_range(&self, shape: &ModelShape, range: Range<u32>) -> Self {
         let (start, end) = (range.start as usize, range.end as usize);
         Self {
             tokens: range.end - range.start,
@@ -116,14 +116,14 @@ impl Rows {
     }
 
     /// These tokens and then those of `more`.
-    pub fn extend(&mut self, more: &Self) {
+    pub fn extend_rows(&mut self, more: &Self) {
         self.tokens += more.tokens;
         self.k.extend_from_slice(&more.k);
         self.v.extend_from_slice(&more.v);
     }
 
     /// Only the first `tokens`.
-    pub fn truncate(&mut self, shape: &Shape, tokens: u32) {
+    pub fn truncate_rows(&mut self, shape: &ModelShape, tokens: u32) {
         self.tokens = tokens;
         self.k.truncate(tokens as usize * shape.k_width());
         self.v.truncate(tokens as usize * shape.v_width());
@@ -134,7 +134,7 @@ impl Rows {
 #[must_use]
 pub fn to_bytes(dtype: DType, values: &[f32]) -> Bytes {
     let mut bytes = vec![0; values.len() * dtype.size_bytes()];
-    dtype.narrow(values, &mut bytes);
+    dtype.narrow_values(values, &mut bytes);
     bytes.into()
 }
 
@@ -142,12 +142,12 @@ pub fn to_bytes(dtype: DType, values: &[f32]) -> Bytes {
 #[must_use]
 pub fn from_bytes(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     let mut values = vec![0.0; bytes.len() / dtype.size_bytes()];
-    dtype.widen(bytes, &mut values);
+    dtype.widen_values(bytes, &mut values);
     values
 }
 
 /// `values` as they are after a trip through `dtype`.
 #[must_use]
-pub fn rounded(dtype: DType, values: &[f32]) -> Vec<f32> {
+pub fn round_values(dtype: DType, values: &[f32]) -> Vec<f32> {
     from_bytes(dtype, &to_bytes(dtype, values))
 }

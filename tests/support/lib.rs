@@ -16,7 +16,7 @@ pub mod rng;
 pub mod wait;
 
 pub use budget::assert_within_budget;
-pub use daemon::{Daemon, daemon};
-pub use engine::{Answer, Conversation, Engine, Question, assert_refused, engine};
-pub use kv::{Rows, Shape};
-pub use rng::Rng;
+pub use daemon::{TestDaemon, daemon};
+pub use engine::{BatchAnswer, QueryBatch, StoredSequence, TestEngine, assert_refused, engine};
+pub use kv::{LayerRows, ModelShape};
+pub use rng::TestRng;

@@ -4,20 +4,20 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// A page of metrics.
 #[derive(Clone, Debug, Default)]
-pub struct Exposition {
+pub struct MetricsPage {
     /// Names that have a `# TYPE` line.
     pub names: BTreeSet<String>,
     /// Values by `name{labels}` as written.
     pub samples: BTreeMap<String, f64>,
 }
 
-impl Exposition {
+impl MetricsPage {
     /// Reads a page.
     ///
     /// # Panics
     /// When a line is neither comment nor sample.
     #[must_use]
-    pub fn parse(text: &str) -> Self {
+    pub fn parse_page(text: &str) -> Self {
         let mut page = Self::default();
         for line in text.lines().filter(|line| !line.is_empty()) {
             if let Some(rest) = line.strip_prefix("# TYPE ") {
@@ -32,7 +32,7 @@ impl Exposition {
 
     /// The sum of a metric's samples that carry all of `labels`, each as `name="value"`.
     #[must_use]
-    pub fn sum(&self, name: &str, labels: &[&str]) -> f64 {
+    pub fn sum_samples(&self, name: &str, labels: &[&str]) -> f64 {
         let matches = |key: &&String| {
             key.split('{').next() == Some(name) && labels.iter().all(|label| key.contains(label))
         };

@@ -3,13 +3,13 @@
 //! Written from the words of `kvd.proto` alone. It runs in f64, where it is the truth, and in f32
 //! and with f16 factors, where its error says what that precision costs anybody.
 
-use crate::engine::Question;
-use crate::kv::{Rows, Shape};
+use crate::engine::QueryBatch;
+use crate::kv::{LayerRows, ModelShape};
 use half::f16;
 use kvd_client::AttendQuery;
 
 /// A floating-point format in which to compute.
-pub trait Real:
+pub trait RealNumber:
     Copy
     + PartialOrd
     + std::ops::Add<Output = Self>
@@ -20,13 +20,13 @@ pub trait Real:
     /// The sum of nothing.
     const ZERO: Self;
     /// From what is stored.
-    fn of(value: f32) -> Self;
+    fn from_f32(value: f32) -> Self;
     /// As queries and softmax weights are multiplied.
-    fn factor(self) -> Self {
+    fn as_factor(self) -> Self {
         self
     }
     /// For the comparison.
-    fn wide(self) -> f64;
+    fn to_f64(self) -> f64;
     /// `e^self`.
     fn exp(self) -> Self;
     /// Natural logarithm.
@@ -39,14 +39,14 @@ pub trait Real:
 
 macro_rules! real {
     ($type:ident) => {
-        impl Real for $type {
+        impl RealNumber for $type {
             const ZERO: Self = 0.0;
 
-            fn of(value: f32) -> Self {
+            fn from_f32(value: f32) -> Self {
                 $type::from(value)
             }
 
-            fn wide(self) -> f64 {
+            fn to_f64(self) -> f64 {
                 f64::from(self)
             }
 
@@ -75,11 +75,11 @@ real!(f64);
 /// Sums of f32 whose factors, queries and softmax weights, are f16: the arithmetic of attention
 /// kernels on tensor cores.
 #[derive(Clone, Copy, PartialEq, PartialOrd)]
-pub struct Half(f32);
+pub struct HalfFactors(f32);
 
 macro_rules! half_operators {
     ($($operator:ident, $method:ident);*) => {
-        $(impl std::ops::$operator for Half {
+        $(impl std::ops::$operator for HalfFactors {
             type Output = Self;
 
             fn $method(self, other: Self) -> Self {
@@ -91,18 +91,18 @@ macro_rules! half_operators {
 
 half_operators!(Add, add; Sub, sub; Mul, mul; Div, div);
 
-impl Real for Half {
+impl RealNumber for HalfFactors {
     const ZERO: Self = Self(0.0);
 
-    fn of(value: f32) -> Self {
+    fn from_f32(value: f32) -> Self {
         Self(value)
     }
 
-    fn factor(self) -> Self {
+    fn as_factor(self) -> Self {
         Self(f16::from_f32(self.0).to_f32())
     }
 
-    fn wide(self) -> f64 {
+    fn to_f64(self) -> f64 {
         f64::from(self.0)
     }
 
@@ -125,7 +125,7 @@ impl Real for Half {
 
 /// What a question's answer should be.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Reference {
+pub struct ReferenceAnswer {
     /// `[sum of n_q, q_heads, head_dim_v]`.
     pub out: Vec<f64>,
     /// `[sum of n_q, q_heads]`; `-inf` where nothing is visible.
@@ -141,22 +141,26 @@ pub struct Reference {
 /// # Panics
 /// When there are not as many `rows` as queries.
 #[must_use]
-pub fn attend<T: Real>(shape: &Shape, question: &Question, rows: &[&Rows]) -> Reference {
+pub fn attend_reference<T: RealNumber>(
+    shape: &ModelShape,
+    question: &QueryBatch,
+    rows: &[&LayerRows],
+) -> ReferenceAnswer {
     assert_eq!(question.queries.len(), rows.len(), "one set of rows for each query");
-    let q: Vec<T> = question.q.iter().map(|value| T::of(*value)).collect();
-    let mut reference = Reference::default();
+    let q: Vec<T> = question.q.iter().map(|value| T::from_f32(*value)).collect();
+    let mut reference = ReferenceAnswer::default();
     let mut token = 0;
     for (query, rows) in question.queries.iter().zip(rows) {
-        let k: Vec<T> = rows.k.iter().map(|value| T::of(*value)).collect();
-        let v: Vec<T> = rows.v.iter().map(|value| T::of(*value)).collect();
+        let k: Vec<T> = rows.k.iter().map(|value| T::from_f32(*value)).collect();
+        let v: Vec<T> = rows.v.iter().map(|value| T::from_f32(*value)).collect();
         for i in 0..query.n_q {
-            let seen = visible(query, rows.tokens, i);
+            let seen = visible_tokens(query, rows.tokens, i);
             for head in 0..shape.q_heads() {
                 let dim = shape.head_dim_k as usize;
                 let at = (token * shape.q_heads() as usize + head as usize) * dim;
-                let one = Head { shape, question, head: (head / shape.group) as usize };
-                let q: Vec<T> = q[at..at + dim].iter().map(|q| q.factor()).collect();
-                one.attend(&q, (&k, &v), &seen, &mut reference);
+                let one = QueryHead { shape, question, head: (head / shape.group) as usize };
+                let q: Vec<T> = q[at..at + dim].iter().map(|q| q.as_factor()).collect();
+                one.attend_head(&q, (&k, &v), &seen, &mut reference);
             }
             token += 1;
         }
@@ -165,7 +169,7 @@ pub fn attend<T: Real>(shape: &Shape, question: &Question, rows: &[&Rows]) -> Re
 }
 
 /// The tokens that query token `i` sees, of `stored` ones.
-fn visible(query: &AttendQuery, stored: u32, i: u32) -> Vec<usize> {
+fn visible_tokens(query: &AttendQuery, stored: u32, i: u32) -> Vec<usize> {
     let length = query.kv_length.unwrap_or(stored);
     let position = query.position.unwrap_or_else(|| length - query.n_q) + i;
     let sees = |token: &u32| {
@@ -179,26 +183,26 @@ fn visible(query: &AttendQuery, stored: u32, i: u32) -> Vec<usize> {
 }
 
 /// One query head.
-struct Head<'a> {
-    shape: &'a Shape,
-    question: &'a Question,
+struct QueryHead<'a> {
+    shape: &'a ModelShape,
+    question: &'a QueryBatch,
     /// Its KV head.
     head: usize,
 }
 
-impl Head<'_> {
-    fn attend<T: Real>(
+impl QueryHead<'_> {
+    fn attend_head<T: RealNumber>(
         &self,
         q: &[T],
         (k, v): (&[T], &[T]),
         seen: &[usize],
-        reference: &mut Reference,
+        reference: &mut ReferenceAnswer,
     ) {
         let dim = self.shape.head_dim_v as usize;
         let mut out = vec![T::ZERO; dim];
-        let scores: Vec<T> = seen.iter().map(|token| self.score(q, k, *token)).collect();
+        let scores: Vec<T> = seen.iter().map(|token| self.score_token(q, k, *token)).collect();
         let Some(max) = scores.iter().copied().reduce(|a, b| if a < b { b } else { a }) else {
-            reference.out.extend(out.into_iter().map(T::wide));
+            reference.out.extend(out.into_iter().map(T::to_f64));
             reference.lse.push(f64::NEG_INFINITY);
             return;
         };
@@ -209,26 +213,26 @@ impl Head<'_> {
             sum = sum + weight;
             let at = token * self.shape.v_width() + self.head * dim;
             for (out, value) in out.iter_mut().zip(&v[at..at + dim]) {
-                *out = *out + weight.factor() * *value;
-                largest_value = largest_value.max((weight * *value).wide().abs());
+                *out = *out + weight.as_factor() * *value;
+                largest_value = largest_value.max((weight * *value).to_f64().abs());
             }
             let term = self.largest_term(q, k, *token);
             reference.largest_term = reference.largest_term.max(term);
         }
-        reference.largest_value = reference.largest_value.max(largest_value / sum.wide());
-        reference.out.extend(out.into_iter().map(|out| (out / sum).wide()));
-        reference.lse.push((max + sum.ln()).wide());
+        reference.largest_value = reference.largest_value.max(largest_value / sum.to_f64());
+        reference.out.extend(out.into_iter().map(|out| (out / sum).to_f64()));
+        reference.lse.push((max + sum.ln()).to_f64());
     }
 
-    fn largest_term<T: Real>(&self, q: &[T], k: &[T], token: usize) -> f64 {
+    fn largest_term<T: RealNumber>(&self, q: &[T], k: &[T], token: usize) -> f64 {
         let dim = self.shape.head_dim_k as usize;
         let at = token * self.shape.k_width() + self.head * dim;
-        let terms = q.iter().zip(&k[at..at + dim]).map(|(q, k)| (*q * *k).wide().abs());
+        let terms = q.iter().zip(&k[at..at + dim]).map(|(q, k)| (*q * *k).to_f64().abs());
         let scale = self.question.scale.map_or(1.0 / (dim as f64).sqrt(), f64::from);
         terms.fold(0.0, f64::max) * scale.abs()
     }
 
-    fn score<T: Real>(&self, q: &[T], k: &[T], token: usize) -> T {
+    fn score_token<T: RealNumber>(&self, q: &[T], k: &[T], token: usize) -> T {
         let dim = self.shape.head_dim_k as usize;
         let at = token * self.shape.k_width() + self.head * dim;
         let mut dot = T::ZERO;
@@ -236,11 +240,11 @@ impl Head<'_> {
             dot = dot + *q * *k;
         }
         let scaled = match self.question.scale {
-            Some(scale) => dot * T::of(scale),
-            None => dot / T::of(dim as f32).sqrt(),
+            Some(scale) => dot * T::from_f32(scale),
+            None => dot / T::from_f32(dim as f32).sqrt(),
         };
         match self.question.soft_cap {
-            Some(cap) => T::of(cap) * (scaled / T::of(cap)).tanh(),
+            Some(cap) => T::from_f32(cap) * (scaled / T::from_f32(cap)).tanh(),
             None => scaled,
         }
     }

@@ -1,7 +1,7 @@
 //! The boot of the daemon that a client knows, so that a restart is noticed.
 #![expect(clippy::disallowed_types, reason = "the client depends on no other lock")]
 
-use crate::error::{ClientError, Restarted};
+use crate::error::{ClientError, DaemonRestart};
 use kvd_core::ErrorCode;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -19,7 +19,7 @@ impl KnownBoot {
     ///
     /// # Errors
     /// When it is another than before; the next call compares with this one.
-    pub(crate) fn compare(&self, now: &str) -> Result<(), ClientError> {
+    pub(crate) fn compare_boot(&self, now: &str) -> Result<(), ClientError> {
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         match known.replace(now.to_owned()) {
             Some(before) if before != now => Err(ClientError::other_boot(&before, now)),
@@ -29,8 +29,8 @@ impl KnownBoot {
 
     /// Completes the old boot id of an error, of which ids carry the beginning alone, and
     /// remembers the new one.
-    pub(crate) fn complete(&self, error: &mut ClientError) {
-        let Some(Restarted { old, new }) = &mut error.restarted else { return };
+    pub(crate) fn complete_error(&self, error: &mut ClientError) {
+        let Some(DaemonRestart { old, new }) = &mut error.restarted else { return };
         let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let before = known.replace(new.clone());
         if let Some(before) = before.filter(|before| before.starts_with(old.as_str())) {
@@ -61,7 +61,7 @@ impl StaleCalls {
     const CALLS_MAX: usize = 1024;
 
     /// A call with these ids, by its completion record, to the daemon of `boot_id`.
-    pub(crate) fn note(&self, done: u64, boot_id: &str, ids: impl IntoIterator<Item = u64>) {
+    pub(crate) fn note_call(&self, done: u64, boot_id: &str, ids: impl IntoIterator<Item = u64>) {
         let mut calls = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         calls.remove(&done);
         if let Some(old) = other_boot(boot_id, ids).filter(|_| calls.len() < Self::CALLS_MAX) {
@@ -70,12 +70,17 @@ impl StaleCalls {
     }
 
     /// Completes the error that such a call ended with.
-    pub(crate) fn explain(&self, done: u64, boot_id: &str, mut error: ClientError) -> ClientError {
+    pub(crate) fn explain_error(
+        &self,
+        done: u64,
+        boot_id: &str,
+        mut error: ClientError,
+    ) -> ClientError {
         let old = self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&done);
         let is_unknown =
             matches!(error.code, Some(ErrorCode::UnknownModel | ErrorCode::UnknownSequence));
         let new = || boot_id.to_owned();
-        error.restarted = old.filter(|_| is_unknown).map(|old| Restarted { old, new: new() });
+        error.restarted = old.filter(|_| is_unknown).map(|old| DaemonRestart { old, new: new() });
         error
     }
 }
@@ -87,13 +92,13 @@ mod tests {
     #[test]
     fn another_boot_is_told_once_and_then_known() {
         let known = KnownBoot::default();
-        known.compare("a").unwrap();
-        known.compare("a").unwrap();
-        let error = known.compare("b").unwrap_err();
+        known.compare_boot("a").unwrap();
+        known.compare_boot("a").unwrap();
+        let error = known.compare_boot("b").unwrap_err();
         let restarted = error.restarted.clone().unwrap();
         assert_eq!((restarted.old.as_str(), restarted.new.as_str()), ("a", "b"));
-        assert!(error.retryable(), "a call without old ids succeeds");
-        known.compare("b").unwrap();
+        assert!(error.is_retryable(), "a call without old ids succeeds");
+        known.compare_boot("b").unwrap();
         assert_eq!(known.get().as_deref(), Some("b"));
     }
 
@@ -101,11 +106,11 @@ mod tests {
     fn the_old_boot_id_is_completed_from_what_ids_carry() {
         let (old, new) = ("01".repeat(16), "02".repeat(16));
         let known = KnownBoot::default();
-        known.compare(&old).unwrap();
+        known.compare_boot(&old).unwrap();
         let mut error = ClientError::other_boot(&old[..8], &new);
-        known.complete(&mut error);
+        known.complete_error(&mut error);
         assert_eq!(error.restarted.unwrap().old, old);
-        known.compare(&new).unwrap();
+        known.compare_boot(&new).unwrap();
     }
 
     #[test]
@@ -114,11 +119,11 @@ mod tests {
         let calls = StaleCalls::default();
         let refused = |code| ClientError::new(code, "refused");
         let unknown = ErrorCode::UnknownSequence;
-        calls.note(0, &boot, [0x0a0b_0c0d_0000_0001, 7]);
-        assert_eq!(calls.explain(0, &boot, refused(unknown)).restarted, None);
+        calls.note_call(0, &boot, [0x0a0b_0c0d_0000_0001, 7]);
+        assert_eq!(calls.explain_error(0, &boot, refused(unknown)).restarted, None);
         for (code, is_restart) in [(unknown, true), (ErrorCode::ShuttingDown, false)] {
-            calls.note(64, &boot, [7, 0x0a0b_0c0e_0000_0001]);
-            let restarted = calls.explain(64, &boot, refused(code)).restarted;
+            calls.note_call(64, &boot, [7, 0x0a0b_0c0e_0000_0001]);
+            let restarted = calls.explain_error(64, &boot, refused(code)).restarted;
             assert_eq!(restarted.is_some(), is_restart);
             assert!(
                 restarted
@@ -126,12 +131,12 @@ mod tests {
             );
         }
         // A daemon that says nothing of its boot; a record that is used again.
-        calls.note(0, "", [1 << 40]);
-        assert_eq!(calls.explain(0, "", refused(unknown)).restarted, None);
-        calls.note(0, &boot, [1 << 40]);
-        calls.note(0, &boot, [7]);
-        assert_eq!(calls.explain(0, &boot, refused(unknown)).restarted, None);
-        (0..5000).for_each(|done| calls.note(done, &boot, [1 << 40]));
+        calls.note_call(0, "", [1 << 40]);
+        assert_eq!(calls.explain_error(0, "", refused(unknown)).restarted, None);
+        calls.note_call(0, &boot, [1 << 40]);
+        calls.note_call(0, &boot, [7]);
+        assert_eq!(calls.explain_error(0, &boot, refused(unknown)).restarted, None);
+        (0..5000).for_each(|done| calls.note_call(done, &boot, [1 << 40]));
         assert_eq!(calls.0.lock().unwrap().len(), StaleCalls::CALLS_MAX);
     }
 }

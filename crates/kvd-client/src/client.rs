@@ -4,7 +4,7 @@ use crate::boot::KnownBoot;
 use crate::connect::{self, ClientOptions};
 use crate::endpoint::Endpoint;
 use crate::error::ClientError;
-use crate::stream::{AttendStream, LoadStream, Requests, StoreStream};
+use crate::stream::{AttendStream, LoadStream, RequestQueue, StoreStream};
 use crate::{ModelDescription, SequenceDescription, ServerInfo, Stats};
 use bytes::{Bytes, BytesMut};
 use kvd_core::{ErrorCode, LayerIndex, ModelId, Namespace, SequenceId};
@@ -21,20 +21,20 @@ use tonic::metadata::{Ascii, MetadataValue};
 use tonic::transport::Channel;
 use tonic::{Request, Response, Status};
 
-type Rpc = v1::kvd_client::KvdClient<Channel>;
+type RpcClient = v1::kvd_client::KvdClient<Channel>;
 
 /// A handle on a daemon. Clones share the connection and are cheap; each has its own namespace
 /// and timeout.
 #[derive(Clone, Debug)]
 pub struct Client {
-    rpc: Rpc,
+    rpc: RpcClient,
     namespace: Option<MetadataValue<Ascii>>,
     timeout: Option<Duration>,
     message_bytes_max: usize,
     boot: Arc<KnownBoot>,
 }
 
-/// Rows that [`Client::load`] read back.
+/// Rows that [`Client::load_rows`] read back.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LoadedRows {
     /// `[tokens, kv_heads, head_dim_k]` in the asked dtype.
@@ -60,8 +60,8 @@ impl Client {
         endpoint: Endpoint,
         options: &ClientOptions,
     ) -> Result<Self, ClientError> {
-        let channel = connect::channel(&endpoint, options).await?;
-        let rpc = Rpc::new(channel)
+        let channel = connect::connect_channel(&endpoint, options).await?;
+        let rpc = RpcClient::new(channel)
             .max_decoding_message_size(options.message_bytes_max)
             .max_encoding_message_size(options.message_bytes_max);
         let ClientOptions { timeout, message_bytes_max, .. } = *options;
@@ -98,9 +98,9 @@ impl Client {
     /// As every call: [`ClientError`]; [`ClientError::restarted`] when the boot id is another than
     /// the one that this client knew, once for each restart.
     pub async fn server_info(&self) -> Result<ServerInfo, ClientError> {
-        let request = self.unary(v1::GetServerInfoRequest {});
-        let info = self.call(self.rpc.clone().get_server_info(request)).await?;
-        self.boot.compare(&info.boot_id)?;
+        let request = self.unary_request(v1::GetServerInfoRequest {});
+        let info = self.call_rpc(self.rpc.clone().get_server_info(request)).await?;
+        self.boot.compare_boot(&info.boot_id)?;
         Ok(info)
     }
 
@@ -109,9 +109,9 @@ impl Client {
     /// # Errors
     /// `INVALID_CODEC`, `INVALID_CALIBRATION`, `LIMIT_EXCEEDED`, or as every call.
     pub async fn register_model(&self, spec: ModelSpec) -> Result<RegisteredModel, ClientError> {
-        let request = self.sized(spec.into())?;
-        let response = self.call(self.rpc.clone().register_model(request)).await?;
-        RegisteredModel::try_from(response).map_err(|error| ClientError::reply(&error))
+        let request = self.sized_request(spec.into())?;
+        let response = self.call_rpc(self.rpc.clone().register_model(request)).await?;
+        RegisteredModel::try_from(response).map_err(|error| ClientError::invalid_reply(&error))
     }
 
     /// What a model is and what it holds.
@@ -119,8 +119,8 @@ impl Client {
     /// # Errors
     /// `UNKNOWN_MODEL`, or as every call.
     pub async fn describe_model(&self, model: ModelId) -> Result<ModelDescription, ClientError> {
-        let request = self.unary(v1::DescribeModelRequest { model_id: model.0 });
-        self.call(self.rpc.clone().describe_model(request)).await
+        let request = self.unary_request(v1::DescribeModelRequest { model_id: model.0 });
+        self.call_rpc(self.rpc.clone().describe_model(request)).await
     }
 
     /// The models of this namespace.
@@ -128,8 +128,8 @@ impl Client {
     /// # Errors
     /// As every call.
     pub async fn list_models(&self) -> Result<Vec<ModelDescription>, ClientError> {
-        let request = self.unary(v1::ListModelsRequest {});
-        Ok(self.call(self.rpc.clone().list_models(request)).await?.models)
+        let request = self.unary_request(v1::ListModelsRequest {});
+        Ok(self.call_rpc(self.rpc.clone().list_models(request)).await?.models)
     }
 
     /// Forgets a model without sequences.
@@ -137,8 +137,8 @@ impl Client {
     /// # Errors
     /// `MODEL_IN_USE`, `UNKNOWN_MODEL`, or as every call.
     pub async fn unregister_model(&self, model: ModelId) -> Result<(), ClientError> {
-        let request = self.unary(v1::UnregisterModelRequest { model_id: model.0 });
-        self.call(self.rpc.clone().unregister_model(request)).await.map(drop)
+        let request = self.unary_request(v1::UnregisterModelRequest { model_id: model.0 });
+        self.call_rpc(self.rpc.clone().unregister_model(request)).await.map(drop)
     }
 
     /// Opens an empty sequence.
@@ -146,8 +146,8 @@ impl Client {
     /// # Errors
     /// `UNKNOWN_MODEL`, `LIMIT_EXCEEDED`, or as every call.
     pub async fn open_sequence(&self, model: ModelId) -> Result<SequenceId, ClientError> {
-        let request = self.unary(v1::OpenSequenceRequest { model_id: model.0 });
-        let response = self.call(self.rpc.clone().open_sequence(request)).await?;
+        let request = self.unary_request(v1::OpenSequenceRequest { model_id: model.0 });
+        let response = self.call_rpc(self.rpc.clone().open_sequence(request)).await?;
         Ok(SequenceId(response.sequence_id))
     }
 
@@ -161,8 +161,8 @@ impl Client {
         sequence: SequenceId,
         length: Option<u32>,
     ) -> Result<ForkedSequence, ClientError> {
-        let request = self.unary(SequenceFork { sequence, length }.into());
-        Ok(self.call(self.rpc.clone().fork_sequence(request)).await?.into())
+        let request = self.unary_request(SequenceFork { sequence, length }.into());
+        Ok(self.call_rpc(self.rpc.clone().fork_sequence(request)).await?.into())
     }
 
     /// Forgets the tokens from `length` on.
@@ -174,8 +174,8 @@ impl Client {
         sequence: SequenceId,
         length: u32,
     ) -> Result<(), ClientError> {
-        let request = self.unary(SequenceTruncation { sequence, length }.into());
-        self.call(self.rpc.clone().truncate_sequence(request)).await.map(drop)
+        let request = self.unary_request(SequenceTruncation { sequence, length }.into());
+        self.call_rpc(self.rpc.clone().truncate_sequence(request)).await.map(drop)
     }
 
     /// Closes a sequence and frees what only it held.
@@ -183,8 +183,8 @@ impl Client {
     /// # Errors
     /// `UNKNOWN_SEQUENCE`, or as every call.
     pub async fn close_sequence(&self, sequence: SequenceId) -> Result<(), ClientError> {
-        let request = self.unary(v1::CloseSequenceRequest { sequence_id: sequence.0 });
-        self.call(self.rpc.clone().close_sequence(request)).await.map(drop)
+        let request = self.unary_request(v1::CloseSequenceRequest { sequence_id: sequence.0 });
+        self.call_rpc(self.rpc.clone().close_sequence(request)).await.map(drop)
     }
 
     /// Lengths and stored bytes of a sequence.
@@ -195,8 +195,8 @@ impl Client {
         &self,
         sequence: SequenceId,
     ) -> Result<SequenceDescription, ClientError> {
-        let request = self.unary(v1::DescribeSequenceRequest { sequence_id: sequence.0 });
-        self.call(self.rpc.clone().describe_sequence(request)).await
+        let request = self.unary_request(v1::DescribeSequenceRequest { sequence_id: sequence.0 });
+        self.call_rpc(self.rpc.clone().describe_sequence(request)).await
     }
 
     /// Stores one chunk and waits until it can be read. For more than a few, use
@@ -204,10 +204,10 @@ impl Client {
     ///
     /// # Errors
     /// `RANGE_*`, `SHAPE_MISMATCH`, `NON_FINITE`, `POOL_FULL`, `SEQUENCE_BUSY`, or as every call.
-    pub async fn store(&self, chunk: StoreChunk) -> Result<StoreAck, ClientError> {
+    pub async fn store_chunk(&self, chunk: StoreChunk) -> Result<StoreAck, ClientError> {
         let chunk = v1::StoreBlocksRequest::from(chunk);
         ClientError::check_size(&chunk, self.message_bytes_max)?;
-        let request = self.unary(tokio_stream::once(chunk));
+        let request = self.unary_request(tokio_stream::once(chunk));
         let mut rpc = self.rpc.clone();
         let exchange = async move {
             let mut acks = rpc.store_blocks(request).await?.into_inner();
@@ -216,7 +216,7 @@ impl Client {
             while acks.message().await?.is_some() {}
             Ok(Response::new(first))
         };
-        match self.call(exchange).await? {
+        match self.call_rpc(exchange).await? {
             Some(ack) => Ok(ack.into()),
             None => Err(ClientError::new(ErrorCode::Internal, "store ended unacknowledged")),
         }
@@ -228,9 +228,9 @@ impl Client {
     /// # Errors
     /// As every call.
     pub async fn store_stream(&self, depth: usize) -> Result<StoreStream, ClientError> {
-        let (requests, queue) = Requests::new(depth, self.message_bytes_max);
-        let request = self.stream(ReceiverStream::new(queue));
-        let responses = self.call(self.rpc.clone().store_blocks(request)).await?;
+        let (requests, queue) = RequestQueue::new(depth, self.message_bytes_max);
+        let request = self.stream_request(ReceiverStream::new(queue));
+        let responses = self.call_rpc(self.rpc.clone().store_blocks(request)).await?;
         Ok(StoreStream::new(requests, responses))
     }
 
@@ -239,10 +239,10 @@ impl Client {
     /// # Errors
     /// `UNKNOWN_SEQUENCE`, `RANGE_NOT_STORED`, `SHAPE_MISMATCH`, `NON_FINITE`, `QUEUE_FULL`, or
     /// as every call.
-    pub async fn attend(&self, batch: AttendBatch) -> Result<Attended, ClientError> {
-        let request = self.sized(batch.into())?;
-        let response = self.call(self.rpc.clone().attend(request)).await?;
-        Attended::try_from(response).map_err(|error| ClientError::reply(&error))
+    pub async fn attend_batch(&self, batch: AttendBatch) -> Result<Attended, ClientError> {
+        let request = self.sized_request(batch.into())?;
+        let response = self.call_rpc(self.rpc.clone().attend(request)).await?;
+        Attended::try_from(response).map_err(|error| ClientError::invalid_reply(&error))
     }
 
     /// Opens a stream of batches of which `depth` (1 to
@@ -251,9 +251,9 @@ impl Client {
     /// # Errors
     /// As every call.
     pub async fn attend_stream(&self, depth: usize) -> Result<AttendStream, ClientError> {
-        let (requests, queue) = Requests::new(depth, self.message_bytes_max);
-        let request = self.stream(ReceiverStream::new(queue));
-        let responses = self.call(self.rpc.clone().attend_stream(request)).await?;
+        let (requests, queue) = RequestQueue::new(depth, self.message_bytes_max);
+        let request = self.stream_request(ReceiverStream::new(queue));
+        let responses = self.call_rpc(self.rpc.clone().attend_stream(request)).await?;
         Ok(AttendStream::new(requests, responses))
     }
 
@@ -261,20 +261,20 @@ impl Client {
     ///
     /// # Errors
     /// `UNKNOWN_SEQUENCE`, `RANGE_NOT_STORED`, or as every call.
-    pub async fn load(&self, range: LoadRange) -> Result<LoadedRows, ClientError> {
-        let request = self.unary(v1::LoadBlocksRequest::from(range));
+    pub async fn load_rows(&self, range: LoadRange) -> Result<LoadedRows, ClientError> {
+        let request = self.unary_request(v1::LoadBlocksRequest::from(range));
         let mut rpc = self.rpc.clone();
         let exchange = async move {
             let pieces = rpc.load_blocks(request).await?.into_inner();
             let mut pieces = LoadStream::new(pieces, range.start, range.end);
             let (mut k, mut v) = (BytesMut::new(), BytesMut::new());
-            while let Some(piece) = pieces.receive().await? {
+            while let Some(piece) = pieces.receive_piece().await? {
                 k.extend_from_slice(&piece.k);
                 v.extend_from_slice(&piece.v);
             }
             Ok(LoadedRows { k: k.freeze(), v: v.freeze() })
         };
-        self.within(exchange).await
+        self.within_deadline(exchange).await
     }
 
     /// Decodes stored tokens back to rows, piece by piece.
@@ -282,8 +282,8 @@ impl Client {
     /// # Errors
     /// `UNKNOWN_SEQUENCE`, `RANGE_NOT_STORED`, or as every call.
     pub async fn load_stream(&self, range: LoadRange) -> Result<LoadStream, ClientError> {
-        let request = self.request(v1::LoadBlocksRequest::from(range));
-        let pieces = self.call(self.rpc.clone().load_blocks(request)).await?;
+        let request = self.namespaced_request(v1::LoadBlocksRequest::from(range));
+        let pieces = self.call_rpc(self.rpc.clone().load_blocks(request)).await?;
         Ok(LoadStream::new(pieces, range.start, range.end))
     }
 
@@ -297,9 +297,10 @@ impl Client {
         model: ModelId,
         layer: LayerIndex,
     ) -> Result<SampledQueries, ClientError> {
-        let request = self.unary(v1::SampleQueriesRequest { model_id: model.0, layer: layer.0 });
-        let response = self.call(self.rpc.clone().sample_queries(request)).await?;
-        SampledQueries::try_from(response).map_err(|error| ClientError::reply(&error))
+        let request =
+            self.unary_request(v1::SampleQueriesRequest { model_id: model.0, layer: layer.0 });
+        let response = self.call_rpc(self.rpc.clone().sample_queries(request)).await?;
+        SampledQueries::try_from(response).map_err(|error| ClientError::invalid_reply(&error))
     }
 
     /// What the daemon holds.
@@ -307,14 +308,14 @@ impl Client {
     /// # Errors
     /// As [`Client::server_info`].
     pub async fn stats(&self) -> Result<Stats, ClientError> {
-        let request = self.unary(v1::GetStatsRequest {});
-        let stats = self.call(self.rpc.clone().get_stats(request)).await?;
-        self.boot.compare(&stats.boot_id)?;
+        let request = self.unary_request(v1::GetStatsRequest {});
+        let stats = self.call_rpc(self.rpc.clone().get_stats(request)).await?;
+        self.boot.compare_boot(&stats.boot_id)?;
         Ok(stats)
     }
 
     /// A request in this client's namespace.
-    fn request<T>(&self, message: T) -> Request<T> {
+    fn namespaced_request<T>(&self, message: T) -> Request<T> {
         let mut request = Request::new(message);
         if let Some(namespace) = &self.namespace {
             request.metadata_mut().insert(NAMESPACE_KEY, namespace.clone());
@@ -323,31 +324,31 @@ impl Client {
     }
 
     /// A stream whose answers carry the refusals of single messages, so that it goes on after them.
-    fn stream<T>(&self, messages: T) -> Request<T> {
-        let mut request = self.request(messages);
+    fn stream_request<T>(&self, messages: T) -> Request<T> {
+        let mut request = self.namespaced_request(messages);
         let per_message = MetadataValue::from_static(STREAM_ERRORS_PER_MESSAGE);
         request.metadata_mut().insert(STREAM_ERRORS_KEY, per_message);
         request
     }
 
     /// A request that also tells the daemon the deadline, so that it need not work in vain.
-    fn unary<T>(&self, message: T) -> Request<T> {
-        let mut request = self.request(message);
+    fn unary_request<T>(&self, message: T) -> Request<T> {
+        let mut request = self.namespaced_request(message);
         if let Some(timeout) = self.timeout {
             request.set_timeout(timeout);
         }
         request
     }
 
-    /// [`Client::unary`] of a message that carries a payload.
-    fn sized<T: Message>(&self, message: T) -> Result<Request<T>, ClientError> {
+    /// [`Client::unary_request`] of a message that carries a payload.
+    fn sized_request<T: Message>(&self, message: T) -> Result<Request<T>, ClientError> {
         ClientError::check_size(&message, self.message_bytes_max)?;
-        Ok(self.unary(message))
+        Ok(self.unary_request(message))
     }
 
     /// Waits for an answer, at most until the deadline. tonic enforces the same deadline only up
     /// to the first bytes of the answer.
-    async fn within<T>(
+    async fn within_deadline<T>(
         &self,
         exchange: impl Future<Output = Result<T, ClientError>>,
     ) -> Result<T, ClientError> {
@@ -355,19 +356,19 @@ impl Client {
             None => exchange.await,
             Some(timeout) => tokio::time::timeout(timeout, exchange)
                 .await
-                .unwrap_or_else(|_| Err(ClientError::deadline(timeout))),
+                .unwrap_or_else(|_| Err(ClientError::deadline_exceeded(timeout))),
         };
         result.map_err(|mut error| {
-            self.boot.complete(&mut error);
+            self.boot.complete_error(&mut error);
             error
         })
     }
 
     /// Makes a call; of a stream, its opening.
-    async fn call<T>(
+    async fn call_rpc<T>(
         &self,
         exchange: impl Future<Output = Result<Response<T>, Status>>,
     ) -> Result<T, ClientError> {
-        self.within(async { Ok(exchange.await?.into_inner()) }).await
+        self.within_deadline(async { Ok(exchange.await?.into_inner()) }).await
     }
 }

@@ -1,6 +1,6 @@
 //! Dialling: TCP or a Unix socket, with windows wide enough for tensors.
 
-use crate::endpoint::{Address, Endpoint};
+use crate::endpoint::{Endpoint, EndpointAddress};
 use crate::error::ClientError;
 use hyper_util::rt::TokioIo;
 use std::time::Duration;
@@ -55,7 +55,7 @@ impl ClientOptions {
 }
 
 /// Connects once; the channel reconnects by itself when the connection is lost later.
-pub(crate) async fn channel(
+pub(crate) async fn connect_channel(
     endpoint: &Endpoint,
     options: &ClientOptions,
 ) -> Result<Channel, ClientError> {
@@ -67,8 +67,8 @@ pub(crate) async fn channel(
             .tcp_nodelay(true)
     };
     let connected = match &endpoint.0 {
-        Address::Tcp(uri) => dialer(uri.clone()).connect().await,
-        Address::Unix(path) => {
+        EndpointAddress::Tcp(uri) => dialer(uri.clone()).connect().await,
+        EndpointAddress::Unix(path) => {
             // HTTP/2 wants an authority; nothing resolves this one.
             let dialer = dialer(Uri::from_static("http://localhost"));
             let path = path.clone();
@@ -80,7 +80,7 @@ pub(crate) async fn channel(
         }
     };
     connected.map_err(|error| {
-        let mut error = ClientError::unreachable(&error);
+        let mut error = ClientError::from_transport(&error);
         error.message = format!("{endpoint}: {}", error.message);
         error
     })

@@ -7,10 +7,10 @@ use tonic::transport::Uri;
 
 /// A daemon's address: `http://127.0.0.1:7070` or `unix:/run/kvd.sock`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Endpoint(pub(crate) Address);
+pub struct Endpoint(pub(crate) EndpointAddress);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Address {
+pub(crate) enum EndpointAddress {
     Tcp(Uri),
     Unix(PathBuf),
 }
@@ -36,7 +36,7 @@ impl FromStr for Endpoint {
             if path.is_empty() {
                 return Err(refuse("no path after unix:"));
             }
-            return Ok(Self(Address::Unix(path.into())));
+            return Ok(Self(EndpointAddress::Unix(path.into())));
         }
         let uri: Uri = text.parse().map_err(|_| refuse("not a URI"))?;
         match uri.scheme_str() {
@@ -50,15 +50,15 @@ impl FromStr for Endpoint {
         if !matches!(uri.path(), "" | "/") || uri.query().is_some() {
             return Err(refuse("a path or query has no meaning here"));
         }
-        Ok(Self(Address::Tcp(uri)))
+        Ok(Self(EndpointAddress::Tcp(uri)))
     }
 }
 
 impl fmt::Display for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            Address::Tcp(uri) => write!(f, "{}", uri.to_string().trim_end_matches('/')),
-            Address::Unix(path) => write!(f, "unix:{}", path.display()),
+            EndpointAddress::Tcp(uri) => write!(f, "{}", uri.to_string().trim_end_matches('/')),
+            EndpointAddress::Unix(path) => write!(f, "unix:{}", path.display()),
         }
     }
 }

@@ -9,7 +9,7 @@ use tonic::{Code, Status};
 
 /// Why a call failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{}: {message}", self.label())]
+#[error("{}: {message}", self.code_label())]
 #[non_exhaustive]
 pub struct ClientError {
     /// kvd's own code. `None` when the failure did not come from kvd: the connection broke, or
@@ -23,13 +23,13 @@ pub struct ClientError {
     pub retry_after: Option<Duration>,
     /// That the daemon is another than the one which gave the ids of the call. Nothing is left of
     /// what that one held: register models, open sequences and store again.
-    pub restarted: Option<Restarted>,
+    pub restarted: Option<DaemonRestart>,
 }
 
 /// Two boots of a daemon: ids of the old one mean nothing in the new.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Restarted {
+pub struct DaemonRestart {
     /// Boot id of the daemon that gave the ids; its first eight digits, which ids carry, where
     /// this client never saw it whole.
     pub old: String,
@@ -44,16 +44,16 @@ impl ClientError {
             "the daemon was restarted (boot {old} before, {new} now), and nothing is left of what \
              it held: register models, open sequences and store again"
         );
-        let restarted = Some(Restarted { old: old.to_owned(), new: new.to_owned() });
-        Self { restarted, ..Self::lost(message) }
+        let restarted = Some(DaemonRestart { old: old.to_owned(), new: new.to_owned() });
+        Self { restarted, ..Self::lost_connection(message) }
     }
 
     /// Whether the same call may succeed later, unchanged: the daemon said so, or it could not be
     /// reached.
     #[must_use]
-    pub fn retryable(&self) -> bool {
+    pub fn is_retryable(&self) -> bool {
         match self.code {
-            Some(code) => code.retryable(),
+            Some(code) => code.is_retryable(),
             None => self.grpc == Code::Unavailable,
         }
     }
@@ -74,17 +74,17 @@ impl ClientError {
         Err(Self::new(ErrorCode::MessageTooLarge, text))
     }
 
-    pub(crate) fn deadline(timeout: Duration) -> Self {
+    pub(crate) fn deadline_exceeded(timeout: Duration) -> Self {
         Self::new(ErrorCode::DeadlineExceeded, format!("no answer within {timeout:?}"))
     }
 
     /// A reply that breaks the protocol. Not the caller's fault, whatever `error` would mean in a
     /// request.
-    pub(crate) fn reply(error: &RequestError) -> Self {
+    pub(crate) fn invalid_reply(error: &RequestError) -> Self {
         Self::new(ErrorCode::Internal, format!("malformed reply ({}): {error}", error.code()))
     }
 
-    pub(crate) fn unreachable(error: &tonic::transport::Error) -> Self {
+    pub(crate) fn from_transport(error: &tonic::transport::Error) -> Self {
         let mut message = error.to_string();
         // The transport's own text is only "transport error"; the reason is in its sources.
         let mut source = std::error::Error::source(error);
@@ -92,16 +92,16 @@ impl ClientError {
             message = format!("{message}: {cause}");
             source = cause.source();
         }
-        Self::lost(message)
+        Self::lost_connection(message)
     }
 
     /// A connection that broke.
-    pub(crate) fn lost(message: String) -> Self {
+    pub(crate) fn lost_connection(message: String) -> Self {
         let grpc = Code::Unavailable;
         Self { code: None, grpc, message, retry_after: None, restarted: None }
     }
 
-    fn label(&self) -> String {
+    fn code_label(&self) -> String {
         match self.code {
             Some(code) => code.name().to_owned(),
             None => format!("{:?}", self.grpc),
@@ -113,7 +113,7 @@ impl ClientError {
 impl From<CallError> for ClientError {
     fn from(error: CallError) -> Self {
         let CallError { code, message, retry_after, stale } = error;
-        let restarted = stale.map(|stale| Restarted { old: stale.id_boot, new: stale.boot_id });
+        let restarted = stale.map(|stale| DaemonRestart { old: stale.id_boot, new: stale.boot_id });
         Self { retry_after, restarted, ..Self::new(code, message) }
     }
 }
@@ -125,7 +125,7 @@ impl From<Status> for ClientError {
             grpc: status.code(),
             retry_after: kvd_proto::retry_after(&status),
             restarted: kvd_proto::stale_id(&status)
-                .map(|stale| Restarted { old: stale.id_boot, new: stale.boot_id }),
+                .map(|stale| DaemonRestart { old: stale.id_boot, new: stale.boot_id }),
             message: status.message().to_owned(),
         }
     }
@@ -158,10 +158,10 @@ mod tests {
     fn status_of_kvd_keeps_code_hint_and_message() {
         let hint = Duration::from_millis(70);
         let error: ClientError =
-            kvd_proto::status(ErrorCode::PoolFull, "3 MiB short", Some(hint)).into();
+            kvd_proto::to_status(ErrorCode::PoolFull, "3 MiB short", Some(hint)).into();
         assert_eq!(error.code, Some(ErrorCode::PoolFull));
         assert_eq!(error.retry_after, Some(hint));
-        assert!(error.retryable());
+        assert!(error.is_retryable());
         assert_eq!(error.to_string(), "POOL_FULL: 3 MiB short");
     }
 
@@ -173,16 +173,16 @@ mod tests {
         assert_eq!(error.code, Some(code));
         let restarted = error.restarted.as_ref().unwrap();
         assert_eq!((&restarted.old, &restarted.new), (&"01".repeat(4), &"02".repeat(16)));
-        assert!(!error.retryable());
-        let plain = ClientError::from(kvd_proto::status(code, "never registered", None));
+        assert!(!error.is_retryable());
+        let plain = ClientError::from(kvd_proto::to_status(code, "never registered", None));
         assert_eq!(plain.restarted, None);
     }
 
     #[test]
     fn only_unavailable_is_retryable_without_a_kvd_code() {
-        assert!(ClientError::from(Status::unavailable("connection reset")).retryable());
+        assert!(ClientError::from(Status::unavailable("connection reset")).is_retryable());
         let error = ClientError::from(Status::unknown("?"));
-        assert!(!error.retryable());
+        assert!(!error.is_retryable());
         assert_eq!(error.to_string(), "Unknown: ?");
     }
 

@@ -2,9 +2,9 @@
 //!
 //! A [`Client`] is a handle on one connection: clone it freely and call it from many tasks. Every
 //! rpc of `kvd.v1` is one typed method; a failure is a [`ClientError`] that says whether the same
-//! call may succeed later, and whether the daemon was [`Restarted`], which voids every id. Engines
+//! call may succeed later, and whether the daemon was [`DaemonRestart`], which voids every id. Engines
 //! that hold the newest tokens themselves merge the daemon's part with theirs through [`merge`]. A
-//! worker on the daemon's machine may share a [`Region`] of memory with it.
+//! worker on the daemon's machine may share a [`RegionClient`] of memory with it.
 //!
 //! ```no_run
 //! use bytes::Bytes;
@@ -60,16 +60,18 @@ mod connect;
 mod endpoint;
 mod error;
 pub mod merge;
-mod places;
 mod region;
+mod region_layout;
 mod stream;
 
 pub use client::{Client, LoadedRows};
 pub use connect::ClientOptions;
 pub use endpoint::{Endpoint, EndpointError};
-pub use error::{ClientError, Restarted};
-pub use places::{AttendPlaces, QUERY_ERROR_BYTES};
-pub use region::{Launch, Region, RegionDevice, RegionKind, RegionOptions, RegionSlice};
+pub use error::{ClientError, DaemonRestart};
+pub use region::{
+    CallProgress, RegionClient, RegionDevice, RegionKind, RegionOptions, RegionSlice,
+};
+pub use region_layout::{AttendLayout, QUERY_ERROR_BYTES};
 pub use stream::{AttendStream, LoadStream, PIPELINE_DEPTH_MAX, StoreStream};
 
 pub use kvd_core::{

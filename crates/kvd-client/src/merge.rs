@@ -8,7 +8,7 @@
 /// A partial result to merge into: `lse` is `[rows, q_heads]`, `out` is
 /// `[rows, q_heads, head_dim]`.
 #[derive(Debug)]
-pub struct Partial<'a> {
+pub struct PartialResult<'a> {
     /// Weighted means.
     pub out: &'a mut [f32],
     /// Log-sum-exp.
@@ -28,7 +28,7 @@ pub struct PartialView<'a> {
 ///
 /// # Panics
 /// When the two shapes differ, or `out` is not a whole number of heads.
-pub fn merge(into: &mut Partial<'_>, from: PartialView<'_>) {
+pub fn merge_partial(into: &mut PartialResult<'_>, from: PartialView<'_>) {
     assert_eq!(into.lse.len(), from.lse.len(), "merge: rows and heads differ");
     assert_eq!(into.out.len(), from.out.len(), "merge: head sizes differ");
     let heads = into.lse.len();
@@ -76,8 +76,8 @@ mod tests {
 
     fn merged(a: &Owned, b: &Owned) -> Owned {
         let (mut out, mut lse) = a.clone();
-        let mut into = Partial { out: &mut out, lse: &mut lse };
-        merge(&mut into, PartialView { out: &b.0, lse: &b.1 });
+        let mut into = PartialResult { out: &mut out, lse: &mut lse };
+        merge_partial(&mut into, PartialView { out: &b.0, lse: &b.1 });
         (out, lse)
     }
 

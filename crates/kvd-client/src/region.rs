@@ -7,11 +7,11 @@
 
 use crate::boot::StaleCalls;
 use crate::error::ClientError;
-use crate::places::{ALIGN, AttendPlaces, QUERY_ERROR_BYTES};
+use crate::region_layout::{ALIGN, AttendLayout, QUERY_ERROR_BYTES};
 use kvd_core::{ErrorCode, Namespace};
 use kvd_proto::domain::{AttendBatch, Attended, CallError, QueryError, StoreAck, StoreChunk};
 use kvd_proto::v1;
-use kvd_shm::{Completion, Memory, Outcome, receive, send};
+use kvd_shm::{CallOutcome, CompletionRecord, RegionMemory, receive_files, send_files};
 use prost::Message;
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -52,12 +52,12 @@ pub struct RegionOptions {
     /// Deadline of each call; none.
     pub timeout: Option<Duration>,
     /// Device memory for the payloads, and its bytes; none. Where the daemon cannot open it, they
-    /// are in the region's own memory, and [`Region::reason`] says why.
+    /// are in the region's own memory, and [`RegionClient::reason`] says why.
     pub device: Option<(RegionDevice, u64)>,
     /// UUID of the GPU that the device memory is of (`nvidia-smi -L`); the daemon refuses one that
     /// is not its own. Numbers of GPUs differ between processes, UUIDs do not.
     pub device_uuid: Option<String>,
-    /// Whether [`Region::wait_launched`] is to work: one wake more per call.
+    /// Whether [`RegionClient::wait_launched`] is to work: one wake more per call.
     pub say_launched: bool,
     /// Boot id that the daemon must have, since ids of its will be used in the region; any.
     pub boot_id: Option<String>,
@@ -130,9 +130,9 @@ impl RegionOptions {
 
 /// A region that a daemon has mapped. It ends when this is dropped.
 #[derive(Debug)]
-pub struct Region {
+pub struct RegionClient {
     stream: UnixStream,
-    memory: Memory,
+    memory: RegionMemory,
     opened: v1::OpenRegionResponse,
     timeout: Option<Duration>,
     say_launched: bool,
@@ -141,25 +141,29 @@ pub struct Region {
 
 /// How far a call is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Launch {
-    /// The device has all of it: once [`Region::event`] has happened the answer is there, unless
-    /// [`Region::wait`] says that it was refused.
+pub enum CallProgress {
+    /// The device has all of it: once [`RegionClient::event`] has happened the answer is there, unless
+    /// [`RegionClient::wait`] says that it was refused.
     Launched,
-    /// It has ended; [`Region::wait`] says how.
+    /// It has ended; [`RegionClient::wait`] says how.
     Ended,
 }
 
-impl Region {
+impl RegionClient {
     /// Makes memory and hands it over at the daemon's `server.listen_region`.
     ///
     /// # Errors
     /// When the daemon cannot be reached or refuses it: `LIMIT_EXCEEDED`, `NAMESPACE_DENIED`,
     /// `SHUTTING_DOWN`; [`ClientError::restarted`] where it is of another boot than
     /// [`RegionOptions::boot_id`].
-    pub fn open(path: impl AsRef<Path>, options: &RegionOptions) -> Result<Self, ClientError> {
-        let memory = Memory::create(options.bytes).map_err(|error| refused(&error))?;
-        let stream = UnixStream::connect(path).map_err(|error| lost(&error))?;
-        stream.set_nonblocking(true).map_err(|error| lost(&error))?;
+    pub fn open_region(
+        path: impl AsRef<Path>,
+        options: &RegionOptions,
+    ) -> Result<Self, ClientError> {
+        let memory =
+            RegionMemory::create_memory(options.bytes).map_err(|error| region_error(&error))?;
+        let stream = UnixStream::connect(path).map_err(|error| lost_connection(&error))?;
+        stream.set_nonblocking(true).map_err(|error| lost_connection(&error))?;
         let name = options.namespace.as_ref().map_or("", Namespace::as_str);
         use v1::open_region_request::Device;
         let (device, file) = match &options.device {
@@ -184,10 +188,10 @@ impl Region {
         region.send_message(&request, files.into_iter().flatten().collect())?;
         let end = Instant::now() + OPEN_TIME;
         let response = loop {
-            match region.heard() {
+            match region.read_notice() {
                 Ok(Some(response)) => break response,
                 Ok(None) if Instant::now() < end => std::thread::sleep(SEND_PAUSE),
-                Ok(None) => return Err(ClientError::deadline(OPEN_TIME)),
+                Ok(None) => return Err(ClientError::deadline_exceeded(OPEN_TIME)),
                 Err(error) => return Err(error),
             }
         };
@@ -200,7 +204,7 @@ impl Region {
 
     /// The memory.
     #[must_use]
-    pub fn memory(&self) -> &Memory {
+    pub fn memory(&self) -> &RegionMemory {
         &self.memory
     }
 
@@ -218,14 +222,14 @@ impl Region {
 
     /// Why that is not the device memory that was offered; empty when it is.
     #[must_use]
-    pub fn reason(&self) -> &str {
+    pub fn fallback_reason(&self) -> &str {
         &self.opened.reason
     }
 
     /// A `cudaIpcEventHandle_t` of the event that the daemon records behind each answer that its
     /// kernels write in place; none where there is none. Not to be used once the region is dropped.
     #[must_use]
-    pub fn event(&self) -> Option<[u8; 64]> {
+    pub fn event_handle(&self) -> Option<[u8; 64]> {
         self.opened.cuda_event[..].try_into().ok()
     }
 
@@ -239,7 +243,7 @@ impl Region {
     /// Why payloads in device memory are copied through the host; empty where kernels read queries
     /// and rows and write outputs where they are.
     #[must_use]
-    pub fn copied(&self) -> &str {
+    pub fn copy_reason(&self) -> &str {
         &self.opened.copied
     }
 
@@ -255,24 +259,24 @@ impl Region {
     }
 
     /// Sends an attend whose queries are in the region; the batch's own are ignored.
-    /// [`Region::wait`] with its completion record tells when the answer is there.
+    /// [`RegionClient::wait`] with its completion record tells when the answer is there.
     ///
     /// # Errors
     /// When a place is not inside the region, or the daemon is gone.
-    pub fn send_attend(&self, batch: AttendBatch, at: AttendPlaces) -> Result<(), ClientError> {
+    pub fn send_attend(&self, batch: AttendBatch, at: AttendLayout) -> Result<(), ClientError> {
         self.send_attend_with(batch, at, None)
     }
 
     /// Sends a batch with [`AttendBatch::per_query_errors`], whose errors go to
     /// the region's own memory, [`QUERY_ERROR_BYTES`] for each query. The first number that
-    /// [`Region::wait`] answers is how many queries failed; [`Region::query_errors`] says which.
+    /// [`RegionClient::wait`] answers is how many queries failed; [`RegionClient::query_errors`] says which.
     ///
     /// # Errors
-    /// As [`Region::send_attend`].
+    /// As [`RegionClient::send_attend`].
     pub fn send_attend_with_errors(
         &self,
         batch: AttendBatch,
-        at: AttendPlaces,
+        at: AttendLayout,
         query_errors: RegionSlice,
     ) -> Result<(), ClientError> {
         self.send_attend_with(batch, at, Some(query_errors))
@@ -281,11 +285,11 @@ impl Region {
     fn send_attend_with(
         &self,
         batch: AttendBatch,
-        at: AttendPlaces,
+        at: AttendLayout,
         query_errors: Option<RegionSlice>,
     ) -> Result<(), ClientError> {
         let sequences = batch.queries.iter().map(|query| query.sequence.0);
-        self.stale.note(at.done, self.boot_id(), sequences.chain([batch.model.0]));
+        self.stale.note_call(at.done, self.boot_id(), sequences.chain([batch.model.0]));
         let mut request = v1::AttendRequest::from(batch);
         request.q = Some(in_region(at.q));
         let (out, lse) = (Some(at.out), Some(at.lse));
@@ -296,14 +300,14 @@ impl Region {
     /// Sends K and V that are in the region; the chunk's own are ignored.
     ///
     /// # Errors
-    /// As [`Region::send_attend`].
+    /// As [`RegionClient::send_attend`].
     pub fn send_store(
         &self,
         chunk: StoreChunk,
         done: u64,
         [k, v]: [RegionSlice; 2],
     ) -> Result<(), ClientError> {
-        self.stale.note(done, self.boot_id(), [chunk.sequence.0]);
+        self.stale.note_call(done, self.boot_id(), [chunk.sequence.0]);
         let mut request = v1::StoreBlocksRequest::from(chunk);
         request.k = Some(in_region(k));
         request.v = Some(in_region(v));
@@ -311,24 +315,27 @@ impl Region {
     }
 
     /// Sleeps until the device has all of a call, or its end; for workers that order their own work
-    /// behind [`Region::event`]. Without [`RegionOptions::with_launches`], and where answers are
+    /// behind [`RegionClient::event`]. Without [`RegionOptions::with_launches`], and where answers are
     /// not written in place, that is the call's end.
     ///
     /// # Errors
     /// `DEADLINE_EXCEEDED`; a lost connection.
-    pub fn wait_launched(&self, done: u64) -> Result<Launch, ClientError> {
-        let record = Completion::at(&self.memory, done).map_err(|error| refused(&error))?;
+    pub fn wait_launched(&self, done: u64) -> Result<CallProgress, ClientError> {
+        let record = CompletionRecord::from_offset(&self.memory, done)
+            .map_err(|error| region_error(&error))?;
         let end = self.timeout.map(|timeout| Instant::now() + timeout);
         loop {
             let left = end.map(|end| end.saturating_duration_since(Instant::now()));
             let time = left.map_or(LOOK_INTERVAL, |left| left.min(LOOK_INTERVAL));
-            if let Some(launch) = record.wait_launched(time).map_err(|error| refused(&error))? {
-                return Ok(if launch { Launch::Launched } else { Launch::Ended });
+            if let Some(launch) =
+                record.wait_launched(time).map_err(|error| region_error(&error))?
+            {
+                return Ok(if launch { CallProgress::Launched } else { CallProgress::Ended });
             }
             if let (Some(timeout), Some(Duration::ZERO)) = (self.timeout, left) {
-                return Err(ClientError::deadline(timeout));
+                return Err(ClientError::deadline_exceeded(timeout));
             }
-            self.heard()?;
+            self.read_notice()?;
         }
     }
 
@@ -337,39 +344,43 @@ impl Region {
     /// # Errors
     /// The daemon's refusal; `DEADLINE_EXCEEDED`, after which the daemon may still write to the
     /// call's places; a lost connection.
-    pub fn wait(&self, done: u64) -> Result<[u32; 3], ClientError> {
-        let record = Completion::at(&self.memory, done).map_err(|error| refused(&error))?;
+    pub fn wait_call(&self, done: u64) -> Result<[u32; 3], ClientError> {
+        let record = CompletionRecord::from_offset(&self.memory, done)
+            .map_err(|error| region_error(&error))?;
         let end = self.timeout.map(|timeout| Instant::now() + timeout);
         loop {
             let left = end.map(|end| end.saturating_duration_since(Instant::now()));
             let time = left.map_or(LOOK_INTERVAL, |left| left.min(LOOK_INTERVAL));
-            match record.wait(time).map_err(|error| refused(&error))? {
-                Some(Outcome::Done(values)) => return Ok(values),
-                Some(Outcome::Refused(text)) => {
-                    return Err(self.stale.explain(done, self.boot_id(), of_text(&text)));
+            match record.wait_end(time).map_err(|error| region_error(&error))? {
+                Some(CallOutcome::Done(values)) => return Ok(values),
+                Some(CallOutcome::Refused(text)) => {
+                    return Err(self.stale.explain_error(done, self.boot_id(), of_text(&text)));
                 }
                 None => {}
             }
             if let (Some(timeout), Some(Duration::ZERO)) = (self.timeout, left) {
-                return Err(ClientError::deadline(timeout));
+                return Err(ClientError::deadline_exceeded(timeout));
             }
             // A daemon that is gone wakes no one. What it said before may be in the record by now.
-            if let Err(error) = self.heard() {
-                return match record.wait(Duration::ZERO).map_err(|error| refused(&error))? {
-                    Some(Outcome::Done(values)) => Ok(values),
+            if let Err(error) = self.read_notice() {
+                return match record
+                    .wait_end(Duration::ZERO)
+                    .map_err(|error| region_error(&error))?
+                {
+                    Some(CallOutcome::Done(values)) => Ok(values),
                     _ => Err(error),
                 };
             }
         }
     }
 
-    /// Errors of single queries, after [`Region::wait`] said that there are some.
+    /// Errors of single queries, after [`RegionClient::wait`] said that there are some.
     ///
     /// # Errors
     /// When the place is not inside the region.
     pub fn query_errors(&self, at: RegionSlice) -> Result<Vec<QueryError>, ClientError> {
         let mut bytes = vec![0; at.bytes as usize];
-        self.memory.read(at.offset, &mut bytes).map_err(|error| refused(&error))?;
+        self.memory.read_bytes(at.offset, &mut bytes).map_err(|error| region_error(&error))?;
         let said = (0..).zip(bytes.chunks_exact(QUERY_ERROR_BYTES as usize));
         let refusal = |(query, text): (u32, &[u8])| {
             let text = text.split(|byte| *byte == 0).next().filter(|text| !text.is_empty())?;
@@ -383,26 +394,30 @@ impl Region {
     /// One attend from end to end, at the region's begin.
     ///
     /// # Errors
-    /// As [`Region::send_attend`] and [`Region::wait`].
-    pub fn attend(&self, batch: AttendBatch, head_dims: [u32; 2]) -> Result<Attended, ClientError> {
+    /// As [`RegionClient::send_attend`] and [`RegionClient::wait`].
+    pub fn attend_once(
+        &self,
+        batch: AttendBatch,
+        head_dims: [u32; 2],
+    ) -> Result<Attended, ClientError> {
         self.check_kind()?;
-        let at = AttendPlaces::packed(0, &batch, head_dims);
-        self.memory.write(at.q.offset, &batch.q).map_err(|error| refused(&error))?;
+        let at = AttendLayout::pack_from(0, &batch, head_dims);
+        self.memory.write_bytes(at.q.offset, &batch.q).map_err(|error| region_error(&error))?;
         let bytes = batch.queries.len() as u64 * QUERY_ERROR_BYTES;
         let errors = RegionSlice { offset: at.end().next_multiple_of(ALIGN), bytes };
         let failed = if batch.per_query_errors {
             self.send_attend_with_errors(batch, at, errors)?;
-            self.wait(at.done)?[0]
+            self.wait_call(at.done)?[0]
         } else {
             self.send_attend(batch, at)?;
-            self.wait(at.done)?;
+            self.wait_call(at.done)?;
             0
         };
         let query_errors = if failed > 0 { self.query_errors(errors)? } else { Vec::new() };
         let mut out = vec![0; at.out.bytes as usize];
-        self.memory.read(at.out.offset, &mut out).map_err(|error| refused(&error))?;
+        self.memory.read_bytes(at.out.offset, &mut out).map_err(|error| region_error(&error))?;
         let mut lse = vec![0; at.lse.bytes as usize];
-        self.memory.read(at.lse.offset, &mut lse).map_err(|error| refused(&error))?;
+        self.memory.read_bytes(at.lse.offset, &mut lse).map_err(|error| region_error(&error))?;
         let lse = lse.as_chunks::<4>().0.iter().map(|value| f32::from_le_bytes(*value)).collect();
         Ok(Attended { out: out.into(), lse, query_errors })
     }
@@ -410,25 +425,26 @@ impl Region {
     /// One store from end to end, at the region's begin.
     ///
     /// # Errors
-    /// As [`Region::send_store`] and [`Region::wait`].
-    pub fn store(&self, chunk: StoreChunk) -> Result<StoreAck, ClientError> {
+    /// As [`RegionClient::send_store`] and [`RegionClient::wait`].
+    pub fn store_once(&self, chunk: StoreChunk) -> Result<StoreAck, ClientError> {
         self.check_kind()?;
-        let mut end = Completion::BYTES;
+        let mut end = CompletionRecord::BYTES;
         let mut places = [RegionSlice::default(); 2];
         for (place, rows) in places.iter_mut().zip([&chunk.k, &chunk.v]) {
-            self.memory.write(end, rows).map_err(|error| refused(&error))?;
+            self.memory.write_bytes(end, rows).map_err(|error| region_error(&error))?;
             *place = RegionSlice { offset: end, bytes: rows.len() as u64 };
             end = (end + place.bytes).next_multiple_of(ALIGN);
         }
         let layer = chunk.layer;
         self.send_store(chunk, 0, places)?;
-        let [length, replayed, packed_blocks] = self.wait(0)?;
+        let [length, replayed, packed_blocks] = self.wait_call(0)?;
         Ok(StoreAck { layer, length, replayed: replayed != 0, packed_blocks })
     }
 
     fn send_call(&self, done: u64, call: v1::region_call::Call) -> Result<(), ClientError> {
-        let record = Completion::at(&self.memory, done).map_err(|error| refused(&error))?;
-        record.clear().map_err(|error| refused(&error))?;
+        let record = CompletionRecord::from_offset(&self.memory, done)
+            .map_err(|error| region_error(&error))?;
+        record.clear().map_err(|error| region_error(&error))?;
         let timeout_us = self.timeout.map_or(0, |timeout| timeout.as_micros() as u64);
         let say_launched = self.say_launched;
         let call = v1::RegionCall { done, timeout_us, call: Some(call), say_launched };
@@ -445,7 +461,7 @@ impl Region {
         bytes.extend(message.encode_to_vec());
         let mut rest = &bytes[..];
         while !rest.is_empty() {
-            match send(&self.stream, rest, &files) {
+            match send_files(&self.stream, rest, &files) {
                 Ok(sent) => {
                     rest = &rest[sent..];
                     files.clear();
@@ -454,7 +470,12 @@ impl Region {
                     std::thread::sleep(SEND_PAUSE);
                 }
                 // Why it hung up may still be there to read.
-                Err(error) => return Err(self.heard().err().unwrap_or_else(|| lost(&error))),
+                Err(error) => {
+                    return Err(self
+                        .read_notice()
+                        .err()
+                        .unwrap_or_else(|| lost_connection(&error)));
+                }
             }
         }
         Ok(())
@@ -462,13 +483,13 @@ impl Region {
 
     /// What the daemon said on its own: nothing, or why it ends the connection. Its messages are
     /// small, so each is there at once.
-    fn heard(&self) -> Result<Option<v1::OpenRegionResponse>, ClientError> {
+    fn read_notice(&self) -> Result<Option<v1::OpenRegionResponse>, ClientError> {
         let mut bytes = vec![0; MESSAGE_BYTES_MAX];
-        let got = match receive(&self.stream, &mut bytes) {
-            Ok((0, _)) => return Err(lost(&ErrorKind::UnexpectedEof.into())),
+        let got = match receive_files(&self.stream, &mut bytes) {
+            Ok((0, _)) => return Err(lost_connection(&ErrorKind::UnexpectedEof.into())),
             Ok((got, _)) => got,
             Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(None),
-            Err(error) => return Err(lost(&error)),
+            Err(error) => return Err(lost_connection(&error)),
         };
         let message = v1::OpenRegionResponse::decode(bytes[..got].get(4..).unwrap_or_default());
         let message = message.map_err(|error| {
@@ -483,7 +504,7 @@ fn in_region(slice: RegionSlice) -> v1::Payload {
 }
 
 /// An error of the region on this side.
-fn refused(error: &kvd_shm::RegionError) -> ClientError {
+fn region_error(error: &kvd_shm::RegionError) -> ClientError {
     ClientError::new(kvd_core::Coded::code(error), error.to_string())
 }
 
@@ -491,10 +512,10 @@ fn refused(error: &kvd_shm::RegionError) -> ClientError {
 fn of_text(text: &str) -> ClientError {
     let (code, message) = text.split_once(": ").unwrap_or(("INTERNAL", text));
     let code = ErrorCode::from_name(code).unwrap_or(ErrorCode::Internal);
-    let retry_after = code.retryable().then_some(kvd_proto::RETRY_AFTER_DEFAULT);
+    let retry_after = code.is_retryable().then_some(kvd_proto::RETRY_AFTER_DEFAULT);
     ClientError { retry_after, ..ClientError::new(code, message) }
 }
 
-fn lost(error: &io::Error) -> ClientError {
-    ClientError::lost(format!("region: {error}"))
+fn lost_connection(error: &io::Error) -> ClientError {
+    ClientError::lost_connection(format!("region: {error}"))
 }

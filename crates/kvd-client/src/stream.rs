@@ -16,7 +16,7 @@ pub const PIPELINE_DEPTH_MAX: usize = 256;
 ///
 /// The queue holds as many requests as may be unanswered, so sending never waits for the network;
 /// what waits is reading the oldest answer once `depth` are owed.
-struct Duplex<Request, Response> {
+struct DuplexCall<Request, Response> {
     requests: mpsc::Sender<Request>,
     responses: Streaming<Response>,
     depth: usize,
@@ -26,47 +26,49 @@ struct Duplex<Request, Response> {
 }
 
 /// An answer that may be a refusal.
-trait Refusable {
+trait RefusableResponse {
     /// Why the request was refused, if it was.
     fn take_error(&mut self) -> Option<v1::CallError>;
 }
 
-impl Refusable for v1::StoreBlocksResponse {
+impl RefusableResponse for v1::StoreBlocksResponse {
     fn take_error(&mut self) -> Option<v1::CallError> {
         self.error.take()
     }
 }
 
-impl Refusable for v1::AttendResponse {
+impl RefusableResponse for v1::AttendResponse {
     fn take_error(&mut self) -> Option<v1::CallError> {
         self.error.take()
     }
 }
 
-fn answered<Response: Refusable>(mut response: Response) -> Result<Response, ClientError> {
+fn check_answer<Response: RefusableResponse>(
+    mut response: Response,
+) -> Result<Response, ClientError> {
     match response.take_error() {
         Some(error) => Err(CallError::from(error).into()),
         None => Ok(response),
     }
 }
 
-impl<Request: Message, Response: Refusable> Duplex<Request, Response> {
+impl<Request: Message, Response: RefusableResponse> DuplexCall<Request, Response> {
     /// Sends `request`; returns the oldest answer when it had to be read to make room. Where that
     /// is a refusal `request` has been sent all the same.
-    async fn send(&mut self, request: Request) -> Result<Option<Response>, ClientError> {
+    async fn send_request(&mut self, request: Request) -> Result<Option<Response>, ClientError> {
         ClientError::check_size(&request, self.message_bytes_max)?;
         let oldest = if self.owed == self.depth { self.next().await? } else { None };
         if self.requests.send(request).await.is_err() {
             // The daemon ended the stream; its status is behind the answers still owed.
-            return Err(self.ending().await);
+            return Err(self.stream_error().await);
         }
         self.owed += 1;
-        oldest.map(answered).transpose()
+        oldest.map(check_answer).transpose()
     }
 
     /// The next answer, or `None` when none is owed.
-    async fn receive(&mut self) -> Result<Option<Response>, ClientError> {
-        self.next().await?.map(answered).transpose()
+    async fn receive_answer(&mut self) -> Result<Option<Response>, ClientError> {
+        self.next().await?.map(check_answer).transpose()
     }
 
     /// The next answer as it came; an error is the stream's end.
@@ -76,25 +78,25 @@ impl<Request: Message, Response: Refusable> Duplex<Request, Response> {
         }
         let next = self.responses.message().await;
         self.open &= matches!(next, Ok(Some(_)));
-        let response = next?.ok_or_else(ended)?;
+        let response = next?.ok_or_else(ended_error)?;
         self.owed -= 1;
         Ok(Some(response))
     }
 
     /// The error that ended the stream.
-    async fn ending(&mut self) -> ClientError {
+    async fn stream_error(&mut self) -> ClientError {
         self.open = false;
         loop {
             match self.responses.message().await {
                 Ok(Some(_)) => {}
-                Ok(None) => return ended(),
+                Ok(None) => return ended_error(),
                 Err(status) => return status.into(),
             }
         }
     }
 
     /// Says that no request follows, and reads what is owed.
-    async fn finish(self) -> Result<Vec<Response>, ClientError> {
+    async fn finish_stream(self) -> Result<Vec<Response>, ClientError> {
         let Self { requests, mut responses, owed, .. } = self;
         drop(requests);
         let mut rest = Vec::with_capacity(owed);
@@ -103,24 +105,24 @@ impl<Request: Message, Response: Refusable> Duplex<Request, Response> {
             rest.push(response);
         }
         if rest.len() != owed {
-            return Err(ended());
+            return Err(ended_error());
         }
-        rest.into_iter().map(answered).collect()
+        rest.into_iter().map(check_answer).collect()
     }
 }
 
-fn ended() -> ClientError {
+fn ended_error() -> ClientError {
     ClientError::new(ErrorCode::Internal, "the stream ended without the answers it owes")
 }
 
 /// The request side of a duplex call, and its queue.
-pub(crate) struct Requests<Request> {
+pub(crate) struct RequestQueue<Request> {
     sender: mpsc::Sender<Request>,
     depth: usize,
     message_bytes_max: usize,
 }
 
-impl<Request: Message> Requests<Request> {
+impl<Request: Message> RequestQueue<Request> {
     /// A queue for `depth` unanswered requests, within 1 and [`PIPELINE_DEPTH_MAX`].
     pub(crate) fn new(depth: usize, message_bytes_max: usize) -> (Self, mpsc::Receiver<Request>) {
         let depth = depth.clamp(1, PIPELINE_DEPTH_MAX);
@@ -128,9 +130,12 @@ impl<Request: Message> Requests<Request> {
         (Self { sender, depth, message_bytes_max }, receiver)
     }
 
-    fn join<Response>(self, responses: Streaming<Response>) -> Duplex<Request, Response> {
+    fn join_responses<Response>(
+        self,
+        responses: Streaming<Response>,
+    ) -> DuplexCall<Request, Response> {
         let Self { sender: requests, depth, message_bytes_max } = self;
-        Duplex { requests, responses, depth, owed: 0, message_bytes_max, open: true }
+        DuplexCall { requests, responses, depth, owed: 0, message_bytes_max, open: true }
     }
 }
 
@@ -138,14 +143,14 @@ impl<Request: Message> Requests<Request> {
 ///
 /// A chunk that is refused fails alone, and nothing of it is stored; those behind it are judged by
 /// themselves, so that one which continues it is `RANGE_GAP`.
-pub struct StoreStream(Duplex<v1::StoreBlocksRequest, v1::StoreBlocksResponse>);
+pub struct StoreStream(DuplexCall<v1::StoreBlocksRequest, v1::StoreBlocksResponse>);
 
 impl StoreStream {
     pub(crate) fn new(
-        requests: Requests<v1::StoreBlocksRequest>,
+        requests: RequestQueue<v1::StoreBlocksRequest>,
         responses: Streaming<v1::StoreBlocksResponse>,
     ) -> Self {
-        Self(requests.join(responses))
+        Self(requests.join_responses(responses))
     }
 
     /// Sends a chunk. Waits only when as many chunks as the stream is deep are unacknowledged, and
@@ -154,16 +159,16 @@ impl StoreStream {
     /// # Errors
     /// Why the oldest unacknowledged chunk was refused, after `chunk` was sent; or what ended the
     /// stream, which [`StoreStream::is_open`] then says.
-    pub async fn send(&mut self, chunk: StoreChunk) -> Result<Option<StoreAck>, ClientError> {
-        Ok(self.0.send(chunk.into()).await?.map(Into::into))
+    pub async fn send_chunk(&mut self, chunk: StoreChunk) -> Result<Option<StoreAck>, ClientError> {
+        Ok(self.0.send_request(chunk.into()).await?.map(Into::into))
     }
 
     /// Waits for the oldest acknowledgement; `None` when every chunk is acknowledged.
     ///
     /// # Errors
     /// Why the oldest unacknowledged chunk was refused, or what ended the stream.
-    pub async fn receive(&mut self) -> Result<Option<StoreAck>, ClientError> {
-        Ok(self.0.receive().await?.map(Into::into))
+    pub async fn receive_ack(&mut self) -> Result<Option<StoreAck>, ClientError> {
+        Ok(self.0.receive_answer().await?.map(Into::into))
     }
 
     /// Chunks that are not acknowledged yet.
@@ -182,20 +187,20 @@ impl StoreStream {
     ///
     /// # Errors
     /// The first refusal of a chunk that was unacknowledged, or what ended the stream.
-    pub async fn finish(self) -> Result<Vec<StoreAck>, ClientError> {
-        Ok(self.0.finish().await?.into_iter().map(Into::into).collect())
+    pub async fn finish_stream(self) -> Result<Vec<StoreAck>, ClientError> {
+        Ok(self.0.finish_stream().await?.into_iter().map(Into::into).collect())
     }
 }
 
 /// Batches of queries, each answered in order: an engine's decode loop keeps one open.
-pub struct AttendStream(Duplex<v1::AttendRequest, v1::AttendResponse>);
+pub struct AttendStream(DuplexCall<v1::AttendRequest, v1::AttendResponse>);
 
 impl AttendStream {
     pub(crate) fn new(
-        requests: Requests<v1::AttendRequest>,
+        requests: RequestQueue<v1::AttendRequest>,
         responses: Streaming<v1::AttendResponse>,
     ) -> Self {
-        Self(requests.join(responses))
+        Self(requests.join_responses(responses))
     }
 
     /// Sends a batch. Waits only when as many batches as the stream is deep are unanswered, and
@@ -204,16 +209,19 @@ impl AttendStream {
     /// # Errors
     /// Why the oldest unanswered batch was refused, after `batch` was sent; or what ended the
     /// stream, which [`AttendStream::is_open`] then says.
-    pub async fn send(&mut self, batch: AttendBatch) -> Result<Option<Attended>, ClientError> {
-        self.0.send(batch.into()).await?.map(answer).transpose()
+    pub async fn send_batch(
+        &mut self,
+        batch: AttendBatch,
+    ) -> Result<Option<Attended>, ClientError> {
+        self.0.send_request(batch.into()).await?.map(parse_answer).transpose()
     }
 
     /// Waits for the oldest answer; `None` when every batch is answered.
     ///
     /// # Errors
     /// Why the oldest unanswered batch was refused, or what ended the stream.
-    pub async fn receive(&mut self) -> Result<Option<Attended>, ClientError> {
-        self.0.receive().await?.map(answer).transpose()
+    pub async fn receive_answer(&mut self) -> Result<Option<Attended>, ClientError> {
+        self.0.receive_answer().await?.map(parse_answer).transpose()
     }
 
     /// Batches that are not answered yet.
@@ -233,26 +241,26 @@ impl AttendStream {
     /// # Errors
     /// Why the batch was refused, or what ended the stream; `INVALID_ARGUMENT` when earlier batches
     /// are unanswered.
-    pub async fn attend(&mut self, batch: AttendBatch) -> Result<Attended, ClientError> {
+    pub async fn attend_batch(&mut self, batch: AttendBatch) -> Result<Attended, ClientError> {
         if self.0.owed > 0 {
             let message = "earlier batches of this stream are unanswered";
             return Err(ClientError::new(ErrorCode::InvalidArgument, message));
         }
-        self.send(batch).await?;
-        self.receive().await?.ok_or_else(ended)
+        self.send_batch(batch).await?;
+        self.receive_answer().await?.ok_or_else(ended_error)
     }
 
     /// Ends the stream and waits for the remaining answers.
     ///
     /// # Errors
     /// The first refusal of a batch that was unanswered, or what ended the stream.
-    pub async fn finish(self) -> Result<Vec<Attended>, ClientError> {
-        self.0.finish().await?.into_iter().map(answer).collect()
+    pub async fn finish_stream(self) -> Result<Vec<Attended>, ClientError> {
+        self.0.finish_stream().await?.into_iter().map(parse_answer).collect()
     }
 }
 
-fn answer(response: v1::AttendResponse) -> Result<Attended, ClientError> {
-    Attended::try_from(response).map_err(|error| ClientError::reply(&error))
+fn parse_answer(response: v1::AttendResponse) -> Result<Attended, ClientError> {
+    Attended::try_from(response).map_err(|error| ClientError::invalid_reply(&error))
 }
 
 /// Stored rows in pieces, in token order without gaps.
@@ -271,11 +279,12 @@ impl LoadStream {
     ///
     /// # Errors
     /// What ended the load early.
-    pub async fn receive(&mut self) -> Result<Option<LoadPiece>, ClientError> {
+    pub async fn receive_piece(&mut self) -> Result<Option<LoadPiece>, ClientError> {
         let Some(response) = self.pieces.message().await? else {
-            return if self.next == self.end { Ok(None) } else { Err(ended()) };
+            return if self.next == self.end { Ok(None) } else { Err(ended_error()) };
         };
-        let piece = LoadPiece::try_from(response).map_err(|error| ClientError::reply(&error))?;
+        let piece =
+            LoadPiece::try_from(response).map_err(|error| ClientError::invalid_reply(&error))?;
         if piece.start != self.next || piece.tokens > self.end - self.next {
             let message = format!(
                 "load sent tokens {}+{} where {}..{} were next",

@@ -97,19 +97,19 @@ async fn model_and_sequence_calls_are_typed() {
     assert_eq!(client.fork_sequence(sequence, Some(3)).await.unwrap().length, 3);
     let error = client.describe_model(registered.model).await.unwrap_err();
     assert_eq!(error.code, Some(ErrorCode::UnknownModel));
-    assert!(!error.retryable());
+    assert!(!error.is_retryable());
 }
 
 #[tokio::test]
 async fn store_waits_for_its_acknowledgement() {
     let client = client().await;
-    let ack = client.store(chunk(4)).await.unwrap();
+    let ack = client.store_chunk(chunk(4)).await.unwrap();
     assert_eq!((ack.layer, ack.length), (LayerIndex(3), 6));
-    let error = client.store(chunk(GAP)).await.unwrap_err();
+    let error = client.store_chunk(chunk(GAP)).await.unwrap_err();
     assert_eq!(error.code, Some(ErrorCode::RangeGap));
     // One-shot streams end cleanly: a peer that counts resets must not count these.
     for start in 0..300 {
-        client.store(chunk(start)).await.unwrap();
+        client.store_chunk(chunk(start)).await.unwrap();
     }
 }
 
@@ -119,12 +119,12 @@ async fn store_stream_acknowledges_in_order_and_bounds_what_is_open() {
     let mut stream = client.store_stream(3).await.unwrap();
     let mut lengths = Vec::new();
     for start in 0..10 {
-        lengths.extend(stream.send(chunk(start)).await.unwrap().map(|ack| ack.length));
+        lengths.extend(stream.send_chunk(chunk(start)).await.unwrap().map(|ack| ack.length));
         assert!(stream.unacknowledged() <= 3);
     }
     assert_eq!(lengths.len(), 7);
-    lengths.extend(stream.receive().await.unwrap().map(|ack| ack.length));
-    lengths.extend(stream.finish().await.unwrap().iter().map(|ack| ack.length));
+    lengths.extend(stream.receive_ack().await.unwrap().map(|ack| ack.length));
+    lengths.extend(stream.finish_stream().await.unwrap().iter().map(|ack| ack.length));
     assert_eq!(lengths, (2..12).collect::<Vec<_>>());
 }
 
@@ -132,28 +132,29 @@ async fn store_stream_acknowledges_in_order_and_bounds_what_is_open() {
 async fn failed_chunk_ends_the_stream_with_its_error() {
     let client = client().await;
     let mut stream = client.store_stream(2).await.unwrap();
-    stream.send(chunk(0)).await.unwrap();
-    stream.send(chunk(GAP)).await.unwrap();
-    assert_eq!(stream.receive().await.unwrap().unwrap().length, 2);
-    let error = stream.receive().await.unwrap_err();
+    stream.send_chunk(chunk(0)).await.unwrap();
+    stream.send_chunk(chunk(GAP)).await.unwrap();
+    assert_eq!(stream.receive_ack().await.unwrap().unwrap().length, 2);
+    let error = stream.receive_ack().await.unwrap_err();
     assert_eq!(error.code, Some(ErrorCode::RangeGap));
-    assert!(stream.send(chunk(4)).await.is_err());
+    assert!(stream.send_chunk(chunk(4)).await.is_err());
 
     let mut stream = client.store_stream(8).await.unwrap();
-    stream.send(chunk(GAP)).await.unwrap();
-    assert_eq!(stream.finish().await.unwrap_err().code, Some(ErrorCode::RangeGap));
+    stream.send_chunk(chunk(GAP)).await.unwrap();
+    assert_eq!(stream.finish_stream().await.unwrap_err().code, Some(ErrorCode::RangeGap));
 }
 
 #[tokio::test]
 async fn attend_returns_what_was_answered() {
     let client = client().await;
-    let attended = client.attend(batch(LayerIndex(0), Bytes::from_static(b"qq"))).await.unwrap();
+    let attended =
+        client.attend_batch(batch(LayerIndex(0), Bytes::from_static(b"qq"))).await.unwrap();
     assert_eq!(attended.out, b"qq"[..]);
     assert_eq!(attended.lse, [1.0]);
-    let error = client.attend(batch(BUSY, Bytes::new())).await.unwrap_err();
+    let error = client.attend_batch(batch(BUSY, Bytes::new())).await.unwrap_err();
     assert_eq!(error.code, Some(ErrorCode::QueueFull));
     assert_eq!(error.retry_after, Some(BUSY_HINT));
-    assert!(error.retryable());
+    assert!(error.is_retryable());
 }
 
 #[tokio::test]
@@ -163,19 +164,19 @@ async fn attend_stream_answers_in_order() {
     let payload = |i: u8| Bytes::from(vec![i; 4]);
     let mut outs = Vec::new();
     for i in 0..5 {
-        outs.extend(stream.send(batch(LayerIndex(0), payload(i))).await.unwrap());
+        outs.extend(stream.send_batch(batch(LayerIndex(0), payload(i))).await.unwrap());
     }
     assert_eq!(stream.unanswered(), 2);
-    let error = stream.attend(batch(LayerIndex(0), payload(9))).await.unwrap_err();
+    let error = stream.attend_batch(batch(LayerIndex(0), payload(9))).await.unwrap_err();
     assert_eq!(error.code, Some(ErrorCode::InvalidArgument));
-    while let Some(attended) = stream.receive().await.unwrap() {
+    while let Some(attended) = stream.receive_answer().await.unwrap() {
         outs.push(attended);
     }
     let firsts: Vec<u8> = outs.iter().map(|attended| attended.out[0]).collect();
     assert_eq!(firsts, [0, 1, 2, 3, 4]);
-    let attended = stream.attend(batch(LayerIndex(0), payload(7))).await.unwrap();
+    let attended = stream.attend_batch(batch(LayerIndex(0), payload(7))).await.unwrap();
     assert_eq!(attended.out, payload(7));
-    assert!(stream.finish().await.unwrap().is_empty());
+    assert!(stream.finish_stream().await.unwrap().is_empty());
 }
 
 #[tokio::test]
@@ -183,17 +184,17 @@ async fn load_joins_its_pieces() {
     let client = client().await;
     let (sequence, layer) = (SequenceId(6), LayerIndex(0));
     let range = LoadRange { sequence, layer, start: 2, end: 10, dtype: None };
-    let rows = client.load(range).await.unwrap();
+    let rows = client.load_rows(range).await.unwrap();
     assert_eq!(rows.k, [2, 3, 4, 5, 6, 7, 8, 9][..]);
     assert_eq!(rows.v[0], 253);
     let mut stream = client.load_stream(range).await.unwrap();
     let mut tokens = Vec::new();
-    while let Some(piece) = stream.receive().await.unwrap() {
+    while let Some(piece) = stream.receive_piece().await.unwrap() {
         tokens.push(piece.tokens);
     }
     assert_eq!(tokens, [3, 3, 2]);
     let short = LoadRange { layer: LayerIndex(1), ..range };
-    assert_eq!(client.load(short).await.unwrap_err().code, Some(ErrorCode::Internal));
+    assert_eq!(client.load_rows(short).await.unwrap_err().code, Some(ErrorCode::Internal));
 }
 
 #[tokio::test]
@@ -206,9 +207,9 @@ async fn sampled_queries_come_with_their_shape() {
 #[tokio::test]
 async fn silent_daemon_is_a_deadline() {
     let client = client().await.with_timeout(Duration::from_millis(80));
-    let error = client.attend(batch(SILENT, Bytes::new())).await.unwrap_err();
+    let error = client.attend_batch(batch(SILENT, Bytes::new())).await.unwrap_err();
     assert_eq!(error.code, Some(ErrorCode::DeadlineExceeded));
-    assert!(!error.retryable());
+    assert!(!error.is_retryable());
 }
 
 #[tokio::test]
@@ -216,19 +217,19 @@ async fn oversized_message_is_named_whoever_notices() {
     // The fake accepts 1 MiB: the daemon notices.
     let client = client().await;
     let large = batch(LayerIndex(0), Bytes::from(vec![0; 2 << 20]));
-    let error = client.attend(large).await.unwrap_err();
+    let error = client.attend_batch(large).await.unwrap_err();
     assert_eq!(error.code, Some(ErrorCode::MessageTooLarge), "{error:?}");
     // Here the client itself does.
     let options = ClientOptions::default().with_message_bytes_max(1 << 10);
     let client = Client::connect_with(endpoint().await, &options).await.unwrap();
     let large = batch(LayerIndex(0), Bytes::from(vec![0; 2 << 10]));
-    let error = client.attend(large.clone()).await.unwrap_err();
+    let error = client.attend_batch(large.clone()).await.unwrap_err();
     assert_eq!(error.code, Some(ErrorCode::MessageTooLarge), "{error:?}");
     let mut stream = client.attend_stream(2).await.unwrap();
-    let error = stream.send(large).await.unwrap_err();
+    let error = stream.send_batch(large).await.unwrap_err();
     assert_eq!(error.code, Some(ErrorCode::MessageTooLarge), "{error:?}");
     // The refused message was never sent, so the stream lives.
-    stream.attend(batch(LayerIndex(0), Bytes::new())).await.unwrap();
+    stream.attend_batch(batch(LayerIndex(0), Bytes::new())).await.unwrap();
 }
 
 #[tokio::test]
@@ -239,7 +240,7 @@ async fn unreachable_daemon_is_retryable_and_named() {
     let endpoint = format!("http://{address}").parse().unwrap();
     let error = Client::connect(endpoint).await.unwrap_err();
     assert_eq!(error.code, None);
-    assert!(error.retryable());
+    assert!(error.is_retryable());
     assert!(error.to_string().contains(&address.to_string()), "{error}");
     assert!(error.to_string().contains("refused"), "{error}");
 }

@@ -4,7 +4,7 @@
 use crate::simd;
 use kvd_core::DType;
 
-/// As [`DType::widen`]: `bytes` are little-endian values of `dtype`, as many as `out` has.
+/// As [`DType::widen_values`]: `bytes` are little-endian values of `dtype`, as many as `out` has.
 ///
 /// # Panics
 /// When `bytes` does not hold exactly `out.len()` values.
@@ -16,7 +16,7 @@ pub fn widen_values(dtype: DType, bytes: &[u8], out: &mut [f32]) {
         assert_eq!(bytes.len(), out.len() * dtype.size_bytes(), "widen: length");
         return pulp::Simd::vectorize(by, f16::WidenF16 { by, bytes, out });
     }
-    dtype.widen(bytes, out);
+    dtype.widen_values(bytes, out);
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -45,7 +45,7 @@ mod f16 {
             for (to, from) in to.iter_mut().zip(from) {
                 *to = cast(self.by.avx512f._mm512_cvtph_ps(cast(*from)));
             }
-            DType::F16.widen(rest, last);
+            DType::F16.widen_values(rest, last);
         }
     }
 }
@@ -63,7 +63,7 @@ mod tests {
                     (0..=count * dtype.size_bytes()).map(|i| (i * 41) as u8).collect();
                 let [mut got, mut want] = [(); 2].map(|()| vec![0f32; count]);
                 widen_values(dtype, &bytes[1..], &mut got);
-                dtype.widen(&bytes[1..], &mut want);
+                dtype.widen_values(&bytes[1..], &mut want);
                 let bits = |v: Vec<f32>| v.into_iter().map(f32::to_bits).collect::<Vec<_>>();
                 assert_eq!(bits(got), bits(want), "{dtype}, {count} values");
             }

@@ -47,7 +47,7 @@ pub fn fit_calibration(
     seed: u64,
     progress: &mut dyn FnMut(FitProgress),
 ) -> Result<Calibration, CalibrationError> {
-    geometry.validate().map_err(|error| Box::new(CodecError::Geometry(error)))?;
+    geometry.validate_fields().map_err(|error| Box::new(CodecError::Geometry(error)))?;
     if !geometry.same_rows(samples.geometry()) {
         return Err(CalibrationError::Shape("the samples have another geometry".to_owned()));
     }

@@ -108,7 +108,7 @@ impl ModelCodec {
         spec: CodecSpec,
         calibration: Option<&Calibration>,
     ) -> Result<Self, CodecError> {
-        geometry.validate()?;
+        geometry.validate_fields()?;
         for side in Side::BOTH {
             let mut variants = spec.side_specs(side).into_iter();
             let checked = variants.try_for_each(|variant| variant.check_geometry(&geometry, side));

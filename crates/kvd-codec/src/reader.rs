@@ -278,7 +278,7 @@ impl<'a> PageReader<'a> {
         match self.payload {
             PagePayload::Rows { dtype, bytes } => {
                 let row = dim * dtype.size_bytes();
-                dtype.widen(&bytes[first * row..end * row], out);
+                dtype.widen_values(&bytes[first * row..end * row], out);
                 Ok(())
             }
             PagePayload::Fixed { scales, layout, codes } => {

@@ -353,7 +353,7 @@ fn rows_whose_rotation_overflows_fall_back_to_raw() {
         for quantizer in specs {
             let text = format!("k=hadamard/{quantizer}; v=raw");
             let k: Vec<f32> = (0..2 * 16 * 32)
-                .map(|i| if i % 3 == 0 { -dtype.largest() } else { dtype.largest() })
+                .map(|i| if i % 3 == 0 { -dtype.largest_finite() } else { dtype.largest_finite() })
                 .collect();
             let geometry = geometry(32, dtype);
             let block = BlockRows { tokens: 16, k: &k, v: &k };

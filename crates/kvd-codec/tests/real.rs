@@ -28,7 +28,7 @@ fn passage(index: usize) -> Vec<[Vec<f32>; 2]> {
         let tensor = tensors.tensor(&format!("layer.{layer}.{side}")).unwrap();
         assert_eq!(tensor.shape(), [TOKENS, HEADS, DIM]);
         let mut rows = vec![0f32; TOKENS * HEADS * DIM];
-        DType::F16.widen(tensor.data(), &mut rows);
+        DType::F16.widen_values(tensor.data(), &mut rows);
         let head = |h: usize| rows.chunks(DIM).skip(h).step_by(HEADS).flatten().copied();
         (0..HEADS).flat_map(head).collect::<Vec<f32>>()
     };
@@ -54,7 +54,7 @@ fn queries(index: usize, layer: u32, head: usize) -> Vec<f32> {
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
     let tensor = tensors.tensor(&format!("layer.{layer}.q")).unwrap();
     let mut rows = vec![0f32; tensor.shape().iter().product()];
-    DType::F16.widen(tensor.data(), &mut rows);
+    DType::F16.widen_values(tensor.data(), &mut rows);
     let of_token = rows.chunks_exact(tensor.shape()[1] * DIM);
     let group = tensor.shape()[1] / HEADS * DIM;
     of_token.flat_map(|token| &token[head * group..(head + 1) * group]).copied().collect()

@@ -80,13 +80,13 @@ impl IdSpace {
 
     /// A counter of model ids. An [`IdSpace`] has one.
     #[must_use]
-    pub fn models(self: &Arc<Self>) -> IdCounter<ModelId> {
+    pub fn model_counter(self: &Arc<Self>) -> IdCounter<ModelId> {
         IdCounter::new(self, MODELS.start, 1, MODELS.end, ModelId)
     }
 
     /// A counter of the sequence ids of device `index` of `count`. An [`IdSpace`] has one of each.
     #[must_use]
-    pub fn sequences(self: &Arc<Self>, index: u64, count: u64) -> IdCounter<SequenceId> {
+    pub fn sequence_counter(self: &Arc<Self>, index: u64, count: u64) -> IdCounter<SequenceId> {
         IdCounter::new(self, SEQUENCES.start + index, count, SEQUENCES.end, SequenceId)
     }
 
@@ -94,7 +94,7 @@ impl IdSpace {
     /// a sequence of this boot.
     #[must_use]
     pub fn device_of(&self, id: SequenceId, count: u64) -> Option<u64> {
-        let counter = self.counter(id.0).filter(|counter| SEQUENCES.contains(counter))?;
+        let counter = self.recover_counter(id.0).filter(|counter| SEQUENCES.contains(counter))?;
         Some(counter % count)
     }
 
@@ -106,26 +106,26 @@ impl IdSpace {
         (bits != 0 && bits != self.boot.id_bits()).then_some(bits)
     }
 
-    fn id(&self, counter: u64) -> u64 {
+    fn scramble_counter(&self, counter: u64) -> u64 {
         let (mut left, mut right) = ((counter >> 16) as u16, counter as u16);
         for round in 0..ROUNDS {
-            (left, right) = (right, left ^ self.mix(round, right));
+            (left, right) = (right, left ^ self.mix_half(round, right));
         }
         u64::from(self.boot.id_bits()) << 32 | u64::from(left) << 16 | u64::from(right)
     }
 
-    fn counter(&self, id: u64) -> Option<u64> {
+    fn recover_counter(&self, id: u64) -> Option<u64> {
         if (id >> 32) as u32 != self.boot.id_bits() {
             return None;
         }
         let (mut left, mut right) = ((id >> 16) as u16, id as u16);
         for round in (0..ROUNDS).rev() {
-            (left, right) = (right ^ self.mix(round, left), left);
+            (left, right) = (right ^ self.mix_half(round, left), left);
         }
         Some(u64::from(left) << 16 | u64::from(right))
     }
 
-    fn mix(&self, round: u8, half: u16) -> u16 {
+    fn mix_half(&self, round: u8, half: u16) -> u16 {
         let mut hash = self.hash;
         let [high, low] = half.to_be_bytes();
         hash.write(&[round, high, low]);
@@ -155,7 +155,7 @@ impl<Id> IdCounter<Id> {
     pub fn next(&self) -> Result<Id, IdsExhausted> {
         let add = |next: u64| (next < self.end).then(|| next + self.step);
         let counter = self.next.fetch_update(Relaxed, Relaxed, add).map_err(|_| IdsExhausted)?;
-        Ok((self.make)(self.space.id(counter)))
+        Ok((self.make)(self.space.scramble_counter(counter)))
     }
 
     #[doc(hidden)]
@@ -192,8 +192,8 @@ mod tests {
         #[test]
         fn an_id_leads_back_to_its_counter(counter in 0..1u64 << 32, key: [u8; 16]) {
             let ids = IdSpace::new(BootId::new([7; 16]).unwrap(), key);
-            let id = ids.id(counter);
-            prop_assert_eq!(ids.counter(id), Some(counter));
+            let id = ids.scramble_counter(counter);
+            prop_assert_eq!(ids.recover_counter(id), Some(counter));
             prop_assert_eq!(id >> 32, 0x0707_0707);
         }
     }
@@ -201,10 +201,10 @@ mod tests {
     #[test]
     fn ids_are_new_and_their_devices_are_found() {
         let ids = space(1, 2);
-        let models = ids.models();
+        let models = ids.model_counter();
         let mut seen = BTreeSet::new();
         for device in 0..3 {
-            let sequences = ids.sequences(device, 3);
+            let sequences = ids.sequence_counter(device, 3);
             for _ in 0..10_000 {
                 let id = sequences.next().unwrap();
                 assert_eq!(ids.device_of(id, 3), Some(device));
@@ -219,7 +219,7 @@ mod tests {
     #[test]
     fn nobody_counts_to_a_neighbour() {
         let ids = space(1, 2);
-        let sequences = ids.sequences(0, 1);
+        let sequences = ids.sequence_counter(0, 1);
         let given: BTreeSet<u64> = (0..10_000).map(|_| sequences.next().unwrap().0).collect();
         // Random ones have 10,000 x 10,000 x 64 / 2^32, about 1.5, pairs as near as this.
         let near = |id: u64| (1..=32).any(|step| given.contains(&(id + step)));
@@ -227,7 +227,7 @@ mod tests {
         assert!(found < 12, "{found} ids have a neighbour within 32");
         // Nor does a difference come again, as with a stride.
         let order: Vec<u64> = {
-            let sequences = ids.sequences(0, 1);
+            let sequences = ids.sequence_counter(0, 1);
             (0..10_000).map(|_| sequences.next().unwrap().0).collect()
         };
         let strides: BTreeSet<u64> =
@@ -238,17 +238,19 @@ mod tests {
     #[test]
     fn another_key_gives_other_ids() {
         let (one, two) = (space(1, 2), space(1, 3));
-        let same = (0..1000).filter(|counter| one.id(*counter) == two.id(*counter)).count();
+        let same = (0..1000)
+            .filter(|counter| one.scramble_counter(*counter) == two.scramble_counter(*counter))
+            .count();
         assert!(same <= 1, "{same}");
     }
 
     #[test]
     fn ids_of_another_boot_and_of_none_are_told_apart() {
         let (ids, other) = (space(1, 2), space(9, 2));
-        let id = other.sequences(0, 1).next().unwrap();
+        let id = other.sequence_counter(0, 1).next().unwrap();
         assert_eq!(ids.device_of(id, 1), None);
         assert_eq!(ids.other_boot(id.0), Some(0x0909_0909));
-        let own = ids.sequences(0, 1).next().unwrap();
+        let own = ids.sequence_counter(0, 1).next().unwrap();
         assert_eq!(ids.other_boot(own.0), None);
         assert_eq!(ids.other_boot(7), None);
         assert_eq!(BootId::new([0; 16]), None);
@@ -257,7 +259,7 @@ mod tests {
     #[test]
     fn the_last_id_is_followed_by_an_error_and_never_by_the_first() {
         let ids = space(1, 2);
-        let sequences = ids.sequences(1, 3);
+        let sequences = ids.sequence_counter(1, 3);
         let first = sequences.next().unwrap();
         sequences.skip_to_last(2);
         for _ in 0..2 {
@@ -268,7 +270,7 @@ mod tests {
         for _ in 0..3 {
             assert_eq!(sequences.next(), Err(IdsExhausted));
         }
-        let models = ids.models();
+        let models = ids.model_counter();
         models.skip_to_last(0);
         assert_eq!(models.next(), Err(IdsExhausted));
         assert_eq!(IdsExhausted.code(), ErrorCode::LimitExceeded);

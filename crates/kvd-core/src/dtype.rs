@@ -33,7 +33,7 @@ impl DType {
 
     /// Largest finite value.
     #[must_use]
-    pub const fn largest(self) -> f32 {
+    pub const fn largest_finite(self) -> f32 {
         match self {
             Self::F32 => f32::MAX,
             Self::F16 => f16::MAX.to_f32_const(),
@@ -55,7 +55,7 @@ impl DType {
     ///
     /// # Panics
     /// When `bytes` does not hold exactly `out.len()` values: lengths are checked on receive.
-    pub fn widen(self, bytes: &[u8], out: &mut [f32]) {
+    pub fn widen_values(self, bytes: &[u8], out: &mut [f32]) {
         assert_eq!(bytes.len(), out.len() * self.size_bytes(), "widen: length");
         match self {
             Self::F32 => {
@@ -73,11 +73,11 @@ impl DType {
     }
 
     /// Rounds `values` to this format (nearest even) as little-endian bytes. What is finite stays
-    /// so: beyond [`DType::largest`] it becomes that. Infinities and NaN stay what they are.
+    /// so: beyond [`DType::largest_finite`] it becomes that. Infinities and NaN stay what they are.
     ///
     /// # Panics
     /// When `out` does not hold exactly `values.len()` values.
-    pub fn narrow(self, values: &[f32], out: &mut [u8]) {
+    pub fn narrow_values(self, values: &[f32], out: &mut [u8]) {
         assert_eq!(out.len(), values.len() * self.size_bytes(), "narrow: length");
         match self {
             Self::F32 => {
@@ -91,7 +91,7 @@ impl DType {
                 for (out, values) in out.chunks_mut(2 * 64).zip(values.chunks(64)) {
                     let (narrow, within) =
                         (&mut narrow[..values.len()], &mut within[..values.len()]);
-                    within.iter_mut().zip(values).for_each(|(to, v)| *to = self.saturated(*v));
+                    within.iter_mut().zip(values).for_each(|(to, v)| *to = self.saturate_value(*v));
                     narrow.convert_from_f32_slice(within);
                     for (o, v) in out.as_chunks_mut::<2>().0.iter_mut().zip(narrow) {
                         *o = v.to_le_bytes();
@@ -100,7 +100,7 @@ impl DType {
             }
             Self::BF16 => {
                 for (o, v) in out.as_chunks_mut::<2>().0.iter_mut().zip(values) {
-                    *o = bf16::from_f32(self.saturated(*v)).to_le_bytes();
+                    *o = bf16::from_f32(self.saturate_value(*v)).to_le_bytes();
                 }
             }
         }
@@ -108,8 +108,8 @@ impl DType {
 
     /// A finite value, brought into the range of this format; others as they are.
     #[inline]
-    fn saturated(self, value: f32) -> f32 {
-        let within = value.clamp(-self.largest(), self.largest());
+    fn saturate_value(self, value: f32) -> f32 {
+        let within = value.clamp(-self.largest_finite(), self.largest_finite());
         if value.is_infinite() { value } else { within }
     }
 }
@@ -153,12 +153,12 @@ mod tests {
     #[test]
     fn narrowing_saturates_what_is_finite_and_keeps_what_is_not() {
         for dtype in [DType::F16, DType::BF16] {
-            let largest = dtype.largest();
+            let largest = dtype.largest_finite();
             let mut bytes = [0; 2];
             let mut back = [0f32];
             let mut narrowed = |value: f32| {
-                dtype.narrow(&[value], &mut bytes);
-                dtype.widen(&bytes, &mut back);
+                dtype.narrow_values(&[value], &mut bytes);
+                dtype.widen_values(&bytes, &mut back);
                 back[0]
             };
             // The last but one lies between the largest and where rounding reaches infinity.
@@ -182,9 +182,9 @@ mod tests {
             for dtype in [DType::F32, DType::F16, DType::BF16] {
                 // `shift` makes the bytes unaligned, as slices of a message are.
                 let mut bytes = vec![0u8; values.len() * dtype.size_bytes() + shift];
-                dtype.narrow(&values, &mut bytes[shift..]);
+                dtype.narrow_values(&values, &mut bytes[shift..]);
                 let mut back = vec![0f32; values.len()];
-                dtype.widen(&bytes[shift..], &mut back);
+                dtype.widen_values(&bytes[shift..], &mut back);
                 for (v, b) in values.iter().zip(&back) {
                     let bits = match dtype { DType::F32 => 24, DType::F16 => 11, DType::BF16 => 8 };
                     let ulp = (v.abs() * 2f32.powi(-bits)).max(6.0e-8);

@@ -1,7 +1,7 @@
 //! One code per way a request can end, the same in replies, logs and metric labels.
 
 /// What went wrong, for branching and for labels. The gRPC status stands beside each code in
-/// `kvd-proto`; [`ErrorCode::retryable`] and [`ErrorCode::name`] are the rest of that table.
+/// `kvd-proto`; [`ErrorCode::is_retryable`] and [`ErrorCode::name`] are the rest of that table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum ErrorCode {
@@ -123,7 +123,7 @@ impl ErrorCode {
 
     /// Whether the same request may succeed later without a change by the caller.
     #[must_use]
-    pub const fn retryable(self) -> bool {
+    pub const fn is_retryable(self) -> bool {
         matches!(self, Self::SequenceBusy | Self::PoolFull | Self::QueueFull | Self::ShuttingDown)
     }
 }

@@ -21,14 +21,14 @@ impl Extent {
     /// # Panics
     /// When the part does not lie inside: the caller computed an address wrongly.
     #[must_use]
-    pub fn part(self, start: u64, end: u64) -> Self {
+    pub fn sub_extent(self, start: u64, end: u64) -> Self {
         assert!(start <= end && end <= self.len, "part {start}..{end} of {self:?}");
         Self { offset: self.offset + start, len: end - start }
     }
 
     /// Whether two extents share a byte.
     #[must_use]
-    pub fn overlaps(self, other: Self) -> bool {
+    pub fn overlaps_extent(self, other: Self) -> bool {
         self.offset < other.end() && other.offset < self.end()
     }
 }

@@ -104,7 +104,7 @@ impl Geometry {
     ///
     /// # Errors
     /// The first field that is out of range.
-    pub fn validate(&self) -> Result<(), GeometryError> {
+    pub fn validate_fields(&self) -> Result<(), GeometryError> {
         let check = |field, value: u64, min, max: u64, even: bool| {
             if value < min || value > max || (even && !value.is_multiple_of(2)) {
                 let also = if even { " and even" } else { "" };
@@ -186,7 +186,7 @@ impl RawLayout {
 
     /// Rows the slot can hold.
     #[must_use]
-    pub fn rows(&self) -> u64 {
+    pub fn row_capacity(&self) -> u64 {
         self.rows
     }
 
@@ -225,12 +225,12 @@ mod tests {
     fn validate_names_the_field() {
         let mut g = geometry();
         g.head_dim_v = 33;
-        let error = g.validate().unwrap_err();
+        let error = g.validate_fields().unwrap_err();
         assert_eq!(error.field, "head_dim_v");
         assert!(error.to_string().contains("2 to 1024 and even"), "{error}");
         g.head_dim_v = 64;
         g.block_tokens = 0;
-        assert_eq!(g.validate().unwrap_err().field, "block_tokens");
+        assert_eq!(g.validate_fields().unwrap_err().field, "block_tokens");
     }
 
     #[test]
@@ -239,16 +239,16 @@ mod tests {
         // 1024 tokens of 128 heads with 128 + 128 channels in f16 are the limit exactly.
         (g.block_tokens, g.kv_heads, g.head_dim_v) = (1024, 128, 128);
         assert_eq!(u64::from(g.block_tokens) * g.token_bytes(), Geometry::BLOCK_BYTES_MAX);
-        g.validate().unwrap();
+        g.validate_fields().unwrap();
         g.head_dim_v += 2;
-        let text = g.validate().unwrap_err().to_string();
+        let text = g.validate_fields().unwrap_err().to_string();
         assert!(text.starts_with("geometry.block_tokens * kv_heads * (head_dim_k"), "{text}");
         assert!(text.ends_with("1 to 67108864"), "{text}");
 
         let mut g = Geometry { layers: 64, kv_heads: 1024, block_tokens: 16, ..geometry() };
-        g.validate().unwrap();
+        g.validate_fields().unwrap();
         g.layers = 65;
-        let error = g.validate().unwrap_err();
+        let error = g.validate_fields().unwrap_err();
         assert_eq!((error.field, error.max), ("layers * kv_heads", Geometry::HEADS_MAX));
     }
 

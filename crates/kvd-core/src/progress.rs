@@ -18,7 +18,7 @@ const TICK: Duration = Duration::from_millis(250);
 
 /// Work that is done step by step, as its lines tell of it.
 #[derive(Clone, Debug, Default)]
-struct Work {
+struct TaskProgress {
     /// What is done.
     task: String,
     /// The step of it that is being done; may be empty.
@@ -33,9 +33,9 @@ struct Work {
     told: Option<Duration>,
 }
 
-impl Work {
+impl TaskProgress {
     /// The line that is due at `now`, counted from the command's begin.
-    fn due(&mut self, now: Duration) -> Option<String> {
+    fn due_line(&mut self, now: Duration) -> Option<String> {
         let since = self.told.map_or(now.saturating_sub(SILENCE), |told| now - told);
         let wait = if self.told.is_some() { INTERVAL } else { Duration::ZERO };
         if now < SILENCE || self.task.is_empty() || since < wait {
@@ -77,7 +77,7 @@ fn time_text(time: Duration) -> String {
 /// Writes a line every few seconds until it is dropped, also while a step takes long.
 #[derive(Debug)]
 pub struct ProgressLines {
-    work: Arc<Mutex<Work>>,
+    work: Arc<Mutex<TaskProgress>>,
     begun: Instant,
     stop: Option<SyncSender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -88,11 +88,11 @@ impl ProgressLines {
     #[must_use]
     pub fn on_stderr() -> Self {
         let (stop, stopped) = sync_channel::<()>(1);
-        let (work, begun) = (Arc::new(Mutex::new(Work::default())), Instant::now());
+        let (work, begun) = (Arc::new(Mutex::new(TaskProgress::default())), Instant::now());
         let shared = work.clone();
         let tell = move || {
             while let Err(RecvTimeoutError::Timeout) = stopped.recv_timeout(TICK) {
-                if let Some(line) = locked(&shared).due(begun.elapsed()) {
+                if let Some(line) = lock_work(&shared).due_line(begun.elapsed()) {
                     // Nobody may read it: that is no reason to stop working.
                     let _ = writeln!(std::io::stderr(), "{line}");
                 }
@@ -104,23 +104,23 @@ impl ProgressLines {
     }
 
     /// Begins a task of `total` steps, 0 where nobody knows.
-    pub fn begin(&self, task: &str, total: u64) {
-        let mut work = locked(&self.work);
+    pub fn begin_task(&self, task: &str, total: u64) {
+        let mut work = lock_work(&self.work);
         let told = work.told;
         let (task, begun) = (task.to_owned(), self.begun.elapsed());
-        *work = Work { task, total, begun, told, ..Work::default() };
+        *work = TaskProgress { task, total, begun, told, ..TaskProgress::default() };
     }
 
     /// Names the task and its step.
-    pub fn step(&self, task: &str, step: &str) {
-        let mut work = locked(&self.work);
+    pub fn name_step(&self, task: &str, step: &str) {
+        let mut work = lock_work(&self.work);
         task.clone_into(&mut work.task);
         step.clone_into(&mut work.step);
     }
 
     /// Counts steps.
-    pub fn add(&self, steps: u64) {
-        locked(&self.work).done += steps;
+    pub fn add_steps(&self, steps: u64) {
+        lock_work(&self.work).done += steps;
     }
 }
 
@@ -134,7 +134,7 @@ impl Drop for ProgressLines {
 }
 
 /// The work, also after a panic of whoever held it: its lines stay right.
-fn locked(work: &Mutex<Work>) -> MutexGuard<'_, Work> {
+fn lock_work(work: &Mutex<TaskProgress>) -> MutexGuard<'_, TaskProgress> {
     work.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -148,26 +148,33 @@ mod tests {
 
     #[test]
     fn a_line_comes_after_two_seconds_and_then_every_five() {
-        let mut work = Work { task: "codecs".to_owned(), total: 200, ..Work::default() };
-        assert_eq!(work.due(Duration::from_millis(1999)), None);
-        assert_eq!(work.due(seconds(2)).unwrap(), "kvd: codecs: 0 %, 2 s so far");
+        let mut work =
+            TaskProgress { task: "codecs".to_owned(), total: 200, ..TaskProgress::default() };
+        assert_eq!(work.due_line(Duration::from_millis(1999)), None);
+        assert_eq!(work.due_line(seconds(2)).unwrap(), "kvd: codecs: 0 %, 2 s so far");
         (work.done, work.step) = (50, "speed".to_owned());
-        assert_eq!(work.due(seconds(6)), None);
+        assert_eq!(work.due_line(seconds(6)), None);
         let line = "kvd: codecs, speed: 25 %, 7 s so far, about 21 s left";
-        assert_eq!(work.due(seconds(7)).unwrap(), line);
+        assert_eq!(work.due_line(seconds(7)).unwrap(), line);
         work.done = 201;
         let line = "kvd: codecs, speed: 100 %, 1 h 1 min so far";
-        assert_eq!(work.due(seconds(3660)).unwrap(), line);
+        assert_eq!(work.due_line(seconds(3660)).unwrap(), line);
         work.total = 0;
-        assert_eq!(work.due(seconds(3719)).unwrap(), "kvd: codecs, speed, 1 h 1 min so far");
+        assert_eq!(work.due_line(seconds(3719)).unwrap(), "kvd: codecs, speed, 1 h 1 min so far");
     }
 
     #[test]
     fn time_is_counted_from_the_begin_of_the_task() {
         let task = "text".to_owned();
-        let mut work = Work { task, total: 4, done: 1, begun: seconds(100), ..Work::default() };
+        let mut work = TaskProgress {
+            task,
+            total: 4,
+            done: 1,
+            begun: seconds(100),
+            ..TaskProgress::default()
+        };
         let line = "kvd: text: 25 %, 1 min 50 s so far, about 30 s left";
-        assert_eq!(work.due(seconds(110)).unwrap(), line);
-        assert_eq!(Work::default().due(seconds(50)), None);
+        assert_eq!(work.due_line(seconds(110)).unwrap(), line);
+        assert_eq!(TaskProgress::default().due_line(seconds(50)), None);
     }
 }

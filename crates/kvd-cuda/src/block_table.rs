@@ -149,7 +149,7 @@ impl AttendTables {
         options: TableOptions,
     ) -> Result<Self, PlanError> {
         let mut q = vec![0f32; plan.q.len() / plan.dtype.size_bytes()];
-        plan.dtype.widen(&plan.q, &mut q);
+        plan.dtype.widen_values(&plan.q, &mut q);
         Self::build_tables(plan, codec, shapes, header, (options, Some(q)))
     }
 

@@ -113,7 +113,7 @@ impl<'a> TableWriter<'a> {
                 let entries = vq.stage_codebook(stage, set).entries();
                 let start = self.tables.len();
                 self.tables.resize(start + 2 * entries.len(), 0);
-                DType::F16.narrow(entries, &mut self.tables[start..]);
+                DType::F16.narrow_values(entries, &mut self.tables[start..]);
             }
         }
         let shape = self.shape;

@@ -44,7 +44,7 @@ impl MergedResults {
             // An answer lies among the rows, which are finite: sums may overflow, it may not.
             let within = |sum: f32| (sum / weights).clamp(-f32::MAX, f32::MAX);
             values.iter_mut().for_each(|value| *value = within(*value));
-            plan.dtype.narrow(&values, &mut out[row * row_bytes..][..row_bytes]);
+            plan.dtype.narrow_values(&values, &mut out[row * row_bytes..][..row_bytes]);
         }
         let token_bytes = geometry.token_bytes();
         let parts = plan.queries.iter().flat_map(|query| query.parts.iter());

@@ -11,7 +11,7 @@ pub const REQUIRE: &str = "KVD_REQUIRE_EMU";
 
 /// In which order the threads of a block, and blocks, run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Order {
+pub enum ThreadOrder {
     /// By number.
     Ascending,
     /// From the last.
@@ -20,12 +20,12 @@ pub enum Order {
     Random(u32),
 }
 
-impl Order {
+impl ThreadOrder {
     /// One of each kind.
     pub const EACH: [Self; 3] = [Self::Ascending, Self::Descending, Self::Random(1)];
 
     #[cfg(kvd_emu)]
-    fn number(self) -> u64 {
+    fn order_code(self) -> u64 {
         match self {
             Self::Ascending => 0,
             Self::Descending => 1,
@@ -36,7 +36,7 @@ impl Order {
 
 /// A launch: which kernel, how many thread blocks, how much shared memory.
 #[derive(Clone, Copy, Debug)]
-pub struct Grid<'a> {
+pub struct LaunchGrid<'a> {
     /// Name of the kernel.
     pub kernel: &'a str,
     /// Thread blocks.
@@ -44,7 +44,7 @@ pub struct Grid<'a> {
     /// Dynamic shared memory of a block, bytes.
     pub shared_bytes: usize,
     /// Order of threads and blocks.
-    pub order: Order,
+    pub order: ThreadOrder,
 }
 
 /// Whether this build has the kernels. Prints `SKIP` and why when it has not.
@@ -53,7 +53,7 @@ pub struct Grid<'a> {
 /// When it has not and [`REQUIRE`] is set.
 #[must_use]
 #[expect(clippy::print_stderr, reason = "a skipped test says so")]
-pub fn available() -> bool {
+pub fn is_available() -> bool {
     if !cfg!(kvd_emu) {
         let why = "the kernels' CPU lane needs g++ on x86_64 Linux at build time";
         assert!(std::env::var_os(REQUIRE).is_none(), "{why}, and {REQUIRE} is set");
@@ -65,7 +65,7 @@ pub fn available() -> bool {
 /// Whether the kernels were built with a sanitizer: `address`, `undefined`, `thread`, or the lane's
 /// own, `blocks`.
 #[must_use]
-pub fn sanitized(by: &str) -> bool {
+pub fn is_sanitized(by: &str) -> bool {
     cfg!(kvd_emu) && env!("KVD_EMU_SANITIZERS").split(',').any(|sanitizer| sanitizer == by)
 }
 
@@ -92,7 +92,7 @@ unsafe extern "C" {
 /// # Safety
 /// The addresses in `parameters` must be what the kernel expects there, for as long as it runs.
 #[cfg(kvd_emu)]
-pub unsafe fn launch(grid: Grid<'_>, parameters: &[u8]) -> Result<(), String> {
+pub unsafe fn launch_kernel(grid: LaunchGrid<'_>, parameters: &[u8]) -> Result<(), String> {
     let kernel = CString::new(grid.kernel).map_err(|error| error.to_string())?;
     let mut error: [c_char; 512] = [0; 512];
     // The kernel reads its parameter as a struct: at an address aligned for one.
@@ -108,7 +108,7 @@ pub unsafe fn launch(grid: Grid<'_>, parameters: &[u8]) -> Result<(), String> {
             grid.shared_bytes,
             to.cast::<c_void>(),
             parameters.len(),
-            grid.order.number(),
+            grid.order.order_code(),
             error.as_mut_ptr(),
             error.len(),
         )
@@ -128,7 +128,7 @@ pub unsafe fn launch(grid: Grid<'_>, parameters: &[u8]) -> Result<(), String> {
 /// # Safety
 /// None is needed.
 #[cfg(not(kvd_emu))]
-pub unsafe fn launch(grid: Grid<'_>, _: &[u8]) -> Result<(), String> {
+pub unsafe fn launch(grid: LaunchGrid<'_>, _: &[u8]) -> Result<(), String> {
     Err(format!("{}: built without the kernels' CPU lane", grid.kernel))
 }
 
@@ -148,15 +148,15 @@ pub fn copied_bytes() -> u64 {
 /// Device memory: exactly as many bytes as asked for, so that a sanitizer sees an overrun, aligned
 /// as CUDA's, and full of 0xFF (NaN, -1) at first.
 #[derive(Debug)]
-pub struct Memory {
+pub struct EmulatorMemory {
     start: *mut u8,
     len: usize,
 }
 
 // SAFETY: it owns its bytes, and whoever holds it may use them on any thread.
-unsafe impl Send for Memory {}
+unsafe impl Send for EmulatorMemory {}
 
-impl Memory {
+impl EmulatorMemory {
     const ALIGN: usize = 256;
 
     /// `len` bytes.
@@ -167,7 +167,7 @@ impl Memory {
     pub fn new(len: usize) -> Self {
         // SAFETY: the layout is not empty, and the bytes written are those allocated.
         unsafe {
-            let start = std::alloc::alloc(Self::layout(len));
+            let start = std::alloc::alloc(Self::memory_layout(len));
             assert!(!start.is_null(), "no memory for {len} bytes");
             start.write_bytes(0xFF, len);
             Self { start, len }
@@ -176,7 +176,7 @@ impl Memory {
 
     /// A copy of `bytes`.
     #[must_use]
-    pub fn of(bytes: &[u8]) -> Self {
+    pub fn copy_from(bytes: &[u8]) -> Self {
         let memory = Self::new(bytes.len());
         // SAFETY: the memory is new and as long as `bytes`.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), memory.start, bytes.len()) };
@@ -197,15 +197,15 @@ impl Memory {
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 
-    fn layout(len: usize) -> std::alloc::Layout {
+    fn memory_layout(len: usize) -> std::alloc::Layout {
         std::alloc::Layout::from_size_align(len.max(1), Self::ALIGN)
             .unwrap_or_else(|_| panic!("{len} bytes are too many"))
     }
 }
 
-impl Drop for Memory {
+impl Drop for EmulatorMemory {
     fn drop(&mut self) {
         // SAFETY: allocated in `new` with this layout.
-        unsafe { std::alloc::dealloc(self.start, Self::layout(self.len)) };
+        unsafe { std::alloc::dealloc(self.start, Self::memory_layout(self.len)) };
     }
 }

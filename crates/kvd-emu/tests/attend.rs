@@ -9,7 +9,7 @@ use common::reference::{check, expected, floats};
 use common::run::{run, run_with};
 use common::{Ask, Layout, Stored, geometry, noise};
 use kvd_core::{DType, Geometry, RopePairing, Side};
-use kvd_emu::{Order, available};
+use kvd_emu::{ThreadOrder, is_available};
 
 fn stored(geometry: &Geometry, codec: &str, layout: &Layout) -> Stored {
     Stored::new(geometry, codec, layout, value)
@@ -17,7 +17,7 @@ fn stored(geometry: &Geometry, codec: &str, layout: &Layout) -> Stored {
 
 #[test]
 fn uniform_answers_as_the_reference_for_every_width_and_axis() {
-    if !available() {
+    if !is_available() {
         return;
     }
     // Head sizes that are no powers of two, groups that do not divide, keys unlike values.
@@ -37,7 +37,7 @@ fn uniform_answers_as_the_reference_for_every_width_and_axis() {
 
 #[test]
 fn codes_of_large_heads_are_summed_by_all_warps() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for (bits, group) in [(1, 64), (2, 32), (3, 64), (4, 192), (8, 64)] {
@@ -54,7 +54,7 @@ fn codes_of_large_heads_are_summed_by_all_warps() {
 
 #[test]
 fn sums_of_integers_do_not_overflow_in_long_units() {
-    if !available() {
+    if !is_available() {
         return;
     }
     // More tiles than 31 bits hold, of codes that are nearly all as large as can be.
@@ -70,14 +70,14 @@ fn sums_of_integers_do_not_overflow_in_long_units() {
     for codec in ["uniform(b=8,axis=token)", "uniform(b=8,axis=token)/huffman"] {
         let stored = Stored::new(&geometry, &format!("k={codec}; v={codec}"), &layout, high);
         let plan = Ask::last(1, stored.tokens).plan(&stored, |_| 0.0);
-        let answer = run(&stored, &plan, 100, Order::Ascending).unwrap();
+        let answer = run(&stored, &plan, 100, ThreadOrder::Ascending).unwrap();
         check(&answer, &expected(&stored, &plan), codec);
     }
 }
 
 #[test]
 fn relative_steps_and_mixed_sides_answer_as_the_reference() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for codec in [
@@ -91,7 +91,7 @@ fn relative_steps_and_mixed_sides_answer_as_the_reference() {
 
 #[test]
 fn raised_rows_weigh_as_much_less_in_every_tile() {
-    if !available() {
+    if !is_available() {
         return;
     }
     // Short tokens by sixteens and alone: tiles without a raised row stand beside others.
@@ -116,7 +116,7 @@ fn raised_rows_weigh_as_much_less_in_every_tile() {
 
 #[test]
 fn vq_answers_as_the_reference_for_every_entry_length() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for (d, b) in [(2, 4), (2, 3), (2, 6), (4, 8), (8, 8), (8, 10), (16, 5), (3, 5)] {
@@ -129,7 +129,7 @@ fn vq_answers_as_the_reference_for_every_entry_length() {
 
 #[test]
 fn floats_of_every_format_and_large_heads_answer_as_the_reference() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for dtype in [DType::F32, DType::F16, DType::BF16] {
@@ -142,7 +142,7 @@ fn floats_of_every_format_and_large_heads_answer_as_the_reference() {
 
 #[test]
 fn several_query_tokens_see_what_the_causal_rule_lets_them() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let [kivi, innerq] = [("kivi-4", 64), ("innerq-2", 128)]
@@ -161,7 +161,7 @@ fn several_query_tokens_see_what_the_causal_rule_lets_them() {
 
 #[test]
 fn parts_may_begin_inside_a_page_and_leave_gaps() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for (codec, dim, group) in
@@ -183,21 +183,21 @@ fn parts_may_begin_inside_a_page_and_leave_gaps() {
 
 #[test]
 fn a_query_that_sees_nothing_has_no_weight() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let mut stored = stored(&geometry(64, 64, DType::F16), "fp8", &layout(&[32, 32], 0));
     stored.parts.remove(0);
     let plan = Ask { group: 2, queries: vec![(1, 5)], window: None, soft_cap: None }
         .plan(&stored, |_| 1.0);
-    let answer = run(&stored, &plan, 1, Order::Ascending).unwrap();
+    let answer = run(&stored, &plan, 1, ThreadOrder::Ascending).unwrap();
     assert_eq!(answer.lse, [f32::NEG_INFINITY; 4]);
     assert!(answer.out.iter().all(|byte| *byte == 0));
 }
 
 #[test]
 fn a_large_score_is_not_much_above_what_weights_are_relative_to() {
-    if !available() {
+    if !is_available() {
         return;
     }
     // Exact scores of 2^20 on the first page and 3/4 more on the second. Uniform values find new
@@ -214,7 +214,7 @@ fn a_large_score_is_not_much_above_what_weights_are_relative_to() {
             Stored::new(&geometry(64, 64, DType::F16), &codec, &layout(&[64, 64], 0), value);
         let q = |i: usize| [8.0 * 1_048_576.0, 8.0 * 0.75].get(i % 64).copied().unwrap_or(0.0);
         let plan = Ask::last(4, stored.tokens).plan(&stored, q);
-        let answer = run(&stored, &plan, 100, Order::Ascending).unwrap();
+        let answer = run(&stored, &plan, 100, ThreadOrder::Ascending).unwrap();
         for (index, is) in floats(&answer.out).into_iter().enumerate() {
             let of = |tokens: std::ops::Range<usize>| {
                 tokens.map(|token| value(Side::Value, 0, token, index % 64)).sum::<f32>() / 64.0
@@ -228,7 +228,7 @@ fn a_large_score_is_not_much_above_what_weights_are_relative_to() {
 
 #[test]
 fn fp8_pages_with_the_largest_scale_are_read() {
-    if !available() {
+    if !is_available() {
         return;
     }
     // A value that nothing sees, or that meets zeros, makes the scale of the first page 2^120.
@@ -241,7 +241,7 @@ fn fp8_pages_with_the_largest_scale_are_read() {
     let queries = vec![(1, stored.tokens - 1)];
     let ask = Ask { group: 4, queries, window: Some(100), soft_cap: None };
     let plan = ask.plan(&stored, |i| if i % 64 == 3 { 0.0 } else { noise(i) });
-    for order in Order::EACH {
+    for order in ThreadOrder::EACH {
         let answer = run(&stored, &plan, 100, order).unwrap();
         check(&answer, &expected(&stored, &plan), "fp8 of 2^120");
     }
@@ -249,7 +249,7 @@ fn fp8_pages_with_the_largest_scale_are_read() {
 
 #[test]
 fn a_page_that_fell_back_is_read_as_raw_rows() {
-    if !available() {
+    if !is_available() {
         return;
     }
     // No f16 step reaches as far as the second page.
@@ -276,7 +276,7 @@ fn a_page_that_fell_back_is_read_as_raw_rows() {
 
 #[test]
 fn a_page_over_its_bound_is_read_as_what_it_was_kept_with() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let codec = "k=uniform(b=1,axis=block); v=uniform(b=2,axis=token); k.bound=0.001; v.bound=0.3";
@@ -288,7 +288,7 @@ fn a_page_over_its_bound_is_read_as_what_it_was_kept_with() {
 
 #[test]
 fn symmetric_and_hybrid_levels_answer_as_the_reference_for_every_axis() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let geometry = geometry(80, 36, DType::F16);
@@ -309,7 +309,7 @@ fn symmetric_and_hybrid_levels_answer_as_the_reference_for_every_axis() {
 
 #[test]
 fn groups_that_choose_their_mode_answer_as_the_reference_for_every_width() {
-    if !available() {
+    if !is_available() {
         return;
     }
     // Groups of a step or of several, of a tile or of a page; tiles that are no whole words.
@@ -331,7 +331,7 @@ fn groups_that_choose_their_mode_answer_as_the_reference_for_every_width() {
 
 #[test]
 fn polar_answers_as_the_reference_for_both_pairings() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for rope_pairing in [RopePairing::Half, RopePairing::Interleaved] {
@@ -346,7 +346,7 @@ fn polar_answers_as_the_reference_for_both_pairings() {
 
 #[test]
 fn lloyd_and_vq_of_every_form_answer_as_the_reference() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for codec in [
@@ -362,7 +362,8 @@ fn lloyd_and_vq_of_every_form_answer_as_the_reference() {
             let plan = Ask::last(8, stored.tokens).plan(&stored, |i| noise(99 + i));
             let wanted = expected(&stored, &plan);
             for table_bytes in [0, 100, 700] {
-                let answer = run_with(&stored, &plan, 1, table_bytes, Order::Random(5)).unwrap();
+                let answer =
+                    run_with(&stored, &plan, 1, table_bytes, ThreadOrder::Random(5)).unwrap();
                 check(&answer, &wanted, &format!("{codec}, {table_bytes} bytes of codebooks"));
             }
         }

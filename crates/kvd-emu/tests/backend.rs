@@ -26,7 +26,7 @@ use kvd_core::{Coded, DType, ErrorCode, Extent, LayerIndex, ModelId, RopePairing
 use kvd_cuda::{
     CudaBackend, CudaOpenError, CudaOptions, DriverError, GpuLimits, StepWorkload, plan_kernel,
 };
-use kvd_emu::{Order, available};
+use kvd_emu::{ThreadOrder, is_available};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -43,17 +43,17 @@ const OPTIONS: CudaOptions = CudaOptions {
 };
 
 /// A backend over the CPU lane, and what its driver sees.
-fn open(order: Order, pace: Pace, options: CudaOptions) -> (CudaBackend, Arc<Mutex<Watch>>) {
+fn open(order: ThreadOrder, pace: Pace, options: CudaOptions) -> (CudaBackend, Arc<Mutex<Watch>>) {
     let (driver, watch) = EmuDriver::new(order, pace);
     (CudaBackend::open_backend(Box::new(driver), &[b"kernels"], options).unwrap(), watch)
 }
 
 #[test]
 fn attention_over_pages_is_attention_over_what_they_decode_to() {
-    if !available() {
+    if !is_available() {
         return;
     }
-    let mut orders = Order::EACH.into_iter().cycle();
+    let mut orders = ThreadOrder::EACH.into_iter().cycle();
     let mut paces = Pace::EACH.into_iter().cycle();
     for text in suite::codecs() {
         for pairing in [RopePairing::Half, RopePairing::Interleaved] {
@@ -85,7 +85,7 @@ fn with_codec(
     pace: Pace,
     options: CudaOptions,
 ) -> (CudaBackend, Arc<Mutex<Watch>>, PlanPart) {
-    let (mut backend, watch) = open(Order::Ascending, pace, options);
+    let (mut backend, watch) = open(ThreadOrder::Ascending, pace, options);
     let part = write_rows(&mut backend, suite::codec(text, RopePairing::Half), value);
     (backend, watch, part)
 }
@@ -115,7 +115,7 @@ fn load(backend: &mut CudaBackend, part: &PlanPart) -> Result<Vec<u8>, ErrorCode
 
 #[test]
 fn rows_come_back_as_they_were_and_can_be_copied() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let (mut backend, _, part) = with_rows(OPTIONS);
@@ -135,7 +135,7 @@ fn a_gpu_without_the_memory_is_not_opened_and_nothing_leaks() {
         (Fail::Memory, DriverError::OutOfMemory(1_048_576)),
         (Fail::Pinned, DriverError::OutOfPinned(65_536)),
     ] {
-        let (driver, watch) = EmuDriver::new(Order::Ascending, Pace::Late);
+        let (driver, watch) = EmuDriver::new(ThreadOrder::Ascending, Pace::Late);
         watch.lock().fail = fail;
         let error = CudaBackend::open_backend(Box::new(driver), &[], OPTIONS).err().unwrap();
         assert!(error.to_string().contains(&wanted.to_string()), "{error}");
@@ -146,7 +146,7 @@ fn a_gpu_without_the_memory_is_not_opened_and_nothing_leaks() {
 
 #[test]
 fn once_open_a_backend_takes_no_more_memory() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let value = |i: u32| (i.wrapping_mul(2_654_435_761) >> 8) as f32 / 8_388_608.0 - 1.0;
@@ -172,7 +172,7 @@ fn once_open_a_backend_takes_no_more_memory() {
 /// and what is planned of them.
 fn units_on_two_multiprocessors(text: &str) -> (u32, u32) {
     let limits = GpuLimits { multiprocessors: 2, ..GpuLimits::h100() };
-    let (driver, watch) = EmuDriver::new(Order::Ascending, Pace::Late);
+    let (driver, watch) = EmuDriver::new(ThreadOrder::Ascending, Pace::Late);
     let driver = Box::new(driver.with_limits(limits.clone()));
     let mut backend = CudaBackend::open_backend(driver, &[b"kernels"], OPTIONS).unwrap();
     let codec = suite::codec(text, RopePairing::Half);
@@ -190,7 +190,7 @@ fn units_on_two_multiprocessors(text: &str) -> (u32, u32) {
 
 #[test]
 fn thread_blocks_are_as_many_as_the_codec_s_kernels_leave_room_for() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let [kivi, kvd] = ["kivi-4", "kvd-2"].map(units_on_two_multiprocessors);
@@ -202,7 +202,7 @@ fn thread_blocks_are_as_many_as_the_codec_s_kernels_leave_room_for() {
 
 #[test]
 fn memory_of_a_worker_is_read_and_written_inside_its_bounds_alone() {
-    let (mut backend, watch) = open(Order::Ascending, Pace::Late, OPTIONS);
+    let (mut backend, watch) = open(ThreadOrder::Ascending, Pace::Late, OPTIONS);
     let before = watch.lock().live;
     let worker = [[7; 256], [9; 256]].map(|bytes| Shared::of(Kind::Ipc, &bytes));
     let regions = worker.each_ref().map(|of| backend.open_region(of.handle(), 256).unwrap().region);
@@ -237,7 +237,7 @@ fn memory_of_a_worker_is_read_and_written_inside_its_bounds_alone() {
 
 #[test]
 fn a_batch_over_the_scratch_memory_is_answered_in_halves() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let (mut large, _, part) = with_rows(OPTIONS);
@@ -260,7 +260,7 @@ fn blocks(part: &PlanPart, count: usize) -> Vec<EncodeSource> {
 
 #[test]
 fn rows_that_kernels_encode_stay_on_the_device() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let (mut backend, watch, part) = with_rows(OPTIONS);
@@ -299,7 +299,7 @@ fn counters(text: &str) -> usize {
 
 #[test]
 fn pages_whose_size_the_kernel_finds_stay_on_the_device() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for text in
@@ -336,7 +336,7 @@ fn pages_whose_size_the_kernel_finds_stay_on_the_device() {
 
 #[test]
 fn pages_that_are_no_longer_held_cannot_be_placed() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let (mut backend, _, part) = with_rows(OPTIONS);
@@ -351,7 +351,7 @@ fn pages_that_are_no_longer_held_cannot_be_placed() {
 
 #[test]
 fn blocks_that_scratch_memory_has_no_room_for_are_encoded_on_the_host() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let (mut backend, _, part) = with_rows(CudaOptions { scratch_bytes: 16 << 10, ..OPTIONS });
@@ -363,7 +363,7 @@ fn blocks_that_scratch_memory_has_no_room_for_are_encoded_on_the_host() {
 
 #[test]
 fn an_error_that_sticks_ends_every_call_and_nothing_leaks() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for fail in [Fail::Launch, Fail::Write, Fail::Later] {
@@ -402,7 +402,7 @@ fn work_that_takes_a_while_is_waited_for_and_a_device_that_hangs_has_failed() {
 
 #[test]
 fn one_attend_is_one_copy_to_the_device_and_one_wait() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let (mut backend, watch, part) = with_rows(OPTIONS);
@@ -438,7 +438,7 @@ fn work(backend: &mut CudaBackend, part: &PlanPart) -> Result<Vec<u8>, ErrorCode
 
 #[test]
 fn whatever_the_device_does_first_and_however_small_its_slots_answers_are_the_same() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let mut answers = Vec::new();
@@ -457,7 +457,7 @@ fn whatever_the_device_does_first_and_however_small_its_slots_answers_are_the_sa
 
 #[test]
 fn a_wait_that_is_missing_is_noticed() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let small = CudaOptions { staging_bytes: 64, ..OPTIONS };

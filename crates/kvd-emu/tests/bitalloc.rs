@@ -9,7 +9,7 @@ use common::reference::{check, expected};
 use common::run::run;
 use common::{Ask, Layout, Stored, geometry, noise};
 use kvd_core::{DType, Geometry, Side};
-use kvd_emu::{Order, available};
+use kvd_emu::{ThreadOrder, is_available};
 
 fn stored(geometry: &Geometry, codec: &str, layout: &Layout) -> Stored {
     Stored::new(geometry, codec, layout, value)
@@ -17,7 +17,7 @@ fn stored(geometry: &Geometry, codec: &str, layout: &Layout) -> Stored {
 
 #[test]
 fn bit_allocations_and_their_outliers_answer_as_the_reference() {
-    if !available() {
+    if !is_available() {
         return;
     }
     // Widths of all kinds, levels of one byte and of two, runs whose last four are not full.
@@ -41,7 +41,7 @@ fn bit_allocations_and_their_outliers_answer_as_the_reference() {
 
 #[test]
 fn sums_of_groups_shrink_once_when_scores_rise() {
-    if !available() {
+    if !is_available() {
         return;
     }
     // Each page has larger scores than the one before; of values most levels are two bytes.
@@ -57,7 +57,7 @@ fn sums_of_groups_shrink_once_when_scores_rise() {
             let ask = Ask::last(group, stored.tokens);
             let first = |i: usize| i.is_multiple_of(dim_k as usize);
             let plan = ask.plan(&stored, |i| if first(i) { 8.0 } else { noise(77_777 + i) });
-            let answer = run(&stored, &plan, 100, Order::Ascending).unwrap();
+            let answer = run(&stored, &plan, 100, ThreadOrder::Ascending).unwrap();
             check(&answer, &expected(&stored, &plan), &format!("{codec}, {ask:?}"));
         }
     }

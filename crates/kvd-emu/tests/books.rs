@@ -10,7 +10,7 @@ use common::run::run_split;
 use common::{Ask, Layout, Stored, geometry, noise};
 use kvd_core::{DType, Side};
 use kvd_cuda::CodebookRoom;
-use kvd_emu::{Order, available, sanitized};
+use kvd_emu::{ThreadOrder, is_available, is_sanitized};
 
 /// Roughly normal rows, one channel much larger than the others.
 fn value(side: Side, head: usize, token: usize, channel: usize) -> f32 {
@@ -34,10 +34,10 @@ fn agree(codec: &str, dims: [u32; 2], pages: &[usize]) {
             for exchange in [true, false] {
                 let rooms = [CodebookRoom { bytes, registers, exchange }; 2];
                 let parts = ([1, 100, 2][turn % 3], [1, 2, 5, 64][turn % 4]);
-                let order = Order::EACH[turn / 2 % 3];
+                let order = ThreadOrder::EACH[turn / 2 % 3];
                 turn += 1;
                 // ThreadSanitizer takes ten times as long: some of them, of every kind.
-                if sanitized("thread") && turn % 7 != 1 {
+                if is_sanitized("thread") && turn % 7 != 1 {
                     continue;
                 }
                 let answer = run_split(&stored, &plan, parts, rooms, order).unwrap();
@@ -49,7 +49,7 @@ fn agree(codec: &str, dims: [u32; 2], pages: &[usize]) {
 
 #[test]
 fn stages_of_one_set_answer_as_the_reference_wherever_entries_are() {
-    if !available() {
+    if !is_available() {
         return;
     }
     // Entries that lanes exchange and others; fewer than a warp has lanes; a stage too many; heads
@@ -62,7 +62,7 @@ fn stages_of_one_set_answer_as_the_reference_wherever_entries_are() {
 
 #[test]
 fn sides_of_different_entries_answer_as_the_reference() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for codec in [
@@ -76,7 +76,7 @@ fn sides_of_different_entries_answer_as_the_reference() {
 
 #[test]
 fn channels_of_grouped_codebooks_answer_as_the_reference_split_and_whole() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for (d, b, stages) in [(2, 5, 2), (4, 6, 2), (8, 4, 2), (3, 3, 1), (16, 4, 2), (4, 4, 3)] {
@@ -90,7 +90,7 @@ fn channels_of_grouped_codebooks_answer_as_the_reference_split_and_whole() {
 
 #[test]
 fn pages_beside_those_that_fell_back_answer_with_split_channels() {
-    if !available() {
+    if !is_available() {
         return;
     }
     // Keys of one block are beyond the codebooks, so that its pair is read by the kernel for all.
@@ -106,7 +106,7 @@ fn pages_beside_those_that_fell_back_answer_with_split_channels() {
     assert!(!stored.headers.values().all(|header| header.fallback));
     let plan = Ask::last(4, stored.tokens).plan(&stored, |i| noise(7 + i) / 8.0);
     let rooms = [CodebookRoom::from(900); 2];
-    for (split, order) in [1, 4, 16].into_iter().zip(Order::EACH) {
+    for (split, order) in [1, 4, 16].into_iter().zip(ThreadOrder::EACH) {
         let answer = run_split(&stored, &plan, (2, split), rooms, order).unwrap();
         check(&answer, &expected(&stored, &plan), &format!("{split} parts"));
     }

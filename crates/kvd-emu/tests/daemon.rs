@@ -21,7 +21,7 @@ use kvd_client::{
 };
 use kvd_compute::{Backend, CpuBackend, CpuOptions, Precision};
 use kvd_cuda::{CudaBackend, CudaOptions};
-use kvd_emu::{Order, available, sanitized};
+use kvd_emu::{ThreadOrder, is_available, is_sanitized};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
@@ -56,10 +56,10 @@ impl Daemon {
 
     /// The same with so much of the GPU's memory for tables of layers.
     async fn start_with(pace: Pace, table_bytes: u64) -> Option<Self> {
-        if !available() {
+        if !is_available() {
             return None;
         }
-        if sanitized("thread") {
+        if is_sanitized("thread") {
             // It sees the daemon's copies and not the daemon's locks.
             eprintln!("SKIP emu: ThreadSanitizer was not built into the daemon");
             return None;
@@ -74,7 +74,7 @@ impl Daemon {
         ];
         let flags = flags.map(|(key, value)| (key.to_owned(), value)).to_vec();
         let config = Config::load(&Overrides { file: None, environment: false, flags }).unwrap();
-        let (driver, watch) = EmuDriver::new(Order::Random(7), pace);
+        let (driver, watch) = EmuDriver::new(ThreadOrder::Random(7), pace);
         let options = CudaOptions {
             arena_bytes: POOL_BYTES,
             scratch_bytes: 1 << 20,
@@ -126,7 +126,7 @@ impl Daemon {
     async fn grow(&self, to: Both<SequenceId>, seed: u32, start: u32, tokens: u32) {
         for sequence in to {
             let stored =
-                self.client.store(SHAPE.chunk(sequence, seed, start, tokens)).await.unwrap();
+                self.client.store_chunk(SHAPE.chunk(sequence, seed, start, tokens)).await.unwrap();
             assert_eq!(stored.length, start + tokens);
         }
     }
@@ -136,11 +136,11 @@ impl Daemon {
         model: ModelId,
         sequences: &[SequenceId],
     ) -> Result<Attended, ClientError> {
-        self.client.attend(SHAPE.batch(model, sequences)).await
+        self.client.attend_batch(SHAPE.batch(model, sequences)).await
     }
 
     async fn load(&self, sequence: SequenceId, end: u32) -> Result<LoadedRows, ClientError> {
-        self.client.load(Shape::range(sequence, end)).await
+        self.client.load_rows(Shape::range(sequence, end)).await
     }
 
     /// Tests that both lanes hold the same and answer the same, of all sequences in one batch.
@@ -223,7 +223,7 @@ async fn memory_of_closed_sequences_serves_others_when_a_gpus_pool_is_full() {
     let refused = loop {
         let sequence = daemon.client.open_sequence(model).await.unwrap();
         let seed = stored.len() as u32;
-        match daemon.client.store(SHAPE.chunk(sequence, seed, 0, 100)).await {
+        match daemon.client.store_chunk(SHAPE.chunk(sequence, seed, 0, 100)).await {
             Ok(_) => stored.push(sequence),
             Err(error) => break error,
         }
@@ -238,7 +238,7 @@ async fn memory_of_closed_sequences_serves_others_when_a_gpus_pool_is_full() {
     }
     daemon.client.close_sequence(first).await.unwrap();
     let again = daemon.client.open_sequence(model).await.unwrap();
-    daemon.client.store(SHAPE.chunk(again, 0, 0, 100)).await.unwrap();
+    daemon.client.store_chunk(SHAPE.chunk(again, 0, 0, 100)).await.unwrap();
     assert_eq!(daemon.load(again, 100).await.unwrap(), before);
     for (sequence, rows) in rest.iter().zip(others) {
         assert_eq!(daemon.load(*sequence, 100).await.unwrap(), rows);
@@ -256,7 +256,7 @@ async fn a_model_whose_tables_have_no_room_on_a_gpu_is_refused_when_it_is_regist
     // A smaller one is served there.
     let model = daemon.model("small", CODECS[0]).await;
     let sequence = daemon.client.open_sequence(model).await.unwrap();
-    daemon.client.store(SHAPE.chunk(sequence, 9, 0, 90)).await.unwrap();
+    daemon.client.store_chunk(SHAPE.chunk(sequence, 9, 0, 90)).await.unwrap();
     daemon.attend(model, &[sequence]).await.unwrap();
     assert!(!daemon.watch.lock().kernels.is_empty());
     daemon.stop().await;
@@ -276,7 +276,7 @@ async fn a_gpu_that_is_lost_is_named_its_calls_fail_and_the_other_lane_lives() {
         // One meets the error, the others wait behind it.
         let calls = [0; 4].map(|_| {
             let (client, batch) = (daemon.client.clone(), SHAPE.batch(models[0], &both[..1]));
-            tokio::spawn(async move { client.attend(batch).await })
+            tokio::spawn(async move { client.attend_batch(batch).await })
         });
         for call in calls {
             let refused = call.await.unwrap().unwrap_err();
@@ -287,7 +287,7 @@ async fn a_gpu_that_is_lost_is_named_its_calls_fail_and_the_other_lane_lives() {
             tokio::task::yield_now().await;
         }
         assert_eq!(daemon.readyz(), (503, "failed: cuda emulation\n".to_owned()));
-        let stored = daemon.client.store(SHAPE.chunk(both[0], 6, 90, 10)).await.map(drop);
+        let stored = daemon.client.store_chunk(SHAPE.chunk(both[0], 6, 90, 10)).await.map(drop);
         let loaded = daemon.load(both[0], 90).await.map(drop);
         for result in [stored, loaded] {
             assert_eq!(result.unwrap_err().code, Some(ErrorCode::DeviceFailed), "{fail:?}");
@@ -296,10 +296,10 @@ async fn a_gpu_that_is_lost_is_named_its_calls_fail_and_the_other_lane_lives() {
         assert_eq!(known.length, 90, "{fail:?}: a store that failed left something");
         // The processor's lane, for its model and for new ones.
         assert_eq!(daemon.attend(models[1], &both[1..]).await.unwrap(), right);
-        daemon.client.store(SHAPE.chunk(both[1], 6, 90, 10)).await.unwrap();
+        daemon.client.store_chunk(SHAPE.chunk(both[1], 6, 90, 10)).await.unwrap();
         let next = daemon.model("next", CODECS[0]).await;
         let sequence = daemon.client.open_sequence(next).await.unwrap();
-        daemon.client.store(SHAPE.chunk(sequence, 6, 0, 90)).await.unwrap();
+        daemon.client.store_chunk(SHAPE.chunk(sequence, 6, 0, 90)).await.unwrap();
         assert_eq!(daemon.attend(next, &[sequence]).await.unwrap(), right);
         let ends = tokio::time::timeout(Duration::from_millis(10), daemon.running.device_failed());
         assert!(ends.await.is_err(), "the daemon goes on");

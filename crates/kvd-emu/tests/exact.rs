@@ -14,7 +14,7 @@ use common::{Ask, Stored, geometry, noise, orders};
 use kvd_codec::{Calibration, PageHeader};
 use kvd_compute::AttendPlan;
 use kvd_core::{DType, Geometry, Side};
-use kvd_emu::{Grid, Memory, Order, available, launch, sanitized};
+use kvd_emu::{EmulatorMemory, LaunchGrid, ThreadOrder, is_available, is_sanitized, launch_kernel};
 
 /// Channels and query rows of every case.
 const SHAPES: [(usize, usize); 6] = [(128, 4), (64, 1), (128, 8), (64, 4), (64, 8), (128, 1)];
@@ -22,7 +22,7 @@ const SHAPES: [(usize, usize); 6] = [(128, 4), (64, 1), (128, 8), (64, 4), (64, 
 /// Those that are asked: under ThreadSanitizer, where each takes ten times as long, one of each
 /// kernel's rows, and of a preset's shapes.
 fn shapes() -> impl Iterator<Item = (usize, usize)> {
-    SHAPES.into_iter().take(if sanitized("thread") { 3 } else { SHAPES.len() })
+    SHAPES.into_iter().take(if is_sanitized("thread") { 3 } else { SHAPES.len() })
 }
 
 /// Pages that end inside a tile and in their first one, 128 tokens in all.
@@ -112,7 +112,7 @@ impl<'a> Case<'a> {
 fn answers(
     stored: &Stored,
     (dim, rows): (usize, usize),
-    order: Order,
+    order: ThreadOrder,
     (digit, whole_keys): (impl Fn(Side, usize, usize, usize) -> f32, bool),
     what: &str,
 ) {
@@ -146,7 +146,7 @@ fn exact(codec: &str, top: usize, pair: &str, fixed: Option<&str>) {
 
 #[test]
 fn rows_and_fp8_codes() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for (codec, dtype, pair) in [
@@ -163,7 +163,7 @@ fn rows_and_fp8_codes() {
 
 #[test]
 fn uniform_codes() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for (bits, fixed) in [(4, "kivi4"), (2, "kivi2")] {
@@ -181,7 +181,7 @@ fn uniform_codes() {
 
 #[test]
 fn groups_that_choose_their_mode() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for (bits, fixed) in [(2, Some("innerq2")), (4, None)] {
@@ -207,7 +207,7 @@ fn groups_that_choose_their_mode() {
 
 #[test]
 fn values_beside_keys_that_are_no_integers() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let codec = "k=polar(a=4,r=4); v=uniform(b=4,axis=token,g=32)";
@@ -217,7 +217,7 @@ fn values_beside_keys_that_are_no_integers() {
 
 #[test]
 fn pairs_and_shapes_without_a_kernel_of_their_own() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for codec in [
@@ -232,7 +232,7 @@ fn pairs_and_shapes_without_a_kernel_of_their_own() {
 
 #[test]
 fn huffman_codes() {
-    if !available() {
+    if !is_available() {
         return;
     }
     // Values whose scales are a channel's are in no kernel but that for all.
@@ -245,7 +245,7 @@ fn huffman_codes() {
 
 #[test]
 fn entries_on_whole_levels() {
-    if !available() {
+    if !is_available() {
         return;
     }
     // Entries are whole numbers of a unit of four bits: sums of them that f32 holds.
@@ -288,20 +288,22 @@ fn entries_on_whole_levels() {
 
 #[test]
 fn sums_of_what_is_only_read() {
-    if !available() {
+    if !is_available() {
         return;
     }
     // Of `measure/read.cuh`: threads, loads under way, words of a load; two turns of each block.
     let (blocks, threads, depth, words) = (3u32, 128, 8, 4);
     let per_block = 2 * threads * depth;
     let read: Vec<u32> = (0..blocks as usize * per_block * words).map(|i| i as u32 * 7).collect();
-    let (from, to) =
-        (Memory::of(bytemuck::cast_slice(&read)), Memory::new(4 * blocks as usize * threads));
+    let (from, to) = (
+        EmulatorMemory::copy_from(bytemuck::cast_slice(&read)),
+        EmulatorMemory::new(4 * blocks as usize * threads),
+    );
     for order in orders() {
         let parameters = [from.address(), to.address(), per_block as u64];
-        let grid = Grid { kernel: "kvd_read", blocks, shared_bytes: 0, order };
+        let grid = LaunchGrid { kernel: "kvd_read", blocks, shared_bytes: 0, order };
         // SAFETY: as many words as all thread blocks read, and a sum for each of their threads.
-        unsafe { launch(grid, bytemuck::bytes_of(&parameters)).unwrap() };
+        unsafe { launch_kernel(grid, bytemuck::bytes_of(&parameters)).unwrap() };
         let sums: &[u32] = bytemuck::cast_slice(to.bytes());
         for (at, sum) in sums.iter().enumerate() {
             let (block, thread) = (at / threads, at % threads);

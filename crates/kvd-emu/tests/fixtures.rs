@@ -16,7 +16,7 @@ use kvd_cuda::{
     AttendTables, AttendUnit, GpuLimits, KernelPlan, LatePairs, LayerShapes, StepWorkload,
     TableOptions, plan_kernel,
 };
-use kvd_emu::{Order, available};
+use kvd_emu::{ThreadOrder, is_available};
 use serde_json::{Map, Value, json};
 use std::mem::offset_of;
 use std::path::{Path, PathBuf};
@@ -136,7 +136,7 @@ fn write(folder: &Path, codec: &str, form: Form, device: &GpuLimits, workloads: 
     let options = TableOptions { parts_per_unit: blocks, shared, chunks, channel_split: 1, late };
     let tables = AttendTables::new(&ask, &stored.codec, &shapes, &header, options).unwrap();
     let [launch] = &tables.launches[..] else { panic!("{codec}: one kind of page") };
-    let merged = run_tables(&stored, &shapes, &tables, Order::Ascending).unwrap();
+    let merged = run_tables(&stored, &shapes, &tables, ThreadOrder::Ascending).unwrap();
     let payload: u64 = stored.headers.values().map(|header| u64::from(header.payload_len)).sum();
     let marks: Vec<u32> = tables.order.iter().map(|partial| partial & COEFFICIENTS).collect();
     assert!(marks.iter().all(|mark| *mark == marks[0]), "{codec}: one kind of partial result");
@@ -218,7 +218,7 @@ fn bench(folder: &Path, library: &Path, mode: &[&str]) -> (Output, Value) {
 /// Whether the benchmark can be run here; says why not.
 #[expect(clippy::print_stderr, reason = "a skipped test says so")]
 fn is_runnable() -> bool {
-    if !available() {
+    if !is_available() {
         return false;
     }
     if option_env!("KVD_EMU_SANITIZERS").is_some_and(|by| !by.is_empty()) {
@@ -246,7 +246,7 @@ fn folder(name: &str, codecs: &[&str], workloads: &[[u32; 3]]) -> PathBuf {
 #[test]
 fn fixtures_are_launched_by_the_benchmark_and_give_what_they_gave_here() {
     if let Some(folder) = std::env::var_os("KVD_GPU_FIXTURES") {
-        assert!(available(), "fixtures are made by the CPU lane");
+        assert!(is_available(), "fixtures are made by the CPU lane");
         let device = std::env::var("KVD_GPU_DEVICE").unwrap_or("h200".to_owned());
         let device = GpuLimits::find_limits(&device).unwrap();
         for codec in CODECS {

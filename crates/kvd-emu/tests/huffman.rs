@@ -15,10 +15,10 @@ use kvd_codec::PageReader;
 use kvd_compute::Source;
 use kvd_core::{DType, Geometry, LayerIndex, Side};
 use kvd_cuda::{GpuLimits, SharedMemory};
-use kvd_emu::{Order, available};
+use kvd_emu::{ThreadOrder, is_available};
 
 fn conforms(geometry: &Geometry, codec: &str) {
-    if !available() {
+    if !is_available() {
         return;
     }
     for pages in [&[64, 45, 96, 17][..], &[96, 96, 64, 64, 64], &[3]] {
@@ -103,7 +103,7 @@ fn outliers(stored: &Stored) -> Vec<Vec<i32>> {
 
 #[test]
 fn grids_of_data_that_has_drifted() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let geometry = geometry(64, 64, DType::F16);
@@ -127,7 +127,7 @@ fn grids_of_data_that_has_drifted() {
             agree(&stored, &ask, &what);
             // Half of each warp has no chunk, and must leave the lists of others alone.
             let plan = ask.plan(&stored, |i| noise(99 + i));
-            for order in Order::EACH {
+            for order in ThreadOrder::EACH {
                 let answer = run_within(&stored, &plan, (shared, Some(1)), order).unwrap().0;
                 check(&answer, &expected(&stored, &plan), &format!("{what}, one chunk"));
             }
@@ -138,7 +138,7 @@ fn grids_of_data_that_has_drifted() {
 
 #[test]
 fn pages_of_several_table_versions() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let geometry = geometry(64, 64, DType::F16);
@@ -158,7 +158,7 @@ fn pages_of_several_table_versions() {
 
 #[test]
 fn several_query_tokens_and_ranges_see_what_they_may() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let geometry = geometry(64, 64, DType::F16);
@@ -185,7 +185,7 @@ fn several_query_tokens_and_ranges_see_what_they_may() {
 
 #[test]
 fn thread_blocks_with_little_shared_memory_decode_fewer_chunks_at_once() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let geometry = geometry(128, 128, DType::F16);
@@ -197,7 +197,8 @@ fn thread_blocks_with_little_shared_memory_decode_fewer_chunks_at_once() {
     for (block, multiprocessor) in [(227, 228), (70, 70), (45, 45), (227, 160)] {
         let (block, multiprocessor) = (block << 10, multiprocessor << 10);
         let shared = SharedMemory { block, multiprocessor, under_way: 0 };
-        let (answer, bytes) = run_within(&stored, &plan, (shared, None), Order::Random(3)).unwrap();
+        let (answer, bytes) =
+            run_within(&stored, &plan, (shared, None), ThreadOrder::Random(3)).unwrap();
         check(&answer, &wanted, &format!("{shared:?}"));
         assert!(bytes <= shared.block, "{bytes} of {shared:?}");
         sizes.push(bytes);
@@ -205,6 +206,6 @@ fn thread_blocks_with_little_shared_memory_decode_fewer_chunks_at_once() {
     assert!(sizes[0] > sizes[1] && sizes[1] > sizes[2] && sizes[3] == sizes[1], "{sizes:?}");
     // One chunk has no room either.
     let shared = SharedMemory { block: 30 << 10, multiprocessor: 31 << 10, under_way: 0 };
-    let refused = run_within(&stored, &plan, (shared, None), Order::Ascending).unwrap_err();
+    let refused = run_within(&stored, &plan, (shared, None), ThreadOrder::Ascending).unwrap_err();
     assert!(refused.contains("of shared memory, of which the GPU has 30720"), "{refused}");
 }

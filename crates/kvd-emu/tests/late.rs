@@ -13,7 +13,7 @@ use common::run::{kernels, run_late, run_tensor};
 use common::{Ask, Stored, geometry, noise};
 use kvd_core::DType;
 use kvd_cuda::{SideKernel, kernel_source, tensor_source};
-use kvd_emu::{Order, available};
+use kvd_emu::{ThreadOrder, is_available};
 
 /// What the lane has compiled.
 const LATE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../kernels/emu/late");
@@ -106,7 +106,8 @@ fn conforms(late: &str, codec: &str, takes: impl Fn(u32) -> bool) {
             for (turn, rows) in (shape..).zip([1, 4, 8]) {
                 let plan = Ask::last(rows, stored.tokens).plan(&stored, |i| noise(77_777 + i));
                 // Other layouts and head sizes meet other orders and splits with the same rows.
-                let (order, parts) = (Order::EACH[turn % 3], [1, 100, 2][(turn + shape / 3) % 3]);
+                let (order, parts) =
+                    (ThreadOrder::EACH[turn % 3], [1, 100, 2][(turn + shape / 3) % 3]);
                 let answer = match tensor {
                     true => run_tensor(&stored, &plan, parts, order),
                     false => run_late(&stored, &plan, (parts, late), order),
@@ -131,7 +132,7 @@ fn conforms(late: &str, codec: &str, takes: impl Fn(u32) -> bool) {
 
 #[test]
 fn pairs_that_are_compiled_late_answer_as_the_reference() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for (keys, values, huffman, codecs) in PAIRS {
@@ -143,7 +144,7 @@ fn pairs_that_are_compiled_late_answer_as_the_reference() {
 
 #[test]
 fn pairs_that_are_compiled_late_for_tensor_cores_answer_as_the_reference() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for (keys, values, huffman, takes_all, codecs) in TENSOR {
@@ -156,7 +157,7 @@ fn pairs_that_are_compiled_late_for_tensor_cores_answer_as_the_reference() {
 
 #[test]
 fn pairs_of_other_shapes_stay_on_cuda_cores() {
-    if !available() {
+    if !is_available() {
         return;
     }
     // Two stages; scales of half of a warp's channels; a tile of two scales; sides without such

@@ -2,18 +2,18 @@
 //! same kernel without one is clean in every order.
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
-use kvd_emu::{Grid, Memory, Order, available, launch, sanitized};
+use kvd_emu::{EmulatorMemory, LaunchGrid, ThreadOrder, is_available, is_sanitized, launch_kernel};
 
 const WORDS: u32 = 64;
 const SHARED_BYTES: usize = 256;
 
 /// Runs a planted kernel on `0..64`; what it should leave is the same words reversed.
-fn run(kernel: &str, order: Order) -> Result<Vec<u32>, String> {
+fn run(kernel: &str, order: ThreadOrder) -> Result<Vec<u32>, String> {
     let words: Vec<u32> = (0..WORDS).collect();
-    let memory = Memory::of(bytemuck::cast_slice(&words));
-    let grid = Grid { kernel, blocks: 1, shared_bytes: SHARED_BYTES, order };
+    let memory = EmulatorMemory::copy_from(bytemuck::cast_slice(&words));
+    let grid = LaunchGrid { kernel, blocks: 1, shared_bytes: SHARED_BYTES, order };
     // SAFETY: planted kernels take one address, of 64 words.
-    unsafe { launch(grid, &memory.address().to_le_bytes())? };
+    unsafe { launch_kernel(grid, &memory.address().to_le_bytes())? };
     Ok(bytemuck::cast_slice(memory.bytes()).to_vec())
 }
 
@@ -23,10 +23,10 @@ fn reversed() -> Vec<u32> {
 
 /// What the lane says of a kernel, the same in every order.
 fn reported(kernel: &str, message: &str) {
-    if !available() {
+    if !is_available() {
         return;
     }
-    for order in Order::EACH {
+    for order in ThreadOrder::EACH {
         let error = run(kernel, order).unwrap_err();
         assert!(error.contains(message), "{kernel}, {order:?}: {error}");
         assert!(error.starts_with(kernel), "{error}");
@@ -35,11 +35,11 @@ fn reported(kernel: &str, message: &str) {
 
 #[test]
 fn correct_kernel_is_clean_in_every_order() {
-    if !available() {
+    if !is_available() {
         return;
     }
-    let random = (0..20).map(Order::Random);
-    for order in Order::EACH.into_iter().chain(random) {
+    let random = (0..20).map(ThreadOrder::Random);
+    for order in ThreadOrder::EACH.into_iter().chain(random) {
         assert_eq!(run("planted_correct", order).unwrap(), reversed(), "{order:?}");
     }
 }
@@ -51,11 +51,11 @@ fn reversed_by_warp() -> Vec<u32> {
 
 #[test]
 fn missing_barrier_changes_the_result_in_every_order() {
-    if !available() || sanitized("thread") {
+    if !is_available() || is_sanitized("thread") {
         // A race ends the process of a test under ThreadSanitizer: below.
         return;
     }
-    for order in Order::EACH {
+    for order in ThreadOrder::EACH {
         let words = run("planted_missing_barrier", order).unwrap();
         assert_ne!(words, reversed(), "{order:?}");
         // What was read too early is shared memory as it was at the start.
@@ -80,10 +80,10 @@ fn shuffle_of_half_a_warp_is_reported() {
 
 #[test]
 fn unwritten_shared_memory_shows() {
-    if !available() {
+    if !is_available() {
         return;
     }
-    for order in Order::EACH {
+    for order in ThreadOrder::EACH {
         let words = run("planted_unwritten", order).unwrap();
         let mut wanted = reversed();
         wanted[WORDS as usize - 1 - 5] = u32::MAX;
@@ -93,60 +93,60 @@ fn unwritten_shared_memory_shows() {
 
 #[test]
 fn warp_barriers_order_the_memory_of_a_warp() {
-    if !available() {
+    if !is_available() {
         return;
     }
-    for order in Order::EACH {
+    for order in ThreadOrder::EACH {
         assert_eq!(run("planted_meeting_lanes", order).unwrap(), reversed_by_warp(), "{order:?}");
     }
 }
 
 #[test]
 fn copies_read_before_their_wait_show() {
-    if !available() || sanitized("thread") {
+    if !is_available() || is_sanitized("thread") {
         return;
     }
-    for order in Order::EACH {
+    for order in ThreadOrder::EACH {
         assert_eq!(run("planted_early_read", order).unwrap(), [u32::MAX; 64], "{order:?}");
     }
 }
 
 #[test]
 fn copies_in_turns_show_what_is_read_too_early_and_what_is_overwritten() {
-    if !available() {
+    if !is_available() {
         return;
     }
-    for order in Order::EACH {
+    for order in ThreadOrder::EACH {
         assert_eq!(run("planted_in_turns", order).unwrap(), reversed(), "{order:?}");
     }
-    if sanitized("thread") {
+    if is_sanitized("thread") {
         return;
     }
-    for order in Order::EACH {
+    for order in ThreadOrder::EACH {
         // Of some threads, as others run ahead.
         let words = run("planted_early_turn", order).unwrap();
         assert!(words.contains(&u32::MAX), "{order:?}: {words:?}");
     }
     // Where the thread that copies runs before those that still read.
-    let words = run("planted_reused_buffer", Order::Ascending).unwrap();
+    let words = run("planted_reused_buffer", ThreadOrder::Ascending).unwrap();
     assert_ne!(words, reversed());
     assert!(words.contains(&u32::MAX));
 }
 
 #[test]
 fn unknown_kernels_and_wrong_parameters_are_reported() {
-    if !available() {
+    if !is_available() {
         return;
     }
-    assert!(run("planted_nothing", Order::Ascending).unwrap_err().contains("no kernel"));
-    let grid = Grid {
+    assert!(run("planted_nothing", ThreadOrder::Ascending).unwrap_err().contains("no kernel"));
+    let grid = LaunchGrid {
         kernel: "planted_correct",
         blocks: 1,
         shared_bytes: SHARED_BYTES,
-        order: Order::Ascending,
+        order: ThreadOrder::Ascending,
     };
     // SAFETY: refused before any address is used.
-    let error = unsafe { launch(grid, &[0; 4]) }.unwrap_err();
+    let error = unsafe { launch_kernel(grid, &[0; 4]) }.unwrap_err();
     assert!(error.contains("takes 8 bytes of parameters, not 4"), "{error}");
 }
 
@@ -155,7 +155,7 @@ fn unknown_kernels_and_wrong_parameters_are_reported() {
 fn ended_by_a_sanitizer(test: &str, kernel: &str) -> Option<String> {
     const CHILD: &str = "KVD_PLANTED_KERNEL";
     if let Some(kernel) = std::env::var_os(CHILD) {
-        run(kernel.to_str().unwrap(), Order::Ascending).unwrap();
+        run(kernel.to_str().unwrap(), ThreadOrder::Ascending).unwrap();
         return None;
     }
     let output = std::process::Command::new(std::env::current_exe().unwrap())
@@ -171,10 +171,10 @@ fn ended_by_a_sanitizer(test: &str, kernel: &str) -> Option<String> {
 
 #[test]
 fn shared_overrun_is_seen_by_the_sanitizer() {
-    if !available() {
+    if !is_available() {
         return;
     }
-    if !sanitized("address") {
+    if !is_sanitized("address") {
         // Without a sanitizer the overrun would only write where it must not.
         eprintln!("SKIP overrun: built without KVD_EMU_SANITIZE=address,undefined");
         return;
@@ -188,12 +188,12 @@ fn shared_overrun_is_seen_by_the_sanitizer() {
 /// Also those that give the right result in every order.
 #[test]
 fn races_are_seen_by_the_sanitizer() {
-    if !available() {
+    if !is_available() {
         return;
     }
-    if !sanitized("thread") {
+    if !is_sanitized("thread") {
         // In one system thread, what the lanes did in turns was right.
-        let in_turns = run("planted_racing_lanes", Order::Random(1)).unwrap();
+        let in_turns = run("planted_racing_lanes", ThreadOrder::Random(1)).unwrap();
         assert_eq!(in_turns, reversed_by_warp());
         eprintln!("SKIP races: built without KVD_EMU_SANITIZE=thread");
         return;
@@ -212,35 +212,35 @@ fn races_are_seen_by_the_sanitizer() {
 }
 
 /// Runs a planted kernel of two thread blocks on 130 words, the first two a counter.
-fn run_two_blocks(kernel: &str, order: Order) -> Result<Vec<u32>, String> {
+fn run_two_blocks(kernel: &str, order: ThreadOrder) -> Result<Vec<u32>, String> {
     let words: Vec<u32> = [0, 0].into_iter().chain(0..2 * WORDS).collect();
-    let memory = Memory::of(bytemuck::cast_slice(&words));
-    let grid = Grid { kernel, blocks: 2, shared_bytes: SHARED_BYTES, order };
+    let memory = EmulatorMemory::copy_from(bytemuck::cast_slice(&words));
+    let grid = LaunchGrid { kernel, blocks: 2, shared_bytes: SHARED_BYTES, order };
     // SAFETY: these kernels take one address, of 128 words, or 130.
-    unsafe { launch(grid, &memory.address().to_le_bytes())? };
+    unsafe { launch_kernel(grid, &memory.address().to_le_bytes())? };
     Ok(bytemuck::cast_slice(memory.bytes()).to_vec())
 }
 
 #[test]
 fn thread_blocks_that_only_meet_in_atomics_are_clean() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let reversed = (0..WORDS).rev().chain((WORDS..2 * WORDS).rev());
     let wanted: Vec<u32> = [2 * WORDS, 0].into_iter().chain(reversed).collect();
-    for order in Order::EACH {
+    for order in ThreadOrder::EACH {
         assert_eq!(run_two_blocks("planted_blocks_apart", order).unwrap(), wanted, "{order:?}");
     }
 }
 
 #[test]
 fn thread_blocks_that_meet_in_device_memory_are_reported() {
-    if !available() {
+    if !is_available() {
         return;
     }
-    if !sanitized("blocks") {
+    if !is_sanitized("blocks") {
         // Two blocks that write the same are right in every order.
-        let words = run_two_blocks("planted_blocks_together", Order::Random(1)).unwrap();
+        let words = run_two_blocks("planted_blocks_together", ThreadOrder::Random(1)).unwrap();
         assert!(words.iter().take(WORDS as usize).copied().eq(0..WORDS));
         eprintln!("SKIP blocks: built without KVD_EMU_SANITIZE=blocks");
         return;
@@ -251,7 +251,7 @@ fn thread_blocks_that_meet_in_device_memory_are_reported() {
         ("planted_blocks_in_order", [written, read]),
         ("planted_blocks_half_atomic", [written, written]),
     ] {
-        for order in Order::EACH {
+        for order in ThreadOrder::EACH {
             let error = run_two_blocks(kernel, order).unwrap_err();
             assert!(messages.iter().any(|what| error.contains(what)), "{order:?}: {error}");
             assert!(error.starts_with(kernel), "{error}");
@@ -271,7 +271,7 @@ fn products(a: &[u8], b: &[u8], signed: [bool; 2]) -> Vec<i32> {
 
 #[test]
 fn products_of_tensor_cores_have_the_layout_of_their_fragments() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let bytes: Vec<u8> =
@@ -280,10 +280,10 @@ fn products_of_tensor_cores_have_the_layout_of_their_fragments() {
     let kinds = [[false, false], [false, true], [true, false], [true, true]];
     let wanted: Vec<i32> = kinds.into_iter().flat_map(|signed| products(a, b, signed)).collect();
     let run = |kernel| {
-        let memory = Memory::of(&[&bytes[..], &[0; 4 * 4 * 128]].concat());
-        let grid = Grid { kernel, blocks: 1, shared_bytes: 0, order: Order::Random(4) };
+        let memory = EmulatorMemory::copy_from(&[&bytes[..], &[0; 4 * 4 * 128]].concat());
+        let grid = LaunchGrid { kernel, blocks: 1, shared_bytes: 0, order: ThreadOrder::Random(4) };
         // SAFETY: these kernels take one address, of two factors and the sums of four products.
-        unsafe { launch(grid, &memory.address().to_le_bytes()).unwrap() };
+        unsafe { launch_kernel(grid, &memory.address().to_le_bytes()).unwrap() };
         bytemuck::cast_slice::<u8, i32>(&memory.bytes()[bytes.len()..]).to_vec()
     };
     assert_eq!(run("planted_products"), wanted);

@@ -12,7 +12,7 @@ use common::run::{kernels, run_with};
 use common::{Ask, Layout, Stored, geometry, noise};
 use kvd_codec::Calibration;
 use kvd_core::{DType, Geometry, Side};
-use kvd_emu::{Order, available, sanitized};
+use kvd_emu::{ThreadOrder, is_available, is_sanitized};
 
 /// Roughly normal rows, one channel larger than the others, some values far shorter.
 fn value(large: f32) -> impl Fn(Side, usize, usize, usize) -> f32 {
@@ -70,12 +70,12 @@ fn conforms_with(
     (pair, fixed): (&str, Option<&str>),
     change: fn(&Calibration) -> Calibration,
 ) {
-    if !available() {
+    if !is_available() {
         return;
     }
     // Larger radii than the calibration's would fall back to another codec.
     let value = value(if name == "polar-4+4" { 1.0 } else { 8.0 });
-    let (dims, tails) = if sanitized("thread") { WATCHED } else { SHAPES };
+    let (dims, tails) = if is_sanitized("thread") { WATCHED } else { SHAPES };
     // Orders of threads, splits and codebook caches take turns: each meets each shape class.
     let mut turn = 0;
     for &dim in dims {
@@ -89,7 +89,7 @@ fn conforms_with(
                 let ask = Ask::last(rows, stored.tokens);
                 let plan = ask.plan(&stored, |i| 2.0 * noise(77_777 + i));
                 let parts_per_unit = [1, 100, 2][(turn + group) % 3];
-                let order = Order::EACH[(turn / 3 + group) % 3];
+                let order = ThreadOrder::EACH[(turn / 3 + group) % 3];
                 let table_bytes = TABLE_BYTES[(turn + 2 * group) % 3];
                 let answer = run_with(&stored, &plan, parts_per_unit, table_bytes, order).unwrap();
                 let what = format!("{name}, {dim} channels, {layout:?}, {rows} heads, {order:?}");

@@ -27,7 +27,7 @@ use kvd_compute::{
 };
 use kvd_core::{Coded, DType, ErrorCode, Extent, Geometry, LayerIndex, ModelId, RopePairing};
 use kvd_cuda::{CudaBackend, CudaOptions};
-use kvd_emu::{Order, available, sanitized};
+use kvd_emu::{ThreadOrder, is_available, is_sanitized};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
@@ -61,12 +61,12 @@ fn shared(kind: Kind) -> Shared {
     Shared::of(kind, &[0xFF; REGION_BYTES])
 }
 
-fn open(order: Order, pace: Pace, options: CudaOptions) -> Fixture {
+fn open(order: ThreadOrder, pace: Pace, options: CudaOptions) -> Fixture {
     open_as(Kind::Ipc, order, pace, options)
 }
 
 /// The same with memory that is handed over in that way.
-fn open_as(kind: Kind, order: Order, pace: Pace, options: CudaOptions) -> Fixture {
+fn open_as(kind: Kind, order: ThreadOrder, pace: Pace, options: CudaOptions) -> Fixture {
     let (driver, watch) = EmuDriver::new(order, pace);
     let mut backend = CudaBackend::open_backend(Box::new(driver), &[b"kernels"], options).unwrap();
     let memory = shared(kind);
@@ -78,14 +78,14 @@ fn open_as(kind: Kind, order: Order, pace: Pace, options: CudaOptions) -> Fixtur
 
 #[test]
 fn attention_in_a_region_is_attention_over_what_pages_decode_to() {
-    if !available() {
+    if !is_available() {
         return;
     }
-    let mut orders = Order::EACH.into_iter().cycle();
+    let mut orders = ThreadOrder::EACH.into_iter().cycle();
     let mut paces = Pace::EACH.into_iter().cycle();
     let mut kinds = Kind::EACH.into_iter().cycle();
     // ThreadSanitizer takes ten times as long, and what attends is the same without a region.
-    let step = if sanitized("thread") { 6 } else { 1 };
+    let step = if is_sanitized("thread") { 6 } else { 1 };
     for text in suite::codecs().step_by(step) {
         let (order, pace) = (orders.next().unwrap(), paces.next().unwrap());
         let fixture = open_as(kinds.next().unwrap(), order, pace, OPTIONS);
@@ -128,7 +128,7 @@ fn write_rows_of(
         let values = (0..40 * geometry.kv_heads * side_dim).map(|i| size * (i as f32 * step).sin());
         let values: Vec<f32> = values.collect();
         let mut bytes = vec![0; values.len() * geometry.dtype.size_bytes()];
-        geometry.dtype.narrow(&values, &mut bytes);
+        geometry.dtype.narrow_values(&values, &mut bytes);
         bytes.into()
     };
     let (k, v) = (bytes(geometry.head_dim_k, 0.37, 1.0), bytes(geometry.head_dim_v, 0.73, size));
@@ -164,7 +164,7 @@ fn plan(part: &PlanPart, dtype: DType, group: u32, n_q: &[u32]) -> AttendPlan {
     let values = n_q.iter().sum::<u32>() * 2 * group * 96;
     let values: Vec<f32> = (0..values).map(|i| (i as f32 * 0.11).cos() * 2.0).collect();
     let mut q = vec![0; values.len() * dtype.size_bytes()];
-    dtype.narrow(&values, &mut q);
+    dtype.narrow_values(&values, &mut q);
     let (model, layer, q) = (ModelId(1), LayerIndex(0), q.into());
     let (scale, soft_cap) = (Some(0.2), Some(30.0));
     AttendPlan { model, layer, q_heads: 2 * group, dtype, scale, soft_cap, queries, q }
@@ -176,7 +176,7 @@ fn with_rows(text: &str, options: CudaOptions) -> (Fixture, PlanPart) {
 }
 
 fn with_rows_as(kind: Kind, text: &str, options: CudaOptions) -> (Fixture, PlanPart) {
-    let mut fixture = open_as(kind, Order::Random(3), Pace::Late, options);
+    let mut fixture = open_as(kind, ThreadOrder::Random(3), Pace::Late, options);
     let part = write_rows(&mut fixture.backend.backend, text, &geometry());
     fixture.backend.head_dims = [96, 64];
     (fixture, part)
@@ -184,7 +184,7 @@ fn with_rows_as(kind: Kind, text: &str, options: CudaOptions) -> (Fixture, PlanP
 
 /// A backend with values that stand beyond the largest f16 in f32, its region, and a part.
 fn with_large_rows(text: &str) -> (Fixture, PlanPart) {
-    let mut fixture = open_as(Kind::Ipc, Order::Random(3), Pace::Late, OPTIONS);
+    let mut fixture = open_as(Kind::Ipc, ThreadOrder::Random(3), Pace::Late, OPTIONS);
     let geometry = Geometry { dtype: DType::F32, ..geometry() };
     let part = write_rows_of(&mut fixture.backend.backend, text, &geometry, 1e6);
     fixture.backend.head_dims = [96, 64];
@@ -193,7 +193,7 @@ fn with_large_rows(text: &str) -> (Fixture, PlanPart) {
 
 #[test]
 fn a_region_is_answered_what_the_host_is_in_every_dtype_and_shape() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for text in ["k=rotate/uniform(b=4,axis=token); v=rotate/lloyd(b=4)", "raw"] {
@@ -221,7 +221,7 @@ fn a_region_is_answered_what_the_host_is_in_every_dtype_and_shape() {
 
 #[test]
 fn answers_in_a_region_saturate_as_the_hosts_do() {
-    if !available() {
+    if !is_available() {
         return;
     }
     // Values up to a million, of which f16 has those up to 65504.
@@ -233,7 +233,7 @@ fn answers_in_a_region_saturate_as_the_hosts_do() {
             let in_place = fixture.backend.attend(&plan).unwrap();
             assert_eq!(in_place.out, by_host.out, "{text}, {dtype}");
             let mut out = vec![0f32; in_place.out.len() / dtype.size_bytes()];
-            dtype.widen(&in_place.out, &mut out);
+            dtype.widen_values(&in_place.out, &mut out);
             assert!(out.iter().all(|value| value.is_finite()), "{text}, {dtype}");
         }
     }
@@ -241,7 +241,7 @@ fn answers_in_a_region_saturate_as_the_hosts_do() {
 
 #[test]
 fn queries_times_a_scale_beyond_f32_are_refused_as_by_the_host() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let (mut fixture, part) = with_rows("raw", OPTIONS);
@@ -255,7 +255,7 @@ fn queries_times_a_scale_beyond_f32_are_refused_as_by_the_host() {
 
 #[test]
 fn a_batch_over_the_scratch_memory_is_answered_in_halves() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let (mut fixture, part) = with_rows("raw", OPTIONS);
@@ -286,7 +286,7 @@ fn a_batch_over_the_scratch_memory_is_answered_in_halves() {
 
 #[test]
 fn queries_that_are_no_numbers_are_refused_by_the_first_of_them() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let (mut fixture, part) = with_rows("k=rotate/uniform(b=4,axis=token); v=lloyd(b=4)", OPTIONS);
@@ -299,7 +299,7 @@ fn queries_that_are_no_numbers_are_refused_by_the_first_of_them() {
         let mut bytes = good.to_vec();
         for index in [700, 1900] {
             let each = dtype.size_bytes();
-            dtype.narrow(&[value], &mut bytes[index * each..][..each]);
+            dtype.narrow_values(&[value], &mut bytes[index * each..][..each]);
         }
         plan.q = bytes.into();
         let by_host = fixture.backend.backend.attend(&plan).unwrap_err();
@@ -323,7 +323,7 @@ fn attend_at(fixture: &mut Fixture, plan: &AttendPlan, places: RegionPlaces) -> 
 
 #[test]
 fn places_outside_a_region_unaligned_or_of_one_that_is_closed_are_refused_before_any_launch() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let (mut fixture, part) = with_rows("raw", OPTIONS);
@@ -360,7 +360,7 @@ fn places_outside_a_region_unaligned_or_of_one_that_is_closed_are_refused_before
 
 #[test]
 fn the_regions_event_is_recorded_behind_the_answer_and_before_the_host_waits() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let (mut fixture, part) = with_rows("raw", OPTIONS);
@@ -388,7 +388,7 @@ fn the_regions_event_is_recorded_behind_the_answer_and_before_the_host_waits() {
 
 #[test]
 fn without_an_event_the_answer_comes_and_nothing_is_said_before_it() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let (mut fixture, part) = with_rows("raw", OPTIONS);
@@ -415,7 +415,7 @@ fn without_an_event_the_answer_comes_and_nothing_is_said_before_it() {
 
 #[test]
 fn memory_that_is_open_twice_stays_when_one_of_its_regions_is_closed() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let (mut fixture, part) = with_rows("raw", OPTIONS);
@@ -424,7 +424,7 @@ fn memory_that_is_open_twice_stays_when_one_of_its_regions_is_closed() {
     let right = fixture.backend.attend(&plan).unwrap();
     let Fixture { backend: first, watch, memory, .. } = &mut fixture;
     let (places, live) = (first.places(&plan).0, watch.lock().live);
-    let times = if sanitized("thread") { 5 } else { 50 };
+    let times = if is_sanitized("thread") { 5 } else { 50 };
     for _ in 0..times {
         let again = first.backend.open_region(memory.handle(), REGION_BYTES as u64).unwrap();
         first.backend.close_region(again.region);
@@ -445,7 +445,7 @@ fn memory_that_is_open_twice_stays_when_one_of_its_regions_is_closed() {
 
 #[test]
 fn an_error_that_sticks_ends_every_call_and_nothing_leaks() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for fail in [Fail::Launch, Fail::Write, Fail::Later] {
@@ -470,7 +470,7 @@ fn an_error_that_sticks_ends_every_call_and_nothing_leaks() {
 
 #[test]
 fn a_wait_that_is_missing_is_noticed() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let (mut fixture, part) = with_rows("raw", OPTIONS);

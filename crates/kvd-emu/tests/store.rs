@@ -12,7 +12,7 @@ use kvd_codec::{BlockRows, HEADER_BYTES, Page, presets};
 use kvd_compute::EncodeSource;
 use kvd_core::{DType, Extent, Geometry, LayerIndex, RopePairing, Side};
 use kvd_cuda::{LayerShapes, SharedMemory, StorePlan, StoreShapes, StoredPage};
-use kvd_emu::{Memory, Order, available};
+use kvd_emu::{EmulatorMemory, ThreadOrder, is_available};
 
 const LAYER: LayerIndex = LayerIndex(0);
 /// Where a page's payload begins, behind the checksum.
@@ -106,9 +106,9 @@ impl Blocks {
                     let row = layout.row_offset(side, head as u64, first_row.into());
                     let bytes =
                         &mut arena[offset + row as usize..][..values.len() * dtype.size_bytes()];
-                    dtype.narrow(&values, bytes);
+                    dtype.narrow_values(&values, bytes);
                     let mut stored = vec![0f32; values.len()];
-                    dtype.widen(bytes, &mut stored);
+                    dtype.widen_values(bytes, &mut stored);
                     all.extend(stored);
                 }
                 all
@@ -140,9 +140,9 @@ impl Blocks {
         &self,
         (shapes, store): (&LayerShapes, &StoreShapes),
         plan: &StorePlan,
-        order: Order,
-    ) -> (Memory, Vec<Option<StoredPage>>) {
-        let headers = Memory::new(plan.header_bytes());
+        order: ThreadOrder,
+    ) -> (EmulatorMemory, Vec<Option<StoredPage>>) {
+        let headers = EmulatorMemory::new(plan.header_bytes());
         let run = StoreRun {
             arena: &self.arena,
             tables: &shapes.tables,
@@ -158,7 +158,7 @@ impl Blocks {
     }
 
     /// Compares what kernels write with the reference. Gives the pages that had no codes.
-    fn check(&self, text: &str, shared: SharedMemory, order: Order) -> usize {
+    fn check(&self, text: &str, shared: SharedMemory, order: ThreadOrder) -> usize {
         let codec = &self.stored.codec;
         let shapes = LayerShapes::new(codec, LAYER, [0; 2]);
         let store = StoreShapes::new(codec, LAYER, &shapes).expect("the codec has store kernels");
@@ -235,10 +235,10 @@ fn stored_presets() -> impl Iterator<Item = &'static str> {
 
 #[test]
 fn pages_of_every_preset_that_kernels_encode_are_the_reference_encoders() {
-    if !available() {
+    if !is_available() {
         return;
     }
-    let mut orders = Order::EACH.into_iter().cycle();
+    let mut orders = ThreadOrder::EACH.into_iter().cycle();
     let mut dtypes = [DType::F16, DType::BF16, DType::F32].into_iter().cycle();
     let mut count = 0;
     for text in stored_presets() {
@@ -252,7 +252,7 @@ fn pages_of_every_preset_that_kernels_encode_are_the_reference_encoders() {
 
 #[test]
 fn sides_that_no_preset_has_are_the_reference_encoders_too() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let composed = [
@@ -280,7 +280,7 @@ fn sides_that_no_preset_has_are_the_reference_encoders_too() {
         "k=grid(rate=7)/huffman; v=mean+gain+pca/grid(rate=0.4)/huffman",
         "k=uniform(b=1,axis=channel)/huffman; v=hadamard/grid(rate=1.7)/huffman",
     ];
-    let mut orders = Order::EACH.into_iter().cycle();
+    let mut orders = ThreadOrder::EACH.into_iter().cycle();
     for text in composed {
         let order = orders.next().unwrap();
         // 96 channels are three Hadamard blocks, 80 five.
@@ -291,19 +291,19 @@ fn sides_that_no_preset_has_are_the_reference_encoders_too() {
 
 #[test]
 fn neighbouring_channels_are_a_pair_as_well() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for text in ["polar-4+4", "k=polar(a=2,r=3); v=raw"] {
         let geometry = geometry(64, 64, DType::F32);
         let geometry = Geometry { rope_pairing: RopePairing::Interleaved, ..geometry };
-        Blocks::of(geometry, text, &TAILS).check(text, SHARED, Order::Random(5));
+        Blocks::of(geometry, text, &TAILS).check(text, SHARED, ThreadOrder::Random(5));
     }
 }
 
 #[test]
 fn pages_of_any_length_have_the_formats_checksum() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let blocks: Vec<_> = (1..=30).map(|tokens| (Rows::Noise, tokens)).collect();
@@ -311,13 +311,13 @@ fn pages_of_any_length_have_the_formats_checksum() {
     Blocks::new([2, 8], DType::F32, "k=fp8; v=f32", &blocks).check(
         "short",
         SHARED,
-        Order::Ascending,
+        ThreadOrder::Ascending,
     );
 }
 
 #[test]
 fn rows_without_codes_become_pages_of_rows() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let blocks = [(Rows::Huge, 40), (Rows::Noise, 40), (Rows::Zeros, 64), (Rows::Tiny, 64)];
@@ -331,28 +331,28 @@ fn rows_without_codes_become_pages_of_rows() {
         ("k=mean+pca/grid(rate=2)/huffman; v=vq(d=4,b=4)/huffman", 4..=4),
     ] {
         let blocks = Blocks::new([64, 64], DType::F32, text, &blocks);
-        let fallbacks = blocks.check(text, SHARED, Order::Random(3));
+        let fallbacks = blocks.check(text, SHARED, ThreadOrder::Random(3));
         assert!(wanted.contains(&fallbacks), "{text}: {fallbacks} pages without codes");
     }
 }
 
 #[test]
 fn rows_that_lack_more_than_an_f16_everywhere_become_pages_of_rows() {
-    if !available() {
+    if !is_available() {
         return;
     }
     // As many values as would bring a count that is too large back to none.
     let blocks = [(Rows::Vast, 64)];
     for text in ["k=bitalloc(b=2); v=mean+pca/bitalloc(b=2)", "k=bitalloc(b=2); v=polar(a=4,r=4)"] {
         let blocks = Blocks::new([64, 64], DType::F32, text, &blocks);
-        let fallbacks = blocks.check(text, SHARED, Order::Random(4));
+        let fallbacks = blocks.check(text, SHARED, ThreadOrder::Random(4));
         assert!(fallbacks > 0, "{text}: {fallbacks} pages without codes");
     }
 }
 
 #[test]
 fn codes_that_find_no_room_are_none() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for text in ["kvcomp", "kvcomp-channel", "kvd-2"] {
@@ -361,14 +361,14 @@ fn codes_that_find_no_room_are_none() {
         let shapes = LayerShapes::new(codec, LAYER, [0; 2]);
         let store = StoreShapes::new(codec, LAYER, &shapes).unwrap();
         let mut plan = store.plan_pages(codec, &blocks.sources, SHARED);
-        let (_, read) = blocks.run((&shapes, &store), &plan, Order::Ascending);
+        let (_, read) = blocks.run((&shapes, &store), &plan, ThreadOrder::Ascending);
         assert!(read.iter().all(Option::is_some), "{text}");
         // None at all, and too little for the second chunk.
         let sizes: Vec<u32> = read.iter().flatten().map(|page| page.header.payload_len).collect();
         for cut in [|_: u32| 0, |size: u32| size / 4 * 3] {
             let units = plan.launches.iter_mut().flat_map(|launch| &mut launch.units);
             units.zip(&sizes).for_each(|(unit, size)| unit.room = cut(*size));
-            let (_, read) = blocks.run((&shapes, &store), &plan, Order::Descending);
+            let (_, read) = blocks.run((&shapes, &store), &plan, ThreadOrder::Descending);
             assert!(read.iter().all(Option::is_none), "{text}");
         }
     }
@@ -376,7 +376,7 @@ fn codes_that_find_no_room_are_none() {
 
 #[test]
 fn pages_over_the_shared_memory_are_encoded_beside_it() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let little = SharedMemory { block: 24 << 10, multiprocessor: 64 << 10, under_way: 0 };
@@ -388,6 +388,6 @@ fn pages_over_the_shared_memory_are_encoded_beside_it() {
         let store = StoreShapes::new(codec, LAYER, &shapes).unwrap();
         assert!(store.plan_pages(codec, &blocks.sources, little).words > 0);
         assert_eq!(store.plan_pages(codec, &blocks.sources, SHARED).words, 0);
-        blocks.check(text, little, Order::Descending);
+        blocks.check(text, little, ThreadOrder::Descending);
     }
 }

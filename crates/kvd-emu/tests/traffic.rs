@@ -9,7 +9,7 @@ use common::{Ask, Layout, Stored, geometry, noise};
 use kvd_compute::AttendPlan;
 use kvd_core::{DType, Side};
 use kvd_cuda::{AttendTables, LatePairs, LayerShapes, SideShape, TableOptions};
-use kvd_emu::{Order, available, copied_bytes};
+use kvd_emu::{ThreadOrder, copied_bytes, is_available};
 
 const TOKENS: u32 = 4 * 64;
 
@@ -28,14 +28,14 @@ fn stored(name: &str) -> (Stored, AttendPlan) {
 fn traffic(name: &str) -> (u64, u64) {
     let (stored, plan) = stored(name);
     let _ = copied_bytes();
-    run(&stored, &plan, 2, Order::Ascending).unwrap();
+    run(&stored, &plan, 2, ThreadOrder::Ascending).unwrap();
     let payload = stored.headers.values().map(|header| u64::from(header.payload_len)).sum();
     (payload, copied_bytes())
 }
 
 #[test]
 fn pages_are_read_once_for_all_query_heads() {
-    if !available() {
+    if !is_available() {
         return;
     }
     println!("| codec | bytes per token and KV head | copied | of the least |");
@@ -80,7 +80,7 @@ fn lock_step(shapes: &LayerShapes, shape: &SideShape, side: Side) -> [f64; 4] {
 
 #[test]
 fn a_look_up_gives_several_codes_where_symbols_are_short() {
-    if !available() {
+    if !is_available() {
         return;
     }
     println!(

@@ -8,7 +8,7 @@ use std::path::Path;
 use tokenizers::Tokenizer;
 
 /// What a run needs of a model, as bytes.
-pub struct Assets {
+pub struct ModelAssets {
     /// For titles: the directory's name.
     pub name: String,
     /// Whether this is the fixture compiled in.
@@ -29,7 +29,7 @@ macro_rules! fixture {
     };
 }
 
-impl Assets {
+impl ModelAssets {
     /// Name of the fixture.
     pub const FIXTURE: &'static str = "kv-tiny-b";
 
@@ -37,13 +37,13 @@ impl Assets {
     ///
     /// # Errors
     /// When the compiled-in files do not parse: a defect of the build.
-    pub fn embedded() -> Result<Self> {
+    pub fn embedded_fixture() -> Result<Self> {
         Ok(Self {
             name: Self::FIXTURE.to_owned(),
             embedded: true,
             config: Cow::Borrowed(fixture!("config.json")),
             weights: WeightFiles::Embedded(fixture!("model.safetensors")),
-            tokenizer: tokenizer(fixture!("tokenizer.json"))?,
+            tokenizer: parse_tokenizer(fixture!("tokenizer.json"))?,
             held_out: token_ids(fixture!("eval_ids.u16"))?,
         })
     }
@@ -57,13 +57,13 @@ impl Assets {
     pub fn from_dir(dir: &Path) -> Result<Self> {
         let read = |file: &str| {
             let path = dir.join(file);
-            let unread = |error| ModelError::file(&path, format!("cannot be read: {error}"));
+            let unread = |error| ModelError::file_error(&path, format!("cannot be read: {error}"));
             std::fs::read(&path).map_err(unread)
         };
-        let wrong = |file: &str, reason: String| ModelError::file(&dir.join(file), reason);
+        let wrong = |file: &str, reason: String| ModelError::file_error(&dir.join(file), reason);
         let config = Cow::Owned(read("config.json")?);
-        let weights = WeightFiles::find(dir)?;
-        let tokenizer = tokenizer(&read("tokenizer.json")?)
+        let weights = WeightFiles::find_files(dir)?;
+        let tokenizer = parse_tokenizer(&read("tokenizer.json")?)
             .map_err(|error| wrong("tokenizer.json", format!("{error:#}")))?;
         let held_out = if dir.join("eval_ids.u16").exists() {
             token_ids(&read("eval_ids.u16")?)
@@ -73,7 +73,7 @@ impl Assets {
                 let at = error.utf8_error().valid_up_to();
                 wrong("eval.txt", format!("is not UTF-8 from byte {at} on"))
             })?;
-            encode(&tokenizer, &text)?
+            encode_ids(&tokenizer, &text)?
         } else {
             Vec::new()
         };
@@ -81,12 +81,12 @@ impl Assets {
         Ok(Self { name, embedded: false, config, weights, tokenizer, held_out })
     }
 
-    /// [`Assets::from_dir`] when a directory is given, else [`Assets::embedded`].
+    /// [`ModelAssets::from_dir`] when a directory is given, else [`ModelAssets::embedded`].
     ///
     /// # Errors
     /// As those two.
-    pub fn resolve(dir: Option<&Path>) -> Result<Self> {
-        dir.map_or_else(Self::embedded, Self::from_dir)
+    pub fn resolve_folder(dir: Option<&Path>) -> Result<Self> {
+        dir.map_or_else(Self::embedded_fixture, Self::from_dir)
     }
 
     /// The held-out text.
@@ -106,24 +106,24 @@ impl Assets {
     ///
     /// # Errors
     /// When the tokenizer refuses the text.
-    pub fn tokens(&self, text: &str) -> Result<Vec<u32>> {
-        encode(&self.tokenizer, text)
+    pub fn encode_text(&self, text: &str) -> Result<Vec<u32>> {
+        encode_ids(&self.tokenizer, text)
     }
 
     /// The text of `ids`, special tokens left out.
     ///
     /// # Errors
     /// When the tokenizer refuses an id.
-    pub fn text(&self, ids: &[u32]) -> Result<String> {
+    pub fn decode_ids(&self, ids: &[u32]) -> Result<String> {
         self.tokenizer.decode(ids, true).map_err(anyhow::Error::msg)
     }
 }
 
-fn tokenizer(bytes: &[u8]) -> Result<Tokenizer> {
+fn parse_tokenizer(bytes: &[u8]) -> Result<Tokenizer> {
     Tokenizer::from_bytes(bytes).map_err(anyhow::Error::msg)
 }
 
-fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
+fn encode_ids(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>> {
     let encoding = tokenizer.encode(text, false).map_err(anyhow::Error::msg)?;
     Ok(encoding.get_ids().to_vec())
 }
@@ -137,14 +137,14 @@ fn token_ids(bytes: &[u8]) -> Result<Vec<u32>> {
 /// Held-out windows as the model was trained to see them: `tokens` inputs that begin with the
 /// document separator (id 0), and the id each input must predict.
 #[derive(Clone, Debug)]
-pub struct Window {
+pub struct TokenWindow {
     /// `[bos] + ids[i*T .. (i+1)*T - 1]`.
     pub inputs: Vec<u32>,
     /// `ids[i*T .. (i+1)*T]`.
     pub targets: Vec<u32>,
 }
 
-impl Window {
+impl TokenWindow {
     /// Window `index` of `tokens` tokens of `ids`.
     ///
     /// # Errors
@@ -163,7 +163,7 @@ impl Window {
 
     /// How many whole windows `ids` holds.
     #[must_use]
-    pub fn count(ids: &[u32], tokens: usize) -> usize {
+    pub fn count_windows(ids: &[u32], tokens: usize) -> usize {
         ids.len() / tokens
     }
 }
@@ -174,7 +174,7 @@ mod tests {
 
     #[test]
     fn the_tokenizer_reproduces_the_stored_ids_and_the_text() {
-        let assets = Assets::embedded().unwrap();
+        let assets = ModelAssets::embedded_fixture().unwrap();
         let text = include_str!("../../../tests/fixtures/kv-tiny-b/eval.txt");
         let head: String = text.chars().take(20_000).collect();
         let encoding = assets.tokenizer.encode(head.as_str(), false).unwrap();
@@ -183,16 +183,18 @@ mod tests {
         assert!(ids.len() > 4000);
         let sure = ids.len() - 8;
         assert_eq!(&ids[..sure], &assets.held_out[..sure]);
-        assert!(head.starts_with(&assets.text(&ids[..200]).unwrap().replace("<|endoftext|>", "")));
+        assert!(
+            head.starts_with(&assets.decode_ids(&ids[..200]).unwrap().replace("<|endoftext|>", ""))
+        );
     }
 
     #[test]
     fn windows_shift_inputs_by_one_and_refuse_to_leave_the_text() {
         let ids: Vec<u32> = (10..30).collect();
-        let window = Window::new(&ids, 0, 8, 1).unwrap();
+        let window = TokenWindow::new(&ids, 0, 8, 1).unwrap();
         assert_eq!(window.inputs, [0, 18, 19, 20, 21, 22, 23, 24]);
         assert_eq!(window.targets, (18..26).collect::<Vec<_>>());
-        assert!(Window::new(&ids, 0, 8, 2).is_err());
-        assert_eq!(Window::count(&ids, 8), 2);
+        assert!(TokenWindow::new(&ids, 0, 8, 2).is_err());
+        assert_eq!(TokenWindow::count_windows(&ids, 8), 2);
     }
 }

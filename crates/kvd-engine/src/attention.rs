@@ -1,6 +1,6 @@
 //! The one part of the model that differs between runs.
 
-use crate::local::rounded;
+use crate::local::round_to_f16;
 use anyhow::Result;
 use std::future::Future;
 
@@ -22,10 +22,10 @@ pub struct AttentionInput<'a> {
 }
 
 /// Keeps the KV cache of one sequence and answers causal attention over it.
-pub trait Attention {
+pub trait LayerAttention {
     /// Appends the new keys and values of `layer`, then lets each new query see every token up
     /// to and with its own, within the window. Returns `[n_tokens, query heads, dim]`.
-    fn attend(
+    fn attend_layer(
         &mut self,
         layer: usize,
         step: AttentionInput<'_>,
@@ -34,7 +34,7 @@ pub trait Attention {
 
 /// One layer's queries, keys and values over a whole window, `[tokens, heads, dim]`.
 #[derive(Clone, Debug, Default)]
-pub struct Recording {
+pub struct LayerRecording {
     /// Queries after RoPE.
     pub q: Vec<f32>,
     /// Keys after RoPE.
@@ -45,34 +45,34 @@ pub struct Recording {
 
 /// Passes attention on and keeps what went in: the material of calibration and of the
 /// attention-error measurement.
-pub struct Recorder<A> {
+pub struct AttentionRecorder<A> {
     inner: A,
-    layers: Vec<Recording>,
+    layers: Vec<LayerRecording>,
 }
 
-impl<A> Recorder<A> {
+impl<A> AttentionRecorder<A> {
     /// Records what `inner` is asked.
     pub fn new(inner: A, layers: usize) -> Self {
-        Self { inner, layers: vec![Recording::default(); layers] }
+        Self { inner, layers: vec![LayerRecording::default(); layers] }
     }
 
     /// The recording of each layer, keys and values rounded to f16 as a cache keeps them.
-    pub fn into_layers(mut self) -> Vec<Recording> {
+    pub fn into_layers(mut self) -> Vec<LayerRecording> {
         for layer in &mut self.layers {
             for value in layer.k.iter_mut().chain(&mut layer.v) {
-                *value = rounded(*value);
+                *value = round_to_f16(*value);
             }
         }
         self.layers
     }
 }
 
-impl<A: Attention + Send> Attention for Recorder<A> {
-    async fn attend(&mut self, layer: usize, step: AttentionInput<'_>) -> Result<Vec<f32>> {
+impl<A: LayerAttention + Send> LayerAttention for AttentionRecorder<A> {
+    async fn attend_layer(&mut self, layer: usize, step: AttentionInput<'_>) -> Result<Vec<f32>> {
         let recording = &mut self.layers[layer];
         recording.q.extend_from_slice(step.q);
         recording.k.extend_from_slice(step.k);
         recording.v.extend_from_slice(step.v);
-        self.inner.attend(layer, step).await
+        self.inner.attend_layer(layer, step).await
     }
 }

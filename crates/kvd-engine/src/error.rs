@@ -45,15 +45,15 @@ pub enum ModelError {
 }
 
 impl ModelError {
-    pub(crate) fn key(key: impl Into<String>, reason: impl Into<String>) -> Self {
+    pub(crate) fn key_error(key: impl Into<String>, reason: impl Into<String>) -> Self {
         Self::Key { key: key.into(), reason: reason.into() }
     }
 
-    pub(crate) fn tensor(name: impl Into<String>, reason: impl Into<String>) -> Self {
+    pub(crate) fn tensor_error(name: impl Into<String>, reason: impl Into<String>) -> Self {
         Self::Tensor { name: name.into(), reason: reason.into() }
     }
 
-    pub(crate) fn file(path: &Path, reason: impl ToString) -> Self {
+    pub(crate) fn file_error(path: &Path, reason: impl ToString) -> Self {
         Self::File { file: path.display().to_string(), reason: reason.to_string() }
     }
 }

@@ -1,7 +1,7 @@
 //! Greedy continuation of a held-out prompt, one token per step.
 
-use crate::attention::Attention;
-use crate::model::Model;
+use crate::attention::LayerAttention;
+use crate::model::LanguageModel;
 use crate::quality::argmax;
 use anyhow::Result;
 use std::time::Instant;
@@ -20,8 +20,8 @@ pub struct Continuation {
 ///
 /// # Errors
 /// When the attention fails.
-pub async fn generate<A: Attention>(
-    model: &Model,
+pub async fn generate_tokens<A: LayerAttention>(
+    model: &LanguageModel,
     prompt: &[u32],
     new_tokens: usize,
     chunk: usize,
@@ -36,7 +36,7 @@ pub async fn generate<A: Attention>(
     let mut position = 0;
     let mut logits = Vec::new();
     for tokens in prompt.chunks(chunk) {
-        logits = model.forward(tokens, position, attention).await?;
+        logits = model.forward_tokens(tokens, position, attention).await?;
         position += tokens.len();
         on_step(tokens.len());
     }
@@ -45,7 +45,7 @@ pub async fn generate<A: Attention>(
     while tokens.len() < new_tokens {
         let next = most_likely(&logits);
         tokens.push(next);
-        logits = model.forward(&[next], position, attention).await?;
+        logits = model.forward_tokens(&[next], position, attention).await?;
         position += 1;
         on_step(1);
     }

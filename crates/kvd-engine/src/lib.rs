@@ -1,8 +1,8 @@
 //! A small real language model with its attention left open.
 //!
-//! [`Model`] computes everything of a Llama, Mistral, Qwen2 or Qwen3 model but the attention, which
-//! is whatever implements [`Attention`]: [`LocalAttention`] in this process, or a daemon.
-//! [`teacher_forced`] and [`generate`] take it through text; [`Quality`] compares two such runs.
+//! [`LanguageModel`] computes everything of a Llama, Mistral, Qwen2 or Qwen3 model but the attention, which
+//! is whatever implements [`LayerAttention`]: [`LocalAttention`] in this process, or a daemon.
+//! [`teacher_forced`] and [`generate`] take it through text; [`TextQuality`] compares two such runs.
 //!
 //! The crate knows no codec, no daemon and no network.
 #![forbid(unsafe_code)]
@@ -19,12 +19,12 @@ mod quality;
 mod rope;
 mod weights;
 
-pub use assets::{Assets, Window};
-pub use attention::{Attention, AttentionInput, Recorder, Recording};
-pub use config::{Family, Heads, LayerKind, ModelConfig};
+pub use assets::{ModelAssets, TokenWindow};
+pub use attention::{AttentionInput, AttentionRecorder, LayerAttention, LayerRecording};
+pub use config::{HeadCounts, LayerKind, ModelConfig, ModelFamily};
 pub use error::ModelError;
-pub use generate::{Continuation, generate};
+pub use generate::{Continuation, generate_tokens};
 pub use local::LocalAttention;
-pub use model::Model;
-pub use quality::{Predictions, Quality, QualitySums, teacher_forced};
+pub use model::LanguageModel;
+pub use quality::{QualitySums, TextQuality, WindowPredictions, teacher_forced};
 pub use weights::WeightFiles;

@@ -1,7 +1,7 @@
 //! Softmax attention as the textbook writes it, in f32 (the run without kvd) and in f64 (what
 //! results are judged against).
 
-use crate::config::Heads;
+use crate::config::HeadCounts;
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 use std::ops::{Add, Div, Mul, Sub};
@@ -53,8 +53,8 @@ impl Accumulator for f64 {
 /// # Panics
 /// When the slices do not have those shapes.
 #[must_use]
-pub fn attend<A: Accumulator>(
-    heads: Heads,
+pub fn attend_plain<A: Accumulator>(
+    heads: HeadCounts,
     position: usize,
     window: Option<usize>,
     q: &[f32],
@@ -67,10 +67,10 @@ pub fn attend<A: Accumulator>(
         let (token, head) = (index / heads.query, index % heads.query);
         let seen = position + token + 1;
         let start = window.map_or(0, |window| seen.saturating_sub(window));
-        let first = start * stride + head / heads.group() * dim;
+        let first = start * stride + head / heads.query_group() * dim;
         let end = seen * stride;
         let (k, v) = (&k[first..end], &v[first..end]);
-        Arch::new().dispatch(Row { q, k, v, stride, scores, out });
+        Arch::new().dispatch(QueryRow { q, k, v, stride, scores, out });
     };
     let rows = q.par_chunks(dim).zip(out.par_chunks_mut(dim)).enumerate();
     rows.for_each_init(Vec::new, one);
@@ -79,7 +79,7 @@ pub fn attend<A: Accumulator>(
 
 /// One query over rows that lie `stride` values apart, the first at the start of `k` and `v`;
 /// its loops are compiled for the widest registers at hand.
-struct Row<'a, A> {
+struct QueryRow<'a, A> {
     q: &'a [f32],
     k: &'a [f32],
     v: &'a [f32],
@@ -88,7 +88,7 @@ struct Row<'a, A> {
     out: &'a mut [A],
 }
 
-impl<A: Accumulator> WithSimd for Row<'_, A> {
+impl<A: Accumulator> WithSimd for QueryRow<'_, A> {
     type Output = ();
 
     #[inline(always)]
@@ -98,7 +98,7 @@ impl<A: Accumulator> WithSimd for Row<'_, A> {
         let scale = A::from(1.0) / A::from(dim as f32).sqrt();
         scores.clear();
         for row in k.chunks(stride) {
-            scores.push(dot::<A>(q, &row[..dim]) * scale);
+            scores.push(dot_product::<A>(q, &row[..dim]) * scale);
         }
         let Some(&first) = scores.first() else { return };
         let max = scores.iter().fold(first, |max, &score| if score > max { score } else { max });
@@ -118,7 +118,7 @@ impl<A: Accumulator> WithSimd for Row<'_, A> {
 
 /// The product of two rows, in sixteen partial sums so that the compiler can use vector registers.
 #[inline(always)]
-fn dot<A: Accumulator>(a: &[f32], b: &[f32]) -> A {
+fn dot_product<A: Accumulator>(a: &[f32], b: &[f32]) -> A {
     let mut lanes = [A::default(); 16];
     let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<16>(), b.as_chunks::<16>());
     for (a, b) in a.iter().zip(b) {
@@ -137,11 +137,11 @@ mod tests {
     /// Two query heads share one KV head; weights of two tokens follow from their scores.
     #[test]
     fn weights_are_the_softmax_of_scaled_products() {
-        let heads = Heads { query: 2, kv: 1, dim: 4 };
+        let heads = HeadCounts { query: 2, kv: 1, dim: 4 };
         let k = [1.0, 0.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0];
         let v = [1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0];
         let q = [2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0];
-        let out: Vec<f64> = attend(heads, 1, None, &q, &k, &v);
+        let out: Vec<f64> = attend_plain(heads, 1, None, &q, &k, &v);
         // Scores 2 / sqrt(4) = 1 and 0; then 0 and 0.
         let first = 1f64.exp() / (1f64.exp() + 1.0);
         let expected = [first, 1.0 - first, 0.0, 0.0, 0.5, 0.5, 0.0, 0.0];
@@ -152,10 +152,10 @@ mod tests {
 
     #[test]
     fn a_query_sees_nothing_after_its_own_token() {
-        let heads = Heads { query: 1, kv: 1, dim: 3 };
+        let heads = HeadCounts { query: 1, kv: 1, dim: 3 };
         let k = [0.5, 0.1, 0.2, 9.0, 9.0, 9.0];
         let v = [1.0, 2.0, 3.0, 70.0, 80.0, 90.0];
-        let out: Vec<f32> = attend(heads, 0, None, &[1.0, 1.0, 1.0], &k, &v);
+        let out: Vec<f32> = attend_plain(heads, 0, None, &[1.0, 1.0, 1.0], &k, &v);
         assert_eq!(out, [1.0, 2.0, 3.0]);
     }
 }

@@ -1,14 +1,14 @@
 //! Teacher-forced passes over held-out text and what they say about two runs.
 
-use crate::assets::Window;
-use crate::attention::Attention;
-use crate::model::Model;
+use crate::assets::TokenWindow;
+use crate::attention::LayerAttention;
+use crate::model::LanguageModel;
 use anyhow::Result;
 
 /// Natural-log next-token distributions `[positions, vocabulary]` of a window, from the first
 /// scored position on, and what they give the true next tokens.
 #[derive(Clone, Debug)]
-pub struct Predictions {
+pub struct WindowPredictions {
     /// Log probabilities of every token at every scored position.
     pub log_probs: Vec<f32>,
     /// Entries of the vocabulary.
@@ -21,21 +21,21 @@ pub struct Predictions {
 ///
 /// # Errors
 /// When a target is not in the vocabulary or the attention fails.
-pub async fn teacher_forced<A: Attention>(
-    model: &Model,
-    window: &Window,
+pub async fn teacher_forced<A: LayerAttention>(
+    model: &LanguageModel,
+    window: &TokenWindow,
     chunk: usize,
     scored_from: usize,
     attention: &mut A,
     mut on_chunk: impl FnMut(usize),
-) -> Result<Predictions> {
+) -> Result<WindowPredictions> {
     let vocabulary = model.config().vocab_size;
     model.check_tokens(&window.targets)?;
     let mut log_probs = Vec::new();
     let mut losses = Vec::new();
     let mut position = 0;
     for (inputs, targets) in window.inputs.chunks(chunk).zip(window.targets.chunks(chunk)) {
-        let mut logits = model.forward(inputs, position, attention).await?;
+        let mut logits = model.forward_tokens(inputs, position, attention).await?;
         for (i, (row, &target)) in logits.chunks_mut(vocabulary).zip(targets).enumerate() {
             if position + i >= scored_from {
                 log_softmax(row);
@@ -46,7 +46,7 @@ pub async fn teacher_forced<A: Attention>(
         position += inputs.len();
         on_chunk(inputs.len());
     }
-    Ok(Predictions { log_probs, vocabulary, losses })
+    Ok(WindowPredictions { log_probs, vocabulary, losses })
 }
 
 fn log_softmax(logits: &mut [f32]) {
@@ -60,7 +60,7 @@ fn log_softmax(logits: &mut [f32]) {
 
 /// How a run predicts held-out text, alone and against the run without kvd.
 #[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
-pub struct Quality {
+pub struct TextQuality {
     /// Positions that were scored.
     pub scored_tokens: u64,
     /// Mean loss in nats per token.
@@ -75,7 +75,7 @@ pub struct Quality {
     pub top1_agreement_percent: f64,
 }
 
-/// Sums of [`Quality`] over windows.
+/// Sums of [`TextQuality`] over windows.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct QualitySums {
     positions: u64,
@@ -87,10 +87,10 @@ pub struct QualitySums {
 
 impl QualitySums {
     /// Adds one window: the run's predictions and those of the run without kvd.
-    pub fn add(&mut self, run: &Predictions, reference: &Predictions) {
+    pub fn add_window(&mut self, run: &WindowPredictions, reference: &WindowPredictions) {
         let rows = run.log_probs.chunks(run.vocabulary);
         for (p, q) in reference.log_probs.chunks(reference.vocabulary).zip(rows) {
-            self.kl += kl(p, q);
+            self.kl += kl_divergence(p, q);
             self.agreed += u64::from(argmax(p) == argmax(q));
         }
         self.positions += run.losses.len() as u64;
@@ -100,11 +100,11 @@ impl QualitySums {
 
     /// The means.
     #[must_use]
-    pub fn finish(self) -> Quality {
+    pub fn mean_quality(self) -> TextQuality {
         let positions = self.positions.max(1) as f64;
         let loss = self.loss / positions;
         let change = (loss - self.reference_loss / positions).exp() - 1.0;
-        Quality {
+        TextQuality {
             scored_tokens: self.positions,
             loss_nats: loss,
             perplexity: loss.exp(),
@@ -115,7 +115,7 @@ impl QualitySums {
     }
 }
 
-fn kl(p: &[f32], q: &[f32]) -> f64 {
+fn kl_divergence(p: &[f32], q: &[f32]) -> f64 {
     let terms = p.iter().zip(q).map(|(&p, &q)| f64::from(p).exp() * (f64::from(p) - f64::from(q)));
     terms.sum()
 }
@@ -136,11 +136,11 @@ pub(crate) fn argmax(values: &[f32]) -> usize {
 mod tests {
     use super::*;
 
-    fn predictions(rows: &[[f32; 2]], targets: &[usize]) -> Predictions {
+    fn predictions(rows: &[[f32; 2]], targets: &[usize]) -> WindowPredictions {
         let mut rows = rows.to_vec();
         rows.iter_mut().for_each(|row| log_softmax(row));
         let losses = rows.iter().zip(targets).map(|(row, &t)| -f64::from(row[t])).collect();
-        Predictions { log_probs: rows.concat(), vocabulary: 2, losses }
+        WindowPredictions { log_probs: rows.concat(), vocabulary: 2, losses }
     }
 
     #[test]
@@ -150,8 +150,8 @@ mod tests {
         let reference = predictions(&[[three, 0.0], [0.0, three]], &[0, 1]);
         let run = predictions(&[[0.0, three], [0.0, three]], &[0, 1]);
         let mut sums = QualitySums::default();
-        sums.add(&run, &reference);
-        let quality = sums.finish();
+        sums.add_window(&run, &reference);
+        let quality = sums.mean_quality();
         assert!((quality.kl_nats - 0.25 * 3f64.ln()).abs() < 1e-6, "{quality:?}");
         assert_eq!(quality.top1_agreement_percent, 50.0);
         assert!((quality.loss_nats - 0.5 * (4f64.ln() + (4f64 / 3.0).ln())).abs() < 1e-6);
@@ -162,8 +162,8 @@ mod tests {
     fn a_run_equals_itself() {
         let reference = predictions(&[[0.3, -0.2], [5.0, 1.0]], &[1, 0]);
         let mut sums = QualitySums::default();
-        sums.add(&reference, &reference);
-        let quality = sums.finish();
+        sums.add_window(&reference, &reference);
+        let quality = sums.mean_quality();
         assert_eq!((quality.kl_nats, quality.perplexity_change_percent), (0.0, 0.0));
         assert_eq!(quality.top1_agreement_percent, 100.0);
     }

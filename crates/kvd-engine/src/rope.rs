@@ -7,14 +7,14 @@ use crate::config::{RopeScaling, RopeSpec};
 use std::f64::consts::TAU;
 
 /// Frequencies of one kind of layer.
-pub(crate) struct Rope {
+pub(crate) struct RopeTable {
     /// Radians per position, one per pair of channels.
     frequencies: Vec<f32>,
     /// Scale of what is rotated.
     attention_factor: f64,
 }
 
-impl Rope {
+impl RopeTable {
     /// For heads of `dim` channels.
     pub(crate) fn new(spec: &RopeSpec, dim: usize) -> Self {
         let plain = |i: usize| {
@@ -24,8 +24,8 @@ impl Rope {
         let scaled = |i: usize| match &spec.scaling {
             RopeScaling::None | RopeScaling::Dynamic => plain(i),
             RopeScaling::Linear { factor } => plain(i) / factor,
-            RopeScaling::Llama3(scaling) => scaling.frequency(plain(i)),
-            RopeScaling::Yarn(scaling) => scaling.frequency(plain(i), i, dim, spec.theta),
+            RopeScaling::Llama3(scaling) => scaling.scale_frequency(plain(i)),
+            RopeScaling::Yarn(scaling) => scaling.scale_frequency(plain(i), i, dim, spec.theta),
             RopeScaling::LongRope(scaling) => plain(i) / scaling.short_factor[i],
         };
         let attention_factor = match &spec.scaling {
@@ -38,7 +38,7 @@ impl Rope {
     }
 
     /// Rotates `[tokens, heads, dim]` in place, the first token at `position`.
-    pub(crate) fn rotate(&self, values: &mut [f32], heads: usize, position: usize) {
+    pub(crate) fn rotate_heads(&self, values: &mut [f32], heads: usize, position: usize) {
         let half = self.frequencies.len();
         for (token, row) in values.chunks_mut(heads * 2 * half).enumerate() {
             let at = (position + token) as f32;
@@ -56,9 +56,9 @@ impl Rope {
     }
 }
 
-impl crate::config::Llama3 {
+impl crate::config::Llama3Scaling {
     /// Slow frequencies are divided, fast ones stay, and those between are blended.
-    fn frequency(&self, plain: f64) -> f64 {
+    fn scale_frequency(&self, plain: f64) -> f64 {
         let turns = self.original_positions * plain / TAU;
         if turns < self.low_freq_factor {
             return plain / self.factor;
@@ -72,9 +72,9 @@ impl crate::config::Llama3 {
     }
 }
 
-impl crate::config::Yarn {
-    /// As [`crate::config::Llama3`], blended over channels.
-    fn frequency(&self, plain: f64, channel: usize, dim: usize, theta: f64) -> f64 {
+impl crate::config::YarnScaling {
+    /// As [`crate::config::Llama3Scaling`], blended over channels.
+    fn scale_frequency(&self, plain: f64, channel: usize, dim: usize, theta: f64) -> f64 {
         let channel_of = |turns: f64| {
             let positions = self.original_positions / (turns * TAU);
             dim as f64 * positions.ln() / (2.0 * theta.ln())

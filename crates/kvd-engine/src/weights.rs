@@ -25,7 +25,7 @@ impl WeightFiles {
     ///
     /// # Errors
     /// [`ModelError::File`] when it has none.
-    pub fn find(folder: &Path) -> Result<Self> {
+    pub fn find_files(folder: &Path) -> Result<Self> {
         if folder.join(ONE_FILE).exists() || folder.join(INDEX).exists() {
             return Ok(Self::Folder(folder.to_owned()));
         }
@@ -34,22 +34,22 @@ impl WeightFiles {
         let hint = other.map_or_else(String::new, |file| {
             format!("; {file} is not read: write the folder anew with safe_serialization")
         });
-        Err(ModelError::file(folder, format!("has neither {ONE_FILE} nor {INDEX}{hint}")))
+        Err(ModelError::file_error(folder, format!("has neither {ONE_FILE} nor {INDEX}{hint}")))
     }
 
     /// Every tensor, as it is stored.
-    pub(crate) fn read(&self) -> Result<Tensors> {
-        let mut tensors = Tensors::default();
+    pub(crate) fn read_tensors(&self) -> Result<UnusedTensors> {
+        let mut tensors = UnusedTensors::default();
         match self {
-            Self::Embedded(bytes) => tensors.add(Path::new(ONE_FILE), bytes, None)?,
+            Self::Embedded(bytes) => tensors.add_file(Path::new(ONE_FILE), bytes, None)?,
             Self::Folder(folder) if folder.join(ONE_FILE).exists() => {
                 let path = folder.join(ONE_FILE);
-                tensors.add(&path, &bytes(&path)?, None)?;
+                tensors.add_file(&path, &read_file(&path)?, None)?;
             }
             Self::Folder(folder) => {
-                for (file, names) in shards(&folder.join(INDEX))? {
+                for (file, names) in read_shards(&folder.join(INDEX))? {
                     let path = folder.join(file);
-                    tensors.add(&path, &bytes(&path)?, Some(&names))?;
+                    tensors.add_file(&path, &read_file(&path)?, Some(&names))?;
                 }
             }
         }
@@ -57,91 +57,106 @@ impl WeightFiles {
     }
 }
 
-fn bytes(path: &Path) -> Result<Vec<u8>> {
-    std::fs::read(path).map_err(|error| ModelError::file(path, format!("cannot be read: {error}")))
+fn read_file(path: &Path) -> Result<Vec<u8>> {
+    std::fs::read(path)
+        .map_err(|error| ModelError::file_error(path, format!("cannot be read: {error}")))
 }
 
 #[derive(serde::Deserialize)]
-struct Index {
+struct ShardIndex {
     weight_map: BTreeMap<String, String>,
 }
 
 /// The files of an index and the tensors that each must have.
-fn shards(path: &Path) -> Result<BTreeMap<String, HashSet<String>>> {
-    let index: Index = serde_json::from_slice(&bytes(path)?)
-        .map_err(|error| ModelError::file(path, format!("is no index of weights: {error}")))?;
+fn read_shards(path: &Path) -> Result<BTreeMap<String, HashSet<String>>> {
+    let index: ShardIndex = serde_json::from_slice(&read_file(path)?).map_err(|error| {
+        ModelError::file_error(path, format!("is no index of weights: {error}"))
+    })?;
     let mut shards: BTreeMap<String, HashSet<String>> = BTreeMap::new();
     for (name, file) in index.weight_map {
         let plain = !file.contains(['/', '\\', '\0']) && !["", ".", ".."].contains(&&*file);
         if !plain {
             let reason = format!("{name} is in {file:?}, which is no file of this folder");
-            return Err(ModelError::file(path, reason));
+            return Err(ModelError::file_error(path, reason));
         }
         shards.entry(file).or_default().insert(name);
     }
     let folder = path.parent().unwrap_or(Path::new(""));
     if let Some((file, names)) = shards.iter().find(|(file, _)| !folder.join(file).is_file()) {
         let reason = format!("lists {} tensors of {file}, which is missing", names.len());
-        return Err(ModelError::file(path, reason));
+        return Err(ModelError::file_error(path, reason));
     }
     if shards.is_empty() {
-        return Err(ModelError::file(path, "lists no tensors"));
+        return Err(ModelError::file_error(path, "lists no tensors"));
     }
     Ok(shards)
 }
 
 /// Tensors that nothing has taken yet.
 #[derive(Default)]
-pub(crate) struct Tensors {
+pub(crate) struct UnusedTensors {
     map: HashMap<String, Tensor>,
     numbers: u64,
 }
 
-impl Tensors {
+impl UnusedTensors {
     /// Adds a file's tensors; `listed` is what an index says that it has.
-    fn add(&mut self, path: &Path, bytes: &[u8], listed: Option<&HashSet<String>>) -> Result<()> {
-        let wrong = |error| ModelError::file(path, format!("is no safetensors file: {error}"));
+    fn add_file(
+        &mut self,
+        path: &Path,
+        bytes: &[u8],
+        listed: Option<&HashSet<String>>,
+    ) -> Result<()> {
+        let wrong =
+            |error| ModelError::file_error(path, format!("is no safetensors file: {error}"));
         let file = SafeTensors::deserialize(bytes).map_err(wrong)?;
         for (name, view) in file.tensors() {
             if listed.is_some_and(|listed| !listed.contains(&name)) {
                 let reason = format!("has {name}, which the index does not list there");
-                return Err(ModelError::file(path, reason));
+                return Err(ModelError::file_error(path, reason));
             }
             if !["F32", "F16", "BF16"].contains(&&*format!("{:?}", view.dtype())) {
                 let reason = format!("is {:?}; f32, f16 and bf16 are read", view.dtype());
-                return Err(ModelError::tensor(name, reason));
+                return Err(ModelError::tensor_error(name, reason));
             }
             let loaded = view.load(&Device::Cpu);
-            let tensor = loaded.map_err(|error| ModelError::tensor(&name, error.to_string()))?;
+            let tensor =
+                loaded.map_err(|error| ModelError::tensor_error(&name, error.to_string()))?;
             self.numbers += tensor.elem_count() as u64;
             self.map.insert(name, tensor);
         }
-        let missing = listed.and_then(|l| l.iter().filter(|n| !self.has(n)).min());
+        let missing = listed.and_then(|l| l.iter().filter(|n| !self.has_tensor(n)).min());
         match missing {
-            Some(name) => {
-                Err(ModelError::file(path, format!("has no {name}, which the index lists there")))
-            }
+            Some(name) => Err(ModelError::file_error(
+                path,
+                format!("has no {name}, which the index lists there"),
+            )),
             None => Ok(()),
         }
     }
 
     /// Numbers in all tensors that were read.
-    pub(crate) fn numbers(&self) -> u64 {
+    pub(crate) fn number_count(&self) -> u64 {
         self.numbers
     }
 
-    pub(crate) fn has(&self, name: &str) -> bool {
+    pub(crate) fn has_tensor(&self, name: &str) -> bool {
         self.map.contains_key(name)
     }
 
-    pub(crate) fn shape(&self, name: &str) -> Option<&[usize]> {
+    pub(crate) fn tensor_shape(&self, name: &str) -> Option<&[usize]> {
         self.map.get(name).map(Tensor::dims)
     }
 
     /// Takes a tensor of `expected` shape out, in f32. `keys` are those of `config.json` that the
     /// shape follows from.
-    pub(crate) fn take(&mut self, name: &str, expected: &[usize], keys: &str) -> Result<Tensor> {
-        let missing = || ModelError::tensor(name, "the weights have no tensor of this name");
+    pub(crate) fn take_tensor(
+        &mut self,
+        name: &str,
+        expected: &[usize],
+        keys: &str,
+    ) -> Result<Tensor> {
+        let missing = || ModelError::tensor_error(name, "the weights have no tensor of this name");
         let tensor = self.map.remove(name).ok_or_else(missing)?;
         if tensor.dims() != expected {
             return Err(ModelError::Shape {
@@ -151,11 +166,13 @@ impl Tensors {
                 keys: keys.to_owned(),
             });
         }
-        tensor.to_dtype(DType::F32).map_err(|error| ModelError::tensor(name, error.to_string()))
+        tensor
+            .to_dtype(DType::F32)
+            .map_err(|error| ModelError::tensor_error(name, error.to_string()))
     }
 
     /// Refuses what nothing took: a model with more tensors computes something else.
-    pub(crate) fn finish(self) -> Result<()> {
+    pub(crate) fn refuse_unused(self) -> Result<()> {
         // Old writers stored the frequencies of the default embedding, which no reader uses.
         let unused = |name: &&String| !name.ends_with("rotary_emb.inv_freq");
         let mut left: Vec<_> = self.map.keys().filter(unused).collect();
@@ -171,6 +188,6 @@ impl Tensors {
             "a tensor that this model_type does not have"
         };
         let reason = format!("{hint}; {} such tensors are in the weights", left.len());
-        Err(ModelError::tensor(first.as_str(), reason))
+        Err(ModelError::tensor_error(first.as_str(), reason))
     }
 }

@@ -1,16 +1,19 @@
 //! The engine without kvd against the numbers measured when the fixture was made.
 
-use kvd_engine::{Assets, LocalAttention, Model, ModelConfig, QualitySums, Window, teacher_forced};
+use kvd_engine::{
+    LanguageModel, LocalAttention, ModelAssets, ModelConfig, QualitySums, TokenWindow,
+    teacher_forced,
+};
 
-fn fixture() -> (Assets, Model) {
-    let assets = Assets::embedded().expect("the fixture");
-    let config = ModelConfig::parse(&assets.config).expect("its configuration");
-    let model = Model::load(config, &assets.weights).expect("its weights");
+fn fixture() -> (ModelAssets, LanguageModel) {
+    let assets = ModelAssets::embedded_fixture().expect("the fixture");
+    let config = ModelConfig::parse_json(&assets.config).expect("its configuration");
+    let model = LanguageModel::load_model(config, &assets.weights).expect("its weights");
     (assets, model)
 }
 
-fn local(model: &Model) -> LocalAttention {
-    LocalAttention::new(model.config().heads(), model.config().num_hidden_layers)
+fn local(model: &LanguageModel) -> LocalAttention {
+    LocalAttention::new(model.config().attention_heads(), model.config().num_hidden_layers)
 }
 
 /// Positions 256 to 2047 of the first three windows: 1.4531 nats, perplexity 4.276.
@@ -19,12 +22,12 @@ async fn held_out_loss_is_the_one_the_fixture_was_published_with() {
     let (assets, model) = fixture();
     let mut sums = QualitySums::default();
     for index in 0..3 {
-        let window = Window::new(&assets.held_out, 0, 2048, index).unwrap();
+        let window = TokenWindow::new(&assets.held_out, 0, 2048, index).unwrap();
         let mut attention = local(&model);
         let run = teacher_forced(&model, &window, 64, 256, &mut attention, |_| {}).await.unwrap();
-        sums.add(&run, &run);
+        sums.add_window(&run, &run);
     }
-    let quality = sums.finish();
+    let quality = sums.mean_quality();
     assert_eq!(quality.scored_tokens, 5376);
     assert!((quality.loss_nats - 1.4531).abs() < 1e-4, "{quality:?}");
     assert!((quality.perplexity - 4.276).abs() < 1e-3, "{quality:?}");
@@ -37,12 +40,12 @@ async fn one_token_per_step_equals_the_chunked_pass() {
     let mut chunked = Vec::new();
     let mut attention = local(&model);
     for (i, chunk) in tokens.chunks(64).enumerate() {
-        chunked.extend(model.forward(chunk, i * 64, &mut attention).await.unwrap());
+        chunked.extend(model.forward_tokens(chunk, i * 64, &mut attention).await.unwrap());
     }
     let mut attention = local(&model);
     let mut stepped = Vec::new();
     for (position, token) in tokens.iter().enumerate() {
-        stepped.extend(model.forward(&[*token], position, &mut attention).await.unwrap());
+        stepped.extend(model.forward_tokens(&[*token], position, &mut attention).await.unwrap());
     }
     assert_eq!(chunked.len(), stepped.len());
     let largest = chunked.iter().zip(&stepped).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
@@ -54,5 +57,5 @@ async fn one_token_per_step_equals_the_chunked_pass() {
 #[tokio::test]
 async fn a_token_outside_the_vocabulary_is_refused() {
     let (_, model) = fixture();
-    assert!(model.forward(&[2048], 0, &mut local(&model)).await.is_err());
+    assert!(model.forward_tokens(&[2048], 0, &mut local(&model)).await.is_err());
 }

@@ -2,7 +2,9 @@
 //! name of what is wrong, and none of them ends the program.
 #![expect(clippy::unwrap_used, reason = "a set-up that fails is a test that fails")]
 
-use kvd_engine::{Assets, LocalAttention, Model, ModelConfig, ModelError, WeightFiles};
+use kvd_engine::{
+    LanguageModel, LocalAttention, ModelAssets, ModelConfig, ModelError, WeightFiles,
+};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -44,9 +46,9 @@ fn config(name: &str) -> Value {
 }
 
 /// Reads `folder` with this config, as the program does.
-fn load(config: &Value, folder: &Path) -> anyhow::Result<Model> {
-    let config = ModelConfig::parse(config.to_string().as_bytes())?;
-    Model::load(config, &WeightFiles::find(folder)?)
+fn load(config: &Value, folder: &Path) -> anyhow::Result<LanguageModel> {
+    let config = ModelConfig::parse_json(config.to_string().as_bytes())?;
+    LanguageModel::load_model(config, &WeightFiles::find_files(folder)?)
 }
 
 /// The refusal of a folder with one file of these tensors.
@@ -56,7 +58,7 @@ fn refused(config: &Value, tensors: &Named) -> ModelError {
     refusal(load(config, folder.path()))
 }
 
-fn refusal(read: anyhow::Result<Model>) -> ModelError {
+fn refusal(read: anyhow::Result<LanguageModel>) -> ModelError {
     let error = read.err().expect("the folder was read");
     error.downcast::<ModelError>().unwrap_or_else(|error| panic!("no typed refusal: {error:#}"))
 }
@@ -123,7 +125,7 @@ fn tensors_that_are_missing_or_unknown_are_named() {
     for key in ["attention_bias", "mlp_bias"] {
         normed[key] = Value::Null;
     }
-    assert_eq!(load(&normed, &fixture("llama")).unwrap().remarks().len(), 1);
+    assert_eq!(load(&normed, &fixture("llama")).unwrap().folder_remarks().len(), 1);
 }
 
 #[test]
@@ -218,7 +220,7 @@ fn shards_and_their_index_must_agree() {
 #[test]
 fn files_that_are_missing_or_cut_are_named() {
     let folder = tempfile::tempdir().unwrap();
-    let message = |folder: &Path| format!("{:#}", Assets::from_dir(folder).err().unwrap());
+    let message = |folder: &Path| format!("{:#}", ModelAssets::from_dir(folder).err().unwrap());
     assert!(message(folder.path()).contains("config.json: cannot be read"));
     std::fs::write(folder.path().join("config.json"), "{}").unwrap();
     std::fs::write(folder.path().join("pytorch_model.bin"), "").unwrap();
@@ -236,7 +238,7 @@ fn files_that_are_missing_or_cut_are_named() {
     assert!(message(folder.path()).contains("tokenizer.json: "));
     let tokenizer = include_bytes!("../../../tests/fixtures/kv-tiny-b/tokenizer.json");
     std::fs::write(folder.path().join("tokenizer.json"), tokenizer).unwrap();
-    let assets = Assets::from_dir(folder.path()).unwrap();
+    let assets = ModelAssets::from_dir(folder.path()).unwrap();
     assert!(assets.held_out().unwrap_err().to_string().contains("eval.txt"));
     std::fs::write(folder.path().join("eval.txt"), b"good\xff").unwrap();
     assert!(message(folder.path()).contains("eval.txt: is not UTF-8 from byte 4 on"));
@@ -247,14 +249,14 @@ fn files_that_are_missing_or_cut_are_named() {
 #[tokio::test]
 async fn texts_of_other_models_and_texts_that_are_too_long_are_refused() {
     let model = load(&config("llama-longrope"), &fixture("llama-longrope")).unwrap();
-    let heads = model.config().heads();
+    let heads = model.config().attention_heads();
     let mut attention = LocalAttention::new(heads, model.config().num_hidden_layers);
-    let error = model.forward(&[3, 48], 0, &mut attention).await.unwrap_err().to_string();
+    let error = model.forward_tokens(&[3, 48], 0, &mut attention).await.unwrap_err().to_string();
     assert!(error.contains("token 48 lies outside the vocabulary of 48"), "{error}");
-    let error = model.forward(&[1; 49], 0, &mut attention).await.unwrap_err().to_string();
+    let error = model.forward_tokens(&[1; 49], 0, &mut attention).await.unwrap_err().to_string();
     assert!(error.contains("48 positions"), "{error}");
-    assert!(model.forward(&[], 0, &mut attention).await.unwrap().is_empty());
-    assert!(model.forward(&[1], usize::MAX, &mut attention).await.is_err());
+    assert!(model.forward_tokens(&[], 0, &mut attention).await.unwrap().is_empty());
+    assert!(model.forward_tokens(&[1], usize::MAX, &mut attention).await.is_err());
 }
 
 /// Values that a person or a writer may put anywhere.
@@ -306,8 +308,8 @@ async fn tried(config: &Value, name: &str) -> bool {
         }
     };
     let layers = model.config().num_hidden_layers;
-    let mut attention = LocalAttention::exact(model.config().heads(), layers);
-    if let Ok(logits) = model.forward(&[1, 2, 3], 0, &mut attention).await {
+    let mut attention = LocalAttention::exact_cache(model.config().attention_heads(), layers);
+    if let Ok(logits) = model.forward_tokens(&[1, 2, 3], 0, &mut attention).await {
         assert!(logits.iter().all(|x| x.is_finite()), "{config}");
     }
     true

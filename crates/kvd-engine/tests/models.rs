@@ -1,7 +1,7 @@
 //! Folders that `transformers` wrote, against its own logits: `tests/fixtures/models/make.py`.
 #![expect(clippy::unwrap_used, reason = "a set-up that fails is a test that fails")]
 
-use kvd_engine::{LocalAttention, Model, ModelConfig, WeightFiles};
+use kvd_engine::{LanguageModel, LocalAttention, ModelConfig, WeightFiles};
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
 
@@ -32,19 +32,21 @@ fn expected(folder: &Path) -> Expected {
     }
 }
 
-fn load(folder: &Path) -> Model {
-    let config = ModelConfig::parse(&std::fs::read(folder.join("config.json")).unwrap());
+fn load(folder: &Path) -> LanguageModel {
+    let config = ModelConfig::parse_json(&std::fs::read(folder.join("config.json")).unwrap());
     let config = config.unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
-    let weights = WeightFiles::find(folder).unwrap();
-    Model::load(config, &weights).unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
+    let weights = WeightFiles::find_files(folder).unwrap();
+    LanguageModel::load_model(config, &weights)
+        .unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
 }
 
-async fn logits(model: &Model, tokens: &[u32], chunk: usize) -> Vec<f32> {
+async fn logits(model: &LanguageModel, tokens: &[u32], chunk: usize) -> Vec<f32> {
     let config = model.config();
-    let mut attention = LocalAttention::exact(config.heads(), config.num_hidden_layers);
+    let mut attention =
+        LocalAttention::exact_cache(config.attention_heads(), config.num_hidden_layers);
     let mut logits = Vec::new();
     for (i, step) in tokens.chunks(chunk).enumerate() {
-        logits.extend(model.forward(step, i * chunk, &mut attention).await.unwrap());
+        logits.extend(model.forward_tokens(step, i * chunk, &mut attention).await.unwrap());
     }
     logits
 }
@@ -95,8 +97,9 @@ async fn a_folder_read_as_another_one_gives_other_logits() {
         if name == "qwen2-window" {
             json["layer_types"] = serde_json::Value::Null;
         }
-        let config = ModelConfig::parse(json.to_string().as_bytes()).unwrap();
-        let model = Model::load(config, &WeightFiles::find(&folder).unwrap()).unwrap();
+        let config = ModelConfig::parse_json(json.to_string().as_bytes()).unwrap();
+        let model =
+            LanguageModel::load_model(config, &WeightFiles::find_files(&folder).unwrap()).unwrap();
         let expected = expected(&folder);
         let off = difference(&logits(&model, &expected.tokens, 40).await, &expected.logits);
         assert!(off > 1e-3, "{name} with {key} = {value} differs by {off}");

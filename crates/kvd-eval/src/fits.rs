@@ -1,6 +1,6 @@
 //! Fits of side specs to samples, each made once and put together to artefacts of codecs.
 
-use crate::progress::Progress;
+use crate::progress::RunProgress;
 use anyhow::{Context, Result};
 use kvd_codec::{Calibration, CodecSpec, FloatFormat, Quantizer, Samples, SideSpec};
 use kvd_core::Side;
@@ -9,31 +9,31 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 /// What a fit depends on: the side, and what of its spec is fitted.
-type Part = (usize, String);
+type FitKey = (usize, String);
 
 /// Fitted sides of any number of codecs.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Fits(BTreeMap<Part, (Calibration, f64)>);
+pub(crate) struct FittedSides(BTreeMap<FitKey, (Calibration, f64)>);
 
-impl Fits {
+impl FittedSides {
     /// Fits every side of every codec once, several at a time: one fit runs on one thread.
     pub(crate) fn new<'a>(
         specs: impl Iterator<Item = &'a CodecSpec>,
         samples: &Samples,
         seed: u64,
-        progress: &Progress,
+        progress: &RunProgress,
     ) -> Result<Self> {
-        let parts: BTreeMap<Part, SideSpec> =
-            specs.flat_map(parts).map(|(part, side)| (part, side.clone())).collect();
+        let parts: BTreeMap<FitKey, SideSpec> =
+            specs.flat_map(fitted_parts).map(|(part, side)| (part, side.clone())).collect();
         let geometry = samples.geometry();
         let heads = (geometry.layers * geometry.kv_heads) as usize;
-        progress.begin("calibration", heads * parts.len());
-        let fit = |(part, side): (Part, SideSpec)| {
+        progress.begin_steps("calibration", heads * parts.len());
+        let fit = |(part, side): (FitKey, SideSpec)| {
             let begin = Instant::now();
             let text = side.to_string();
-            let spec = alone(Side::BOTH[part.0], side);
+            let spec = one_side_codec(Side::BOTH[part.0], side);
             let fitted = kvd_codec::fit_calibration(geometry, &spec, samples, seed, &mut |_| {
-                progress.add(1)
+                progress.add_steps(1)
             });
             let fitted = fitted.with_context(|| format!("calibration of {text}"))?;
             Ok((part, (fitted, begin.elapsed().as_secs_f64())))
@@ -42,21 +42,21 @@ impl Fits {
     }
 
     /// The artefact of one codec and the seconds its parts took; none when it needs none.
-    pub(crate) fn artefact(&self, spec: &CodecSpec) -> Result<Option<(Calibration, f64)>> {
-        let mut parts: Vec<Part> = parts(spec).map(|(part, _)| part).collect();
+    pub(crate) fn codec_artefact(&self, spec: &CodecSpec) -> Result<Option<(Calibration, f64)>> {
+        let mut parts: Vec<FitKey> = fitted_parts(spec).map(|(part, _)| part).collect();
         parts.dedup();
         let missing = || format!("codec {spec} was not fitted");
         let parts = parts.iter().map(|part| self.0.get(part).with_context(missing));
-        merged(parts.collect::<Result<Vec<_>>>()?.into_iter())
+        merge_parts(parts.collect::<Result<Vec<_>>>()?.into_iter())
     }
 
     /// One artefact for all codecs; none when none needs one.
-    pub(crate) fn all(&self) -> Result<Option<Calibration>> {
-        Ok(merged(self.0.values())?.map(|(calibration, _)| calibration))
+    pub(crate) fn merge_all(&self) -> Result<Option<Calibration>> {
+        Ok(merge_parts(self.0.values())?.map(|(calibration, _)| calibration))
     }
 }
 
-fn merged<'a>(
+fn merge_parts<'a>(
     parts: impl Iterator<Item = &'a (Calibration, f64)>,
 ) -> Result<Option<(Calibration, f64)>> {
     let mut all: Option<(Calibration, f64)> = None;
@@ -73,7 +73,7 @@ fn merged<'a>(
 }
 
 /// What a codec needs fitted, overrides included.
-fn parts(spec: &CodecSpec) -> impl Iterator<Item = (Part, &SideSpec)> {
+fn fitted_parts(spec: &CodecSpec) -> impl Iterator<Item = (FitKey, &SideSpec)> {
     Side::BOTH.into_iter().flat_map(move |side| {
         let variants = spec.side_specs(side).into_iter();
         let fitted = variants.filter(|variant| variant.needs_calibration());
@@ -82,13 +82,13 @@ fn parts(spec: &CodecSpec) -> impl Iterator<Item = (Part, &SideSpec)> {
 }
 
 /// The codec that has `spec` on one side and keeps the other as it arrives.
-pub(crate) fn alone(side: Side, spec: SideSpec) -> CodecSpec {
+pub(crate) fn one_side_codec(side: Side, spec: SideSpec) -> CodecSpec {
     let raw = raw_side();
-    if side == Side::Key { codec(spec, raw) } else { codec(raw, spec) }
+    if side == Side::Key { two_side_codec(spec, raw) } else { two_side_codec(raw, spec) }
 }
 
 /// The codec of two sides and nothing else.
-pub(crate) fn codec(key: SideSpec, value: SideSpec) -> CodecSpec {
+pub(crate) fn two_side_codec(key: SideSpec, value: SideSpec) -> CodecSpec {
     CodecSpec { key, value, sink: 0, recent: 0, overrides: Vec::new(), bounds: [None; 2] }
 }
 
@@ -129,20 +129,20 @@ mod tests {
         let specs = ["k=smooth/vq(d=4,b=3); v=vq(d=4,b=3)", "k=raw; v=vq(d=4,b=3)", "fp8"]
             .map(|text| kvd_codec::resolve_spec(text).unwrap());
         let samples = samples();
-        let fits = Fits::new(specs.iter(), &samples, 3, &Progress::new(0)).unwrap();
+        let fits = FittedSides::new(specs.iter(), &samples, 3, &RunProgress::new(0)).unwrap();
         assert_eq!(fits.0.len(), 2);
         let parts = |spec| {
-            let (artefact, _) = fits.artefact(spec).unwrap().unwrap();
+            let (artefact, _) = fits.codec_artefact(spec).unwrap().unwrap();
             artefact.parts().map(|(side, text)| format!("{side} {text}")).collect::<Vec<_>>()
         };
         assert_eq!(parts(&specs[0]), ["k smooth/vq(d=4,b=3)", "v /vq(d=4,b=3)"]);
         assert_eq!(parts(&specs[1]), ["v /vq(d=4,b=3)"]);
-        assert!(fits.artefact(&specs[2]).unwrap().is_none());
-        assert_eq!(fits.all().unwrap().unwrap().parts().count(), 2);
+        assert!(fits.codec_artefact(&specs[2]).unwrap().is_none());
+        assert_eq!(fits.merge_all().unwrap().unwrap().parts().count(), 2);
         let whole =
             kvd_codec::fit_calibration(samples.geometry(), &specs[0], &samples, 3, &mut |_| {});
-        assert_eq!(fits.artefact(&specs[0]).unwrap().unwrap().0, whole.unwrap());
+        assert_eq!(fits.codec_artefact(&specs[0]).unwrap().unwrap().0, whole.unwrap());
         let other = kvd_codec::resolve_spec("k=smooth/raw; v=raw").unwrap();
-        assert!(fits.artefact(&other).is_err());
+        assert!(fits.codec_artefact(&other).is_err());
     }
 }

@@ -31,12 +31,12 @@ pub struct UsageError(pub String);
 
 /// The part of a model's name in the daemon that says which engine model it is.
 fn model_name(name: &str) -> String {
-    plain(name).chars().take(32).collect()
+    plain_name(name).chars().take(32).collect()
 }
 
 /// The text in the daemon's alphabet of names: what is not in it (the `+` of `polar-4+4`) becomes
 /// a dash.
-fn plain(text: &str) -> String {
+fn plain_name(text: &str) -> String {
     let allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     text.chars().map(|c| if allowed(c) { c } else { '-' }).collect()
 }
@@ -49,7 +49,7 @@ mod tests {
     #[test]
     fn every_preset_gives_a_name_of_its_own_that_the_daemon_takes() {
         let names: HashSet<String> =
-            kvd_codec::presets().iter().map(|preset| plain(preset.name)).collect();
+            kvd_codec::presets().iter().map(|preset| plain_name(preset.name)).collect();
         assert_eq!(names.len(), kvd_codec::presets().len());
         for name in names {
             let full = format!("{}.{name}", model_name(&"m/".repeat(40)));

@@ -1,7 +1,7 @@
 //! The model that was run, for reports.
 
 use anyhow::Result;
-use kvd_engine::{Assets, Model, ModelConfig};
+use kvd_engine::{LanguageModel, ModelAssets, ModelConfig};
 use serde::Serialize;
 
 /// The model that was run.
@@ -27,8 +27,8 @@ pub struct ModelReport {
 
 impl ModelReport {
     /// Describes a model as it was read.
-    pub(crate) fn new(assets: &Assets, model: &Model) -> Self {
-        let heads = model.config().heads();
+    pub(crate) fn new(assets: &ModelAssets, model: &LanguageModel) -> Self {
+        let heads = model.config().attention_heads();
         let note = if assets.embedded {
             "It is a tiny model, a test fixture: it writes plausible Rust documentation for a few \
              lines.\nIts numbers compare codecs; they do not say what a large model would lose."
@@ -49,9 +49,9 @@ impl ModelReport {
 }
 
 /// Reads the weights and says what a user should know of them.
-pub(crate) fn load(config: ModelConfig, assets: &Assets) -> Result<Model> {
-    let model = Model::load(config, &assets.weights)?;
-    for remark in model.remarks() {
+pub(crate) fn load_model(config: ModelConfig, assets: &ModelAssets) -> Result<LanguageModel> {
+    let model = LanguageModel::load_model(config, &assets.weights)?;
+    for remark in model.folder_remarks() {
         tracing::warn!("{}: {remark}", assets.name);
     }
     Ok(model)

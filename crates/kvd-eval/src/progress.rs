@@ -8,13 +8,13 @@ use std::time::Duration;
 const TICK: Duration = Duration::from_millis(500);
 
 /// Progress of a whole run, in model tokens or heads fitted.
-pub(crate) struct Progress {
+pub(crate) struct RunProgress {
     bar: ProgressBar,
     /// Where no bar can be drawn.
     lines: Option<ProgressLines>,
 }
 
-impl Progress {
+impl RunProgress {
     /// A bar of `steps` steps.
     pub(crate) fn new(steps: usize) -> Self {
         let bar = ProgressBar::with_draw_target(Some(steps as u64), ProgressDrawTarget::stderr());
@@ -28,43 +28,43 @@ impl Progress {
         }
         let progress = Self { bar, lines };
         if let Some(lines) = &progress.lines {
-            lines.begin("", steps as u64);
+            lines.begin_task("", steps as u64);
         }
         progress
     }
 
     /// Starts anew with `steps` steps.
-    pub(crate) fn begin(&self, what: &str, steps: usize) {
+    pub(crate) fn begin_steps(&self, what: &str, steps: usize) {
         self.bar.reset();
         self.bar.set_length(steps as u64);
         if let Some(lines) = &self.lines {
-            lines.begin(what, steps as u64);
+            lines.begin_task(what, steps as u64);
         }
-        self.stage(what, "");
+        self.name_step(what, "");
     }
 
     /// Names what is being done: a run and its stage.
-    pub(crate) fn stage(&self, run: &str, stage: &'static str) {
+    pub(crate) fn name_step(&self, run: &str, stage: &'static str) {
         self.bar.set_prefix(run.to_owned());
         self.bar.set_message(stage);
         if let Some(lines) = &self.lines {
-            lines.step(run, stage);
+            lines.name_step(run, stage);
         }
     }
 
     /// Counts steps.
-    pub(crate) fn add(&self, steps: usize) {
+    pub(crate) fn add_steps(&self, steps: usize) {
         self.bar.inc(steps as u64);
         if let Some(lines) = &self.lines {
-            lines.add(steps as u64);
+            lines.add_steps(steps as u64);
         }
     }
 
     /// Removes the bar.
-    pub(crate) fn finish(&self) {
+    pub(crate) fn remove_bar(&self) {
         self.bar.finish_and_clear();
         if let Some(lines) = &self.lines {
-            lines.begin("", 0);
+            lines.begin_task("", 0);
         }
     }
 }

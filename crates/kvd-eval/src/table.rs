@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 /// Lays out `rows` under `header`; every row has as many cells as the header.
-pub(crate) fn table(header: &[&str], rows: &[Vec<String>]) -> String {
+pub(crate) fn format_table(header: &[&str], rows: &[Vec<String>]) -> String {
     let width = |column: usize, name: &str| {
         let cells = rows.iter().filter_map(|row| row.get(column));
         cells.map(|cell| cell.chars().count()).fold(name.chars().count(), usize::max)
@@ -33,10 +33,10 @@ pub(crate) const COLUMNS: usize = 100;
 /// Narrowest column that a text is broken for.
 const TEXT_MIN: usize = 16;
 
-/// Like [`table`], in lines of at most `width` columns: texts are broken between words, and a table
+/// Like [`format_table`], in lines of at most `width` columns: texts are broken between words, and a table
 /// of too many columns is continued below, under its first column.
-pub(crate) fn fitted(header: &[&str], rows: &[Vec<String>], width: usize) -> String {
-    let plain = table(header, rows);
+pub(crate) fn format_fitted(header: &[&str], rows: &[Vec<String>], width: usize) -> String {
+    let plain = format_table(header, rows);
     if longest_line(&plain) <= width {
         return plain;
     }
@@ -45,7 +45,7 @@ pub(crate) fn fitted(header: &[&str], rows: &[Vec<String>], width: usize) -> Str
         cells.into_iter().any(|cell| cell.chars().count() > TEXT_MIN && cell.contains(' '))
     };
     if (1..header.len()).any(is_text) || header.len() < 3 {
-        return broken(header, rows, width);
+        return format_broken(header, rows, width);
     }
     let mut blocks = Vec::new();
     let mut from = 1;
@@ -57,7 +57,7 @@ pub(crate) fn fitted(header: &[&str], rows: &[Vec<String>], width: usize) -> Str
         from = to;
     }
     let continued = blocks.join("\n");
-    if longest_line(&continued) > width { broken(header, rows, width) } else { continued }
+    if longest_line(&continued) > width { format_broken(header, rows, width) } else { continued }
 }
 
 /// The first column and some others.
@@ -66,12 +66,12 @@ fn table_part(header: &[&str], rows: &[Vec<String>], columns: Range<usize>) -> S
         cells[..1].iter().chain(&cells[columns.clone()]).cloned().collect()
     };
     let names: Vec<&str> = header[..1].iter().chain(&header[columns.clone()]).copied().collect();
-    table(&names, &rows.iter().map(|row| with_first(row)).collect::<Vec<_>>())
+    format_table(&names, &rows.iter().map(|row| with_first(row)).collect::<Vec<_>>())
 }
 
 /// A table whose widest columns are made narrower, their texts broken between words; all columns
 /// lie to the left.
-fn broken(header: &[&str], rows: &[Vec<String>], width: usize) -> String {
+fn format_broken(header: &[&str], rows: &[Vec<String>], width: usize) -> String {
     let cells = |column: usize| {
         let cells = rows.iter().filter_map(move |row| row.get(column)).map(String::as_str);
         cells.chain(header.get(column).copied())
@@ -88,7 +88,8 @@ fn broken(header: &[&str], rows: &[Vec<String>], width: usize) -> String {
     let mut text = String::new();
     let mut write_row = |cells: &[&str]| {
         let wrapped = cells.iter().zip(&widths);
-        let cells: Vec<Vec<String>> = wrapped.map(|(cell, &width)| lines(cell, width)).collect();
+        let cells: Vec<Vec<String>> =
+            wrapped.map(|(cell, &width)| wrap_lines(cell, width)).collect();
         for line in 0..cells.iter().map(Vec::len).max().unwrap_or(0) {
             let mut row = String::new();
             for (cell, &width) in cells.iter().zip(&widths) {
@@ -109,7 +110,7 @@ fn broken(header: &[&str], rows: &[Vec<String>], width: usize) -> String {
 }
 
 /// A text in lines of at most `width` characters, broken between words; a longer word is cut.
-pub(crate) fn lines(text: &str, width: usize) -> Vec<String> {
+pub(crate) fn wrap_lines(text: &str, width: usize) -> Vec<String> {
     let mut lines = vec![String::new()];
     for word in text.split_whitespace() {
         let mut word: Vec<char> = word.chars().collect();
@@ -137,7 +138,7 @@ fn longest_line(text: &str) -> usize {
 }
 
 /// A number with `decimals` decimals; a value that would print as zero keeps two digits.
-pub(crate) fn number(value: f64, decimals: usize) -> String {
+pub(crate) fn format_number(value: f64, decimals: usize) -> String {
     if value != 0.0 && value.abs() < 0.5 * 10f64.powi(-(decimals as i32)) {
         return format!("{value:.0e}");
     }
@@ -153,7 +154,7 @@ mod tests {
         let rows = [vec!["raw".into(), "16.00".into()], vec!["vecinfer-2".into(), "2.0".into()]];
         let expected = "  codec        bits\n  ----------  -----\n  raw         16.00\n  \
                         vecinfer-2    2.0\n";
-        assert_eq!(table(&["codec", "bits"], &rows), expected);
+        assert_eq!(format_table(&["codec", "bits"], &rows), expected);
     }
 
     #[test]
@@ -166,14 +167,17 @@ mod tests {
             std::iter::once(codec.to_owned()).chain(errors).collect::<Vec<_>>()
         };
         let rows = [row("kivi-4"), row("k=uniform(b=4,g=32,axis=channel)")];
-        let text = fitted(&header, &rows, COLUMNS);
+        let text = format_fitted(&header, &rows, COLUMNS);
         assert!(longest_line(&text) <= COLUMNS, "{text}");
         for layer in 0..40 {
             let figure = format!("0.{layer:04}");
             assert_eq!(text.matches(&figure).count(), 2, "{text}");
         }
         assert!(text.matches("kivi-4").count() >= 4, "{text}");
-        assert_eq!(fitted(&header[..3], &[row("raw")[..3].to_vec()], COLUMNS).lines().count(), 3);
+        assert_eq!(
+            format_fitted(&header[..3], &[row("raw")[..3].to_vec()], COLUMNS).lines().count(),
+            3
+        );
     }
 
     #[test]
@@ -181,19 +185,19 @@ mod tests {
         let words = "keys and values under the same windows ".repeat(4);
         let spec = "k=mean+qpca/grid(rate=2.35)/huffman;v=mean+gain+pca/grid(rate=1.75)".repeat(2);
         let rows = [vec![words.clone(), spec.clone(), "yes".to_owned()]];
-        let text = fitted(&["claim", "spec", "holds"], &rows, COLUMNS);
+        let text = format_fitted(&["claim", "spec", "holds"], &rows, COLUMNS);
         assert!(longest_line(&text) <= COLUMNS, "{text}");
         assert_eq!(text.matches("windows").count(), 4, "{text}");
         let kept = |text: &str| text.chars().filter(|c| "+%/=".contains(*c)).count();
         assert_eq!(kept(&text), kept(&spec), "{text}");
-        assert_eq!(lines("ab cde f", 3), ["ab", "cde", "f"]);
-        assert_eq!(lines("abcdefgh i", 3), ["abc", "def", "gh", "i"]);
+        assert_eq!(wrap_lines("ab cde f", 3), ["ab", "cde", "f"]);
+        assert_eq!(wrap_lines("abcdefgh i", 3), ["abc", "def", "gh", "i"]);
     }
 
     #[test]
     fn small_numbers_do_not_print_as_zero() {
-        assert_eq!(number(0.0, 4), "0.0000");
-        assert_eq!(number(0.01234, 4), "0.0123");
-        assert_eq!(number(-3.2e-7, 4), "-3e-7");
+        assert_eq!(format_number(0.0, 4), "0.0000");
+        assert_eq!(format_number(0.01234, 4), "0.0123");
+        assert_eq!(format_number(-3.2e-7, 4), "-3e-7");
     }
 }

@@ -1,12 +1,12 @@
 //! Text files as tokens.
 
 use anyhow::{Context, Result};
-use kvd_engine::Assets;
+use kvd_engine::ModelAssets;
 use std::ops::Range;
 use std::path::Path;
 
 /// The first `wanted` tokens of a file, or what it has.
-pub(crate) fn token_ids(assets: &Assets, path: &Path, wanted: usize) -> Result<Vec<u32>> {
+pub(crate) fn token_ids(assets: &ModelAssets, path: &Path, wanted: usize) -> Result<Vec<u32>> {
     let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     let text = String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
@@ -16,7 +16,7 @@ pub(crate) fn token_ids(assets: &Assets, path: &Path, wanted: usize) -> Result<V
     let mut characters = wanted * 8;
     loop {
         let end = text.char_indices().nth(characters).map_or(text.len(), |(at, _)| at);
-        let ids = assets.tokens(&text[..end])?;
+        let ids = assets.encode_text(&text[..end])?;
         if ids.len() >= wanted || end == text.len() {
             return Ok(ids);
         }
@@ -26,7 +26,7 @@ pub(crate) fn token_ids(assets: &Assets, path: &Path, wanted: usize) -> Result<V
 
 /// `wanted` windows of `windows`, evenly apart: neighbours tell about the same things, and a
 /// calibration should have met more than one.
-pub(crate) fn spread(windows: Range<usize>, wanted: usize) -> impl Iterator<Item = usize> {
+pub(crate) fn spread_windows(windows: Range<usize>, wanted: usize) -> impl Iterator<Item = usize> {
     (0..wanted).map(move |i| windows.start + (2 * i + 1) * windows.len() / (2 * wanted))
 }
 
@@ -36,7 +36,7 @@ mod tests {
 
     #[test]
     fn any_utf8_gives_tokens_and_what_is_not_is_named() {
-        let assets = Assets::embedded().unwrap();
+        let assets = ModelAssets::embedded_fixture().unwrap();
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("text");
         std::fs::write(&path, "Grüße, 世界! 🦀 ".repeat(200)).unwrap();
@@ -52,7 +52,7 @@ mod tests {
 
     #[test]
     fn windows_are_spread_over_all_and_none_is_taken_twice() {
-        let spread = |range, wanted| spread(range, wanted).collect::<Vec<_>>();
+        let spread = |range, wanted| spread_windows(range, wanted).collect::<Vec<_>>();
         assert_eq!(spread(2..24, 2), [7, 18]);
         assert_eq!(spread(2..7, 5), [2, 3, 4, 5, 6]);
         assert_eq!(spread(0..5, 4), [0, 1, 3, 4]);

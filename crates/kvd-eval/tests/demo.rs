@@ -4,7 +4,7 @@
 mod support;
 
 use kvd_client::Endpoint;
-use kvd_eval::demo::{DemoOptions, run};
+use kvd_eval::demo::{DemoOptions, run_demo};
 use support::StandIn;
 
 fn short(endpoint: Endpoint, codecs: &[&str]) -> DemoOptions {
@@ -24,13 +24,13 @@ async fn raw_equals_the_run_without_kvd_and_a_lossy_codec_does_not() {
     let daemon = StandIn::default();
     let options = short(daemon.serve().await, &["raw", "fp8"]);
     let mut text = Vec::new();
-    let report = run(options, &mut text).await.unwrap();
+    let report = run_demo(options, &mut text).await.unwrap();
 
     let [raw, lossy] = &report.codecs[..] else { panic!("two codecs") };
     let reference = &report.without_kvd;
     assert_eq!(reference.quality.scored_tokens, 2 * 140);
     assert_eq!(raw.generation.tokens, reference.generation.tokens);
-    assert!(raw.generation.same());
+    assert!(raw.generation.is_same());
     let ppl = (raw.quality.perplexity, reference.quality.perplexity);
     assert!((ppl.0 / ppl.1 - 1.0).abs() < 1e-5, "{ppl:?}");
     assert!(raw.quality.kl_nats.abs() < 1e-6, "{:?}", raw.quality);
@@ -64,7 +64,7 @@ async fn keep_open_leaves_the_passages_and_json_is_one_object() {
         ..short(daemon.serve().await, &["raw"])
     };
     let mut text = Vec::new();
-    run(options, &mut text).await.unwrap();
+    run_demo(options, &mut text).await.unwrap();
     let report: serde_json::Value = serde_json::from_slice(&text).unwrap();
     assert_eq!(report["codecs"][0]["codec"], "raw");
     assert!(report["without_kvd"]["quality"]["perplexity"].as_f64().unwrap() > 1.0);
@@ -78,7 +78,7 @@ async fn keep_open_leaves_the_passages_and_json_is_one_object() {
 async fn what_cannot_run_is_refused_before_any_work() {
     let nobody: Endpoint = "http://127.0.0.1:9".parse().unwrap();
     let refusal = async |options: DemoOptions| {
-        format!("{:#}", run(options, &mut Vec::new()).await.unwrap_err())
+        format!("{:#}", run_demo(options, &mut Vec::new()).await.unwrap_err())
     };
     let error = refusal(DemoOptions { passages: 0, ..short(nobody.clone(), &["raw"]) }).await;
     assert!(error.contains("passages"), "{error}");

@@ -61,7 +61,7 @@ pub enum RequestError {
 }
 
 impl RequestError {
-    pub(crate) fn invalid(field: &'static str, reason: impl Into<String>) -> Self {
+    pub(crate) fn invalid_field(field: &'static str, reason: impl Into<String>) -> Self {
         Self::Invalid { field, reason: reason.into() }
     }
 }

@@ -28,7 +28,7 @@ pub use error::RequestError;
 pub use namespace::{NAMESPACE_KEY, namespace_of};
 pub use status::{
     ERROR_DOMAIN, RETRY_AFTER_DEFAULT, StaleId, error_code, grpc_code, retry_after, stale_id,
-    stale_status, status,
+    stale_status, to_status,
 };
 pub use stream_errors::{
     STREAM_ERRORS_KEY, STREAM_ERRORS_PER_MESSAGE, StreamErrors, stream_errors_of,

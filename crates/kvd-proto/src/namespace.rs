@@ -15,19 +15,20 @@ pub const NAMESPACE_KEY: &str = "kvd-namespace";
 pub fn namespace_of(metadata: &MetadataMap) -> Result<Namespace, RequestError> {
     let mut values = metadata.get_all(NAMESPACE_KEY).iter();
     let Some(value) = values.next() else {
-        return parse("default");
+        return parse_namespace("default");
     };
     if values.any(|other| other != value) {
-        return Err(RequestError::invalid(NAMESPACE_KEY, "given more than once"));
+        return Err(RequestError::invalid_field(NAMESPACE_KEY, "given more than once"));
     }
     let text = value
         .to_str()
-        .map_err(|_| RequestError::invalid(NAMESPACE_KEY, "holds non-ASCII characters"))?;
-    parse(text)
+        .map_err(|_| RequestError::invalid_field(NAMESPACE_KEY, "holds non-ASCII characters"))?;
+    parse_namespace(text)
 }
 
-fn parse(text: &str) -> Result<Namespace, RequestError> {
-    Namespace::new(text).map_err(|error| RequestError::invalid(NAMESPACE_KEY, error.to_string()))
+fn parse_namespace(text: &str) -> Result<Namespace, RequestError> {
+    Namespace::new(text)
+        .map_err(|error| RequestError::invalid_field(NAMESPACE_KEY, error.to_string()))
 }
 
 #[cfg(test)]

@@ -46,12 +46,12 @@ pub const fn grpc_code(code: ErrorCode) -> Code {
 
 /// The status that answers a request which ended with `code`.
 ///
-/// `retry_after` is used only for a code that is [retryable](ErrorCode::retryable), where `None`
+/// `retry_after` is used only for a code that is [retryable](ErrorCode::is_retryable), where `None`
 /// means [`RETRY_AFTER_DEFAULT`].
 #[must_use]
-pub fn status(code: ErrorCode, message: &str, retry_after: Option<Duration>) -> Status {
+pub fn to_status(code: ErrorCode, message: &str, retry_after: Option<Duration>) -> Status {
     let mut details = ErrorDetails::with_error_info(code.name(), ERROR_DOMAIN, HashMap::new());
-    if code.retryable() {
+    if code.is_retryable() {
         details.set_retry_info(Some(retry_after.unwrap_or(RETRY_AFTER_DEFAULT)));
     }
     Status::with_error_details(grpc_code(code), message, details)
@@ -70,7 +70,7 @@ pub struct StaleId {
 const ID_BOOT: &str = "id_boot";
 const BOOT_ID: &str = "boot_id";
 
-/// [`status()`] of a call with an id of another boot.
+/// [`to_status()`] of a call with an id of another boot.
 #[must_use]
 pub fn stale_status(code: ErrorCode, message: &str, stale: StaleId) -> Status {
     let metadata =
@@ -88,7 +88,7 @@ pub fn stale_id(status: &Status) -> Option<StaleId> {
     (info.domain == ERROR_DOMAIN).then_some(StaleId { id_boot, boot_id })
 }
 
-/// The code that [`status()`] attached. `None` when the status was not made by kvd, as with
+/// The code that [`to_status()`] attached. `None` when the status was not made by kvd, as with
 /// transport errors and what proxies answer, or when its details were lost on the way.
 #[must_use]
 pub fn error_code(status: &Status) -> Option<ErrorCode> {
@@ -110,10 +110,10 @@ mod tests {
     fn every_code_round_trips_with_its_hint() {
         let hint = Duration::from_millis(1234);
         for code in ErrorCode::ALL {
-            let status = status(code, "because", Some(hint));
+            let status = to_status(code, "because", Some(hint));
             assert_eq!(status.message(), "because");
             assert_eq!(error_code(&status), Some(code));
-            assert_eq!(retry_after(&status), code.retryable().then_some(hint), "{code}");
+            assert_eq!(retry_after(&status), code.is_retryable().then_some(hint), "{code}");
         }
     }
 
@@ -124,7 +124,7 @@ mod tests {
         assert_eq!(error_code(&status), Some(ErrorCode::UnknownSequence));
         assert_eq!((status.code(), status.message()), (Code::NotFound, "gone"));
         assert_eq!(stale_id(&status), Some(stale));
-        assert_eq!(stale_id(&super::status(ErrorCode::UnknownSequence, "", None)), None);
+        assert_eq!(stale_id(&to_status(ErrorCode::UnknownSequence, "", None)), None);
     }
 
     #[test]
@@ -139,7 +139,7 @@ mod tests {
 
     #[test]
     fn retryable_error_always_carries_a_hint() {
-        let status = status(ErrorCode::QueueFull, "", None);
+        let status = to_status(ErrorCode::QueueFull, "", None);
         assert_eq!(retry_after(&status), Some(RETRY_AFTER_DEFAULT));
     }
 

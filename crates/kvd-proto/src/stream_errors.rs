@@ -30,7 +30,7 @@ pub fn stream_errors_of(metadata: &MetadataMap) -> Result<StreamErrors, RequestE
         return Ok(StreamErrors::PerMessage);
     }
     let reason = format!("must be {STREAM_ERRORS_PER_MESSAGE:?}, or left out");
-    Err(RequestError::invalid(STREAM_ERRORS_KEY, reason))
+    Err(RequestError::invalid_field(STREAM_ERRORS_KEY, reason))
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 //! every function answers `Unsupported`.
 //!
 //! The contract, which `docs/contract.md` states for clients:
-//! - A region never shrinks: [`Memory::map`] refuses a file without `F_SEAL_SHRINK`, so no access
+//! - A region never shrinks: [`RegionMemory::map`] refuses a file without `F_SEAL_SHRINK`, so no access
 //!   inside it can fault, whatever the peer does.
 //! - The peer may write at any time. Bytes are copied out before they are looked at, by atomic
 //!   loads; no reference to them exists.
@@ -16,6 +16,6 @@ mod completion;
 mod linux;
 mod memory;
 
-pub use completion::{Completion, Outcome};
-pub use linux::{DESCRIPTORS_MAX, receive, send};
-pub use memory::{Memory, RegionError};
+pub use completion::{CallOutcome, CompletionRecord};
+pub use linux::{DESCRIPTORS_MAX, receive_files, send_files};
+pub use memory::{RegionError, RegionMemory};

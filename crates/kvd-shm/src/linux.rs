@@ -13,23 +13,23 @@ const NAME: &std::ffi::CStr = c"kvd-region";
 pub const DESCRIPTORS_MAX: usize = 2;
 
 /// `Err` with what the last call left in `errno` when it answered a negative number.
-fn checked(answer: i64) -> io::Result<i64> {
+fn check_result(answer: i64) -> io::Result<i64> {
     if answer < 0 { Err(io::Error::last_os_error()) } else { Ok(answer) }
 }
 
 /// A new memory file of that size which can no longer change its size.
-pub(crate) fn create(bytes: u64) -> io::Result<OwnedFd> {
+pub(crate) fn create_file(bytes: u64) -> io::Result<OwnedFd> {
     let size = i64::try_from(bytes).map_err(|_| io::Error::from(ErrorKind::InvalidInput))?;
     let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
     // SAFETY: the name ends with a zero.
-    let fd = checked(unsafe { libc::memfd_create(NAME.as_ptr(), flags) }.into())?;
+    let fd = check_result(unsafe { libc::memfd_create(NAME.as_ptr(), flags) }.into())?;
     // SAFETY: the call gave this descriptor to us alone.
     let file = unsafe { OwnedFd::from_raw_fd(fd as i32) };
     // SAFETY: a descriptor of ours and a number.
-    checked(unsafe { libc::ftruncate(file.as_raw_fd(), size) }.into())?;
+    check_result(unsafe { libc::ftruncate(file.as_raw_fd(), size) }.into())?;
     let seals = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
     // SAFETY: as above.
-    checked(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) }.into())?;
+    check_result(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) }.into())?;
     Ok(file)
 }
 
@@ -41,27 +41,27 @@ pub(crate) fn is_sealed(file: BorrowedFd<'_>) -> bool {
 }
 
 /// Bytes of a file.
-pub(crate) fn size(file: BorrowedFd<'_>) -> io::Result<u64> {
+pub(crate) fn file_size(file: BorrowedFd<'_>) -> io::Result<u64> {
     // SAFETY: all zeros is a value of this plain struct.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
     // SAFETY: the struct is as large as the call expects.
-    checked(unsafe { libc::fstat(file.as_raw_fd(), &raw mut stat) }.into())?;
+    check_result(unsafe { libc::fstat(file.as_raw_fd(), &raw mut stat) }.into())?;
     Ok(stat.st_size as u64)
 }
 
 /// A file's first bytes in this process, readable and writable.
 #[derive(Debug)]
-pub(crate) struct Mapping {
+pub(crate) struct FileMapping {
     start: NonNull<AtomicU8>,
     len: usize,
 }
 
 // SAFETY: every access is atomic; the mapping is taken away by `Drop` alone.
-unsafe impl Send for Mapping {}
+unsafe impl Send for FileMapping {}
 // SAFETY: as above.
-unsafe impl Sync for Mapping {}
+unsafe impl Sync for FileMapping {}
 
-impl Mapping {
+impl FileMapping {
     pub(crate) fn new(file: BorrowedFd<'_>, bytes: u64) -> io::Result<Self> {
         let invalid = || io::Error::from(ErrorKind::InvalidInput);
         let len = usize::try_from(bytes).ok().filter(|len| *len > 0).ok_or_else(invalid)?;
@@ -85,7 +85,7 @@ impl Mapping {
     }
 }
 
-impl Drop for Mapping {
+impl Drop for FileMapping {
     fn drop(&mut self) {
         // SAFETY: mapped in `new` with this length; no slice outlives `self`.
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
@@ -93,26 +93,26 @@ impl Drop for Mapping {
 }
 
 /// A range as aligned words, and the bytes before and behind them.
-pub(crate) fn words(bytes: &[AtomicU8]) -> (&[AtomicU8], &[AtomicU64], &[AtomicU8]) {
+pub(crate) fn split_words(bytes: &[AtomicU8]) -> (&[AtomicU8], &[AtomicU64], &[AtomicU8]) {
     // SAFETY: any bits are an integer, and both types allow shared writing.
     unsafe { bytes.align_to() }
 }
 
 /// Four aligned bytes as a word.
-pub(crate) fn word(bytes: &[AtomicU8]) -> Option<&AtomicU32> {
+pub(crate) fn aligned_word(bytes: &[AtomicU8]) -> Option<&AtomicU32> {
     // SAFETY: as above.
     let (head, words, _) = unsafe { bytes.align_to::<AtomicU32>() };
     if head.is_empty() { words.first() } else { None }
 }
 
 /// Wakes everyone who sleeps on a word, in whatever process.
-pub(crate) fn wake(word: &AtomicU32) {
+pub(crate) fn wake_waiters(word: &AtomicU32) {
     // SAFETY: the word is mapped; the call takes no other address.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
 }
 
 /// Sleeps while the word is `value`; may end early.
-pub(crate) fn wait(word: &AtomicU32, value: u32, time: Duration) {
+pub(crate) fn wait_word(word: &AtomicU32, value: u32, time: Duration) {
     let time = libc::timespec {
         tv_sec: time.as_secs().try_into().unwrap_or(i64::MAX),
         tv_nsec: time.subsec_nanos().into(),
@@ -125,10 +125,10 @@ pub(crate) fn wait(word: &AtomicU32, value: u32, time: Duration) {
 
 /// Room for the descriptors of one message, aligned as its header must be.
 #[repr(C, align(8))]
-struct Control([u8; 64]);
+struct ControlBuffer([u8; 64]);
 
 /// A message of `bytes`, and its control data when there is any.
-fn message(bytes: &mut libc::iovec, control: Option<&mut Control>) -> libc::msghdr {
+fn message_header(bytes: &mut libc::iovec, control: Option<&mut ControlBuffer>) -> libc::msghdr {
     // SAFETY: all zeros is a value of this plain struct.
     let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
     header.msg_iov = bytes;
@@ -144,14 +144,14 @@ fn message(bytes: &mut libc::iovec, control: Option<&mut Control>) -> libc::msgh
 ///
 /// # Errors
 /// What the system answers, `WouldBlock` included; more descriptors than one message takes.
-pub fn send(socket: impl AsFd, bytes: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<usize> {
+pub fn send_files(socket: impl AsFd, bytes: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<usize> {
     if files.len() > DESCRIPTORS_MAX {
         return Err(io::Error::from(ErrorKind::InvalidInput));
     }
-    let mut control = Control([0; 64]);
+    let mut control = ControlBuffer([0; 64]);
     let base = bytes.as_ptr().cast_mut().cast();
     let mut vector = libc::iovec { iov_base: base, iov_len: bytes.len() };
-    let mut header = message(&mut vector, (!files.is_empty()).then_some(&mut control));
+    let mut header = message_header(&mut vector, (!files.is_empty()).then_some(&mut control));
     let payload = size_of_val(files) as u32;
     // SAFETY: the control data is larger than two descriptors and aligned for its header; the
     // bytes are only read.
@@ -169,7 +169,7 @@ pub fn send(socket: impl AsFd, bytes: &[u8], files: &[BorrowedFd<'_>]) -> io::Re
         }
         libc::sendmsg(socket.as_fd().as_raw_fd(), &raw const header, libc::MSG_NOSIGNAL)
     };
-    Ok(checked(sent as i64)? as usize)
+    Ok(check_result(sent as i64)? as usize)
 }
 
 /// Receives bytes from a Unix socket, and the descriptors that came with them. 0 bytes is the
@@ -178,15 +178,15 @@ pub fn send(socket: impl AsFd, bytes: &[u8], files: &[BorrowedFd<'_>]) -> io::Re
 /// # Errors
 /// What the system answers, `WouldBlock` included; `InvalidData` for more descriptors than one
 /// message takes, which are closed.
-pub fn receive(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
-    let mut control = Control([0; 64]);
+pub fn receive_files(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
+    let mut control = ControlBuffer([0; 64]);
     let base = bytes.as_mut_ptr().cast();
     let mut vector = libc::iovec { iov_base: base, iov_len: bytes.len() };
-    let mut header = message(&mut vector, Some(&mut control));
+    let mut header = message_header(&mut vector, Some(&mut control));
     let socket = socket.as_fd().as_raw_fd();
     // SAFETY: both buffers live until the call ends and are as long as the header says.
     let got = unsafe { libc::recvmsg(socket, &raw mut header, libc::MSG_CMSG_CLOEXEC) };
-    let got = checked(got as i64)? as usize;
+    let got = check_result(got as i64)? as usize;
     let mut files = Vec::new();
     // SAFETY: the system wrote whole control messages into the buffer; each descriptor in them is
     // new in this process and ours alone.

@@ -1,6 +1,6 @@
 //! A mapped region, and accesses that stay inside it.
 
-use crate::linux::{self, Mapping};
+use crate::linux::{self, FileMapping};
 use kvd_core::{Coded, ErrorCode};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -59,34 +59,34 @@ impl Coded for RegionError {
 
 /// A mapped memory file.
 #[derive(Debug)]
-pub struct Memory {
-    mapping: Mapping,
+pub struct RegionMemory {
+    mapping: FileMapping,
     file: OwnedFd,
 }
 
-impl Memory {
+impl RegionMemory {
     /// New memory of `bytes` zeros, sealed: it can be handed over as it is.
     ///
     /// # Errors
     /// When the system gives none.
-    pub fn create(bytes: u64) -> Result<Self, RegionError> {
-        let file = linux::create(bytes).map_err(system("memfd_create"))?;
-        Self::map(file, bytes)
+    pub fn create_memory(bytes: u64) -> Result<Self, RegionError> {
+        let file = linux::create_file(bytes).map_err(system_error("memfd_create"))?;
+        Self::map_file(file, bytes)
     }
 
     /// Memory that a peer handed over.
     ///
     /// # Errors
     /// When it could shrink, is shorter than `bytes`, or cannot be mapped.
-    pub fn map(file: OwnedFd, bytes: u64) -> Result<Self, RegionError> {
+    pub fn map_file(file: OwnedFd, bytes: u64) -> Result<Self, RegionError> {
         if !linux::is_sealed(file.as_fd()) {
             return Err(RegionError::NotSealed);
         }
-        let size = linux::size(file.as_fd()).map_err(system("fstat"))?;
+        let size = linux::file_size(file.as_fd()).map_err(system_error("fstat"))?;
         if size < bytes {
             return Err(RegionError::TooShort { file: size, region: bytes });
         }
-        let mapping = Mapping::new(file.as_fd(), bytes).map_err(system("mmap"))?;
+        let mapping = FileMapping::new(file.as_fd(), bytes).map_err(system_error("mmap"))?;
         Ok(Self { mapping, file })
     }
 
@@ -106,11 +106,11 @@ impl Memory {
     ///
     /// # Errors
     /// [`RegionError::OutOfRange`].
-    pub fn check(&self, offset: u64, bytes: u64) -> Result<(), RegionError> {
-        self.range(offset, bytes).map(|_| ())
+    pub fn check_range(&self, offset: u64, bytes: u64) -> Result<(), RegionError> {
+        self.byte_range(offset, bytes).map(|_| ())
     }
 
-    fn range(&self, offset: u64, bytes: u64) -> Result<&[AtomicU8], RegionError> {
+    fn byte_range(&self, offset: u64, bytes: u64) -> Result<&[AtomicU8], RegionError> {
         let region = self.size_bytes();
         match offset.checked_add(bytes) {
             Some(end) if end <= region => Ok(&self.mapping.bytes()[offset as usize..end as usize]),
@@ -122,9 +122,9 @@ impl Memory {
     ///
     /// # Errors
     /// [`RegionError::OutOfRange`].
-    pub fn read(&self, offset: u64, to: &mut [u8]) -> Result<(), RegionError> {
-        let from = self.range(offset, to.len() as u64)?;
-        let (head, words, _) = words(from);
+    pub fn read_bytes(&self, offset: u64, to: &mut [u8]) -> Result<(), RegionError> {
+        let from = self.byte_range(offset, to.len() as u64)?;
+        let (head, words, _) = split_words(from);
         let (first, rest) = to.split_at_mut(head.len());
         for (to, from) in first.iter_mut().zip(head) {
             *to = from.load(Ordering::Relaxed);
@@ -144,9 +144,9 @@ impl Memory {
     ///
     /// # Errors
     /// [`RegionError::OutOfRange`].
-    pub fn write(&self, offset: u64, from: &[u8]) -> Result<(), RegionError> {
-        let to = self.range(offset, from.len() as u64)?;
-        let (head, words, tail) = words(to);
+    pub fn write_bytes(&self, offset: u64, from: &[u8]) -> Result<(), RegionError> {
+        let to = self.byte_range(offset, from.len() as u64)?;
+        let (head, words, tail) = split_words(to);
         let (first, rest) = from.split_at(head.len());
         for (to, from) in head.iter().zip(first) {
             to.store(*from, Ordering::Relaxed);
@@ -161,27 +161,27 @@ impl Memory {
         Ok(())
     }
 
-    fn word(&self, offset: u64) -> Result<&AtomicU32, RegionError> {
-        let bytes = self.range(offset, 4)?;
-        linux::word(bytes).ok_or(RegionError::Unaligned { offset })
+    fn word_cell(&self, offset: u64) -> Result<&AtomicU32, RegionError> {
+        let bytes = self.byte_range(offset, 4)?;
+        linux::aligned_word(bytes).ok_or(RegionError::Unaligned { offset })
     }
 
     /// Reads a word; what its writer wrote before it is there, too.
     ///
     /// # Errors
     /// Past the region, or not aligned.
-    pub fn load(&self, offset: u64) -> Result<u32, RegionError> {
-        Ok(self.word(offset)?.load(Ordering::Acquire))
+    pub fn load_word(&self, offset: u64) -> Result<u32, RegionError> {
+        Ok(self.word_cell(offset)?.load(Ordering::Acquire))
     }
 
     /// Writes a word after everything written so far, and wakes who sleeps on it.
     ///
     /// # Errors
     /// Past the region, or not aligned.
-    pub fn store(&self, offset: u64, value: u32) -> Result<(), RegionError> {
-        let word = self.word(offset)?;
+    pub fn store_word(&self, offset: u64, value: u32) -> Result<(), RegionError> {
+        let word = self.word_cell(offset)?;
         word.store(value, Ordering::Release);
-        linux::wake(word);
+        linux::wake_waiters(word);
         Ok(())
     }
 
@@ -189,22 +189,22 @@ impl Memory {
     ///
     /// # Errors
     /// Past the region, or not aligned.
-    pub fn wait(&self, offset: u64, value: u32, time: Duration) -> Result<u32, RegionError> {
-        let word = self.word(offset)?;
+    pub fn wait_word(&self, offset: u64, value: u32, time: Duration) -> Result<u32, RegionError> {
+        let word = self.word_cell(offset)?;
         let now = word.load(Ordering::Acquire);
         if now != value {
             return Ok(now);
         }
-        linux::wait(word, value, time);
+        linux::wait_word(word, value, time);
         Ok(word.load(Ordering::Acquire))
     }
 }
 
-fn system(what: &'static str) -> impl FnOnce(io::Error) -> RegionError {
+fn system_error(what: &'static str) -> impl FnOnce(io::Error) -> RegionError {
     move |source| RegionError::System { what, source }
 }
 
 /// A range as aligned words, and the bytes before and behind them.
-fn words(bytes: &[AtomicU8]) -> (&[AtomicU8], &[AtomicU64], &[AtomicU8]) {
-    linux::words(bytes)
+fn split_words(bytes: &[AtomicU8]) -> (&[AtomicU8], &[AtomicU64], &[AtomicU8]) {
+    linux::split_words(bytes)
 }

@@ -2,21 +2,23 @@
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
-use kvd_shm::{Completion, Memory, Outcome, RegionError, receive, send};
+use kvd_shm::{
+    CallOutcome, CompletionRecord, RegionError, RegionMemory, receive_files, send_files,
+};
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 /// Both sides of `bytes` bytes, the second mapped from a descriptor that came over a socket.
-fn both(bytes: u64) -> (Memory, Memory) {
+fn both(bytes: u64) -> (RegionMemory, RegionMemory) {
     let (ours, theirs) = UnixStream::pair().unwrap();
-    let memory = Memory::create(bytes).unwrap();
-    assert_eq!(send(&ours, b"x", &[memory.file()]).unwrap(), 1);
+    let memory = RegionMemory::create_memory(bytes).unwrap();
+    assert_eq!(send_files(&ours, b"x", &[memory.file()]).unwrap(), 1);
     let mut byte = [0; 8];
-    let (got, mut files) = receive(&theirs, &mut byte).unwrap();
+    let (got, mut files) = receive_files(&theirs, &mut byte).unwrap();
     assert_eq!((got, files.len(), byte[0]), (1, 1, b'x'));
-    let peer = Memory::map(files.pop().unwrap(), bytes).unwrap();
+    let peer = RegionMemory::map_file(files.pop().unwrap(), bytes).unwrap();
     (memory, peer)
 }
 
@@ -25,17 +27,17 @@ fn bytes_of_any_place_and_length_arrive_and_their_neighbours_stay() {
     let (ours, theirs) = both(4096);
     for offset in 0..17 {
         for len in 0..40 {
-            theirs.write(0, &[0xEE; 64]).unwrap();
+            theirs.write_bytes(0, &[0xEE; 64]).unwrap();
             let bytes: Vec<u8> = (1..=len).collect();
-            ours.write(offset, &bytes).unwrap();
+            ours.write_bytes(offset, &bytes).unwrap();
             let mut all = [0; 64];
-            theirs.read(0, &mut all).unwrap();
+            theirs.read_bytes(0, &mut all).unwrap();
             let end = offset as usize + bytes.len();
             assert_eq!(all[offset as usize..end], bytes, "{offset} {len}");
             let others = all[..offset as usize].iter().chain(&all[end..]);
             assert!(others.into_iter().all(|byte| *byte == 0xEE), "{offset} {len}");
             let mut back = vec![0; bytes.len()];
-            theirs.read(offset, &mut back).unwrap();
+            theirs.read_bytes(offset, &mut back).unwrap();
             assert_eq!(back, bytes);
         }
     }
@@ -43,33 +45,33 @@ fn bytes_of_any_place_and_length_arrive_and_their_neighbours_stay() {
 
 #[test]
 fn accesses_past_the_region_are_refused() {
-    let memory = Memory::create(100).unwrap();
+    let memory = RegionMemory::create_memory(100).unwrap();
     assert_eq!(memory.size_bytes(), 100);
-    memory.write(90, &[1; 10]).unwrap();
+    memory.write_bytes(90, &[1; 10]).unwrap();
     for (offset, bytes) in [(91, 10), (100, 1), (u64::MAX, 1), (u64::MAX - 3, 8), (0, 101)] {
-        let error = memory.read(offset, &mut vec![0; bytes]).unwrap_err();
+        let error = memory.read_bytes(offset, &mut vec![0; bytes]).unwrap_err();
         let region = 100;
         let wanted = format!("{offset}..{offset}+{bytes} are not inside the region of {region}");
         assert!(error.to_string().contains(&wanted), "{error}");
-        memory.write(offset, &vec![0; bytes]).unwrap_err();
+        memory.write_bytes(offset, &vec![0; bytes]).unwrap_err();
     }
-    assert!(matches!(memory.load(98), Err(RegionError::OutOfRange { .. })));
-    assert!(matches!(memory.load(2), Err(RegionError::Unaligned { offset: 2 })));
-    assert!(matches!(memory.store(5, 1), Err(RegionError::Unaligned { .. })));
+    assert!(matches!(memory.load_word(98), Err(RegionError::OutOfRange { .. })));
+    assert!(matches!(memory.load_word(2), Err(RegionError::Unaligned { offset: 2 })));
+    assert!(matches!(memory.store_word(5, 1), Err(RegionError::Unaligned { .. })));
 }
 
 #[test]
 fn a_file_that_could_shrink_or_is_too_short_is_no_region() {
     let file: OwnedFd = tempfile().into();
-    assert!(matches!(Memory::map(file, 8), Err(RegionError::NotSealed)));
-    let memory = Memory::create(4096).unwrap();
+    assert!(matches!(RegionMemory::map_file(file, 8), Err(RegionError::NotSealed)));
+    let memory = RegionMemory::create_memory(4096).unwrap();
     let file = memory.file().try_clone_to_owned().unwrap();
-    let short = Memory::map(file, 4097).unwrap_err();
+    let short = RegionMemory::map_file(file, 4097).unwrap_err();
     assert!(matches!(short, RegionError::TooShort { file: 4096, region: 4097 }), "{short}");
     // The peer cannot take pages away under a reader.
     let file = std::fs::File::from(memory.file().try_clone_to_owned().unwrap());
     assert_eq!(file.set_len(1).unwrap_err().kind(), ErrorKind::PermissionDenied);
-    assert!(matches!(Memory::create(0), Err(RegionError::System { .. })));
+    assert!(matches!(RegionMemory::create_memory(0), Err(RegionError::System { .. })));
 }
 
 /// A file of the file system.
@@ -84,54 +86,58 @@ fn tempfile() -> std::fs::File {
 #[test]
 fn a_sleeper_wakes_when_the_call_ends_and_finds_the_answer() {
     let (ours, theirs) = both(4096);
-    let record = Completion::at(&ours, 512).unwrap();
+    let record = CompletionRecord::from_offset(&ours, 512).unwrap();
     record.clear().unwrap();
-    assert_eq!(record.wait(Duration::from_millis(1)).unwrap(), None);
+    assert_eq!(record.wait_end(Duration::from_millis(1)).unwrap(), None);
     std::thread::scope(|scope| {
         scope.spawn(|| {
             std::thread::sleep(Duration::from_millis(50));
-            theirs.write(1024, &[7; 100]).unwrap();
-            let record = Completion::at(&theirs, 512).unwrap();
-            record.end(&Outcome::Done([1, 2, 3])).unwrap();
+            theirs.write_bytes(1024, &[7; 100]).unwrap();
+            let record = CompletionRecord::from_offset(&theirs, 512).unwrap();
+            record.end_call(&CallOutcome::Done([1, 2, 3])).unwrap();
         });
         let began = Instant::now();
-        let outcome = record.wait(Duration::from_secs(60)).unwrap();
+        let outcome = record.wait_end(Duration::from_secs(60)).unwrap();
         assert!(began.elapsed() < Duration::from_secs(30), "slept on");
-        assert_eq!(outcome, Some(Outcome::Done([1, 2, 3])));
+        assert_eq!(outcome, Some(CallOutcome::Done([1, 2, 3])));
         let mut answer = [0; 100];
-        ours.read(1024, &mut answer).unwrap();
+        ours.read_bytes(1024, &mut answer).unwrap();
         assert_eq!(answer, [7; 100]);
     });
 }
 
 #[test]
 fn a_refusal_is_cut_at_a_character_and_never_leaves_its_record() {
-    let memory = Memory::create(4096).unwrap();
-    memory.write(256, &[0xAB; 8]).unwrap();
-    let record = Completion::at(&memory, 0).unwrap();
-    record.end(&Outcome::Refused(format!("INTERNAL: {}", "é".repeat(300)))).unwrap();
-    let Some(Outcome::Refused(text)) = record.wait(Duration::ZERO).unwrap() else { panic!() };
+    let memory = RegionMemory::create_memory(4096).unwrap();
+    memory.write_bytes(256, &[0xAB; 8]).unwrap();
+    let record = CompletionRecord::from_offset(&memory, 0).unwrap();
+    record.end_call(&CallOutcome::Refused(format!("INTERNAL: {}", "é".repeat(300)))).unwrap();
+    let Some(CallOutcome::Refused(text)) = record.wait_end(Duration::ZERO).unwrap() else {
+        panic!()
+    };
     assert!(text.starts_with("INTERNAL: éé") && text.len() <= 232, "{text}");
     assert!(text.ends_with('é'), "{text}");
     let mut after = [0; 8];
-    memory.read(256, &mut after).unwrap();
+    memory.read_bytes(256, &mut after).unwrap();
     assert_eq!(after, [0xAB; 8]);
     // What a hostile peer writes over the length is cut as well.
-    memory.write(4, &u32::MAX.to_le_bytes()).unwrap();
-    let Some(Outcome::Refused(text)) = record.wait(Duration::ZERO).unwrap() else { panic!() };
+    memory.write_bytes(4, &u32::MAX.to_le_bytes()).unwrap();
+    let Some(CallOutcome::Refused(text)) = record.wait_end(Duration::ZERO).unwrap() else {
+        panic!()
+    };
     assert!(text.starts_with("INTERNAL"), "{text}");
 }
 
 #[test]
 fn descriptors_are_limited_and_those_over_the_limit_closed() {
     let (ours, theirs) = UnixStream::pair().unwrap();
-    let memory = Memory::create(64).unwrap();
+    let memory = RegionMemory::create_memory(64).unwrap();
     let three = [memory.file(); 3];
-    assert_eq!(send(&ours, b"x", &three).unwrap_err().kind(), ErrorKind::InvalidInput);
-    send(&ours, b"xy", &three[..2]).unwrap();
+    assert_eq!(send_files(&ours, b"x", &three).unwrap_err().kind(), ErrorKind::InvalidInput);
+    send_files(&ours, b"xy", &three[..2]).unwrap();
     let mut bytes = [0; 8];
-    let (got, files) = receive(&theirs, &mut bytes).unwrap();
+    let (got, files) = receive_files(&theirs, &mut bytes).unwrap();
     assert_eq!((got, files.len()), (2, 2));
     drop(ours);
-    assert_eq!(receive(theirs.as_fd(), &mut bytes).unwrap().0, 0);
+    assert_eq!(receive_files(theirs.as_fd(), &mut bytes).unwrap().0, 0);
 }

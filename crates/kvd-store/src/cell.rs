@@ -92,7 +92,7 @@ impl Pages {
     #[must_use]
     pub fn page(&self, index: usize) -> Extent {
         let start = if index == 0 { 0 } else { self.0.ends[index - 1] };
-        self.extent().part(u64::from(start), u64::from(self.0.ends[index]))
+        self.extent().sub_extent(u64::from(start), u64::from(self.0.ends[index]))
     }
 
     /// End of each page in bytes from the slot's start.

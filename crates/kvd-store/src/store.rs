@@ -55,7 +55,7 @@ impl Store {
     /// # Errors
     /// [`StoreError::LimitExceeded`], or [`StoreError::Geometry`] when the shape is out of range.
     pub fn open(&self, model: Arc<ModelShape>) -> Result<SequenceId, StoreError> {
-        model.geometry.validate()?;
+        model.geometry.validate_fields()?;
         let id = self.admit(&model)?;
         let layers = (0..model.geometry.layers).map(|_| Layer::default()).collect();
         let ledger = Arc::clone(&self.ledgers.entry(model.id).or_default());

@@ -8,7 +8,7 @@ use kvd_client::{AttendBatch, AttendQuery, Client, ErrorCode, LayerIndex, ModelS
 use kvd_codec::{Calibration, ModelCodec};
 use kvd_core::{DType, ModelId, Namespace, SequenceId};
 use kvd_eval::calibrate::{
-    self, CalibrateError, CalibrateOptions, DaemonSource, DumpSource, KvDump, LayerRows, Source,
+    self, CalibrateError, CalibrateOptions, DaemonSource, DumpSource, KvDump, LayerRows, RowSource,
 };
 use std::path::Path;
 use std::process::{Command, Output};
@@ -78,11 +78,11 @@ fn rows() -> KvDump {
 
 fn packed(values: &[f32]) -> bytes::Bytes {
     let mut bytes = vec![0; values.len() * 2];
-    DType::F16.narrow(values, &mut bytes);
+    DType::F16.narrow_values(values, &mut bytes);
     bytes.into()
 }
 
-fn options(source: Source, codec: &str) -> CalibrateOptions {
+fn options(source: RowSource, codec: &str) -> CalibrateOptions {
     CalibrateOptions { source, codecs: vec![codec.parse().unwrap()], seed: 3, dump: None }
 }
 
@@ -103,7 +103,7 @@ async fn attend(client: &Client, model: ModelId, sequence: SequenceId) -> Vec<f3
             q: packed(q),
             per_query_errors: false,
         };
-        client.attend(batch).await.unwrap();
+        client.attend_batch(batch).await.unwrap();
     }
     q
 }
@@ -125,37 +125,40 @@ async fn rows_and_queries_of_a_daemon_fit_like_the_same_rows_of_a_file() {
     let sequence = client.open_sequence(model).await.unwrap();
     let source = |tokens| {
         let endpoint = endpoint.clone();
-        Source::Daemon(DaemonSource {
+        RowSource::Daemon(DaemonSource {
             endpoint,
             namespace: None,
             sequences: vec![sequence],
             tokens,
         })
     };
-    let error = calibrate::run(&options(source(None), VQ)).await.unwrap_err();
+    let error = calibrate::run_calibration(&options(source(None), VQ)).await.unwrap_err();
     let error = error.downcast::<CalibrateError>().unwrap();
     assert_eq!(error, CalibrateError::Empty { sequence: sequence.0 });
 
     let (k, v) = (packed(&rows.layers[0].k), packed(&rows.layers[0].v));
     let chunk = StoreChunk { sequence, layer: LayerIndex(0), start: 0, tokens: 700, k, v };
-    client.store(chunk).await.unwrap();
-    let live = calibrate::run(&options(source(None), VQ)).await.unwrap();
+    client.store_chunk(chunk).await.unwrap();
+    let live = calibrate::run_calibration(&options(source(None), VQ)).await.unwrap();
     assert_eq!((live.tokens, live.queries), (700, false));
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("rows");
     std::fs::write(&path, rows.to_bytes().unwrap()).unwrap();
     let file = DumpSource { files: vec![path], block_tokens: 16, tokens: None };
-    let dumped = calibrate::run(&options(Source::Dump(file), VQ)).await.unwrap();
+    let dumped = calibrate::run_calibration(&options(RowSource::Dump(file), VQ)).await.unwrap();
     assert_eq!(live.artefact, dumped.artefact);
-    assert_eq!(calibrate::run(&options(source(Some(40)), VQ)).await.unwrap().tokens, 40);
+    assert_eq!(
+        calibrate::run_calibration(&options(source(Some(40)), VQ)).await.unwrap().tokens,
+        40
+    );
 
-    let error = calibrate::run(&options(source(None), "kvd-2")).await.unwrap_err();
+    let error = calibrate::run_calibration(&options(source(None), "kvd-2")).await.unwrap_err();
     let error = error.downcast::<CalibrateError>().unwrap();
     assert_eq!(error, CalibrateError::NoQueries { codec: "kvd-2".to_owned() });
     assert!(error.to_string().contains("--model"), "{error}");
 
     let q = attend(&client, model, sequence).await;
-    let live = calibrate::run(&options(source(None), "kvd-2")).await.unwrap();
+    let live = calibrate::run_calibration(&options(source(None), "kvd-2")).await.unwrap();
     assert_eq!((live.queries, live.queries_per_head, live.key_channels), (true, 600, 32));
     assert!(live.set_aside.is_empty());
     let mut rows = rows;
@@ -163,7 +166,8 @@ async fn rows_and_queries_of_a_daemon_fit_like_the_same_rows_of_a_file() {
     let path = dir.path().join("rows with queries");
     std::fs::write(&path, rows.to_bytes().unwrap()).unwrap();
     let file = DumpSource { files: vec![path], block_tokens: 16, tokens: None };
-    let dumped = calibrate::run(&options(Source::Dump(file), "kvd-2")).await.unwrap();
+    let dumped =
+        calibrate::run_calibration(&options(RowSource::Dump(file), "kvd-2")).await.unwrap();
     assert_eq!(live.artefact, dumped.artefact);
 
     // Nobody else sees them, and another layer has its own.

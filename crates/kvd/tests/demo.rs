@@ -6,7 +6,7 @@
 use kvd::config::{Config, Overrides};
 use kvd::{Daemon, Running};
 use kvd_eval::demo::{DemoOptions, DemoReport};
-use kvd_eval::eval::Windows;
+use kvd_eval::eval::WindowChoice;
 use kvd_eval::measure::MetricsSource;
 
 async fn daemon() -> Running {
@@ -24,13 +24,13 @@ async fn run(running: &Running, codecs: &[&str]) -> DemoReport {
     let tcp = running.addresses().tcp.unwrap();
     let mut options = DemoOptions::new(format!("http://{tcp}").parse().unwrap());
     options.codecs = codecs.iter().map(|codec| codec.parse().unwrap()).collect();
-    options.windows = Windows::Own;
+    options.windows = WindowChoice::Own;
     (options.passages, options.passage_tokens, options.chunk_tokens) = (1, 512, 32);
     (options.prompt_tokens, options.new_tokens) = (96, 24);
     options.keep_open = true;
     let metrics = running.service().metrics().clone();
     options.metrics = Some(MetricsSource::new(move || metrics.render()));
-    kvd_eval::demo::run(options, &mut Vec::new()).await.unwrap()
+    kvd_eval::demo::run_demo(options, &mut Vec::new()).await.unwrap()
 }
 
 /// The value of the gauge `name` of `model`.
@@ -49,7 +49,7 @@ async fn raw_changes_nothing_and_metrics_show_the_table() {
     let text = running.service().metrics().render();
 
     let [raw, kivi, _] = &report.codecs[..] else { panic!("three codecs were run") };
-    assert!(raw.generation.same(), "raw wrote {:?}", raw.generation.text);
+    assert!(raw.generation.is_same(), "raw wrote {:?}", raw.generation.text);
     let reference = report.without_kvd.quality.perplexity;
     let change = (raw.quality.perplexity - reference).abs() / reference;
     assert!(change < 1e-5, "perplexity {} became {}", reference, raw.quality.perplexity);

@@ -5,7 +5,7 @@
 mod support;
 
 use kvd::Running;
-use kvd_eval::eval::{self, EvalCodec, EvalOptions, EvalReport, Windows};
+use kvd_eval::eval::{self, EvalCodec, EvalOptions, EvalReport, WindowChoice};
 use kvd_eval::measure::MetricsSource;
 use kvd_eval::search::{self, SearchOptions};
 use std::process::{Command, Output};
@@ -15,7 +15,7 @@ fn parsed(codecs: &[&str]) -> Vec<EvalCodec> {
 }
 
 /// Codecs on one passage of 256 tokens, positions from 32 on scored.
-fn options(running: &Running, codecs: &[&str], windows: Vec<Windows>) -> EvalOptions {
+fn options(running: &Running, codecs: &[&str], windows: Vec<WindowChoice>) -> EvalOptions {
     let tcp = running.addresses().tcp.unwrap();
     let metrics = running.service().metrics().clone();
     EvalOptions {
@@ -29,9 +29,9 @@ fn options(running: &Running, codecs: &[&str], windows: Vec<Windows>) -> EvalOpt
     }
 }
 
-async fn short(codecs: &[&str], windows: Vec<Windows>) -> EvalReport {
+async fn short(codecs: &[&str], windows: Vec<WindowChoice>) -> EvalReport {
     let running = support::start(&[]).await;
-    let report = eval::run(&options(&running, codecs, windows)).await.unwrap();
+    let report = eval::run_eval(&options(&running, codecs, windows)).await.unwrap();
     running.drain().await;
     report
 }
@@ -39,7 +39,7 @@ async fn short(codecs: &[&str], windows: Vec<Windows>) -> EvalReport {
 #[tokio::test(flavor = "multi_thread")]
 async fn raw_changes_nothing_and_fewer_bits_change_more() {
     let codecs = ["raw", "fp8", "k=uniform(b=2,g=32,axis=channel); v=uniform(b=2,g=32,axis=token)"];
-    let windows = vec![Windows::Own, Windows::Same { sink: 16, recent: 64 }];
+    let windows = vec![WindowChoice::Own, WindowChoice::Same { sink: 16, recent: 64 }];
     let report = short(&codecs, windows).await;
     let [own, same] = &report.blocks[..] else { panic!("two blocks") };
     assert_eq!((own.windows.as_str(), same.windows.as_str()), ("own", "sink=16,recent=64"));
@@ -66,7 +66,7 @@ async fn raw_changes_nothing_and_fewer_bits_change_more() {
         }
     }
     // Windows of 16 and 64 tokens keep part of the passage exact.
-    let loss = |block: &eval::Block| block.rows[2].attention_error.codec;
+    let loss = |block: &eval::EvalBlock| block.rows[2].attention_error.codec;
     assert!(loss(same) < loss(own));
     let stored = &same.rows[2].storage;
     assert!(stored.raw_values_percent > 30.0 && stored.bits_per_value > 3.0, "{stored:?}");
@@ -75,7 +75,8 @@ async fn raw_changes_nothing_and_fewer_bits_change_more() {
 #[tokio::test(flavor = "multi_thread")]
 async fn codecs_of_one_fit_differ_by_windows_alone_and_the_pages_say_so() {
     let codecs = ["k=smooth/vq(d=4,b=6); v=vq(d=4,b=6)", "raw"];
-    let report = short(&codecs, vec![Windows::Same { sink: 0, recent: 64 }, Windows::Own]).await;
+    let report =
+        short(&codecs, vec![WindowChoice::Same { sink: 0, recent: 64 }, WindowChoice::Own]).await;
     let [same, own] = &report.blocks[..] else { panic!("two blocks") };
     assert!(own.rows[0].attention_error.codec > same.rows[0].attention_error.codec);
     assert!(own.rows[0].calibration_seconds > 0.0 && own.rows[1].calibration_seconds == 0.0);
@@ -83,7 +84,7 @@ async fn codecs_of_one_fit_differ_by_windows_alone_and_the_pages_say_so() {
     let context = own.rows[0].context;
     assert!((context.packed + context.windows + context.model - context.total).abs() < 1e-12);
 
-    let page = eval::page(&report, Some("plot.svg"));
+    let page = eval::markdown_page(&report, Some("plot.svg"));
     for part in
         ["# Quality of codecs on kv-tiny-b", "(plot.svg)", "recent=64", "codec 1: `k=smooth"]
     {
@@ -92,31 +93,31 @@ async fn codecs_of_one_fit_differ_by_windows_alone_and_the_pages_say_so() {
     let columns = |line: &&str| line.starts_with('|').then(|| line.matches('|').count());
     let table: Vec<_> = page.lines().filter_map(|line| columns(&line)).collect();
     assert_eq!(table[..4], [11; 4]);
-    let svg = eval::svg(&report);
+    let svg = eval::plot_svg(&report);
     // raw equals the run without kvd: no place on a logarithm.
     assert_eq!(svg.matches("<circle").count(), 1);
     assert!(svg.contains("codec 1") && svg.trim_end().ends_with("</svg>"));
     let mut text = Vec::new();
-    eval::print(&report, &mut text).unwrap();
+    eval::print_report(&report, &mut text).unwrap();
     assert!(String::from_utf8(text).unwrap().contains("Attention error by layer"));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_search_keeps_its_budget_and_its_policy_is_evaluated_last() {
     let running = support::start(&[]).await;
-    let windows = Windows::Same { sink: 0, recent: 64 };
+    let windows = WindowChoice::Same { sink: 0, recent: 64 };
     let candidates = parsed(&["k=uniform(b=4,axis=token); v=uniform(b=4,axis=token)", "fp8"]);
     let search = SearchOptions { budget_bits: 6.5, candidates, windows };
     let options = options(&running, &["fp8"], vec![windows]);
-    let (found, mut report) = search::run(&options, &search).await.unwrap();
+    let (found, mut report) = search::run_search(&options, &search).await.unwrap();
     running.drain().await;
     // Nothing else has as few bits: the claim is neither borne out nor printed unasked.
-    let claims = eval::orderings(&report.blocks[0]);
+    let claims = eval::check_orderings(&report.blocks[0]);
     assert!(claims.len() == 1 && claims[0].holds.is_none(), "{claims:#?}");
     let printed = |report: &EvalReport| {
         let mut text = Vec::new();
-        eval::print(report, &mut text).unwrap();
-        String::from_utf8(text).unwrap() + &eval::page(report, None)
+        eval::print_report(report, &mut text).unwrap();
+        String::from_utf8(text).unwrap() + &eval::markdown_page(report, None)
     };
     let unasked = printed(&report);
     assert!(!unasked.contains("beats every") && !unasked.contains("Orderings"), "{unasked}");
@@ -154,7 +155,7 @@ fn names(value: &serde_json::Value, prefix: &str, found: &mut Vec<String>) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_json_layout_is_the_one_that_was_published() {
-    let report = short(&["raw"], vec![Windows::Own]).await;
+    let report = short(&["raw"], vec![WindowChoice::Own]).await;
     let mut found = Vec::new();
     names(&serde_json::to_value(&report).unwrap(), "", &mut found);
     found.sort();

@@ -14,7 +14,7 @@ mod worker;
 
 use calls::{MOST_APART, Shape, apart, floats, get};
 use kvd_client::{
-    AttendPlaces, Attended, Client, DType, ModelId, Region, RegionDevice, RegionKind,
+    AttendLayout, Attended, Client, DType, ModelId, RegionClient, RegionDevice, RegionKind,
     RegionOptions, RegionSlice, SequenceId, StoreChunk,
 };
 use kvd_compute::RegionHandle;
@@ -77,7 +77,7 @@ async fn open(client: &Client, codec: &str) -> (ModelId, SequenceId) {
 }
 
 async fn ask(client: &Client, (model, sequence): (ModelId, SequenceId)) -> Attended {
-    client.attend(SHAPE.batch(model, &[sequence])).await.expect("attend")
+    client.attend_batch(SHAPE.batch(model, &[sequence])).await.expect("attend")
 }
 
 /// The sum of a metric's samples that have a label.
@@ -105,7 +105,7 @@ async fn a_daemon_on_a_device_holds_and_answers_what_one_on_the_processor_does()
         let mut length = 0;
         for tokens in STORED {
             for (client, (_, sequence)) in [(&client, mine), (&reference, theirs)] {
-                let stored = client.store(SHAPE.chunk(sequence, 1, length, tokens)).await;
+                let stored = client.store_chunk(SHAPE.chunk(sequence, 1, length, tokens)).await;
                 assert_eq!(stored.expect("store").length, length + tokens);
             }
             length += tokens;
@@ -118,7 +118,7 @@ async fn a_daemon_on_a_device_holds_and_answers_what_one_on_the_processor_does()
             }
         }
         let [rows, right] = [(&client, mine.1), (&reference, theirs.1)]
-            .map(|(client, sequence)| client.load(Shape::range(sequence, length)));
+            .map(|(client, sequence)| client.load_rows(Shape::range(sequence, length)));
         assert!(rows.await.expect("load") == right.await.expect("load"), "{codec}: rows differ");
     }
     let (_, page) = get(daemon.admin(), "/metrics");
@@ -142,7 +142,7 @@ async fn a_daemon_on_a_device_holds_and_answers_what_one_on_the_processor_does()
 
 /// What a region's payloads are in: a worker's memory of a GPU, or the region's own.
 struct Payloads {
-    region: Region,
+    region: RegionClient,
     worker: Option<Worker>,
 }
 
@@ -151,15 +151,15 @@ impl Payloads {
         let options = RegionOptions::default().with_bytes(bytes);
         if device() == "cpu" {
             return Self {
-                region: Region::open(socket, &options).expect("a region"),
+                region: RegionClient::open_region(socket, &options).expect("a region"),
                 worker: None,
             };
         }
         let (worker, handle, bytes) = Worker::start_with(Kind::Ipc, Some(bytes));
         let RegionHandle::CudaIpc(handle) = handle else { panic!("not the handle of {handle:?}") };
         let options = options.with_device(RegionDevice::CudaIpc(handle), bytes);
-        let region = Region::open(socket, &options).expect("a region");
-        let opened = (region.kind(), region.reason(), region.copied());
+        let region = RegionClient::open_region(socket, &options).expect("a region");
+        let opened = (region.kind(), region.fallback_reason(), region.copy_reason());
         assert_eq!(opened, (RegionKind::CudaIpc, "", ""));
         Self { region, worker: Some(worker) }
     }
@@ -167,7 +167,7 @@ impl Payloads {
     fn write(&mut self, to: RegionSlice, bytes: &[u8]) {
         match &mut self.worker {
             Some(worker) => worker.write(to.offset, bytes),
-            None => self.region.memory().write(to.offset, bytes).expect("inside"),
+            None => self.region.memory().write_bytes(to.offset, bytes).expect("inside"),
         }
     }
 
@@ -176,7 +176,7 @@ impl Payloads {
             return worker.read(from.offset, from.bytes);
         }
         let mut bytes = vec![0; from.bytes as usize];
-        self.region.memory().read(from.offset, &mut bytes).expect("inside");
+        self.region.memory().read_bytes(from.offset, &mut bytes).expect("inside");
         bytes
     }
 
@@ -191,7 +191,7 @@ impl Payloads {
 
     fn send(&self, chunk: StoreChunk, places: [RegionSlice; 2]) -> u32 {
         self.region.send_store(chunk, 0, places).expect("send");
-        self.region.wait(0).expect("store")[0]
+        self.region.wait_call(0).expect("store")[0]
     }
 
     fn store(&mut self, chunk: StoreChunk) -> u32 {
@@ -200,11 +200,11 @@ impl Payloads {
     }
 
     fn attend(&mut self, batch: kvd_client::AttendBatch) -> Attended {
-        let mut at = AttendPlaces::packed(PAYLOADS, &batch, [SHAPE.dim; 2]);
+        let mut at = AttendLayout::pack_from(PAYLOADS, &batch, [SHAPE.dim; 2]);
         at.done = 0;
         self.write(at.q, &batch.q);
         self.region.send_attend(batch, at).expect("send");
-        self.region.wait(0).expect("attend");
+        self.region.wait_call(0).expect("attend");
         let lse = floats(&self.read(at.lse));
         Attended { out: self.read(at.out).into(), lse, query_errors: Vec::new() }
     }
@@ -221,11 +221,11 @@ async fn a_worker_of_a_daemon_on_a_device_stores_and_attends_in_shared_memory() 
     let mut payloads = tokio::task::block_in_place(|| Payloads::open(&socket, REGION_BYTES));
     // As many tokens as the memory has room for at once.
     for start in (0..160).step_by(16) {
-        client.store(SHAPE.chunk(other, 5, start, 16)).await.expect("store");
+        client.store_chunk(SHAPE.chunk(other, 5, start, 16)).await.expect("store");
         let chunk = SHAPE.chunk(sequence, 5, start, 16);
         assert_eq!(tokio::task::block_in_place(|| payloads.store(chunk)), start + 16);
     }
-    let [rows, right] = [sequence, other].map(|of| client.load(Shape::range(of, 160)));
+    let [rows, right] = [sequence, other].map(|of| client.load_rows(Shape::range(of, 160)));
     assert!(rows.await.expect("load") == right.await.expect("load"));
     let right = ask(&client, (model, sequence)).await;
     for _ in 0..3 {

@@ -5,7 +5,7 @@
 
 mod support;
 
-use kvd_eval::eval::{self, EvalCodec, EvalOptions, Windows};
+use kvd_eval::eval::{self, EvalCodec, EvalOptions, WindowChoice};
 
 /// The claim that the fixture does not bear out, by how it begins; `docs/eval.md` says why.
 const FAILS: &str = "polar 4+4 keys are near";
@@ -16,11 +16,12 @@ async fn what_the_papers_order_is_ordered_so_and_our_goals_hold() {
     let running =
         support::start(&[("device.pool_bytes", "256 MiB"), ("device.threads", "2")]).await;
     let endpoint = format!("http://{}", running.addresses().tcp.unwrap()).parse().unwrap();
-    let windows = vec![Windows::Same { sink: 32, recent: 96 }];
-    let options = EvalOptions { windows, ..EvalOptions::new(endpoint, EvalCodec::orderings()) };
-    let report = eval::run(&options).await.unwrap();
+    let windows = vec![WindowChoice::Same { sink: 32, recent: 96 }];
+    let options =
+        EvalOptions { windows, ..EvalOptions::new(endpoint, EvalCodec::ordering_codecs()) };
+    let report = eval::run_eval(&options).await.unwrap();
     running.drain().await;
-    let found = eval::orderings(&report.blocks[0]);
+    let found = eval::check_orderings(&report.blocks[0]);
     let ours = found.iter().filter(|ordering| ordering.source == "ours").count();
     assert!(ours == 10 && found.len() > 15, "{found:#?}");
     for ordering in found.iter().filter(|ordering| !ordering.claim.starts_with(FAILS)) {

@@ -145,25 +145,25 @@ async fn streams_of_the_client_go_on_after_a_refusal() {
     let client = Client::connect(address).await.unwrap();
     let domain = |start| chunk(sequence, start, 4).try_into().unwrap();
     let mut stores = client.store_stream(2).await.unwrap();
-    stores.send(domain(0)).await.unwrap();
-    stores.send(domain(9)).await.unwrap();
-    assert_eq!(stores.send(domain(4)).await.unwrap().unwrap().length, 4);
+    stores.send_chunk(domain(0)).await.unwrap();
+    stores.send_chunk(domain(9)).await.unwrap();
+    assert_eq!(stores.send_chunk(domain(4)).await.unwrap().unwrap().length, 4);
     // The refusal of the second stands in its place; the fourth has been sent all the same.
-    let refused = stores.send(domain(8)).await.unwrap_err();
+    let refused = stores.send_chunk(domain(8)).await.unwrap_err();
     assert_eq!(refused.code, Some(ErrorCode::RangeGap));
     assert!(stores.is_open());
     assert_eq!(stores.unacknowledged(), 2);
-    assert_eq!(stores.receive().await.unwrap().unwrap().length, 8);
-    assert_eq!(stores.receive().await.unwrap().unwrap().length, 12);
-    stores.send(domain(0)).await.unwrap();
-    stores.send(domain(50)).await.unwrap();
-    assert_eq!(stores.finish().await.unwrap_err().code, Some(ErrorCode::RangeGap));
+    assert_eq!(stores.receive_ack().await.unwrap().unwrap().length, 8);
+    assert_eq!(stores.receive_ack().await.unwrap().unwrap().length, 12);
+    stores.send_chunk(domain(0)).await.unwrap();
+    stores.send_chunk(domain(50)).await.unwrap();
+    assert_eq!(stores.finish_stream().await.unwrap_err().code, Some(ErrorCode::RangeGap));
     let mut attends = client.attend_stream(1).await.unwrap();
     let batch = |sequence| attend_nothing(model, sequence).try_into().unwrap();
-    let refused = attends.attend(batch(u64::MAX)).await.unwrap_err();
+    let refused = attends.attend_batch(batch(u64::MAX)).await.unwrap_err();
     assert_eq!(refused.code, Some(ErrorCode::UnknownSequence));
-    assert!(!refused.retryable());
-    assert_eq!(attends.attend(batch(sequence)).await.unwrap().lse.len(), 1);
+    assert!(!refused.is_retryable());
+    assert_eq!(attends.attend_batch(batch(sequence)).await.unwrap().lse.len(), 1);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

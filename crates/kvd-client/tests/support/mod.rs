@@ -5,7 +5,7 @@ use kvd_core::{DType, ErrorCode, LayerIndex};
 use kvd_proto::domain::{
     AttendBatch, Attended, LoadPiece, LoadRange, SampledQueries, StoreAck, StoreChunk,
 };
-use kvd_proto::{namespace_of, status, v1};
+use kvd_proto::{namespace_of, to_status, v1};
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -31,10 +31,10 @@ fn unimplemented<T>() -> Result<Response<T>, Status> {
 /// `out` is `q`, and `lse` is the number of queries.
 async fn attend(request: v1::AttendRequest) -> Result<v1::AttendResponse, Status> {
     let batch = AttendBatch::try_from(request)
-        .map_err(|error| status(ErrorCode::InvalidArgument, &error.to_string(), None))?;
+        .map_err(|error| to_status(ErrorCode::InvalidArgument, &error.to_string(), None))?;
     match batch.layer {
         SILENT => std::future::pending().await,
-        BUSY => Err(status(ErrorCode::QueueFull, "lane", Some(BUSY_HINT))),
+        BUSY => Err(to_status(ErrorCode::QueueFull, "lane", Some(BUSY_HINT))),
         _ => {
             let lse = vec![batch.queries.len() as f32];
             Ok(Attended { out: batch.q, lse, query_errors: Vec::new() }.into())
@@ -44,9 +44,9 @@ async fn attend(request: v1::AttendRequest) -> Result<v1::AttendResponse, Status
 
 fn store(request: v1::StoreBlocksRequest) -> Result<v1::StoreBlocksResponse, Status> {
     let chunk = StoreChunk::try_from(request)
-        .map_err(|error| status(ErrorCode::InvalidArgument, &error.to_string(), None))?;
+        .map_err(|error| to_status(ErrorCode::InvalidArgument, &error.to_string(), None))?;
     if chunk.start == GAP {
-        return Err(status(ErrorCode::RangeGap, "a gap", None));
+        return Err(to_status(ErrorCode::RangeGap, "a gap", None));
     }
     let length = chunk.end();
     Ok(StoreAck { layer: chunk.layer, length, replayed: false, packed_blocks: 0 }.into())
@@ -87,7 +87,7 @@ impl v1::kvd_server::Kvd for Fake {
         request: Request<v1::GetServerInfoRequest>,
     ) -> Result<Response<v1::GetServerInfoResponse>, Status> {
         let namespace = namespace_of(request.metadata())
-            .map_err(|error| status(ErrorCode::InvalidArgument, &error.to_string(), None))?;
+            .map_err(|error| to_status(ErrorCode::InvalidArgument, &error.to_string(), None))?;
         let timeout = request.metadata().get("grpc-timeout");
         Ok(Response::new(v1::GetServerInfoResponse {
             boot_id: namespace.to_string(),
@@ -153,7 +153,7 @@ impl v1::kvd_server::Kvd for Fake {
         request: Request<v1::LoadBlocksRequest>,
     ) -> Result<Response<Self::LoadBlocksStream>, Status> {
         let range = LoadRange::try_from(request.into_inner())
-            .map_err(|error| status(ErrorCode::InvalidArgument, &error.to_string(), None))?;
+            .map_err(|error| to_status(ErrorCode::InvalidArgument, &error.to_string(), None))?;
         let (sender, receiver) = mpsc::channel(1);
         tokio::spawn(async move {
             let end = range.end - 3 * range.layer.0;
@@ -184,7 +184,7 @@ impl v1::kvd_server::Kvd for Fake {
         &self,
         _: Request<v1::DescribeModelRequest>,
     ) -> Result<Response<v1::DescribeModelResponse>, Status> {
-        Err(status(ErrorCode::UnknownModel, "model 5", None))
+        Err(to_status(ErrorCode::UnknownModel, "model 5", None))
     }
 
     async fn list_models(

@@ -204,6 +204,6 @@ fn read_geometry(object: &Value) -> Result<Geometry, CalibrationError> {
             other => return Err(malformed_error(format!("rope pairing {other:?}"))),
         },
     };
-    geometry.validate().map_err(|e| malformed_error(e.to_string()))?;
+    geometry.validate_fields().map_err(|e| malformed_error(e.to_string()))?;
     Ok(geometry)
 }

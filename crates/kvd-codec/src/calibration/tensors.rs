@@ -218,7 +218,7 @@ impl<'a> SideTensors<'a> {
             return Ok(Vec::new());
         };
         let mut values = vec![0f32; bytes.len() / 4];
-        DType::F32.widen(bytes, &mut values);
+        DType::F32.widen_values(bytes, &mut values);
         if values.iter().all(|x| x.is_finite() && valid(*x)) {
             return Ok(values);
         }

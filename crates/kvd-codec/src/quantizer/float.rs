@@ -74,7 +74,7 @@ pub(crate) fn encode_rows(
     }
     let start = out.len();
     out.resize(start + rows.len() * dtype.size_bytes(), 0);
-    dtype.narrow(rows, &mut out[start..]);
+    dtype.narrow_values(rows, &mut out[start..]);
     Ok(())
 }
 

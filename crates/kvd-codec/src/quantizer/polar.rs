@@ -343,7 +343,7 @@ impl Polar {
             let steps = &mut loaded.steps[..pairs];
             match &self.scale {
                 RadiusScale::Page(_) => {
-                    DType::F16.widen(&scales[scale_row * pairs * 2..][..pairs * 2], steps);
+                    DType::F16.widen_values(&scales[scale_row * pairs * 2..][..pairs * 2], steps);
                 }
                 RadiusScale::Model { steps: fitted, .. } => steps.copy_from_slice(fitted),
             }

@@ -328,8 +328,8 @@ impl Uniform {
         let scale_row = self.scale_row(row);
         if loaded.row != Some(scale_row) {
             let bytes = &scales[scale_row * pairs * 4..][..pairs * 4];
-            DType::F16.widen(&bytes[..pairs * 2], &mut loaded.minima[..pairs]);
-            DType::F16.widen(&bytes[pairs * 2..], &mut loaded.steps[..pairs]);
+            DType::F16.widen_values(&bytes[..pairs * 2], &mut loaded.minima[..pairs]);
+            DType::F16.widen_values(&bytes[pairs * 2..], &mut loaded.steps[..pairs]);
             loaded.row = Some(scale_row);
         }
         let span = self.channels_per_pair(out.len());
@@ -431,7 +431,7 @@ fn serves_group(step: f32, wanted: f32, absmax: f32) -> bool {
 /// Gives each channel the step of its group of `span` channels.
 pub(super) fn spread_steps(bytes: &[u8], span: usize, steps: &mut [f32]) {
     if span == 1 {
-        return DType::F16.widen(bytes, steps);
+        return DType::F16.widen_values(bytes, steps);
     }
     for (part, step) in steps.chunks_mut(span).zip(bytes.as_chunks::<2>().0) {
         part.fill(f16::from_le_bytes(*step).to_f32());

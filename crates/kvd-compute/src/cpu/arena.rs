@@ -64,7 +64,7 @@ impl HostArena {
     /// pool: a slot is never its own copy target.
     pub(crate) fn copy(&mut self, from: Extent, to: Extent) {
         assert_eq!(from.len, to.len, "copy keeps the length");
-        assert!(!from.overlaps(to), "copy target {to:?} overlaps its source {from:?}");
+        assert!(!from.overlaps_extent(to), "copy target {to:?} overlaps its source {from:?}");
         self.bytes.copy_within(range(from), range(to).start);
     }
 }

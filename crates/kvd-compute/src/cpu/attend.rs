@@ -208,7 +208,7 @@ impl<'a> Reply<'a> {
         let dtype = self.job.plan.dtype;
         let bytes = self.dim * dtype.size_bytes();
         self.lse[target] = lse;
-        dtype.narrow(values, &mut self.out[target * bytes..][..bytes]);
+        dtype.narrow_values(values, &mut self.out[target * bytes..][..bytes]);
     }
 }
 

@@ -162,7 +162,7 @@ pub(super) fn values(count: usize, seed: u64) -> Vec<f32> {
 
 fn payload(dtype: DType, values: &[f32]) -> Bytes {
     let mut bytes = vec![0; values.len() * dtype.size_bytes()];
-    dtype.narrow(values, &mut bytes);
+    dtype.narrow_values(values, &mut bytes);
     bytes.into()
 }
 
@@ -349,9 +349,9 @@ fn to_half(row: &mut [f64]) {
     for x in row {
         let mut bytes = [0; 2];
         let exponent = if *x == 0.0 { 0 } else { x.abs().log2().floor() as i32 };
-        DType::F16.narrow(&[(*x * 2f64.powi(-exponent)) as f32], &mut bytes);
+        DType::F16.narrow_values(&[(*x * 2f64.powi(-exponent)) as f32], &mut bytes);
         let mut value = [0f32];
-        DType::F16.widen(&bytes, &mut value);
+        DType::F16.widen_values(&bytes, &mut value);
         *x = f64::from(value[0]) * 2f64.powi(exponent);
     }
 }

@@ -85,7 +85,7 @@ impl Keys {
         }
         let (mut scales, tokens) = ([0f32; SPAN], tiles.len() * TILE);
         let scales = &mut scales[..tokens];
-        DType::F16.widen(&page.scales[2 * TILE * in_page..][..2 * tokens], scales);
+        DType::F16.widen_values(&page.scales[2 * TILE * in_page..][..2 * tokens], scales);
         self.largest_scale = self.largest_scale.max(largest(scales));
         for row in 0..scores.rows() {
             let scores = &mut scores.row_mut(row)[tiles.start * TILE..][..tokens];

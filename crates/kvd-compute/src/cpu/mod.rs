@@ -280,7 +280,7 @@ impl CpuBackend {
         }
         let codec = self.codec(plan.model)?;
         let mut q = vec![0f32; plan.q.len() / plan.dtype.size_bytes()];
-        plan.dtype.widen(&plan.q, &mut q);
+        plan.dtype.widen_values(&plan.q, &mut q);
         let job = job::Job {
             plan,
             reader: Reader { arena: &self.arena, codec, layer: plan.layer },

@@ -97,7 +97,8 @@ impl Keys {
             if self.folded != key {
                 self.folded = key;
                 self.steps.resize(self.dim / 2, 0.0);
-                DType::F16.widen(&page.scales[row * self.dim..][..self.dim], &mut self.steps);
+                DType::F16
+                    .widen_values(&page.scales[row * self.dim..][..self.dim], &mut self.steps);
                 self.fold(simd);
             }
         }

@@ -21,7 +21,7 @@ pub fn first_non_finite(dtype: DType, bytes: &[u8]) -> Option<(usize, f32)> {
     }?;
     let mut value = [0f32];
     let size = dtype.size_bytes();
-    dtype.widen(&bytes[found * size..][..size], &mut value);
+    dtype.widen_values(&bytes[found * size..][..size], &mut value);
     Some((found, value[0]))
 }
 
@@ -49,7 +49,7 @@ pub(crate) fn check(geometry: &Geometry, rows: &IncomingRows) -> Result<(), Back
 fn row_extent(geometry: &Geometry, to: RawTarget, side: Side, head: usize, row: u64) -> Extent {
     let layout = geometry.raw_layout(to.capacity_rows);
     let start = layout.row_offset(side, head as u64, u64::from(to.first_row) + row);
-    to.extent.part(start, start + layout.row_bytes(side))
+    to.extent.sub_extent(start, start + layout.row_bytes(side))
 }
 
 /// Writes `[tokens, heads, dim]` payload rows into the `[head][row]` layout of a slot.
@@ -99,7 +99,7 @@ pub(crate) fn copy(
             let values = decode_values(reader, from, count, side, head)?;
             for (row, values) in values.chunks_exact(geometry.head_dim(side)).enumerate() {
                 let extent = row_extent(geometry, to, side, head, row as u64);
-                geometry.dtype.narrow(values, arena.write(extent));
+                geometry.dtype.narrow_values(values, arena.write(extent));
             }
         }
     }
@@ -152,7 +152,11 @@ pub(crate) fn read_block(
     for (head, values) in values.chunks_exact_mut(per_head).enumerate() {
         let start = layout.row_offset(side, head as u64, u64::from(block.first_row));
         let len = u64::from(block.rows) * layout.row_bytes(side);
-        widen_values(geometry.dtype, arena.read(block.extent.part(start, start + len)), values);
+        widen_values(
+            geometry.dtype,
+            arena.read(block.extent.sub_extent(start, start + len)),
+            values,
+        );
     }
 }
 
@@ -172,7 +176,7 @@ pub(crate) fn load(reader: Reader<'_>, plan: &LoadPlan) -> Result<LoadedRows, Ba
                 let values = decode_values(reader, &part.source, part.rows, side, head)?;
                 for (row, values) in values.chunks_exact(dim).enumerate() {
                     let to = ((first_token + row) * heads + head) * row_bytes;
-                    plan.dtype.narrow(values, &mut sides[side.index()][to..to + row_bytes]);
+                    plan.dtype.narrow_values(values, &mut sides[side.index()][to..to + row_bytes]);
                 }
             }
         }
@@ -192,13 +196,13 @@ mod tests {
             for len in [1usize, 5, 1023, 1024, 1025, 3000] {
                 let mut values = vec![1.5f32; len];
                 let mut bytes = vec![0u8; len * dtype.size_bytes()];
-                dtype.narrow(&values, &mut bytes);
+                dtype.narrow_values(&values, &mut bytes);
                 assert_eq!(first_non_finite(dtype, &bytes), None);
                 values[len - 1] = f32::NEG_INFINITY;
-                dtype.narrow(&values, &mut bytes);
+                dtype.narrow_values(&values, &mut bytes);
                 assert_eq!(first_non_finite(dtype, &bytes), Some((len - 1, f32::NEG_INFINITY)));
                 values[len / 2] = f32::NAN;
-                dtype.narrow(&values, &mut bytes);
+                dtype.narrow_values(&values, &mut bytes);
                 let (index, value) = first_non_finite(dtype, &bytes).unwrap();
                 assert!(index == len / 2 && value.is_nan());
             }

@@ -49,7 +49,7 @@ fn slot(number: u64) -> RawTarget {
 fn fill(backend: &mut CpuBackend, number: u64, value: impl Fn(usize) -> f32) -> EncodeSource {
     let values: Vec<f32> = (0..TOKENS as usize * 8).map(value).collect();
     let mut bytes = vec![0; values.len() * 2];
-    DType::F16.narrow(&values, &mut bytes);
+    DType::F16.narrow_values(&values, &mut bytes);
     let bytes = Bytes::from(bytes);
     let rows = IncomingRows { tokens: TOKENS, k: bytes.clone(), v: bytes };
     backend.write(MODEL, &rows, 0, TOKENS, slot(number)).unwrap();
@@ -110,10 +110,10 @@ fn what_decodes_past_the_stored_precision_becomes_its_largest_value() {
     let pages = backend.encode(MODEL, LAYER, &[block]).unwrap().remove(0).unwrap();
     assert_eq!(pages.fallback_pages, 0);
     let source = place(&mut backend, &pages);
-    let largest = DType::F16.largest();
+    let largest = DType::F16.largest_finite();
     let rows = load(&mut backend, source.clone()).unwrap();
     let mut values = vec![0f32; TOKENS as usize * 8];
-    DType::F16.widen(&rows.k, &mut values);
+    DType::F16.widen_values(&rows.k, &mut values);
     assert!(values.iter().all(|value| value.is_finite()), "{values:?}");
     assert_eq!(values[63], largest);
     backend.copy(MODEL, LAYER, &source, TOKENS, slot(1)).unwrap();

@@ -80,7 +80,7 @@ impl<'a> Reader<'a> {
             Source::Raw { extent, capacity_rows, first_row } => {
                 let layout = geometry.raw_layout(*capacity_rows);
                 let start = layout.row_offset(side, head as u64, u64::from(*first_row));
-                extent.part(start, start + u64::from(rows) * layout.row_bytes(side))
+                extent.sub_extent(start, start + u64::from(rows) * layout.row_bytes(side))
             }
             Source::Pages { extent, ends, .. } => page_extent(*extent, ends, geometry, side, head),
         })
@@ -97,7 +97,7 @@ pub(crate) fn page_extent(
 ) -> Extent {
     let index = side.index() * geometry.kv_heads as usize + head;
     let start = if index == 0 { 0 } else { ends[index - 1] };
-    slot.part(u64::from(start), u64::from(ends[index]))
+    slot.sub_extent(u64::from(start), u64::from(ends[index]))
 }
 
 impl<'a> Rows<'a> {
@@ -170,7 +170,7 @@ impl<'a> Rows<'a> {
         match self {
             Rows::Raw { bytes, geometry, dim } => {
                 let row_bytes = dim * geometry.dtype.size_bytes();
-                geometry.dtype.widen(&bytes[first * row_bytes..][..count * row_bytes], out);
+                geometry.dtype.widen_values(&bytes[first * row_bytes..][..count * row_bytes], out);
                 Ok(())
             }
             Rows::Page { page, .. } => Ok(page.decode_rows(first, count, out)?),

@@ -100,9 +100,9 @@ fn codec_of(text: &str, geometry: Geometry) -> ModelCodec {
 /// Rows as they are stored in a type, and those bytes.
 fn narrowed(dtype: DType, values: &[f32]) -> (Vec<f32>, Bytes) {
     let mut bytes = vec![0; values.len() * dtype.size_bytes()];
-    dtype.narrow(values, &mut bytes);
+    dtype.narrow_values(values, &mut bytes);
     let mut rows = vec![0.0; values.len()];
-    dtype.widen(&bytes, &mut rows);
+    dtype.widen_values(&bytes, &mut rows);
     (rows, bytes.into())
 }
 
@@ -305,7 +305,7 @@ pub(crate) fn errors_of(backend: &mut dyn Backend, ask: &Ask) -> Option<(f64, f6
     let attended = backend.attend(&plan).unwrap();
     backend.unregister(MODEL);
     let mut out = vec![0f32; q.len()];
-    ask.dtype.widen(&attended.out, &mut out);
+    ask.dtype.widen_values(&attended.out, &mut out);
     let rounding = match ask.dtype {
         DType::F32 => 0.0,
         DType::F16 => 1.0 / 2048.0,

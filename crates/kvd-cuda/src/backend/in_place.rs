@@ -186,7 +186,7 @@ impl CudaBackend {
         let bytes = &mut bytes[..dtype.size_bytes()];
         self.device.download_scratch(queries + u64::from(index) * bytes.len() as u64, bytes)?;
         let mut value = [0f32];
-        dtype.widen(bytes, &mut value);
+        dtype.widen_values(bytes, &mut value);
         let (index, [value]) = (index as usize, value);
         if value.is_finite() && !(value * plan.score_scale(dim)).is_finite() {
             return Ok(BackendError::query_overflow(plan, index / dim, dim));

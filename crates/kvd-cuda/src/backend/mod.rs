@@ -320,7 +320,7 @@ impl Backend for CudaBackend {
 
     fn attend(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError> {
         let mut q = vec![0f32; plan.q.len() / plan.dtype.size_bytes()];
-        plan.dtype.widen(&plan.q, &mut q);
+        plan.dtype.widen_values(&plan.q, &mut q);
         if let Some(index) = q.iter().position(|value| !value.is_finite()) {
             return Err(BackendError::NonFiniteQuery { index, value: q[index] });
         }

@@ -100,7 +100,7 @@ impl CudaBackend {
         let bytes = &mut bytes[..dtype.size_bytes()];
         self.device
             .download_scratch(staged.rows[side.index()] + (index * bytes.len()) as u64, bytes)?;
-        dtype.widen(bytes, &mut value);
+        dtype.widen_values(bytes, &mut value);
         Ok(BackendError::non_finite(&staged.geometry, side, index, value[0]))
     }
 

@@ -215,7 +215,7 @@ impl HeadStore {
     fn append_constants(side: &HeadCodec, shape: &SideShape, steps: &mut Vec<u8>) -> Option<f32> {
         let mut push = |values: &[f32]| steps::append_floats(steps, values, 0);
         Some(match side.stored_layout() {
-            StoredLayout::Float(dtype) => dtype.largest(),
+            StoredLayout::Float(dtype) => dtype.largest_finite(),
             StoredLayout::E4m3 | StoredLayout::Lloyd { .. } => 0.0,
             StoredLayout::Uniform { .. } => side.level_part()?,
             StoredLayout::Codebooks(vq) => {

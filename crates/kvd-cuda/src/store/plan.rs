@@ -96,7 +96,7 @@ impl StoreShapes {
             norms: 0,
             stage: CodeOutput::Fixed,
             prior: None,
-            limit: dtype.largest(),
+            limit: dtype.largest_finite(),
             median: 0.0,
             reads_rows: false,
             runs: Vec::new(),

@@ -33,7 +33,7 @@ pub(super) fn push(steps: &mut Vec<u8>, side: &HeadCodec) -> u64 {
                 // Entries are f16 in the calibration.
                 let from = steps.len();
                 steps.resize(from + 2 * columns.len(), 0);
-                DType::F16.narrow(columns, &mut steps[from..]);
+                DType::F16.narrow_values(columns, &mut steps[from..]);
                 [5, 0, offset, 0]
             }
         };

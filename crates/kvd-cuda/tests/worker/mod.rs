@@ -54,7 +54,7 @@ impl Worker {
             Kind::Ipc => RegionHandle::CudaIpc(unhex(handle).try_into().unwrap()),
             Kind::Fd => {
                 let (_, mut files) =
-                    kvd_shm::receive(listener.accept().unwrap().0, &mut [0]).unwrap();
+                    kvd_shm::receive_files(listener.accept().unwrap().0, &mut [0]).unwrap();
                 RegionHandle::CudaFd(files.remove(0))
             }
         };

@@ -4,15 +4,15 @@
 use crate::streams::Pace;
 use crate::{OPTIONS, open, suite};
 use kvd_cuda::CudaOptions;
-use kvd_emu::{Order, available};
+use kvd_emu::{ThreadOrder, is_available};
 use std::time::Instant;
 
 #[test]
 fn windows_caps_ranges_and_other_types_are_answered_as_asked() {
-    if !available() {
+    if !is_available() {
         return;
     }
-    let mut orders = Order::EACH.into_iter().cycle();
+    let mut orders = ThreadOrder::EACH.into_iter().cycle();
     for pace in Pace::EACH {
         for ask in suite::asks() {
             let (mut backend, _) = open(orders.next().unwrap(), pace, OPTIONS);
@@ -25,11 +25,11 @@ fn windows_caps_ranges_and_other_types_are_answered_as_asked() {
 
 #[test]
 fn one_backend_serves_every_codec_in_turn() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let options = CudaOptions { graphs: 0, ..OPTIONS };
-    let (mut backend, watch) = open(Order::Random(2), Pace::Late, options);
+    let (mut backend, watch) = open(ThreadOrder::Random(2), Pace::Late, options);
     let live = watch.lock().live;
     let (agreed, of) = suite::agree(&mut backend, None);
     assert_eq!((agreed, watch.lock().live), (of, live));

@@ -24,7 +24,7 @@ fn layer_room(codec: &ModelCodec) -> (LayerShapes, LayerMemory) {
 
 #[test]
 fn a_model_whose_tables_have_no_room_is_refused_before_it_is_registered() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let codec = |text: &str| suite::codec(text, RopePairing::Half);
@@ -112,7 +112,7 @@ fn train(codec: &mut ModelCodec, version: u32) {
 
 #[test]
 fn first_tables_of_a_layer_are_the_hosts_and_its_rows_stay_on_the_device() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let value = |i: u32| (i.wrapping_mul(2_654_435_761) >> 8) as f32 / 8_388_608.0 - 1.0;

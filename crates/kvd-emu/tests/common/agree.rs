@@ -4,7 +4,7 @@ use super::reference::{check, expected};
 use super::run::run;
 use super::{Ask, Layout, Stored, noise, orders};
 use kvd_core::Side;
-use kvd_emu::Order;
+use kvd_emu::ThreadOrder;
 
 /// Roughly normal rows, one channel much larger than the others.
 pub(crate) fn value(side: Side, head: usize, token: usize, channel: usize) -> f32 {
@@ -20,7 +20,7 @@ pub(crate) fn layout(pages: &[usize], window: usize) -> Layout {
 pub(crate) fn agree(stored: &Stored, ask: &Ask, what: &str) {
     let plan = ask.plan(stored, |i| 2.0 * noise(77_777 + i));
     let wanted = expected(stored, &plan);
-    let rounds = Order::EACH.into_iter().zip([1, 100, 2]);
+    let rounds = ThreadOrder::EACH.into_iter().zip([1, 100, 2]);
     for (order, parts_per_unit) in rounds.filter(|round| orders().any(|order| order == round.0)) {
         let answer = run(stored, &plan, parts_per_unit, order).unwrap();
         let what = format!("{what}, {ask:?}, {order:?}, {parts_per_unit} parts");

@@ -10,7 +10,7 @@ use kvd_core::{Extent, LayerIndex, ModelId, RopePairing};
 use kvd_cuda::{
     CompileError, CompileEvent, CompileReport, CudaBackend, KernelCompiler, KernelSource,
 };
-use kvd_emu::{Order, available};
+use kvd_emu::{ThreadOrder, is_available};
 use parking_lot::Mutex;
 use std::path::Path;
 use std::sync::Arc;
@@ -57,7 +57,7 @@ struct Seen {
 
 impl Seen {
     fn new(folder: &Path, version: &'static str) -> Self {
-        let (driver, watch) = EmuDriver::new(Order::Ascending, Pace::Late);
+        let (driver, watch) = EmuDriver::new(ThreadOrder::Ascending, Pace::Late);
         let mut backend =
             CudaBackend::open_backend(Box::new(driver), &[b"kernels"], OPTIONS).unwrap();
         let (go, gate) = sync_channel(8);
@@ -124,7 +124,7 @@ fn store(backend: &mut CudaBackend, codec: ModelCodec) -> PlanPart {
 
 #[test]
 fn the_shared_kernel_serves_until_the_pairs_own_is_there() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -144,7 +144,7 @@ fn the_shared_kernel_serves_until_the_pairs_own_is_there() {
 
 #[test]
 fn a_pair_that_tensor_cores_can_multiply_is_launched_with_tables_of_its_own() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -169,7 +169,7 @@ fn a_pair_that_tensor_cores_can_multiply_is_launched_with_tables_of_its_own() {
 
 #[test]
 fn units_are_cut_for_the_kernel_that_serves() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -200,7 +200,7 @@ fn units_are_cut_for_the_kernel_that_serves() {
 
 #[test]
 fn windows_and_ranges_of_such_a_pair_are_answered_before_and_after() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -223,7 +223,7 @@ fn a_pair_with_a_kernel_of_its_own_is_not_compiled() {
 
 #[test]
 fn one_whose_own_kernel_refuses_its_shape_has_another_compiled() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -242,7 +242,7 @@ fn one_whose_own_kernel_refuses_its_shape_has_another_compiled() {
 
 #[test]
 fn kernels_are_found_on_disk_unless_they_are_of_another_compiler() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -259,7 +259,7 @@ fn kernels_are_found_on_disk_unless_they_are_of_another_compiler() {
 
 #[test]
 fn a_damaged_file_is_compiled_again_and_replaced() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -279,7 +279,7 @@ fn a_damaged_file_is_compiled_again_and_replaced() {
 
 #[test]
 fn what_cannot_be_kept_compiled_or_loaded_stops_nothing() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();

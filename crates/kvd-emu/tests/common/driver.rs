@@ -13,7 +13,7 @@ use kvd_cuda::{
     DeviceCopy, DeviceStream, Driver, DriverError, EventId, GpuLimits, GraphId, GraphNode,
     KernelLaunch, PinnedId, PinnedRange,
 };
-use kvd_emu::{Grid, Memory, Order, launch};
+use kvd_emu::{EmulatorMemory, LaunchGrid, ThreadOrder, launch_kernel};
 use memmap2::{MmapMut, MmapOptions};
 use parking_lot::Mutex;
 use shared::GRANULE;
@@ -33,7 +33,7 @@ struct Opened {
 }
 
 pub(crate) struct EmuDriver {
-    memory: BTreeMap<u64, Memory>,
+    memory: BTreeMap<u64, EmulatorMemory>,
     pinned: Vec<Option<Vec<u8>>>,
     /// Memory of a worker that is open.
     shared: BTreeMap<u64, Opened>,
@@ -43,7 +43,7 @@ pub(crate) struct EmuDriver {
     /// Kernels of each graph, by stage.
     graphs: Vec<Option<Vec<(u32, Work)>>>,
     watch: Arc<Mutex<Watch>>,
-    order: Order,
+    order: ThreadOrder,
     pace: Pace,
     limits: GpuLimits,
 }
@@ -58,7 +58,7 @@ impl EmuDriver {
         Work::Launch { kernel, blocks, shared_bytes, parameters }
     }
 
-    pub(crate) fn new(order: Order, pace: Pace) -> (Self, Arc<Mutex<Watch>>) {
+    pub(crate) fn new(order: ThreadOrder, pace: Pace) -> (Self, Arc<Mutex<Watch>>) {
         let watch = Arc::new(Mutex::new(Watch::default()));
         let driver = Self {
             memory: BTreeMap::new(),
@@ -161,8 +161,8 @@ impl EmuDriver {
                 }
                 Work::Launch { kernel, blocks, shared_bytes, parameters, .. } => {
                     let (kernel, shared_bytes) = (kernel.as_str(), shared_bytes as usize);
-                    let grid = Grid { kernel, blocks, shared_bytes, order: self.order };
-                    launch(grid, &parameters).map_err(|reason| {
+                    let grid = LaunchGrid { kernel, blocks, shared_bytes, order: self.order };
+                    launch_kernel(grid, &parameters).map_err(|reason| {
                         self.watch.lock().failed = true;
                         DriverError::Failed { call: "launch", reason }
                     })?;
@@ -208,7 +208,7 @@ impl Driver for EmuDriver {
         if self.watch.lock().fail == Fail::Memory {
             return Err(DriverError::OutOfMemory(bytes));
         }
-        let memory = Memory::new(bytes as usize);
+        let memory = EmulatorMemory::new(bytes as usize);
         let address = memory.address();
         self.memory.insert(address, memory);
         self.watch.lock().live += 1;
@@ -357,7 +357,7 @@ impl Driver for EmuDriver {
             }
         }
         // In any order: the last first, where the threads' is not that of their numbers.
-        let last_first = self.order != Order::Ascending;
+        let last_first = self.order != ThreadOrder::Ascending;
         let mut given: Vec<DeviceCopy> = copies.to_vec();
         if last_first {
             given.reverse();
@@ -419,7 +419,7 @@ impl Driver for EmuDriver {
         self.watch.lock().graphs += 1;
         let mut nodes = self.graphs[graph.0 as usize].clone().expect("a graph");
         // Kernels of a stage in any order.
-        if self.order != Order::Ascending {
+        if self.order != ThreadOrder::Ascending {
             nodes.chunk_by_mut(|a, b| a.0 == b.0).for_each(<[_]>::reverse);
         }
         for (_, work) in nodes {

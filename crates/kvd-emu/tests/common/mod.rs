@@ -14,12 +14,12 @@ pub(crate) use store::{Layout, Stored, geometry, noise};
 use bytes::Bytes;
 use kvd_compute::{AttendPlan, PlanQuery};
 use kvd_core::{DType, LayerIndex, ModelId};
-use kvd_emu::{Order, sanitized};
+use kvd_emu::{ThreadOrder, is_sanitized};
 
 /// Orders of threads to run everything in. ThreadSanitizer reports a race in whatever order its
 /// threads run, and takes ten times as long: one there.
-pub(crate) fn orders() -> impl Iterator<Item = Order> + Clone {
-    let all = if sanitized("thread") { &Order::EACH[2..] } else { &Order::EACH[..] };
+pub(crate) fn orders() -> impl Iterator<Item = ThreadOrder> + Clone {
+    let all = if is_sanitized("thread") { &ThreadOrder::EACH[2..] } else { &ThreadOrder::EACH[..] };
     all.iter().copied()
 }
 

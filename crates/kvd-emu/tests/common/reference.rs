@@ -31,7 +31,9 @@ fn rows(stored: &Stored, part: &PlanPart, side: Side, head: usize) -> (Vec<f32>,
             let layout = geometry.raw_layout(*capacity_rows);
             let start = extent.offset + layout.row_offset(side, head as u64, u64::from(*first_row));
             let len = u64::from(part.rows) * layout.row_bytes(side);
-            geometry.dtype.widen(&stored.arena[start as usize..(start + len) as usize], &mut out);
+            geometry
+                .dtype
+                .widen_values(&stored.arena[start as usize..(start + len) as usize], &mut out);
             (out, false)
         }
         Source::Pages { extent, ends, first_row } => {

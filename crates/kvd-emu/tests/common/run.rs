@@ -7,7 +7,7 @@ use kvd_cuda::{
     AttendLaunch, AttendParameters, AttendTables, CodebookRoom, LatePairs, LayerShapes,
     MergeParameters, MergedResults, SharedMemory, TableOptions,
 };
-use kvd_emu::{Grid, Memory, Order, launch};
+use kvd_emu::{EmulatorMemory, LaunchGrid, ThreadOrder, launch_kernel};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 
@@ -35,7 +35,7 @@ pub(crate) fn run(
     stored: &Stored,
     plan: &AttendPlan,
     parts_per_unit: usize,
-    order: Order,
+    order: ThreadOrder,
 ) -> Result<Attended, String> {
     run_with(stored, plan, parts_per_unit, usize::MAX, order)
 }
@@ -46,7 +46,7 @@ pub(crate) fn run_with(
     plan: &AttendPlan,
     parts_per_unit: usize,
     table_bytes: usize,
-    order: Order,
+    order: ThreadOrder,
 ) -> Result<Attended, String> {
     let rooms = [CodebookRoom::from(table_bytes); 2];
     run_split(stored, plan, (parts_per_unit, 1), rooms, order)
@@ -58,7 +58,7 @@ pub(crate) fn run_split(
     plan: &AttendPlan,
     (parts_per_unit, channel_split): (usize, u32),
     rooms: [CodebookRoom; 2],
-    order: Order,
+    order: ThreadOrder,
 ) -> Result<Attended, String> {
     let options = options(parts_per_unit, channel_split);
     run_as(stored, plan, (options, rooms), take_turns, order).map(|(answer, _)| answer)
@@ -75,7 +75,7 @@ pub(crate) fn run_tensor(
     stored: &Stored,
     plan: &AttendPlan,
     parts_per_unit: usize,
-    order: Order,
+    order: ThreadOrder,
 ) -> Result<Attended, String> {
     let options = TableOptions { late: LatePairs::ALL, ..options(parts_per_unit, 1) };
     run_as(stored, plan, (options, [CodebookRoom::from(3000); 2]), take_turns, order)
@@ -88,7 +88,7 @@ pub(crate) fn run_late(
     stored: &Stored,
     plan: &AttendPlan,
     (parts_per_unit, late): (usize, &str),
-    order: Order,
+    order: ThreadOrder,
 ) -> Result<Attended, String> {
     let options = options(parts_per_unit, 1);
     let change = |launched: &mut AttendLaunch| {
@@ -109,7 +109,7 @@ pub(crate) fn run_within(
     stored: &Stored,
     plan: &AttendPlan,
     (shared, chunks): (SharedMemory, Option<u32>),
-    order: Order,
+    order: ThreadOrder,
 ) -> Result<(Attended, usize), String> {
     let options = TableOptions { shared, chunks, ..options(4, 1) };
     run_as(stored, plan, (options, [0.into(); 2]), |_| {}, order)
@@ -120,7 +120,7 @@ fn run_as(
     plan: &AttendPlan,
     (options, rooms): (TableOptions, [CodebookRoom; 2]),
     change: impl Fn(&mut AttendLaunch),
-    order: Order,
+    order: ThreadOrder,
 ) -> Result<(Attended, usize), String> {
     let header = |offset: u64| stored.headers.get(&offset).copied();
     let shapes = LayerShapes::new(&stored.codec, plan.layer, rooms);
@@ -153,18 +153,18 @@ pub(crate) fn run_tables(
     stored: &Stored,
     shapes: &LayerShapes,
     tables: &AttendTables,
-    order: Order,
+    order: ThreadOrder,
 ) -> Result<MergedResults, String> {
     let dim = stored.codec.geometry().head_dim_v as usize;
-    let arena = Memory::of(&stored.arena);
-    let of_shapes = Memory::of(&shapes.tables);
-    let pages = Memory::of(bytemuck::cast_slice(&tables.pages));
-    let queries = Memory::of(bytemuck::cast_slice(&tables.queries));
-    let offsets = Memory::of(bytemuck::cast_slice(&tables.offsets));
-    let out = Memory::new(tables.partials * dim * 4);
-    let stats = Memory::new(tables.partials * 8);
+    let arena = EmulatorMemory::copy_from(&stored.arena);
+    let of_shapes = EmulatorMemory::copy_from(&shapes.tables);
+    let pages = EmulatorMemory::copy_from(bytemuck::cast_slice(&tables.pages));
+    let queries = EmulatorMemory::copy_from(bytemuck::cast_slice(&tables.queries));
+    let offsets = EmulatorMemory::copy_from(bytemuck::cast_slice(&tables.offsets));
+    let out = EmulatorMemory::new(tables.partials * dim * 4);
+    let stats = EmulatorMemory::new(tables.partials * 8);
     for launched in &tables.launches {
-        let units = Memory::of(bytemuck::cast_slice(&launched.units));
+        let units = EmulatorMemory::copy_from(bytemuck::cast_slice(&launched.units));
         let parameters = AttendParameters {
             arena: arena.address(),
             tables: of_shapes.address(),
@@ -176,14 +176,14 @@ pub(crate) fn run_tables(
             stats: stats.address(),
             ..parameters(tables, launched)
         };
-        let grid = Grid {
+        let grid = LaunchGrid {
             kernel: &launched.kernel,
             blocks: launched.units.len() as u32,
             shared_bytes: launched.shared_bytes,
             order,
         };
         // SAFETY: every address is of memory that lives on, of the size the tables were made for.
-        unsafe { launch(grid, bytemuck::bytes_of(&parameters))? };
+        unsafe { launch_kernel(grid, bytemuck::bytes_of(&parameters))? };
         KERNELS.with_borrow_mut(|ran| ran.insert(launched.kernel.clone()));
     }
     merge(tables, [&out, &stats], dim, order)
@@ -204,15 +204,15 @@ fn take_turns(launched: &mut AttendLaunch) {
 /// Adds up the partial results of a plan's rows.
 fn merge(
     tables: &AttendTables,
-    [out, stats]: [&Memory; 2],
+    [out, stats]: [&EmulatorMemory; 2],
     dim: usize,
-    order: Order,
+    order: ThreadOrder,
 ) -> Result<MergedResults, String> {
     let rows = tables.ends.len();
-    let ends = Memory::of(bytemuck::cast_slice(&tables.ends));
-    let partials = Memory::of(bytemuck::cast_slice(&tables.order));
-    let sums = Memory::new(rows * 2 * dim * 4);
-    let results = Memory::new(rows * 3 * 4);
+    let ends = EmulatorMemory::copy_from(bytemuck::cast_slice(&tables.ends));
+    let partials = EmulatorMemory::copy_from(bytemuck::cast_slice(&tables.order));
+    let sums = EmulatorMemory::new(rows * 2 * dim * 4);
+    let results = EmulatorMemory::new(rows * 3 * 4);
     let parameters = MergeParameters {
         out: out.address(),
         stats: stats.address(),
@@ -223,9 +223,9 @@ fn merge(
         dim: dim as u32,
         unused: 0,
     };
-    let grid = Grid { kernel: "kvd_merge", blocks: rows as u32, shared_bytes: 0, order };
+    let grid = LaunchGrid { kernel: "kvd_merge", blocks: rows as u32, shared_bytes: 0, order };
     // SAFETY: as above.
-    unsafe { launch(grid, bytemuck::bytes_of(&parameters))? };
+    unsafe { launch_kernel(grid, bytemuck::bytes_of(&parameters))? };
     Ok(MergedResults {
         sums: bytemuck::cast_slice(sums.bytes()).to_vec(),
         results: bytemuck::cast_slice(results.bytes()).to_vec(),

@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each test file uses its own part")]
 
 use kvd_compute::RegionHandle;
-use kvd_emu::Memory;
+use kvd_emu::EmulatorMemory;
 use memmap2::MmapMut;
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -27,7 +27,7 @@ impl Kind {
 
 /// Memory of a worker.
 pub(crate) enum Shared {
-    Ipc(Memory),
+    Ipc(EmulatorMemory),
     Fd { file: File, mapping: MmapMut, path: PathBuf, dir: tempfile::TempDir },
 }
 
@@ -36,7 +36,7 @@ impl Shared {
     /// is made of such.
     pub(crate) fn of(kind: Kind, bytes: &[u8]) -> Self {
         if kind == Kind::Ipc {
-            return Self::Ipc(Memory::of(bytes));
+            return Self::Ipc(EmulatorMemory::copy_from(bytes));
         }
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().canonicalize().unwrap().join("allocation");
@@ -77,7 +77,7 @@ impl Shared {
 }
 
 /// A handle that the made-up driver opens.
-pub(crate) fn ipc_handle(memory: &Memory) -> [u8; RegionHandle::IPC_BYTES] {
+pub(crate) fn ipc_handle(memory: &EmulatorMemory) -> [u8; RegionHandle::IPC_BYTES] {
     let mut handle = [0; RegionHandle::IPC_BYTES];
     handle[..8].copy_from_slice(&memory.address().to_le_bytes());
     handle

@@ -162,7 +162,7 @@ impl Stored {
             for (head, rows) in rows.chunks_exact(tokens * dim).enumerate() {
                 let start = offset + layout.row_offset(side, head as u64, first_row) as usize;
                 let len = tokens * layout.row_bytes(side) as usize;
-                geometry.dtype.narrow(rows, &mut self.arena[start..start + len]);
+                geometry.dtype.narrow_values(rows, &mut self.arena[start..start + len]);
             }
         }
         let extent = Extent { offset: offset as u64, len: layout.size_bytes() };

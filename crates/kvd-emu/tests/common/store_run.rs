@@ -1,7 +1,7 @@
 //! Launches of store kernels, as a device would run them one after another.
 
 use kvd_cuda::{StoreLaunch, StoreParameters};
-use kvd_emu::{Grid, Memory, Order, launch};
+use kvd_emu::{EmulatorMemory, LaunchGrid, ThreadOrder, launch_kernel};
 
 /// What all launches of one plan read and write.
 pub(crate) struct StoreRun<'a> {
@@ -13,20 +13,21 @@ pub(crate) struct StoreRun<'a> {
     /// Words that they need beside shared memory.
     pub(crate) words: u64,
     /// What units say of their pages, or counters.
-    pub(crate) headers: &'a Memory,
+    pub(crate) headers: &'a EmulatorMemory,
     /// Bytes of it that are a unit's own; 0 where they are all units'.
     pub(crate) header_bytes: usize,
 }
 
 impl StoreRun<'_> {
     /// Runs all launches; gives the pages.
-    pub(crate) fn run(&self, launches: &[StoreLaunch], order: Order) -> Memory {
-        let [arena, tables, steps] = [self.arena, self.tables, self.steps].map(Memory::of);
-        let pages = Memory::new(self.page_bytes as usize);
-        let words = Memory::new(4 * self.words as usize);
+    pub(crate) fn run(&self, launches: &[StoreLaunch], order: ThreadOrder) -> EmulatorMemory {
+        let [arena, tables, steps] =
+            [self.arena, self.tables, self.steps].map(EmulatorMemory::copy_from);
+        let pages = EmulatorMemory::new(self.page_bytes as usize);
+        let words = EmulatorMemory::new(4 * self.words as usize);
         let mut headers = self.headers.address();
         for launched in launches {
-            let units = Memory::of(bytemuck::cast_slice(&launched.units));
+            let units = EmulatorMemory::copy_from(bytemuck::cast_slice(&launched.units));
             let parameters = StoreParameters {
                 arena: arena.address(),
                 tables: tables.address(),
@@ -40,9 +41,9 @@ impl StoreRun<'_> {
             };
             let (blocks, shared_bytes) = (launched.units.len(), launched.shared_bytes);
             let kernel = launched.kernel.as_str();
-            let grid = Grid { kernel, blocks: blocks as u32, shared_bytes, order };
+            let grid = LaunchGrid { kernel, blocks: blocks as u32, shared_bytes, order };
             // SAFETY: every address is of memory that lives on, of the size that the plan names.
-            unsafe { launch(grid, bytemuck::bytes_of(&parameters)) }.unwrap();
+            unsafe { launch_kernel(grid, bytemuck::bytes_of(&parameters)) }.unwrap();
             headers += (blocks * self.header_bytes) as u64;
         }
         pages

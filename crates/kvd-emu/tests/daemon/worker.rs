@@ -3,7 +3,9 @@
 
 use super::*;
 use driver::shared::{Kind, Shared};
-use kvd_client::{AttendPlaces, Region, RegionDevice, RegionKind, RegionOptions, RegionSlice};
+use kvd_client::{
+    AttendLayout, RegionClient, RegionDevice, RegionKind, RegionOptions, RegionSlice,
+};
 use kvd_compute::RegionHandle;
 
 /// The made-up GPU's.
@@ -11,7 +13,7 @@ const UUID: &str = "GPU-00000000-0000-0000-0000-0000000000e7";
 
 /// A worker's memory: queries, keys, values, and room for an answer.
 struct Worker {
-    region: Region,
+    region: RegionClient,
     batch: AttendBatch,
     chunk: StoreChunk,
     /// Given back after the region.
@@ -31,8 +33,8 @@ impl Worker {
             .with_device(device, memory.len())
             .with_device_uuid(UUID);
         let path = daemon.dir.path().join("region");
-        let region = block_in_place(|| Region::open(path, &options)).unwrap();
-        assert_eq!((region.kind(), region.reason(), region.copied()), (kind, "", ""));
+        let region = block_in_place(|| RegionClient::open_region(path, &options)).unwrap();
+        assert_eq!((region.kind(), region.fallback_reason(), region.copy_reason()), (kind, "", ""));
         Self { region, batch, chunk, memory }
     }
 
@@ -49,15 +51,15 @@ impl Worker {
         let [_, k, v, ..] = self.slices();
         block_in_place(|| {
             self.region.send_store(self.chunk.clone(), 256, [k, v])?;
-            self.region.wait(256)
+            self.region.wait_call(256)
         })
     }
 
     fn attend(&self) -> Result<Attended, ClientError> {
         let [q, _, _, out, lse] = self.slices();
         block_in_place(|| {
-            self.region.send_attend(self.batch.clone(), AttendPlaces { done: 512, q, out, lse })?;
-            self.region.wait(512)
+            self.region.send_attend(self.batch.clone(), AttendLayout { done: 512, q, out, lse })?;
+            self.region.wait_call(512)
         })?;
         let at = |at: RegionSlice| &self.memory.bytes()[at.offset as usize..][..at.bytes as usize];
         let (out, lse) = (at(out).to_vec().into(), floats(at(lse)));
@@ -75,7 +77,7 @@ async fn a_worker_stores_and_attends_in_its_own_memory_as_in_messages() {
         let next = SHAPE.chunk(both[0], 5, 70, 30);
         let worker = Worker::open(&daemon, kind, SHAPE.batch(models[0], &both[..1]), next);
         assert_eq!(worker.store().unwrap()[..2], [100, 0]);
-        daemon.client.store(SHAPE.chunk(both[1], 5, 70, 30)).await.unwrap();
+        daemon.client.store_chunk(SHAPE.chunk(both[1], 5, 70, 30)).await.unwrap();
         daemon.assert_same(models, &[(both, 100)], "stored from a worker's memory").await;
         let right = daemon.attend(models[0], &both[..1]).await.unwrap();
         let apart = apart(&worker.attend().unwrap(), &right);
@@ -105,7 +107,7 @@ async fn memory_of_a_descriptor_is_given_back_when_its_worker_is_gone() {
     let Some(daemon) = Daemon::start(Pace::Late).await else { return };
     let model = daemon.model("gpu", CODECS[0]).await;
     let sequence = daemon.client.open_sequence(model).await.unwrap();
-    daemon.client.store(SHAPE.chunk(sequence, 8, 0, 70)).await.unwrap();
+    daemon.client.store_chunk(SHAPE.chunk(sequence, 8, 0, 70)).await.unwrap();
     for seed in 0..3 {
         let next = SHAPE.chunk(sequence, 8, 70 + 10 * seed, 10);
         let worker = Worker::open(&daemon, Kind::Fd, SHAPE.batch(model, &[sequence]), next);
@@ -129,9 +131,9 @@ async fn memory_of_a_descriptor_is_given_back_when_its_worker_is_gone() {
     let options = RegionOptions::default().with_bytes(4096);
     let options = options.with_device(device, 8192).with_device_uuid(UUID);
     let path = daemon.dir.path().join("region");
-    let region = block_in_place(|| Region::open(path, &options)).unwrap();
+    let region = block_in_place(|| RegionClient::open_region(path, &options)).unwrap();
     assert_eq!(region.kind(), RegionKind::Memfd);
-    assert!(region.reason().contains("cuMemMap"), "{}", region.reason());
+    assert!(region.fallback_reason().contains("cuMemMap"), "{}", region.fallback_reason());
     drop((region, options));
     assert_eq!(memory.held(), [0, 0]);
     daemon.stop().await;

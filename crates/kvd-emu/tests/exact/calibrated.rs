@@ -9,7 +9,7 @@ use crate::common::{Ask, Stored, agree, geometry, orders};
 use crate::{fitted, scaled, shapes};
 use kvd_codec::Calibration;
 use kvd_core::{DType, Side};
-use kvd_emu::available;
+use kvd_emu::is_available;
 
 /// Levels of codes of up to seven bits: whole numbers that bytes of a power of two hold. One of 31
 /// or more is among them, so that their unit is found.
@@ -51,13 +51,13 @@ fn set<const N: usize>(bytes: &mut [u8], value: impl Fn(usize) -> [u8; N]) {
 /// A number as f16.
 fn half(value: f32) -> [u8; 2] {
     let mut bytes = [0; 2];
-    DType::F16.narrow(&[value], &mut bytes);
+    DType::F16.narrow_values(&[value], &mut bytes);
     bytes
 }
 
 #[test]
 fn grids_of_step_one() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let one = |calibration: &Calibration| {
@@ -83,7 +83,7 @@ fn grids_of_step_one() {
 
 #[test]
 fn bit_allocations_on_whole_levels() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let codec = "k=bitalloc(b=3); v=bitalloc(b=3)";
@@ -111,7 +111,7 @@ fn bit_allocations_on_whole_levels() {
 
 #[test]
 fn stages_of_whole_entries() {
-    if !available() {
+    if !is_available() {
         return;
     }
     // What a row decodes to is a sum of whole entries, whichever are nearest.

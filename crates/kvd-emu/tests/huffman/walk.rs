@@ -8,7 +8,7 @@ use kvd_codec::{PageReader, StreamCodes, StreamTable};
 use kvd_compute::Source;
 use kvd_core::{DType, LayerIndex, Side};
 use kvd_cuda::{LayerShapes, SideShape};
-use kvd_emu::{Grid, Memory, Order, available, launch};
+use kvd_emu::{EmulatorMemory, LaunchGrid, ThreadOrder, is_available, launch_kernel};
 
 const LAYER: LayerIndex = LayerIndex(0);
 /// Of two rings: `RING_BYTES` of `huffman.cuh`.
@@ -107,20 +107,26 @@ enum Decoder {
 /// What all chunks of a page have in common on the device.
 struct Setup<'a> {
     page: &'a Coded,
-    tables: &'a Memory,
-    runs: Memory,
-    nodes: Memory,
+    tables: &'a EmulatorMemory,
+    runs: EmulatorMemory,
+    nodes: EmulatorMemory,
     run_count: usize,
     per_row: usize,
 }
 
 impl Setup<'_> {
     /// The codes of words, `[tokens, per_row]`; those of positions without a run all ones.
-    fn decode(&self, decoder: Decoder, words: &[u8], tokens: usize, order: Order) -> Vec<u16> {
+    fn decode(
+        &self,
+        decoder: Decoder,
+        words: &[u8],
+        tokens: usize,
+        order: ThreadOrder,
+    ) -> Vec<u16> {
         // Half of them at odd addresses.
         let pad = tokens % 2;
-        let memory = Memory::of(&[&vec![0; pad][..], words].concat());
-        let codes = Memory::new(2 * tokens * self.per_row);
+        let memory = EmulatorMemory::copy_from(&[&vec![0; pad][..], words].concat());
+        let codes = EmulatorMemory::new(2 * tokens * self.per_row);
         let shape = &self.page.shape;
         let addresses = [
             self.tables.address() + shape.lanes,
@@ -142,14 +148,14 @@ impl Setup<'_> {
             Decoder::Walk => ("emu_decode_walk", 0),
             _ => ("emu_decode_tables", RINGS + 2 * shape.chunk_bytes as usize),
         };
-        let grid = Grid { kernel, blocks: 1, shared_bytes, order };
+        let grid = LaunchGrid { kernel, blocks: 1, shared_bytes, order };
         // SAFETY: every address is of memory that lives on, of the size of chunk, trees and tables.
-        unsafe { launch(grid, &parameters) }.unwrap();
+        unsafe { launch_kernel(grid, &parameters) }.unwrap();
         bytemuck::cast_slice(codes.bytes()).to_vec()
     }
 
     /// Compares the decoders over one chunk; gives its codes.
-    fn agree(&self, words: &[u8], tokens: usize, order: Order, what: &str) -> Vec<u16> {
+    fn agree(&self, words: &[u8], tokens: usize, order: ThreadOrder, what: &str) -> Vec<u16> {
         let walked = self.decode(Decoder::Walk, words, tokens, order);
         for decoder in [Decoder::Tables, Decoder::TablesTwice] {
             let got = self.decode(decoder, words, tokens, order);
@@ -176,8 +182,8 @@ fn compare(codec: &str, dims: [u32; 2]) -> [usize; 2] {
     let geometry = geometry(dims[0], dims[1], DType::F16);
     let stored = Stored::new(&geometry, codec, &layout(&[64, 45, 96, 17, 2], 0), value);
     let shapes = LayerShapes::new(&stored.codec, LAYER, [0; 2]);
-    let tables = Memory::of(&shapes.tables);
-    let mut orders = Order::EACH.into_iter().cycle();
+    let tables = EmulatorMemory::copy_from(&shapes.tables);
+    let mut orders = ThreadOrder::EACH.into_iter().cycle();
     let [mut chunks, mut changed] = [0; 2];
     for page in pages(&stored, &shapes) {
         let reader = page.open(&stored, &page.bytes);
@@ -187,8 +193,8 @@ fn compare(codec: &str, dims: [u32; 2]) -> [usize; 2] {
             page: &page,
             tables: &tables,
             run_count: lanes.runs().len(),
-            runs: Memory::of(bytemuck::cast_slice(&runs)),
-            nodes: Memory::of(bytemuck::cast_slice(&nodes)),
+            runs: EmulatorMemory::copy_from(bytemuck::cast_slice(&runs)),
+            nodes: EmulatorMemory::copy_from(bytemuck::cast_slice(&nodes)),
             per_row: lanes.per_row(),
         };
         for index in 0..lanes.chunk_count() {
@@ -224,7 +230,7 @@ fn compare(codec: &str, dims: [u32; 2]) -> [usize; 2] {
 
 #[test]
 fn a_walk_through_the_tree_finds_the_codes_that_tables_find() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for (codec, dims) in [
@@ -247,12 +253,12 @@ fn a_walk_through_the_tree_finds_the_codes_that_tables_find() {
 
 #[test]
 fn a_decoder_that_is_given_other_words_does_not_agree() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let stored = Stored::new(&geometry(64, 64, DType::F16), "kvcomp", &layout(&[64], 0), value);
     let shapes = LayerShapes::new(&stored.codec, LAYER, [0; 2]);
-    let tables = Memory::of(&shapes.tables);
+    let tables = EmulatorMemory::copy_from(&shapes.tables);
     for page in pages(&stored, &shapes) {
         let reader = page.open(&stored, &page.bytes);
         let (lanes, _) = reader.stream_codes().unwrap();
@@ -261,13 +267,13 @@ fn a_decoder_that_is_given_other_words_does_not_agree() {
             page: &page,
             tables: &tables,
             run_count: 1,
-            runs: Memory::of(bytemuck::cast_slice(&runs)),
-            nodes: Memory::of(bytemuck::cast_slice(&nodes)),
+            runs: EmulatorMemory::copy_from(bytemuck::cast_slice(&runs)),
+            nodes: EmulatorMemory::copy_from(bytemuck::cast_slice(&nodes)),
             per_row: lanes.per_row(),
         };
         let words = lanes.chunk(0).words;
         let decode =
-            |setup: &Setup<'_>, decoder| setup.decode(decoder, words, 64, Order::Ascending);
+            |setup: &Setup<'_>, decoder| setup.decode(decoder, words, 64, ThreadOrder::Ascending);
         let codes = decode(&setup, Decoder::Tables);
         assert_eq!(decode(&setup, Decoder::Walk), codes);
         // The same with two symbols in each other's place.
@@ -278,7 +284,7 @@ fn a_decoder_that_is_given_other_words_does_not_agree() {
         let other = symbols.iter().copied().find(|at| *at != most).unwrap();
         let (a, b) = (nodes[most][2], nodes[other][2]);
         (nodes[most][2], nodes[other][2]) = (b, a);
-        setup.nodes = Memory::of(bytemuck::cast_slice(&nodes));
+        setup.nodes = EmulatorMemory::copy_from(bytemuck::cast_slice(&nodes));
         assert_ne!(decode(&setup, Decoder::Walk), codes);
     }
 }

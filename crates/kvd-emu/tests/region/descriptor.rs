@@ -5,7 +5,7 @@ use driver::shared::GRANULE;
 
 #[test]
 fn a_descriptor_is_mapped_for_each_region_and_nothing_of_it_stays() {
-    if !available() {
+    if !is_available() {
         return;
     }
     // Graphs would count among what lives.
@@ -37,7 +37,7 @@ fn a_descriptor_is_mapped_for_each_region_and_nothing_of_it_stays() {
 
 #[test]
 fn a_descriptor_of_less_memory_or_no_whole_granules_is_refused_and_the_device_goes_on() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let (mut fixture, part) = with_rows_as(Kind::Fd, "raw", OPTIONS);
@@ -64,7 +64,7 @@ fn what_a_driver_lacks_is_said_when_a_region_is_opened() {
         (Fail::Events, false, None),
         (Fail::Never, true, None),
     ] {
-        let (driver, watch) = EmuDriver::new(Order::Ascending, Pace::Late);
+        let (driver, watch) = EmuDriver::new(ThreadOrder::Ascending, Pace::Late);
         let mut backend =
             CudaBackend::open_backend(Box::new(driver), &[b"kernels"], OPTIONS).unwrap();
         watch.lock().fail = fail;

@@ -20,7 +20,7 @@ fn ask(fixture: &mut Fixture, plan: &AttendPlan) -> Result<(), ErrorCode> {
 
 #[test]
 fn launches_that_repeat_become_a_graph_that_follows_what_changes() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let (mut plain, other_part) = without_graphs("raw");
@@ -82,7 +82,7 @@ fn asked(fixture: &mut Fixture, plan: &AttendPlan) -> [usize; 4] {
 
 #[test]
 fn callers_that_take_turns_take_no_more_calls_than_kernels() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let (mut fixture, part) = with_rows("raw", OPTIONS);
@@ -110,10 +110,11 @@ fn callers_that_take_turns_take_no_more_calls_than_kernels() {
 
 #[test]
 fn one_sequence_more_than_there_is_room_for_leaves_the_others_their_graphs() {
-    if !available() {
+    if !is_available() {
         return;
     }
-    let mut fixture = open(Order::Random(3), Pace::Late, CudaOptions { graphs: 2, ..OPTIONS });
+    let mut fixture =
+        open(ThreadOrder::Random(3), Pace::Late, CudaOptions { graphs: 2, ..OPTIONS });
     let geometry = Geometry { layers: 3, ..geometry() };
     let part = write_rows(&mut fixture.backend.backend, "raw", &geometry);
     fixture.backend.head_dims = [96, 64];
@@ -142,7 +143,7 @@ fn pages(backend: &mut CudaBackend) -> PlanPart {
     let bytes = |dim: u32, step: f32| -> bytes::Bytes {
         let values: Vec<f32> = (0..64 * 2 * dim).map(|i| (i as f32 * step).cos()).collect();
         let mut bytes = vec![0; values.len() * geometry.dtype.size_bytes()];
-        geometry.dtype.narrow(&values, &mut bytes);
+        geometry.dtype.narrow_values(&values, &mut bytes);
         bytes.into()
     };
     let rows = IncomingRows { tokens: 64, k: bytes(96, 0.31), v: bytes(64, 0.57) };
@@ -169,7 +170,7 @@ fn step(parts: &[PlanPart; 2], rows: u32) -> AttendPlan {
 
 #[test]
 fn a_decode_step_changes_no_node_and_calls_the_driver_less() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let mut calls = Vec::new();
@@ -207,7 +208,7 @@ fn a_decode_step_changes_no_node_and_calls_the_driver_less() {
 
 #[test]
 fn a_graph_that_the_driver_refuses_turns_graphs_off_and_the_answer_stands() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for (fail, wanted) in [(Fail::Graphs, "build_graph"), (Fail::Updates, "update_graph")] {
@@ -234,7 +235,7 @@ fn a_graph_that_the_driver_refuses_turns_graphs_off_and_the_answer_stands() {
 
 #[test]
 fn a_graph_that_was_changed_in_part_is_given_back() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let (mut plain, other_part) = without_graphs("raw");
@@ -269,7 +270,7 @@ fn a_graph_that_was_changed_in_part_is_given_back() {
 
 #[test]
 fn graphs_are_bounded_and_one_that_fails_fails_the_device() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let (mut fixture, part) = with_rows("raw", CudaOptions { graphs: 1, ..OPTIONS });
@@ -301,7 +302,7 @@ fn graphs_are_bounded_and_one_that_fails_fails_the_device() {
 
 #[test]
 fn a_model_that_goes_takes_its_graphs_along() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let given_back = [0, 4].map(|graphs| {
@@ -359,7 +360,7 @@ fn given_up_under_way(planted: Planted) -> Vec<String> {
 
 #[test]
 fn a_graph_is_not_given_back_while_its_launch_is_under_way() {
-    if !available() {
+    if !is_available() {
         return;
     }
     assert_eq!(given_up_under_way(Planted::Nothing), Vec::<String>::new());
@@ -369,7 +370,7 @@ fn a_graph_is_not_given_back_while_its_launch_is_under_way() {
 
 #[test]
 fn a_graph_that_does_not_wait_for_its_tables_is_noticed() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let (mut fixture, part) = with_rows("raw", OPTIONS);

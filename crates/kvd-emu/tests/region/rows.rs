@@ -4,7 +4,7 @@ use bytemuck::{bytes_of, cast_slice, cast_slice_mut};
 use kvd_compute::{content_hash, content_hash_of};
 use kvd_core::{DType, Side};
 use kvd_cuda::{RowsParameters, RowsUnit, StageCheck, StageParameters};
-use kvd_emu::{Grid, Memory, Order, available, launch, sanitized};
+use kvd_emu::{EmulatorMemory, LaunchGrid, ThreadOrder, is_available, is_sanitized, launch_kernel};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -25,9 +25,9 @@ fn stage(
     sides: [&[u8]; 2],
     shift: usize,
     dtype: DType,
-    order: Order,
+    order: ThreadOrder,
 ) -> (u64, [Option<u32>; 2], [Vec<u8>; 2]) {
-    let from = sides.map(|bytes| Memory::of(&[&vec![0xFF; shift], bytes].concat()));
+    let from = sides.map(|bytes| EmulatorMemory::copy_from(&[&vec![0xFF; shift], bytes].concat()));
     let addresses = from.each_ref().map(|from| from.address() + shift as u64);
     stage_from(addresses, sides.map(|bytes| bytes.len() as u64), dtype, order)
 }
@@ -36,20 +36,20 @@ fn stage_from(
     from: [u64; 2],
     bytes: [u64; 2],
     dtype: DType,
-    order: Order,
+    order: ThreadOrder,
 ) -> (u64, [Option<u32>; 2], [Vec<u8>; 2]) {
     let mut plan = StageParameters::new(bytes, dtype);
-    let to = Side::BOTH.map(|side| Memory::new(plan.copy_bytes(side) as usize));
+    let to = Side::BOTH.map(|side| EmulatorMemory::new(plan.copy_bytes(side) as usize));
     for (side, (from, to)) in Side::BOTH.into_iter().zip(from.iter().zip(&to)) {
         plan.set_side(side, *from, to.address());
     }
     let blocks = plan.thread_blocks();
-    let checks = Memory::new(blocks as usize * size_of::<StageCheck>());
+    let checks = EmulatorMemory::new(blocks as usize * size_of::<StageCheck>());
     plan.checks = checks.address();
     let shared_bytes = StageParameters::SHARED_BYTES as usize;
-    let grid = Grid { kernel: "kvd_stage", blocks, shared_bytes, order };
+    let grid = LaunchGrid { kernel: "kvd_stage", blocks, shared_bytes, order };
     // SAFETY: every address is of memory of the caller's or above, as long as the plan says.
-    unsafe { launch(grid, bytes_of(&plan)) }.unwrap();
+    unsafe { launch_kernel(grid, bytes_of(&plan)) }.unwrap();
     let mut read = vec![StageCheck::default(); blocks as usize];
     cast_slice_mut::<_, u8>(&mut read).copy_from_slice(checks.bytes());
     let (sum, bad) = plan.read_checks(&read);
@@ -59,10 +59,10 @@ fn stage_from(
 
 #[test]
 fn a_device_hashes_and_copies_content_of_every_length_as_the_host_does() {
-    if !available() {
+    if !is_available() {
         return;
     }
-    let mut orders = Order::EACH.into_iter().cycle();
+    let mut orders = ThreadOrder::EACH.into_iter().cycle();
     for dtype in DTYPES {
         let each = dtype.size_bytes();
         let lengths =
@@ -87,7 +87,7 @@ fn a_device_hashes_and_copies_content_of_every_length_as_the_host_does() {
 
 #[test]
 fn the_first_value_that_is_no_number_is_found_wherever_it_stands() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let worst = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -f32::NAN];
@@ -101,14 +101,14 @@ fn the_first_value_that_is_no_number_is_found_wherever_it_stands() {
             let mut bad = good.clone();
             // A later one besides.
             for at in [index, (index + 900).min(count - 1)] {
-                dtype.narrow(&[value], &mut bad[at * each..][..each]);
+                dtype.narrow_values(&[value], &mut bad[at * each..][..each]);
             }
             for (sides, wanted) in [
                 ([&bad[..], &good], [Some(index as u32), None]),
                 ([&good, &bad], [None, Some(index as u32)]),
                 ([&bad, &bad], [Some(index as u32); 2]),
             ] {
-                let (hash, found, _) = stage(sides, 0, dtype, Order::Random(9));
+                let (hash, found, _) = stage(sides, 0, dtype, ThreadOrder::Random(9));
                 assert_eq!(found, wanted, "{dtype}, {value} at {index}");
                 assert_eq!(hash, content_hash(sides[0], sides[1]));
             }
@@ -118,7 +118,7 @@ fn the_first_value_that_is_no_number_is_found_wherever_it_stands() {
 
 #[test]
 fn rows_of_every_size_and_alignment_go_to_their_places_and_nowhere_else() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for (row_bytes, align) in [(4, 4), (12, 4), (32, 16), (256, 16), (200, 4)] {
@@ -126,7 +126,10 @@ fn rows_of_every_size_and_alignment_go_to_their_places_and_nowhere_else() {
             // Heads that share the rows of three; the middle one is copied.
             let (stride, gap) = (3 * row_bytes, 16);
             let source = finite(stride * rows, row_bytes);
-            let (from, to) = (Memory::of(&source), Memory::new(gap + rows * row_bytes + gap));
+            let (from, to) = (
+                EmulatorMemory::copy_from(&source),
+                EmulatorMemory::new(gap + rows * row_bytes + gap),
+            );
             let at = if align == 16 { row_bytes.next_multiple_of(16) } else { row_bytes };
             let unit = RowsUnit {
                 from: from.address() + at as u64,
@@ -137,12 +140,16 @@ fn rows_of_every_size_and_alignment_go_to_their_places_and_nowhere_else() {
                 unused: 0,
             };
             assert_eq!(RowsUnit::common_alignment(&[unit]), align);
-            let units = Memory::of(cast_slice(&[unit]));
+            let units = EmulatorMemory::copy_from(cast_slice(&[unit]));
             let parameters = RowsParameters { units: units.address(), align, unused: 0 };
-            let grid =
-                Grid { kernel: "kvd_rows", blocks: 1, shared_bytes: 0, order: Order::Random(5) };
+            let grid = LaunchGrid {
+                kernel: "kvd_rows",
+                blocks: 1,
+                shared_bytes: 0,
+                order: ThreadOrder::Random(5),
+            };
             // SAFETY: every address is of a memory above, as long as the unit says.
-            unsafe { launch(grid, bytes_of(&parameters)) }.unwrap();
+            unsafe { launch_kernel(grid, bytes_of(&parameters)) }.unwrap();
             let wanted: Vec<u8> =
                 source.chunks(stride).flat_map(|row| &row[at..][..row_bytes]).copied().collect();
             let wanted = [vec![0xFF; gap], wanted, vec![0xFF; gap]].concat();
@@ -154,12 +161,12 @@ fn rows_of_every_size_and_alignment_go_to_their_places_and_nowhere_else() {
 #[test]
 fn the_hash_is_of_the_copy_whatever_a_worker_writes_meanwhile() {
     // ThreadSanitizer would report what is meant to happen.
-    if !available() || sanitized("thread") {
+    if !is_available() || is_sanitized("thread") {
         return;
     }
     let (bytes, stop) = (64 << 10, AtomicBool::new(false));
-    let from = [0, 1].map(|seed| Memory::of(&finite(bytes, seed)));
-    let addresses = from.each_ref().map(Memory::address);
+    let from = [0, 1].map(|seed| EmulatorMemory::copy_from(&finite(bytes, seed)));
+    let addresses = from.each_ref().map(EmulatorMemory::address);
     std::thread::scope(|threads| {
         threads.spawn(|| {
             let mut state = 1u64;
@@ -176,7 +183,7 @@ fn the_hash_is_of_the_copy_whatever_a_worker_writes_meanwhile() {
                 unsafe { AtomicU64::from_ptr(word) }.store(state, Ordering::Relaxed);
             }
         });
-        for order in Order::EACH.into_iter().cycle().take(30) {
+        for order in ThreadOrder::EACH.into_iter().cycle().take(30) {
             let (hash, bad, copies) = stage_from(addresses, [bytes as u64; 2], DType::F16, order);
             assert_eq!(hash, content_hash(&copies[0], &copies[1]));
             for (bad, copy) in bad.into_iter().zip(copies) {

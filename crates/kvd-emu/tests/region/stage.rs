@@ -28,7 +28,11 @@ pub(super) fn shaped((kv_heads, head_dim_k, head_dim_v): Shape, dtype: DType) ->
 }
 
 /// A model of such rows; a backend and its region.
-pub(super) fn registered(text: &str, geometry: &Geometry, (order, pace): (Order, Pace)) -> Fixture {
+pub(super) fn registered(
+    text: &str,
+    geometry: &Geometry,
+    (order, pace): (ThreadOrder, Pace),
+) -> Fixture {
     let mut fixture = open(order, pace, OPTIONS);
     let spec = kvd_codec::resolve_spec(text).unwrap();
     let codec = kvd_codec::ModelCodec::new(geometry.clone(), spec, None).unwrap();
@@ -42,7 +46,7 @@ pub(super) fn incoming(geometry: &Geometry, tokens: u32, seed: f32) -> IncomingR
         let values = (0..tokens * geometry.kv_heads * dim).map(|i| (i as f32 * step + seed).sin());
         let values: Vec<f32> = values.collect();
         let mut bytes = vec![0; values.len() * geometry.dtype.size_bytes()];
-        geometry.dtype.narrow(&values, &mut bytes);
+        geometry.dtype.narrow_values(&values, &mut bytes);
         bytes.into()
     };
     let (k, v) = (bytes(geometry.head_dim_k, 0.37), bytes(geometry.head_dim_v, 0.73));
@@ -114,12 +118,12 @@ pub(super) fn stage(fixture: &mut Fixture, rows: &IncomingRows) -> (RegionRows, 
 
 #[test]
 fn a_store_from_a_region_leaves_the_rows_and_pages_of_one_from_the_host() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let shapes = [(2, 64, 64), (1, 128, 128), (3, 96, 64), (2, 2, 6), (4, 80, 80)];
     let mut paces = Pace::EACH.into_iter().cycle();
-    let mut orders = Order::EACH.into_iter().chain([Order::Random(7)]).cycle();
+    let mut orders = ThreadOrder::EACH.into_iter().chain([ThreadOrder::Random(7)]).cycle();
     for (shape, text) in shapes.into_iter().zip([
         "kivi-4",
         "raw",
@@ -172,11 +176,11 @@ fn a_store_from_a_region_leaves_the_rows_and_pages_of_one_from_the_host() {
 
 #[test]
 fn a_check_of_each_thread_block_is_all_that_a_store_brings_to_the_host() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let geometry = shaped((2, 64, 64), DType::F16);
-    let mut fixture = registered("raw", &geometry, (Order::Ascending, Pace::Late));
+    let mut fixture = registered("raw", &geometry, (ThreadOrder::Ascending, Pace::Late));
     let (rows, writes) = (incoming(&geometry, 70, 0.5), writes(&geometry, 3, 70));
     let (places, _) = fixture.backend.leave(&rows, 0..70).unwrap();
     let backend = &mut fixture.backend.backend;
@@ -198,18 +202,18 @@ fn a_check_of_each_thread_block_is_all_that_a_store_brings_to_the_host() {
 
 #[test]
 fn rows_that_are_no_numbers_are_named_as_the_host_names_them() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         let geometry = shaped((3, 96, 64), dtype);
         let each = dtype.size_bytes();
-        let mut fixture = registered("raw", &geometry, (Order::Random(2), Pace::Late));
+        let mut fixture = registered("raw", &geometry, (ThreadOrder::Random(2), Pace::Late));
         let good = incoming(&geometry, 20, 0.1);
         let worse = |bytes: &bytes::Bytes, index: usize, value: f32| {
             let mut bytes = bytes.to_vec();
             for at in [index, bytes.len() / each - 1] {
-                dtype.narrow(&[value], &mut bytes[at * each..][..each]);
+                dtype.narrow_values(&[value], &mut bytes[at * each..][..each]);
             }
             bytes.into()
         };
@@ -234,12 +238,12 @@ fn rows_that_are_no_numbers_are_named_as_the_host_names_them() {
 
 #[test]
 fn what_a_worker_writes_after_its_rows_were_staged_changes_nothing() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for pace in Pace::EACH {
         let geometry = shaped((2, 64, 64), DType::F16);
-        let mut fixture = registered("raw", &geometry, (Order::Descending, pace));
+        let mut fixture = registered("raw", &geometry, (ThreadOrder::Descending, pace));
         let (rows, writes) = (incoming(&geometry, 40, 0.3), writes(&geometry, 9, 40));
         let (places, staged) = stage(&mut fixture, &rows);
         let backend = &mut fixture.backend.backend;
@@ -262,11 +266,11 @@ fn loaded(backend: &mut CudaBackend, source: &Source, rows: u32, dtype: DType) -
 
 #[test]
 fn a_tail_that_is_copied_after_rows_were_staged_leaves_them_as_they_are() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let (begun, tokens) = (9, 20);
-    let mut orders = Order::EACH.into_iter().cycle();
+    let mut orders = ThreadOrder::EACH.into_iter().cycle();
     for text in ["kivi-4", "kvcomp", "k=uniform(b=4,axis=token); v=fp8"] {
         for (dtype, pace) in [DType::F32, DType::F16, DType::BF16].into_iter().zip(Pace::EACH) {
             for packed in [false, true] {
@@ -316,11 +320,11 @@ pub(super) fn refused<T>(result: Result<T, BackendError>, wanted: ErrorCode) -> 
 
 #[test]
 fn rows_outside_a_region_unaligned_or_of_no_model_are_refused_before_any_launch() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let geometry = shaped((2, 64, 64), DType::F16);
-    let mut fixture = registered("raw", &geometry, (Order::Ascending, Pace::Late));
+    let mut fixture = registered("raw", &geometry, (ThreadOrder::Ascending, Pace::Late));
     let rows = incoming(&geometry, 8, 0.3);
     let (good, _) = fixture.backend.leave(&rows, 0..8).unwrap();
     let backend = &mut fixture.backend.backend;
@@ -346,11 +350,11 @@ fn rows_outside_a_region_unaligned_or_of_no_model_are_refused_before_any_launch(
 
 #[test]
 fn staged_rows_are_those_of_the_last_call_until_scratch_memory_serves_another() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let geometry = shaped((2, 64, 64), DType::F32);
-    let mut fixture = registered("kivi-4", &geometry, (Order::Random(4), Pace::EagerKernels));
+    let mut fixture = registered("kivi-4", &geometry, (ThreadOrder::Random(4), Pace::EagerKernels));
     let (rows, writes) = (incoming(&geometry, 16, 0.3), writes(&geometry, 0, 16));
     let (_, first) = stage(&mut fixture, &rows);
     let (_, second) = stage(&mut fixture, &rows);
@@ -386,11 +390,11 @@ fn staged_rows_are_those_of_the_last_call_until_scratch_memory_serves_another() 
 
 #[test]
 fn more_rows_than_scratch_memory_holds_are_not_staged_and_the_device_goes_on() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let geometry = shaped((2, 64, 64), DType::F16);
-    let (driver, watch) = EmuDriver::new(Order::Ascending, Pace::Late);
+    let (driver, watch) = EmuDriver::new(ThreadOrder::Ascending, Pace::Late);
     let options = CudaOptions { scratch_bytes: 16 << 10, ..OPTIONS };
     let mut backend = CudaBackend::open_backend(Box::new(driver), &[b"kernels"], options).unwrap();
     let memory = shared(Kind::Ipc);
@@ -412,14 +416,14 @@ fn more_rows_than_scratch_memory_holds_are_not_staged_and_the_device_goes_on() {
 
 #[test]
 fn a_store_that_meets_a_fault_ends_every_call_and_nothing_leaks() {
-    if !available() {
+    if !is_available() {
         return;
     }
     for (fail, while_staging) in
         [(Fail::Launch, true), (Fail::Later, true), (Fail::Launch, false), (Fail::Write, false)]
     {
         let geometry = shaped((2, 64, 64), DType::F16);
-        let mut fixture = registered("raw", &geometry, (Order::Ascending, Pace::Late));
+        let mut fixture = registered("raw", &geometry, (ThreadOrder::Ascending, Pace::Late));
         let (rows, writes) = (incoming(&geometry, 8, 0.3), writes(&geometry, 0, 8));
         let (places, staged) = stage(&mut fixture, &rows);
         fixture.watch.lock().fail = fail;

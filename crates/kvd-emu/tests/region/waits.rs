@@ -9,12 +9,12 @@ use kvd_compute::EncodeSource;
 
 #[test]
 fn units_of_a_write_wait_for_no_kernel_unless_another_write_still_reads_such() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let geometry = shaped((2, 64, 64), DType::F16);
     for pace in Pace::EACH {
-        let mut fixture = registered("raw", &geometry, (Order::Ascending, pace));
+        let mut fixture = registered("raw", &geometry, (ThreadOrder::Ascending, pace));
         let (begun, tokens) = (9, 20);
         let (before, rows) = (incoming(&geometry, BLOCK, 9.0), incoming(&geometry, tokens, 0.2));
         let writes = writes(&geometry, begun, tokens);
@@ -50,7 +50,7 @@ fn units_of_a_write_wait_for_no_kernel_unless_another_write_still_reads_such() {
 /// host waited until the pages were known.
 fn encoded_behind_rows(rows: &IncomingRows, planted: Planted) -> ([Vec<u8>; 2], usize) {
     let geometry = shaped((2, 64, 64), DType::F16);
-    let how = (Order::Ascending, Pace::EagerCopies);
+    let how = (ThreadOrder::Ascending, Pace::EagerCopies);
     let mut fixture = registered("k=uniform(b=4,axis=token); v=fp8", &geometry, how);
     let backend = &mut fixture.backend.backend;
     // The first block is measured, by the host, which waits for all kernels; others are not.
@@ -77,7 +77,7 @@ fn encoded_behind_rows(rows: &IncomingRows, planted: Planted) -> ([Vec<u8>; 2], 
 
 #[test]
 fn scratch_memory_goes_from_rows_to_encoding_behind_the_kernel_that_reads_it() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let rows = incoming(&shaped((2, 64, 64), DType::F16), 38, 0.2);
@@ -94,11 +94,11 @@ fn scratch_memory_goes_from_rows_to_encoding_behind_the_kernel_that_reads_it() {
 
 #[test]
 fn a_wait_that_a_store_lacks_is_noticed() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let geometry = shaped((2, 64, 64), DType::F16);
-    let mut fixture = registered("raw", &geometry, (Order::Ascending, Pace::EagerKernels));
+    let mut fixture = registered("raw", &geometry, (ThreadOrder::Ascending, Pace::EagerKernels));
     let (rows, writes) = (incoming(&geometry, 8, 0.3), writes(&geometry, 0, 8));
     let (_, staged) = stage(&mut fixture, &rows);
     fixture.watch.lock().planted = Planted::KernelsDoNotWait;

@@ -7,7 +7,7 @@ use crate::common::{Layout, Stored, geometry};
 use kvd_codec::{BlockRows, CodeCounts, ModelCodec};
 use kvd_core::{DType, Side};
 use kvd_cuda::{CodeHistogram, LayerShapes, SharedMemory};
-use kvd_emu::{Memory, Order, available};
+use kvd_emu::{EmulatorMemory, ThreadOrder, is_available};
 
 /// A codec as it is before its first tables.
 fn untrained(blocks: &Blocks, text: &str) -> ModelCodec {
@@ -20,11 +20,11 @@ fn counted(
     blocks: &Blocks,
     codec: &ModelCodec,
     shared: SharedMemory,
-    order: Order,
+    order: ThreadOrder,
 ) -> Option<Vec<CodeCounts>> {
     let shapes = LayerShapes::new(codec, LAYER, [0; 2]);
     let histogram = CodeHistogram::new(codec, LAYER, &shapes).expect("kernels count");
-    let counters = Memory::of(&vec![0; 8 * histogram.len()]);
+    let counters = EmulatorMemory::copy_from(&vec![0; 8 * histogram.len()]);
     // In two parts, as where scratch memory has no room for all at once.
     let (first, second) = blocks.sources.split_at(blocks.sources.len() / 2);
     for sources in [first, second] {
@@ -44,7 +44,7 @@ fn counted(
 }
 
 /// Compares counts, and pages that are made with the tables of either.
-fn check(blocks: &Blocks, text: &str, shared: SharedMemory, order: Order) {
+fn check(blocks: &Blocks, text: &str, shared: SharedMemory, order: ThreadOrder) {
     let mut of_kernels = untrained(blocks, text);
     let mut of_host = of_kernels.clone();
     let rows = blocks.sources.iter().zip(&blocks.rows);
@@ -67,10 +67,10 @@ fn check(blocks: &Blocks, text: &str, shared: SharedMemory, order: Order) {
 
 #[test]
 fn counts_tables_and_pages_are_those_of_the_host() {
-    if !available() {
+    if !is_available() {
         return;
     }
-    let mut orders = Order::EACH.into_iter().cycle();
+    let mut orders = ThreadOrder::EACH.into_iter().cycle();
     for text in [
         "kvcomp",
         "kvcomp-channel",
@@ -92,19 +92,19 @@ fn counts_tables_and_pages_are_those_of_the_host() {
 
 #[test]
 fn pages_without_codes_count_nothing() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let blocks = [(Rows::Huge, 40), (Rows::Noise, 40), (Rows::Tiny, 64), (Rows::Vast, 64)];
     for text in ["kvcomp", "k=vq(d=4,b=4)/huffman; v=polar(a=4,r=4)/huffman"] {
         let blocks = Blocks::new([64, 64], DType::F32, text, &blocks);
-        check(&blocks, text, SHARED, Order::Random(3));
+        check(&blocks, text, SHARED, ThreadOrder::Random(3));
     }
 }
 
 #[test]
 fn coefficients_beside_shared_memory_are_counted_too() {
-    if !available() {
+    if !is_available() {
         return;
     }
     let little = SharedMemory { block: 24 << 10, multiprocessor: 64 << 10, under_way: 0 };
@@ -113,12 +113,12 @@ fn coefficients_beside_shared_memory_are_counted_too() {
     let shapes = LayerShapes::new(&codec, LAYER, [0; 2]);
     let histogram = CodeHistogram::new(&codec, LAYER, &shapes).unwrap();
     assert!(histogram.plan_launches(&codec, &blocks.sources, little).words > 0);
-    check(&blocks, "kvcomp", little, Order::Descending);
+    check(&blocks, "kvcomp", little, ThreadOrder::Descending);
 }
 
 #[test]
 fn rows_that_are_no_numbers_leave_counting_to_the_host() {
-    if !available() {
+    if !is_available() {
         return;
     }
     // Of a side that is counted, and of one that is not: the host leaves out the whole block.
@@ -126,13 +126,13 @@ fn rows_that_are_no_numbers_leave_counting_to_the_host() {
     for side in Side::BOTH {
         let mut blocks = Blocks::new([64, 64], DType::F16, text, &[(Rows::Noise, 40); 3]);
         let codec = untrained(&blocks, text);
-        assert!(counted(&blocks, &codec, SHARED, Order::Ascending).is_some());
+        assert!(counted(&blocks, &codec, SHARED, ThreadOrder::Ascending).is_some());
         let of = blocks.sources[1];
         let layout = geometry(64, 64, DType::F16).raw_layout(of.capacity_rows);
         let row = layout.row_offset(side, 1, u64::from(of.first_row) + 39);
         let at = (of.extent.offset + row) as usize + 2 * 63;
         // Infinity.
         blocks.arena[at..at + 2].copy_from_slice(&[0, 0x7C]);
-        assert_eq!(counted(&blocks, &codec, SHARED, Order::Descending), None, "{side}");
+        assert_eq!(counted(&blocks, &codec, SHARED, ThreadOrder::Descending), None, "{side}");
     }
 }

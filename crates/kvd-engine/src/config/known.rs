@@ -1,11 +1,11 @@
 //! The closed list of keys: what is not read elsewhere must be known to change nothing.
 
-use super::keys::{Keys, short};
-use super::{Family, ModelConfig};
+use super::keys::{ConfigKeys, shorten_value};
+use super::{ModelConfig, ModelFamily};
 use crate::error::Result;
 use serde_json::Value;
 
-/// Keys that [`ModelConfig::parse`] reads.
+/// Keys that [`ModelConfig::parse_json`] reads.
 const READ: &[&str] = &[
     "model_type",
     "architectures",
@@ -119,7 +119,7 @@ const HARMLESS: &[&str] = &[
 ];
 
 /// Keys with one value that leaves the computation as it is.
-fn neutral(key: &str, config: &ModelConfig) -> Option<Value> {
+fn neutral_value(key: &str, config: &ModelConfig) -> Option<Value> {
     let dim = config.head_dim();
     Some(match key {
         "residual_multiplier"
@@ -142,7 +142,7 @@ fn neutral(key: &str, config: &ModelConfig) -> Option<Value> {
         | "shared_expert_intermediate_size" => Value::from(0.0),
         "is_causal" | "use_causal_mask" | "causal" | "use_rope" => Value::Bool(true),
         "use_qk_norm" | "qk_norm" | "qk_layernorm" | "use_qk_layernorm" => {
-            Value::Bool(config.family == Family::Qwen3)
+            Value::Bool(config.family == ModelFamily::Qwen3)
         }
         "qkv_bias" => Value::Bool(config.biases.qkv),
         "add_cross_attention"
@@ -158,7 +158,7 @@ fn neutral(key: &str, config: &ModelConfig) -> Option<Value> {
     })
 }
 
-fn equal(a: &Value, b: &Value) -> bool {
+fn values_equal(a: &Value, b: &Value) -> bool {
     match (a.as_f64(), b.as_f64()) {
         // A scale of heads is written with the digits its writer chose.
         (Some(a), Some(b)) => (a - b).abs() <= 1e-6 * b.abs(),
@@ -167,8 +167,8 @@ fn equal(a: &Value, b: &Value) -> bool {
 }
 
 /// Refuses every key that nothing reads, unless its value changes nothing.
-pub(super) fn check(keys: Keys<'_>, config: &ModelConfig) -> Result<()> {
-    for (key, value) in keys.present() {
+pub(super) fn check_keys(keys: ConfigKeys<'_>, config: &ModelConfig) -> Result<()> {
+    for (key, value) in keys.present_keys() {
         let empty = match value {
             Value::String(text) => text.is_empty(),
             Value::Array(items) => items.is_empty(),
@@ -178,22 +178,22 @@ pub(super) fn check(keys: Keys<'_>, config: &ModelConfig) -> Result<()> {
         if empty || READ.contains(&key) || HARMLESS.contains(&key) {
             continue;
         }
-        let Some(neutral) = neutral(key, config) else {
-            return Err(keys.refuse(key, reason(key, value)));
+        let Some(neutral) = neutral_value(key, config) else {
+            return Err(keys.refuse_key(key, refusal_reason(key, value)));
         };
-        if !equal(value, &neutral) {
+        if !values_equal(value, &neutral) {
             let reason = format!(
                 "{} is not supported; a {} model is computed as with {neutral}",
-                short(value),
+                shorten_value(value),
                 config.family.name()
             );
-            return Err(keys.refuse(key, reason));
+            return Err(keys.refuse_key(key, reason));
         }
     }
     Ok(())
 }
 
-fn reason(key: &str, value: &Value) -> String {
+fn refusal_reason(key: &str, value: &Value) -> String {
     let what = match key {
         "quantization_config" | "compression_config" | "quantization" => {
             "quantized weights are not read; use the folder of f16, bf16 or f32 weights"
@@ -204,5 +204,5 @@ fn reason(key: &str, value: &Value) -> String {
              config.json if it does not"
         }
     };
-    format!("{what} (its value is {})", short(value))
+    format!("{what} (its value is {})", shorten_value(value))
 }

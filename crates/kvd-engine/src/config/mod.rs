@@ -9,12 +9,12 @@ mod rope;
 mod tests;
 
 pub use layers::LayerKind;
-pub(crate) use rope::{Llama3, RopeScaling, RopeSpec, Yarn};
+pub(crate) use rope::{Llama3Scaling, RopeScaling, RopeSpec, YarnScaling};
 
 use crate::error::{ModelError, Result};
-use keys::Keys;
+use keys::ConfigKeys;
 use kvd_core::{DType, Geometry, RopePairing};
-use layers::Layers;
+use layers::LayerKinds;
 use rope::{RopeContext, RopeSpecs};
 use serde_json::Value;
 
@@ -22,7 +22,7 @@ use serde_json::Value;
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     /// The layout whose forward pass this is.
-    pub family: Family,
+    pub family: ModelFamily,
     /// Channels of the residual stream.
     pub hidden_size: usize,
     /// Channels inside the MLP; absent means what the weights have.
@@ -40,17 +40,17 @@ pub struct ModelConfig {
     /// Beginning of a text; 0 where the config has none.
     pub bos_token_id: u32,
     /// Function between the two halves of the MLP.
-    pub(crate) activation: Activation,
+    pub(crate) activation: ActivationFunction,
     /// Projections with a bias.
-    pub(crate) biases: Biases,
-    heads: Heads,
-    layers: Layers,
+    pub(crate) biases: BiasFlags,
+    heads: HeadCounts,
+    layers: LayerKinds,
     ropes: RopeSpecs,
 }
 
 /// Layouts of models that are computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Family {
+pub enum ModelFamily {
     /// `llama`.
     Llama,
     /// `mistral`: Llama with a sliding window.
@@ -61,7 +61,7 @@ pub enum Family {
     Qwen3,
 }
 
-impl Family {
+impl ModelFamily {
     const ALL: [Self; 4] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
 
     /// Its `model_type`.
@@ -91,7 +91,7 @@ impl Family {
 
 /// Functions between the two halves of an MLP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Activation {
+pub(crate) enum ActivationFunction {
     Silu,
     /// With the error function.
     Gelu,
@@ -104,8 +104,8 @@ pub(crate) enum Activation {
     ReluSquared,
 }
 
-impl Activation {
-    fn parse(name: &str) -> Option<Self> {
+impl ActivationFunction {
+    fn parse_name(name: &str) -> Option<Self> {
         Some(match name {
             "silu" | "swish" => Self::Silu,
             "gelu" | "gelu_python" => Self::Gelu,
@@ -121,7 +121,7 @@ impl Activation {
 
 /// Projections with a bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Biases {
+pub(crate) struct BiasFlags {
     /// Of queries, keys and values.
     pub(crate) qkv: bool,
     /// Of the attention's output.
@@ -145,25 +145,25 @@ impl ModelConfig {
     /// # Errors
     /// [`ModelError`] with the key, when it does not parse or describes a model that this engine
     /// does not compute.
-    pub fn parse(json: &[u8]) -> Result<Self> {
+    pub fn parse_json(json: &[u8]) -> Result<Self> {
         let file = |reason: String| ModelError::File { file: "config.json".into(), reason };
         let value: Value =
             serde_json::from_slice(json).map_err(|error| file(format!("is no JSON: {error}")))?;
         let Value::Object(map) = value else {
             return Err(file("is no JSON object".to_owned()));
         };
-        let keys = Keys::new(&map, "");
-        let family = family(keys)?;
-        let wide = |key| keys.count(key, 1, Self::WIDTH_MAX);
-        let hidden_size = keys.required("hidden_size", wide("hidden_size")?)?;
+        let keys = ConfigKeys::new(&map, "");
+        let family = parse_family(keys)?;
+        let wide = |key| keys.read_count(key, 1, Self::WIDTH_MAX);
+        let hidden_size = keys.require_key("hidden_size", wide("hidden_size")?)?;
         let layers_max = Geometry::LAYERS_MAX as usize;
-        let layers = keys.count("num_hidden_layers", 1, layers_max)?;
-        let num_hidden_layers = keys.required("num_hidden_layers", layers)?;
-        let vocab_size = keys.count("vocab_size", 1, Self::VOCABULARY_MAX)?;
-        let vocab_size = keys.required("vocab_size", vocab_size)?;
-        let heads = heads(keys, family, hidden_size)?;
-        let layers = Layers::parse(keys, family, num_hidden_layers)?;
-        let positions = keys.count("max_position_embeddings", 1, Self::POSITIONS_MAX)?;
+        let layers = keys.read_count("num_hidden_layers", 1, layers_max)?;
+        let num_hidden_layers = keys.require_key("num_hidden_layers", layers)?;
+        let vocab_size = keys.read_count("vocab_size", 1, Self::VOCABULARY_MAX)?;
+        let vocab_size = keys.require_key("vocab_size", vocab_size)?;
+        let heads = parse_heads(keys, family, hidden_size)?;
+        let layers = LayerKinds::parse_layers(keys, family, num_hidden_layers)?;
+        let positions = keys.read_count("max_position_embeddings", 1, Self::POSITIONS_MAX)?;
         let positions = positions.unwrap_or(family.positions_default());
         let head_dim = heads.dim;
         let rope = RopeContext { top: keys, head_dim, positions, kinds: &layers.kinds };
@@ -174,16 +174,16 @@ impl ModelConfig {
             num_hidden_layers,
             vocab_size,
             max_position_embeddings: positions,
-            rms_norm_eps: keys.number("rms_norm_eps", 0.0)?.unwrap_or(1e-6),
-            tie_word_embeddings: keys.flag("tie_word_embeddings")?.unwrap_or(false),
-            bos_token_id: bos(keys, vocab_size)?,
-            activation: activation(keys)?,
-            biases: biases(keys, family)?,
+            rms_norm_eps: keys.read_number("rms_norm_eps", 0.0)?.unwrap_or(1e-6),
+            tie_word_embeddings: keys.read_flag("tie_word_embeddings")?.unwrap_or(false),
+            bos_token_id: parse_bos(keys, vocab_size)?,
+            activation: parse_activation(keys)?,
+            biases: parse_biases(keys, family)?,
             heads,
-            ropes: rope.parse()?,
+            ropes: rope.parse_specs()?,
             layers,
         };
-        known::check(keys, &config)?;
+        known::check_keys(keys, &config)?;
         Ok(config)
     }
 
@@ -201,7 +201,7 @@ impl ModelConfig {
 
     /// Shape of one layer's attention.
     #[must_use]
-    pub fn heads(&self) -> Heads {
+    pub fn attention_heads(&self) -> HeadCounts {
         self.heads
     }
 
@@ -219,7 +219,7 @@ impl ModelConfig {
     /// # Panics
     /// When the model has no such layer.
     #[must_use]
-    pub fn window(&self, layer: usize) -> Option<usize> {
+    pub fn layer_window(&self, layer: usize) -> Option<usize> {
         match self.layer_kind(layer) {
             LayerKind::Full => None,
             LayerKind::Sliding => self.layers.window,
@@ -228,19 +228,19 @@ impl ModelConfig {
 
     /// Whether queries and keys have norms.
     pub(crate) fn has_head_norms(&self) -> bool {
-        self.family == Family::Qwen3
+        self.family == ModelFamily::Qwen3
     }
 
     /// The embedding of a kind of layer.
-    pub(crate) fn rope(&self, kind: LayerKind) -> &RopeSpec {
-        self.ropes.of(kind)
+    pub(crate) fn rope_spec(&self, kind: LayerKind) -> &RopeSpec {
+        self.ropes.kind_spec(kind)
     }
 
     /// Positions that a text may have: those of the training, and of longrope those of the short
     /// factors.
     #[must_use]
-    pub fn positions(&self) -> usize {
-        let limits = self.layers.kinds.iter().map(|&kind| match &self.rope(kind).scaling {
+    pub fn positions_max(&self) -> usize {
+        let limits = self.layers.kinds.iter().map(|&kind| match &self.rope_spec(kind).scaling {
             RopeScaling::LongRope(rope) => rope.original_positions,
             _ => usize::MAX,
         });
@@ -251,7 +251,7 @@ impl ModelConfig {
     ///
     /// # Errors
     /// When kvd does not support it.
-    pub fn geometry(&self, block_tokens: u32) -> anyhow::Result<Geometry> {
+    pub fn kv_geometry(&self, block_tokens: u32) -> anyhow::Result<Geometry> {
         let geometry = Geometry {
             layers: u32::try_from(self.num_hidden_layers)?,
             kv_heads: u32::try_from(self.heads.kv)?,
@@ -261,99 +261,105 @@ impl ModelConfig {
             dtype: DType::F16,
             rope_pairing: RopePairing::Half,
         };
-        geometry.validate()?;
+        geometry.validate_fields()?;
         Ok(geometry)
     }
 }
 
 /// The layout, which `model_type` and `architectures` must agree on.
-fn family(keys: Keys<'_>) -> Result<Family> {
-    let name = keys.required("model_type", keys.word("model_type")?)?;
-    let supported = || Family::ALL.map(Family::name).join(", ");
-    let found = Family::ALL.into_iter().find(|family| family.name() == name);
+fn parse_family(keys: ConfigKeys<'_>) -> Result<ModelFamily> {
+    let name = keys.require_key("model_type", keys.read_word("model_type")?)?;
+    let supported = || ModelFamily::ALL.map(ModelFamily::name).join(", ");
+    let found = ModelFamily::ALL.into_iter().find(|family| family.name() == name);
     let unsupported = || format!("{name:?} is not supported; supported are {}", supported());
-    let family = found.ok_or_else(|| keys.refuse("model_type", unsupported()))?;
+    let family = found.ok_or_else(|| keys.refuse_key("model_type", unsupported()))?;
     let class = format!("{name}forcausallm");
-    match keys.words("architectures")? {
+    match keys.read_words("architectures")? {
         Some(classes) if !classes.iter().any(|c| c.to_ascii_lowercase() == class) => {
             let reason = format!("{classes:?} names no {name} model with a language head");
-            Err(keys.refuse("architectures", reason))
+            Err(keys.refuse_key("architectures", reason))
         }
         _ => Ok(family),
     }
 }
 
-fn heads(keys: Keys<'_>, family: Family, hidden_size: usize) -> Result<Heads> {
-    let query = keys.count("num_attention_heads", 1, ModelConfig::HEADS_MAX)?;
-    let query = keys.required("num_attention_heads", query)?;
+fn parse_heads(
+    keys: ConfigKeys<'_>,
+    family: ModelFamily,
+    hidden_size: usize,
+) -> Result<HeadCounts> {
+    let query = keys.read_count("num_attention_heads", 1, ModelConfig::HEADS_MAX)?;
+    let query = keys.require_key("num_attention_heads", query)?;
     let kv_max = Geometry::KV_HEADS_MAX as usize;
     // Null is one per query head in every class.
-    let kv = keys.count("num_key_value_heads", 1, kv_max)?.unwrap_or(query);
+    let kv = keys.read_count("num_key_value_heads", 1, kv_max)?.unwrap_or(query);
     if !query.is_multiple_of(kv) || kv > kv_max {
         let reason = format!(
             "{kv} KV heads for num_attention_heads {query}: it must divide them and be at most \
              {kv_max}"
         );
-        return Err(keys.refuse("num_key_value_heads", reason));
+        return Err(keys.refuse_key("num_key_value_heads", reason));
     }
     let dim_max = Geometry::HEAD_DIM_MAX as usize;
-    let dim = match keys.count("head_dim", 2, dim_max)? {
+    let dim = match keys.read_count("head_dim", 2, dim_max)? {
         Some(dim) => dim,
-        None if family == Family::Qwen3 && !keys.is_written("head_dim") => 128,
+        None if family == ModelFamily::Qwen3 && !keys.is_written("head_dim") => 128,
         None if hidden_size.is_multiple_of(query) => hidden_size / query,
         None => {
             let reason =
                 format!("{query} does not divide hidden_size {hidden_size}: give head_dim");
-            return Err(keys.refuse("num_attention_heads", reason));
+            return Err(keys.refuse_key("num_attention_heads", reason));
         }
     };
     if !(2..=dim_max).contains(&dim) || !dim.is_multiple_of(2) {
         let reason = format!("is {dim}; it must be even and from 2 to {dim_max}");
-        return Err(keys.refuse("head_dim", reason));
+        return Err(keys.refuse_key("head_dim", reason));
     }
-    Ok(Heads { query, kv, dim })
+    Ok(HeadCounts { query, kv, dim })
 }
 
-fn bos(keys: Keys<'_>, vocab_size: usize) -> Result<u32> {
-    let bos = keys.count("bos_token_id", 0, vocab_size - 1)?.unwrap_or(0);
-    u32::try_from(bos).map_err(|_| keys.refuse("bos_token_id", "is no token id"))
+fn parse_bos(keys: ConfigKeys<'_>, vocab_size: usize) -> Result<u32> {
+    let bos = keys.read_count("bos_token_id", 0, vocab_size - 1)?.unwrap_or(0);
+    u32::try_from(bos).map_err(|_| keys.refuse_key("bos_token_id", "is no token id"))
 }
 
-fn activation(keys: Keys<'_>) -> Result<Activation> {
-    let (act, alias) = (keys.word("hidden_act")?, keys.word("hidden_activation")?);
+fn parse_activation(keys: ConfigKeys<'_>) -> Result<ActivationFunction> {
+    let (act, alias) = (keys.read_word("hidden_act")?, keys.read_word("hidden_activation")?);
     let name = act.unwrap_or("silu");
     // Only other families read the second key.
     if alias.is_some_and(|alias| alias != name) {
-        return Err(keys.refuse("hidden_activation", format!("disagrees with hidden_act {name:?}")));
+        return Err(
+            keys.refuse_key("hidden_activation", format!("disagrees with hidden_act {name:?}"))
+        );
     }
     let unsupported = || format!("{name:?} is not supported; silu, gelu and relu variants are");
-    Activation::parse(name).ok_or_else(|| keys.refuse("hidden_act", unsupported()))
+    ActivationFunction::parse_name(name).ok_or_else(|| keys.refuse_key("hidden_act", unsupported()))
 }
 
-fn biases(keys: Keys<'_>, family: Family) -> Result<Biases> {
-    let (attention, mlp) = (keys.flag("attention_bias")?, keys.flag("mlp_bias")?);
+fn parse_biases(keys: ConfigKeys<'_>, family: ModelFamily) -> Result<BiasFlags> {
+    let (attention, mlp) = (keys.read_flag("attention_bias")?, keys.read_flag("mlp_bias")?);
     let never = |key: &str| {
         let reason = format!("a {} model has no such biases", family.name());
-        keys.refuse(key, reason)
+        keys.refuse_key(key, reason)
     };
-    if mlp == Some(true) && family != Family::Llama {
+    if mlp == Some(true) && family != ModelFamily::Llama {
         return Err(never("mlp_bias"));
     }
     let (qkv, o) = match (family, attention) {
-        (Family::Mistral, Some(true)) => return Err(never("attention_bias")),
-        (Family::Qwen2, Some(false)) => {
+        (ModelFamily::Mistral, Some(true)) => return Err(never("attention_bias")),
+        (ModelFamily::Qwen2, Some(false)) => {
             let reason = "a qwen2 model has biases of q, k and v; set the key to null";
-            return Err(keys.refuse("attention_bias", reason));
+            return Err(keys.refuse_key("attention_bias", reason));
         }
-        (Family::Qwen2, _) => (true, false),
+        (ModelFamily::Qwen2, _) => (true, false),
         (_, attention) => (attention == Some(true), attention == Some(true)),
     };
-    Ok(Biases { qkv, o, mlp: mlp == Some(true) })
+    Ok(BiasFlags { qkv, o, mlp: mlp == Some(true) })
 }
 
 /// Heads of a layer and their size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Heads {
+pub struct HeadCounts {
     /// Query heads.
     pub query: usize,
     /// KV heads; each serves `query / kv` query heads in a row.
@@ -362,7 +368,7 @@ pub struct Heads {
     pub dim: usize,
 }
 
-impl Heads {
+impl HeadCounts {
     /// Values of one token's queries.
     #[must_use]
     pub fn query_width(self) -> usize {
@@ -377,7 +383,7 @@ impl Heads {
 
     /// Query heads that share one KV head.
     #[must_use]
-    pub fn group(self) -> usize {
+    pub fn query_group(self) -> usize {
         self.query / self.kv
     }
 }

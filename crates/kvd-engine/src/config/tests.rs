@@ -18,7 +18,7 @@ fn changed(model_type: &str, changes: &Value) -> Value {
 }
 
 fn parse(config: &Value) -> Result<ModelConfig> {
-    ModelConfig::parse(config.to_string().as_bytes())
+    ModelConfig::parse_json(config.to_string().as_bytes())
 }
 
 fn without(model_type: &str, key: &str) -> Value {
@@ -36,12 +36,12 @@ fn refused(model_type: &str, changes: &Value) -> (String, String) {
 }
 
 fn rope(model_type: &str, changes: &Value) -> RopeSpec {
-    parse(&changed(model_type, changes)).unwrap().rope(LayerKind::Full).clone()
+    parse(&changed(model_type, changes)).unwrap().rope_spec(LayerKind::Full).clone()
 }
 
 #[test]
 fn absent_keys_and_null_take_the_defaults_of_the_class() {
-    for family in Family::ALL {
+    for family in ModelFamily::ALL {
         let mut config = base(family.name());
         let optional = [
             "num_key_value_heads",
@@ -56,16 +56,16 @@ fn absent_keys_and_null_take_the_defaults_of_the_class() {
             config[key] = Value::Null;
         }
         let read = parse(&config).unwrap();
-        assert_eq!(read.heads(), Heads { query: 4, kv: 4, dim: 16 });
+        assert_eq!(read.attention_heads(), HeadCounts { query: 4, kv: 4, dim: 16 });
         assert_eq!((read.rms_norm_eps, read.bos_token_id), (1e-6, 0));
         assert!(!read.tie_word_embeddings);
         assert_eq!(read.max_position_embeddings, family.positions_default());
-        assert_eq!(read.rope(LayerKind::Full).theta, 10_000.0);
+        assert_eq!(read.rope_spec(LayerKind::Full).theta, 10_000.0);
     }
     assert_eq!(parse(&without("qwen3", "head_dim")).unwrap().head_dim(), 128);
     assert_eq!(parse(&without("qwen2", "head_dim")).unwrap().head_dim(), 16);
-    assert_eq!(parse(&base("mistral")).unwrap().window(1), Some(4096));
-    assert_eq!(parse(&base("llama")).unwrap().window(1), None);
+    assert_eq!(parse(&base("mistral")).unwrap().layer_window(1), Some(4096));
+    assert_eq!(parse(&base("llama")).unwrap().layer_window(1), None);
 }
 
 /// One row for each key that changes the computation: what is refused, and by which name.
@@ -143,10 +143,10 @@ fn biases_that_a_family_does_not_have_are_refused() {
     }
     let biases = |family: &str, changes: &Value| parse(&changed(family, changes)).unwrap().biases;
     let all = json!({"attention_bias": true, "mlp_bias": true});
-    assert_eq!(biases("llama", &all), Biases { qkv: true, o: true, mlp: true });
-    assert_eq!(biases("qwen2", &json!({})), Biases { qkv: true, o: false, mlp: false });
+    assert_eq!(biases("llama", &all), BiasFlags { qkv: true, o: true, mlp: true });
+    assert_eq!(biases("qwen2", &json!({})), BiasFlags { qkv: true, o: false, mlp: false });
     let attention = json!({"attention_bias": true});
-    assert_eq!(biases("qwen3", &attention), Biases { qkv: true, o: true, mlp: false });
+    assert_eq!(biases("qwen3", &attention), BiasFlags { qkv: true, o: true, mlp: false });
 }
 
 #[test]
@@ -167,7 +167,7 @@ fn values_that_change_nothing_are_read() {
         json!({"hidden_act": "gelu", "hidden_activation": "gelu"}),
     ] {
         let read = parse(&changed("llama", &changes)).unwrap_or_else(|e| panic!("{changes}: {e}"));
-        assert_eq!(read.rope(LayerKind::Full).scaling, RopeScaling::None);
+        assert_eq!(read.rope_spec(LayerKind::Full).scaling, RopeScaling::None);
     }
 }
 
@@ -247,10 +247,10 @@ fn each_kind_of_layer_has_its_own_rope() {
             "sliding_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}}),
     ));
     let config = config.unwrap();
-    assert_eq!(config.rope(LayerKind::Full).theta, 1e6);
-    let sliding = config.rope(LayerKind::Sliding);
+    assert_eq!(config.rope_spec(LayerKind::Full).theta, 1e6);
+    let sliding = config.rope_spec(LayerKind::Sliding);
     assert_eq!(sliding.scaling, RopeScaling::Linear { factor: 2.0 });
-    assert_eq!((config.window(0), config.window(1)), (Some(128), None));
+    assert_eq!((config.layer_window(0), config.layer_window(1)), (Some(128), None));
 }
 
 #[test]
@@ -258,7 +258,7 @@ fn windows_are_those_of_the_family() {
     let windows = |family: &str, changes: &Value| {
         let config = parse(&changed(family, changes));
         let config = config.unwrap_or_else(|error| panic!("{changes}: {error}"));
-        [config.window(0), config.window(1)]
+        [config.layer_window(0), config.layer_window(1)]
     };
     let none = [None, None];
     assert_eq!(windows("mistral", &json!({"sliding_window": null})), none);
@@ -284,8 +284,9 @@ fn windows_are_those_of_the_family() {
 
 #[test]
 fn texts_beyond_what_the_embedding_is_computed_for_are_counted_out() {
-    let positions =
-        |scaling| parse(&changed("llama", &json!({"rope_scaling": scaling}))).unwrap().positions();
+    let positions = |scaling| {
+        parse(&changed("llama", &json!({"rope_scaling": scaling}))).unwrap().positions_max()
+    };
     let factors = [1.0; 8];
     assert_eq!(positions(json!({"type": "dynamic", "factor": 4.0})), 2048);
     let long = json!({"rope_type": "longrope", "short_factor": factors, "long_factor": factors,
@@ -350,11 +351,11 @@ fn numbers_that_are_none_are_refused_by_their_key() {
 #[test]
 fn what_is_no_json_object_is_refused() {
     for text in ["", "[]", "3", "{", "{\"model_type\": NaN}", "\u{feff}{}"] {
-        let error = ModelConfig::parse(text.as_bytes()).unwrap_err();
+        let error = ModelConfig::parse_json(text.as_bytes()).unwrap_err();
         assert!(matches!(error, ModelError::File { .. }), "{text}: {error}");
     }
     let deep = "[".repeat(100_000);
-    assert!(ModelConfig::parse(deep.as_bytes()).is_err());
+    assert!(ModelConfig::parse_json(deep.as_bytes()).is_err());
 }
 
 /// Published configs, with every key that they have.

@@ -1,7 +1,7 @@
 //! Rows that a daemon holds, read back by `LoadBlocks`: exact where the sequence's codec is `raw`.
 
 use super::{CalibrateError, KvDump, LayerRows};
-use crate::progress::Progress;
+use crate::progress::RunProgress;
 use anyhow::{Context, Result};
 use bytes::Bytes;
 use kvd_client::{Client, Endpoint, LoadRange};
@@ -25,7 +25,7 @@ pub struct DaemonSource {
 
 impl DaemonSource {
     /// K and V of every layer, and the daemon's sample of queries where it keeps one.
-    pub(super) async fn load(&self, progress: &Progress) -> Result<KvDump> {
+    pub(super) async fn load_dump(&self, progress: &RunProgress) -> Result<KvDump> {
         let connected = Client::connect(self.endpoint.clone()).await;
         let mut client = connected.with_context(|| format!("no daemon at {}", self.endpoint))?;
         if let Some(namespace) = &self.namespace {
@@ -33,12 +33,12 @@ impl DaemonSource {
         }
         let mut all: Option<(ModelId, KvDump)> = None;
         for &sequence in &self.sequences {
-            let (model, dump) = self.sequence(&client, sequence, progress).await?;
+            let (model, dump) = self.load_sequence(&client, sequence, progress).await?;
             match &mut all {
                 None => all = Some((model, dump)),
                 Some((_, all)) => {
                     let file = format!("sequence {}", sequence.0);
-                    all.append(dump).map_err(|()| CalibrateError::Mixed { file })?;
+                    all.append_dump(dump).map_err(|()| CalibrateError::Mixed { file })?;
                 }
             }
         }
@@ -47,11 +47,11 @@ impl DaemonSource {
         Ok(dump)
     }
 
-    async fn sequence(
+    async fn load_sequence(
         &self,
         client: &Client,
         sequence: SequenceId,
-        progress: &Progress,
+        progress: &RunProgress,
     ) -> Result<(ModelId, KvDump)> {
         let description = client.describe_sequence(sequence).await?;
         let most = self.tokens.and_then(|tokens| u32::try_from(tokens).ok()).unwrap_or(u32::MAX);
@@ -63,17 +63,17 @@ impl DaemonSource {
         let geometry = client.describe_model(model).await?.geometry;
         let geometry = geometry.context("the daemon's description has no geometry")?;
         let geometry = Geometry::try_from(geometry)?;
-        progress.begin("sequence", (geometry.layers * end) as usize);
+        progress.begin_steps("sequence", (geometry.layers * end) as usize);
         let mut layers = Vec::new();
         for layer in (0..geometry.layers).map(LayerIndex) {
             let mut rows = LayerRows::default();
             for start in (0..end).step_by(PIECE_TOKENS as usize) {
                 let end = end.min(start + PIECE_TOKENS);
                 let range = LoadRange { sequence, layer, start, end, dtype: Some(DType::F32) };
-                let loaded = client.load(range).await?;
-                rows.k.extend(values(&loaded.k, DType::F32));
-                rows.v.extend(values(&loaded.v, DType::F32));
-                progress.add((end - start) as usize);
+                let loaded = client.load_rows(range).await?;
+                rows.k.extend(widen_values(&loaded.k, DType::F32));
+                rows.v.extend(widen_values(&loaded.v, DType::F32));
+                progress.add_steps((end - start) as usize);
             }
             layers.push(rows);
         }
@@ -94,13 +94,13 @@ async fn add_queries(client: &Client, model: ModelId, dump: &mut KvDump) -> Resu
     }
     dump.query_heads = heads as usize;
     for (rows, sampled) in dump.layers.iter_mut().zip(sampled) {
-        rows.q = values(&sampled.q, sampled.dtype);
+        rows.q = widen_values(&sampled.q, sampled.dtype);
     }
     Ok(())
 }
 
-fn values(bytes: &Bytes, dtype: DType) -> Vec<f32> {
+fn widen_values(bytes: &Bytes, dtype: DType) -> Vec<f32> {
     let mut values = vec![0.0; bytes.len() / dtype.size_bytes()];
-    dtype.widen(bytes, &mut values);
+    dtype.widen_values(bytes, &mut values);
     values
 }

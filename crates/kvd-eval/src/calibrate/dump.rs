@@ -52,7 +52,7 @@ pub struct DumpSource {
 
 impl DumpSource {
     /// The rows of all files.
-    pub(super) fn read(&self) -> Result<KvDump> {
+    pub(super) fn read_files(&self) -> Result<KvDump> {
         let mut all: Option<KvDump> = None;
         for path in &self.files {
             let file = path.display().to_string();
@@ -61,11 +61,11 @@ impl DumpSource {
             let mut dump =
                 dump.map_err(|problem| CalibrateError::Dump { file: file.clone(), problem })?;
             if let Some(tokens) = self.tokens {
-                dump.truncate(tokens);
+                dump.truncate_tokens(tokens);
             }
             match &mut all {
                 None => all = Some(dump),
-                Some(all) => all.append(dump).map_err(|()| CalibrateError::Mixed { file })?,
+                Some(all) => all.append_dump(dump).map_err(|()| CalibrateError::Mixed { file })?,
             }
         }
         all.context("no file of samples")
@@ -75,14 +75,14 @@ impl DumpSource {
 impl KvDump {
     /// Tokens of each layer.
     #[must_use]
-    pub fn tokens(&self) -> usize {
+    pub fn token_count(&self) -> usize {
         let width = (self.geometry.kv_heads * self.geometry.head_dim_k) as usize;
         self.layers.first().map_or(0, |layer| layer.k.len() / width)
     }
 
     /// Keeps the first `tokens` tokens, and as many queries.
-    fn truncate(&mut self, tokens: usize) {
-        let [k, v, q] = self.widths();
+    fn truncate_tokens(&mut self, tokens: usize) {
+        let [k, v, q] = self.token_widths();
         for layer in &mut self.layers {
             layer.k.truncate(tokens * k);
             layer.v.truncate(tokens * v);
@@ -91,14 +91,14 @@ impl KvDump {
     }
 
     /// Values of one token: keys, values, queries.
-    fn widths(&self) -> [usize; 3] {
+    fn token_widths(&self) -> [usize; 3] {
         let g = &self.geometry;
         let [heads, k, v] = [g.kv_heads, g.head_dim_k, g.head_dim_v].map(|n| n as usize);
         [heads * k, heads * v, self.query_heads * k]
     }
 
     /// Adds the rows of another dump of the same model.
-    pub(super) fn append(&mut self, other: Self) -> Result<(), ()> {
+    pub(super) fn append_dump(&mut self, other: Self) -> Result<(), ()> {
         if (&self.geometry, self.query_heads) != (&other.geometry, other.query_heads) {
             return Err(());
         }
@@ -132,7 +132,7 @@ impl KvDump {
                 let largest = f32::from(half::f16::MAX);
                 ensure!(values.iter().all(|x| x.abs() <= largest), "{name} does not fit f16");
                 let mut bytes = vec![0; values.len() * DType::F16.size_bytes()];
-                DType::F16.narrow(values, &mut bytes);
+                DType::F16.narrow_values(values, &mut bytes);
                 buffers.push((name, vec![values.len() / (heads * dim), heads, dim], bytes));
             }
         }
@@ -168,11 +168,11 @@ impl KvDump {
         let has = |layer: usize, part: &str| tensors.tensor(&format!("layer.{layer}.{part}")).ok();
         let layers = (0..).take_while(|&layer| has(layer, "k").is_some()).count();
         let first = has(0, "k").ok_or("no tensor layer.0.k [tokens, kv_heads, head_dim]")?;
-        let [tokens, heads, dim_k] = shape(&first, "layer.0.k")?;
+        let [tokens, heads, dim_k] = view_shape(&first, "layer.0.k")?;
         let value = has(0, "v").ok_or("no tensor layer.0.v [tokens, kv_heads, head_dim]")?;
-        let [_, _, dim_v] = shape(&value, "layer.0.v")?;
+        let [_, _, dim_v] = view_shape(&value, "layer.0.v")?;
         let queries = match has(0, "q") {
-            Some(view) => Some(shape(&view, "layer.0.q")?),
+            Some(view) => Some(view_shape(&view, "layer.0.q")?),
             None => None,
         };
         let small = |n: usize| u32::try_from(n).map_err(|_| format!("a dimension of {n}"));
@@ -182,16 +182,16 @@ impl KvDump {
             head_dim_k: small(dim_k)?,
             head_dim_v: small(dim_v)?,
             block_tokens,
-            dtype: dtype(&first, "layer.0.k")?,
+            dtype: view_dtype(&first, "layer.0.k")?,
             rope_pairing,
         };
-        geometry.validate().map_err(|e| e.to_string())?;
+        geometry.validate_fields().map_err(|e| e.to_string())?;
         let query_heads = queries.map_or(0, |[_, heads, _]| heads);
         if !query_heads.is_multiple_of(heads) {
             return Err(format!("{query_heads} query heads over {heads} KV heads"));
         }
         let layers = (0..layers).map(|layer| {
-            let rows = |part: &str, want: [usize; 3]| rows(&tensors, layer, part, want);
+            let rows = |part: &str, want: [usize; 3]| read_rows(&tensors, layer, part, want);
             let k = rows("k", [tokens, heads, dim_k])?;
             let v = rows("v", [tokens, heads, dim_v])?;
             let q =
@@ -202,7 +202,7 @@ impl KvDump {
     }
 }
 
-fn shape(view: &TensorView<'_>, name: &str) -> Result<[usize; 3], String> {
+fn view_shape(view: &TensorView<'_>, name: &str) -> Result<[usize; 3], String> {
     let shape: Result<[usize; 3], _> = view.shape().try_into();
     match shape {
         Ok(shape) if shape.iter().all(|&n| n > 0) => Ok(shape),
@@ -210,7 +210,7 @@ fn shape(view: &TensorView<'_>, name: &str) -> Result<[usize; 3], String> {
     }
 }
 
-fn dtype(view: &TensorView<'_>, name: &str) -> Result<DType, String> {
+fn view_dtype(view: &TensorView<'_>, name: &str) -> Result<DType, String> {
     match view.dtype() {
         Dtype::F16 => Ok(DType::F16),
         Dtype::BF16 => Ok(DType::BF16),
@@ -219,7 +219,7 @@ fn dtype(view: &TensorView<'_>, name: &str) -> Result<DType, String> {
     }
 }
 
-fn rows(
+fn read_rows(
     tensors: &SafeTensors<'_>,
     layer: usize,
     part: &str,
@@ -230,9 +230,9 @@ fn rows(
     if view.shape() != want {
         return Err(format!("{name} is {:?}, expected {want:?}", view.shape()));
     }
-    let dtype = dtype(&view, &name)?;
+    let dtype = view_dtype(&view, &name)?;
     let mut values = vec![0.0; view.data().len() / dtype.size_bytes()];
-    dtype.widen(view.data(), &mut values);
+    dtype.widen_values(view.data(), &mut values);
     Ok(values)
 }
 
@@ -269,9 +269,9 @@ mod tests {
         none.query_heads = 0;
         none.layers.iter_mut().for_each(|layer| layer.q.clear());
         assert_eq!(KvDump::from_bytes(&none.to_bytes().unwrap(), 16).unwrap(), none);
-        assert!(none.samples().unwrap().queries(kvd_core::LayerIndex(0), 0).is_empty());
+        assert!(none.to_samples().unwrap().queries(kvd_core::LayerIndex(0), 0).is_empty());
         // Query heads 2 and 3 share KV head 1.
-        let samples = dump.samples().unwrap();
+        let samples = dump.to_samples().unwrap();
         let queries = samples.queries(kvd_core::LayerIndex(0), 1);
         assert_eq!((queries.len(), &queries[..8]), (2 * 5 * 8, &dump.layers[0].q[16..24]));
     }
@@ -280,7 +280,7 @@ mod tests {
     fn the_fixtures_own_dump_is_read_as_it_is() {
         let path = "../../tests/fixtures/kv-tiny-b/kv_passage0.safetensors";
         let dump = KvDump::from_bytes(&std::fs::read(path).unwrap(), 64).unwrap();
-        assert_eq!((dump.tokens(), dump.query_heads, dump.layers.len()), (2048, 4, 3));
+        assert_eq!((dump.token_count(), dump.query_heads, dump.layers.len()), (2048, 4, 3));
         assert_eq!(dump.layers[2].q.len(), 1024 * 4 * 128);
         assert_eq!(dump.geometry.rope_pairing, RopePairing::Half);
     }
@@ -329,10 +329,10 @@ mod tests {
         std::fs::write(path("b"), other.to_bytes().unwrap()).unwrap();
         let source = |files: &[&str], tokens| {
             let files = files.iter().map(|name| path(name)).collect();
-            DumpSource { files, block_tokens: 16, tokens }.read()
+            DumpSource { files, block_tokens: 16, tokens }.read_files()
         };
-        assert_eq!(source(&["a", "a"], None).unwrap().tokens(), 10);
-        assert_eq!(source(&["a", "a"], Some(2)).unwrap().tokens(), 4);
+        assert_eq!(source(&["a", "a"], None).unwrap().token_count(), 10);
+        assert_eq!(source(&["a", "a"], Some(2)).unwrap().token_count(), 4);
         let error = source(&["a", "b"], None).unwrap_err().downcast::<CalibrateError>().unwrap();
         assert!(matches!(error, CalibrateError::Mixed { .. }), "{error}");
         let error = format!("{:#}", source(&["none"], None).unwrap_err());

@@ -12,8 +12,8 @@ pub use error::CalibrateError;
 pub use model::ModelSource;
 
 use crate::eval::EvalCodec;
-use crate::fits::Fits;
-use crate::progress::Progress;
+use crate::fits::FittedSides;
+use crate::progress::RunProgress;
 use crate::samples;
 use anyhow::{Context, Result};
 use kvd_codec::{Calibration, Samples, SetAside, Transform};
@@ -22,7 +22,7 @@ use std::path::PathBuf;
 
 /// Where rows come from.
 #[derive(Clone, Debug)]
-pub enum Source {
+pub enum RowSource {
     /// Files of K, V and queries.
     Dump(DumpSource),
     /// A model and text.
@@ -35,18 +35,18 @@ pub enum Source {
 #[derive(Clone, Debug)]
 pub struct CalibrateOptions {
     /// Where rows come from.
-    pub source: Source,
+    pub source: RowSource,
     /// Codecs to fit; the artefact serves all of them.
     pub codecs: Vec<EvalCodec>,
     /// Seed of the fits: the same rows, codecs and seed give the same bytes.
     pub seed: u64,
-    /// Also write the rows, as a later [`Source::Dump`].
+    /// Also write the rows, as a later [`RowSource::Dump`].
     pub dump: Option<PathBuf>,
 }
 
 impl CalibrateOptions {
     /// What can be told before any row is there.
-    fn check(&self) -> Result<(), CalibrateError> {
+    fn check_options(&self) -> Result<(), CalibrateError> {
         let idle = self.codecs.iter().find(|codec| !codec.spec.needs_calibration());
         match idle {
             Some(codec) => Err(CalibrateError::NothingToFit { codec: codec.label.clone() }),
@@ -57,7 +57,7 @@ impl CalibrateOptions {
 
 /// What was made.
 #[derive(Clone, Debug)]
-pub struct Calibrated {
+pub struct CalibrationRun {
     /// The artefact; none when no codec was asked for.
     pub artefact: Option<Calibration>,
     /// Tokens it was fitted on.
@@ -77,25 +77,25 @@ pub struct Calibrated {
 /// # Errors
 /// [`CalibrateError`] where the source does not have what is asked for; otherwise when a file
 /// cannot be read or written, the daemon refuses, or a fit fails.
-pub async fn run(options: &CalibrateOptions) -> Result<Calibrated> {
-    options.check()?;
-    let progress = Progress::new(0);
+pub async fn run_calibration(options: &CalibrateOptions) -> Result<CalibrationRun> {
+    options.check_options()?;
+    let progress = RunProgress::new(0);
     let rows = match &options.source {
-        Source::Dump(source) => source.read()?,
-        Source::Model(source) => source.record(&progress).await?,
-        Source::Daemon(source) => source.load(&progress).await?,
+        RowSource::Dump(source) => source.read_files()?,
+        RowSource::Model(source) => source.record_rows(&progress).await?,
+        RowSource::Daemon(source) => source.load_dump(&progress).await?,
     };
     if let Some(path) = &options.dump {
         let written = std::fs::write(path, rows.to_bytes()?);
         written.with_context(|| format!("cannot write {}", path.display()))?;
     }
     let queries = rows.layers.iter().all(|layer| !layer.q.is_empty());
-    let tokens = rows.tokens();
-    let samples = rows.samples()?;
+    let tokens = rows.token_count();
+    let samples = rows.to_samples()?;
     drop(rows);
-    let artefact = fit(options, &samples, queries, &progress);
-    progress.finish();
-    Ok(Calibrated {
+    let artefact = fit_codecs(options, &samples, queries, &progress);
+    progress.remove_bar();
+    Ok(CalibrationRun {
         artefact: artefact?,
         tokens,
         queries,
@@ -105,11 +105,11 @@ pub async fn run(options: &CalibrateOptions) -> Result<Calibrated> {
     })
 }
 
-fn fit(
+fn fit_codecs(
     options: &CalibrateOptions,
     samples: &Samples,
     queries: bool,
-    progress: &Progress,
+    progress: &RunProgress,
 ) -> Result<Option<Calibration>> {
     for codec in &options.codecs {
         let keys = codec.spec.side_specs(Side::Key);
@@ -122,7 +122,7 @@ fn fit(
         enough::check_zeros(samples)?;
     }
     let specs = options.codecs.iter().map(|codec| &codec.spec);
-    Fits::new(specs, samples, options.seed, progress)?.all()
+    FittedSides::new(specs, samples, options.seed, progress)?.merge_all()
 }
 
 impl KvDump {
@@ -130,7 +130,7 @@ impl KvDump {
     ///
     /// # Errors
     /// When a value is NaN or infinite.
-    pub fn samples(&self) -> Result<Samples> {
+    pub fn to_samples(&self) -> Result<Samples> {
         let geometry = &self.geometry;
         let mut samples = Samples::new(geometry);
         let heads = geometry.kv_heads as usize;

@@ -1,10 +1,10 @@
 //! Rows that a model makes of text, computed without a daemon.
 
 use super::{KvDump, LayerRows};
-use crate::progress::Progress;
+use crate::progress::RunProgress;
 use crate::{UsageError, model_report, samples, text};
 use anyhow::{Result, ensure};
-use kvd_engine::{Assets, ModelConfig, Window};
+use kvd_engine::{ModelAssets, ModelConfig, TokenWindow};
 use std::path::PathBuf;
 
 /// One of so many windows of the model's own text is left for evaluations.
@@ -29,10 +29,10 @@ pub struct ModelSource {
 impl ModelSource {
     /// Queries, keys and values of every layer, keys and values rounded to f16 as a cache keeps
     /// them.
-    pub(super) async fn record(&self, progress: &Progress) -> Result<KvDump> {
-        let assets = Assets::resolve(self.dir.as_deref())?;
-        let config = ModelConfig::parse(&assets.config)?;
-        let longest = config.positions();
+    pub(super) async fn record_rows(&self, progress: &RunProgress) -> Result<KvDump> {
+        let assets = ModelAssets::resolve_folder(self.dir.as_deref())?;
+        let config = ModelConfig::parse_json(&assets.config)?;
+        let longest = config.positions_max();
         let window = self.window;
         let refused = |reason: &str| UsageError(format!("--window {window}: {reason}"));
         ensure!(window > 0, refused("a window has one token at least"));
@@ -40,18 +40,20 @@ impl ModelSource {
         ensure!(window <= longest, refused(&most));
         let wanted = (self.tokens / window).max(1);
         let wanted = samples::windows_with_room(&config, window, wanted);
-        let windows = self.windows(&assets, config.bos_token_id, wanted)?;
+        let windows = self.choose_windows(&assets, config.bos_token_id, wanted)?;
         ensure!(
             !windows.is_empty(),
             refused("the text has no whole window of so many tokens; give --text or fewer")
         );
-        let model = model_report::load(config, &assets)?;
-        progress.begin("text", windows.len() * window);
-        let geometry = model.config().geometry(self.block_tokens)?;
+        let model = model_report::load_model(config, &assets)?;
+        progress.begin_steps("text", windows.len() * window);
+        let geometry = model.config().kv_geometry(self.block_tokens)?;
         let layers = vec![LayerRows::default(); model.config().num_hidden_layers];
-        let mut dump = KvDump { geometry, query_heads: model.config().heads().query, layers };
+        let mut dump =
+            KvDump { geometry, query_heads: model.config().attention_heads().query, layers };
         for window in &windows {
-            let recorded = samples::record(&model, window, &mut |n| progress.add(n)).await?;
+            let recorded =
+                samples::record_window(&model, window, &mut |n| progress.add_steps(n)).await?;
             for (layer, rows) in dump.layers.iter_mut().zip(recorded) {
                 layer.k.extend(rows.k);
                 layer.v.extend(rows.v);
@@ -61,20 +63,25 @@ impl ModelSource {
         Ok(dump)
     }
 
-    fn windows(&self, assets: &Assets, bos: u32, wanted: usize) -> Result<Vec<Window>> {
+    fn choose_windows(
+        &self,
+        assets: &ModelAssets,
+        bos: u32,
+        wanted: usize,
+    ) -> Result<Vec<TokenWindow>> {
         let mut windows = Vec::new();
         if self.texts.is_empty() {
             let own = assets.held_out()?;
-            let count = Window::count(own, self.window);
+            let count = TokenWindow::count_windows(own, self.window);
             let first = (count / FRONT).min(count.saturating_sub(wanted));
-            for index in text::spread(first..count, wanted.min(count)) {
-                windows.push(Window::new(own, bos, self.window, index)?);
+            for index in text::spread_windows(first..count, wanted.min(count)) {
+                windows.push(TokenWindow::new(own, bos, self.window, index)?);
             }
         }
         for path in &self.texts {
             let ids = text::token_ids(assets, path, wanted * self.window)?;
-            for index in 0..Window::count(&ids, self.window).min(wanted) {
-                windows.push(Window::new(&ids, bos, self.window, index)?);
+            for index in 0..TokenWindow::count_windows(&ids, self.window).min(wanted) {
+                windows.push(TokenWindow::new(&ids, bos, self.window, index)?);
             }
         }
         Ok(windows)

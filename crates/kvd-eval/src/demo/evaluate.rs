@@ -2,9 +2,9 @@
 
 use super::options::DemoOptions;
 use super::report::CodecReport;
-use super::subject::{Reference, Subject};
+use super::subject::{DemoReference, DemoSubject};
 use crate::eval::EvalCodec;
-use crate::measure::{CodecRun, Registration, Rig};
+use crate::measure::{CodecRegistration, CodecRun, MeasureRig};
 use crate::samples;
 use anyhow::{Context, Result};
 use bytes::Bytes;
@@ -12,10 +12,10 @@ use kvd_codec::{CodecSpec, Samples};
 use std::time::Instant;
 
 /// What the runs of all codecs share.
-pub(crate) struct Evaluation<'a> {
-    pub(crate) rig: Rig<'a>,
-    pub(crate) subject: &'a Subject,
-    pub(crate) reference: &'a Reference,
+pub(crate) struct DemoEvaluation<'a> {
+    pub(crate) rig: MeasureRig<'a>,
+    pub(crate) subject: &'a DemoSubject,
+    pub(crate) reference: &'a DemoReference,
     pub(crate) options: &'a DemoOptions,
     /// Rows for calibrations, collected by the first codec that needs them.
     pub(crate) samples: Option<Samples>,
@@ -23,35 +23,37 @@ pub(crate) struct Evaluation<'a> {
     pub(crate) runs: usize,
 }
 
-impl Evaluation<'_> {
+impl DemoEvaluation<'_> {
     /// Runs one codec.
-    pub(crate) async fn run(&mut self, codec: &EvalCodec) -> Result<CodecReport> {
+    pub(crate) async fn run_codec(&mut self, codec: &EvalCodec) -> Result<CodecReport> {
         let begin = Instant::now();
         let EvalCodec { label, spec } = codec;
-        let calibration = self.calibration(label, spec).await?;
+        let calibration = self.fit_calibration(label, spec).await?;
         let calibrated = begin.elapsed().as_secs_f64();
         let calibration_seconds = if calibration.is_empty() { 0.0 } else { calibrated };
         self.runs += 1;
         let name = self.model_name(label);
-        let registration = Registration { name, label, codec: codec.text(), calibration };
-        let mut run = CodecRun::open(&self.rig, registration).await?;
+        let registration =
+            CodecRegistration { name, label, codec: codec.registration_text(), calibration };
+        let mut run = CodecRun::open_run(&self.rig, registration).await?;
         let attention_error = run.attention_error(&self.reference.passages.clean).await?;
         run.take_latencies();
         let (subject, options) = (self.subject, self.options);
-        let (written, decode_device) = run.generate(&subject.prompt, options.new_tokens).await?;
-        let (quality, stored) = run.passages(&self.reference.passages).await?;
+        let (written, decode_device) =
+            run.generate_text(&subject.prompt, options.new_tokens).await?;
+        let (quality, stored) = run.run_passages(&self.reference.passages).await?;
         let latencies = run.take_latencies();
         let reference = &self.reference.report.generation.tokens;
         let report = CodecReport {
             codec: label.clone(),
             codec_spec: run.codec_spec().to_owned(),
-            model: run.name().to_owned(),
-            storage: run.storage(&stored).await?,
+            model: run.model_name().to_owned(),
+            storage: run.storage_ratios(&stored).await?,
             attention_error,
             quality,
-            generation: subject.generation(written, Some(reference))?,
-            decode: latencies.decode.summary(),
-            prefill: latencies.prefill.summary(),
+            generation: subject.compare_generation(written, Some(reference))?,
+            decode: latencies.decode.summarize_calls(),
+            prefill: latencies.prefill.summarize_calls(),
             decode_device,
             daemon: run.daemon_calls(),
             calibration_seconds,
@@ -59,23 +61,23 @@ impl Evaluation<'_> {
         if options.keep_open {
             run.leave_open().await?
         } else {
-            run.leave().await?
+            run.close_run().await?
         }
         Ok(report)
     }
 
     /// The calibration of `spec`, serialized; empty when it needs none.
-    async fn calibration(&mut self, codec: &str, spec: &CodecSpec) -> Result<Bytes> {
+    async fn fit_calibration(&mut self, codec: &str, spec: &CodecSpec) -> Result<Bytes> {
         if !spec.needs_calibration() {
             return Ok(Bytes::new());
         }
-        let Rig { model, geometry, progress, .. } = &self.rig;
-        progress.stage(codec, "calibration");
+        let MeasureRig { model, geometry, progress, .. } = &self.rig;
+        progress.name_step(codec, "calibration");
         let samples = match self.samples.take() {
             Some(samples) => samples,
             None => {
-                let tick = |tokens| progress.add(tokens);
-                samples::collect(model, &self.subject.calibration, geometry, tick).await?
+                let tick = |tokens| progress.add_steps(tokens);
+                samples::collect_samples(model, &self.subject.calibration, geometry, tick).await?
             }
         };
         let samples = self.samples.insert(samples);
@@ -90,7 +92,7 @@ impl Evaluation<'_> {
         let model = crate::model_name(&self.subject.assets.name);
         let twice = self.options.codecs.iter().filter(|other| other.label == codec).count() > 1;
         match kvd_codec::find_preset(codec) {
-            Some(_) if !twice => format!("{model}.{}", crate::plain(codec)),
+            Some(_) if !twice => format!("{model}.{}", crate::plain_name(codec)),
             _ => format!("{model}.codec-{}", self.runs),
         }
     }

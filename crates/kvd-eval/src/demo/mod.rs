@@ -7,17 +7,17 @@ mod report;
 mod subject;
 
 pub use options::DemoOptions;
-pub use report::{CodecReport, DemoReport, Generation, ReferenceReport, Setup};
+pub use report::{CodecReport, DemoReport, DemoSetup, GeneratedText, ReferenceReport};
 
 use crate::eval::EvalCodec;
-use crate::measure::Rig;
-use crate::progress::Progress;
+use crate::measure::MeasureRig;
+use crate::progress::RunProgress;
 use anyhow::{Context, Result};
-use evaluate::Evaluation;
+use evaluate::DemoEvaluation;
 use kvd_client::{Client, ServerInfo};
 use std::io::Write;
 use std::time::Instant;
-use subject::{Reference, Subject};
+use subject::{DemoReference, DemoSubject};
 
 /// Runs the model without kvd and then once per codec through the daemon, and writes the report
 /// to `out`.
@@ -27,29 +27,29 @@ use subject::{Reference, Subject};
 ///
 /// # Errors
 /// When the model or a codec cannot be read, or a call to the daemon fails.
-pub async fn run(options: DemoOptions, out: &mut (dyn Write + Send)) -> Result<DemoReport> {
+pub async fn run_demo(options: DemoOptions, out: &mut (dyn Write + Send)) -> Result<DemoReport> {
     let begin = Instant::now();
-    options.check()?;
+    options.check_options()?;
     let under = |codec: &EvalCodec| EvalCodec {
         label: codec.label.clone(),
-        spec: options.windows.apply(codec.spec.clone()),
+        spec: options.windows.apply_windows(codec.spec.clone()),
     };
     let codecs: Vec<EvalCodec> = options.codecs.iter().map(under).collect();
     let connected = Client::connect(options.endpoint.clone()).await;
     let client = connected.with_context(|| format!("no daemon at {}", options.endpoint))?;
     let info = client.server_info().await?;
-    let subject = Subject::load(&options)?;
-    let progress = Progress::new(expected_tokens(&options, &subject, &codecs));
-    let reference = Reference::run(&subject, &options, &progress).await?;
-    let rig = Rig {
+    let subject = DemoSubject::load_subject(&options)?;
+    let progress = RunProgress::new(expected_tokens(&options, &subject, &codecs));
+    let reference = DemoReference::run_reference(&subject, &options, &progress).await?;
+    let rig = MeasureRig {
         client: &client,
         model: &subject.model,
-        geometry: subject.model.config().geometry(info.block_tokens_default)?,
+        geometry: subject.model.config().kv_geometry(info.block_tokens_default)?,
         chunk: options.chunk_tokens,
         metrics: options.metrics.clone(),
         progress: &progress,
     };
-    let mut evaluation = Evaluation {
+    let mut evaluation = DemoEvaluation {
         rig,
         subject: &subject,
         reference: &reference,
@@ -59,13 +59,13 @@ pub async fn run(options: DemoOptions, out: &mut (dyn Write + Send)) -> Result<D
     };
     let mut reports = Vec::new();
     for codec in &codecs {
-        let run = evaluation.run(codec).await;
+        let run = evaluation.run_codec(codec).await;
         reports.push(run.with_context(|| format!("codec {}", codec.label))?);
     }
-    progress.finish();
+    progress.remove_bar();
     let report = DemoReport {
         model: subject.model_report(),
-        setup: setup(&options, &info, &subject)?,
+        setup: describe_setup(&options, &info, &subject)?,
         without_kvd: reference.report,
         codecs: reports,
         seconds: begin.elapsed().as_secs_f64(),
@@ -74,13 +74,13 @@ pub async fn run(options: DemoOptions, out: &mut (dyn Write + Send)) -> Result<D
         serde_json::to_writer_pretty(&mut *out, &report)?;
         writeln!(out)?;
     } else {
-        print::print(&report, out)?;
+        print::print_report(&report, out)?;
     }
     out.flush()?;
     Ok(report)
 }
 
-fn expected_tokens(options: &DemoOptions, subject: &Subject, codecs: &[EvalCodec]) -> usize {
+fn expected_tokens(options: &DemoOptions, subject: &DemoSubject, codecs: &[EvalCodec]) -> usize {
     let passages = options.passages * options.passage_tokens;
     let written = options.prompt_tokens + options.new_tokens;
     let clean_queries = options.passage_tokens - options.passage_tokens * 3 / 4;
@@ -91,12 +91,16 @@ fn expected_tokens(options: &DemoOptions, subject: &Subject, codecs: &[EvalCodec
     every_run + usize::from(calibrated) * calibration + codecs.len() * (every_run + clean_queries)
 }
 
-fn setup(options: &DemoOptions, info: &ServerInfo, subject: &Subject) -> Result<Setup> {
+fn describe_setup(
+    options: &DemoOptions,
+    info: &ServerInfo,
+    subject: &DemoSubject,
+) -> Result<DemoSetup> {
     // Enough of the prompt to see what the text goes on from.
     const TAIL_TOKENS: usize = 80;
     let tail = &subject.prompt[subject.prompt.len().saturating_sub(TAIL_TOKENS)..];
-    let tail = subject.assets.text(tail)?;
-    Ok(Setup {
+    let tail = subject.assets.decode_ids(tail)?;
+    Ok(DemoSetup {
         endpoint: options.endpoint.to_string(),
         daemon_version: info.version.clone(),
         device: info.device.clone(),

@@ -1,7 +1,7 @@
 //! What to run.
 
 use crate::UsageError;
-use crate::eval::{EvalCodec, Windows};
+use crate::eval::{EvalCodec, WindowChoice};
 use crate::measure::MetricsSource;
 use anyhow::{Result, ensure};
 use kvd_client::Endpoint;
@@ -17,7 +17,7 @@ pub struct DemoOptions {
     /// One run each, in this order.
     pub codecs: Vec<EvalCodec>,
     /// Windows that they all have, unless each keeps its own.
-    pub windows: Windows,
+    pub windows: WindowChoice,
     /// Held-out passages to score.
     pub passages: usize,
     /// Tokens of a passage; positions from an eighth of it on are scored.
@@ -48,7 +48,7 @@ impl DemoOptions {
     /// Presets of a run that names no codec.
     pub const CODECS: [&'static str; 5] = ["raw", "kivi-4", "vecinfer-2", "kvd-4", "kvd-2"];
     /// Windows of such a run: wider ones would flatter a codec.
-    pub const WINDOWS: Windows = Windows::Same { sink: 32, recent: 96 };
+    pub const WINDOWS: WindowChoice = WindowChoice::Same { sink: 32, recent: 96 };
 
     /// Passages that are scored unless somebody asks for others.
     pub const PASSAGES: usize = 2;
@@ -57,7 +57,7 @@ impl DemoOptions {
 
     /// The codecs of [`DemoOptions::CODECS`].
     #[must_use]
-    pub fn codecs() -> Vec<EvalCodec> {
+    pub fn default_codecs() -> Vec<EvalCodec> {
         let chosen = |codec: &EvalCodec| Self::CODECS.contains(&codec.label.as_str());
         EvalCodec::all_presets().into_iter().filter(chosen).collect()
     }
@@ -68,7 +68,7 @@ impl DemoOptions {
         Self {
             endpoint,
             model_dir: None,
-            codecs: Self::codecs(),
+            codecs: Self::default_codecs(),
             windows: Self::WINDOWS,
             passages: Self::PASSAGES,
             passage_tokens: 2048,
@@ -83,7 +83,7 @@ impl DemoOptions {
         }
     }
 
-    pub(crate) fn check(&self) -> Result<()> {
+    pub(crate) fn check_options(&self) -> Result<()> {
         ensure!(!self.codecs.is_empty(), UsageError("no codec to run".to_owned()));
         let counts = [
             ("passages", self.passages),

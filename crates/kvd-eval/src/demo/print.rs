@@ -1,21 +1,21 @@
 //! The report for people.
 
-use super::report::{CodecReport, DemoReport, Generation};
+use super::report::{CodecReport, DemoReport, GeneratedText};
 use crate::measure::DeviceMeans;
-use crate::table::{COLUMNS, lines, number, table};
+use crate::table::{COLUMNS, format_number, format_table, wrap_lines};
 use std::io::{self, Write};
 
 /// Writes the report as text.
-pub(crate) fn print(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
-    heading(report, out)?;
-    texts(report, out)?;
-    quality(report, out)?;
-    storage(report, out)?;
-    speed(report, out)?;
+pub(crate) fn print_report(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
+    print_heading(report, out)?;
+    print_texts(report, out)?;
+    print_quality(report, out)?;
+    print_storage(report, out)?;
+    print_speed(report, out)?;
     writeln!(out, "\n{:.0} s in all.", report.seconds)
 }
 
-fn heading(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
+fn print_heading(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
     let (model, setup) = (&report.model, &report.setup);
     writeln!(
         out,
@@ -34,17 +34,17 @@ fn heading(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
         setup.daemon_version, setup.endpoint, setup.device, setup.block_tokens
     )?;
     for run in &report.codecs {
-        let label = label(report, run);
+        let label = codec_label(report, run);
         if label != run.codec {
             let text = format!("{label} is {}", run.codec);
-            lines(&text, COLUMNS).iter().try_for_each(|line| writeln!(out, "{line}"))?;
+            wrap_lines(&text, COLUMNS).iter().try_for_each(|line| writeln!(out, "{line}"))?;
         }
     }
     Ok(())
 }
 
 /// What a codec is called here: its name, or a number for a spec too long for a column.
-fn label(report: &DemoReport, run: &CodecReport) -> String {
+fn codec_label(report: &DemoReport, run: &CodecReport) -> String {
     const LONGEST: usize = 16;
     if run.codec.len() <= LONGEST {
         return run.codec.clone();
@@ -53,33 +53,33 @@ fn label(report: &DemoReport, run: &CodecReport) -> String {
     format!("codec {}", index.unwrap_or_default() + 1)
 }
 
-fn texts(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
+fn print_texts(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
     let setup = &report.setup;
     writeln!(out, "\nA held-out prompt of {} tokens ends with", setup.prompt_tokens)?;
-    quoted(&setup.prompt_tail, out)?;
+    print_quoted(&setup.prompt_tail, out)?;
     writeln!(out, "and without kvd the model goes on with {} tokens:", setup.new_tokens)?;
-    quoted(&report.without_kvd.generation.text, out)?;
+    print_quoted(&report.without_kvd.generation.text, out)?;
     for run in &report.codecs {
-        let Generation { same_tokens, tokens, text, .. } = &run.generation;
-        if run.generation.same() {
-            writeln!(out, "{}: the same {same_tokens} tokens.", label(report, run))?;
+        let GeneratedText { same_tokens, tokens, text, .. } = &run.generation;
+        if run.generation.is_same() {
+            writeln!(out, "{}: the same {same_tokens} tokens.", codec_label(report, run))?;
         } else {
-            let (label, all) = (label(report, run), tokens.len());
+            let (label, all) = (codec_label(report, run), tokens.len());
             writeln!(out, "{label}: the same for {same_tokens} of {all} tokens:")?;
-            quoted(text, out)?;
+            print_quoted(text, out)?;
         }
     }
     Ok(())
 }
 
-fn quoted(text: &str, out: &mut dyn Write) -> io::Result<()> {
+fn print_quoted(text: &str, out: &mut dyn Write) -> io::Result<()> {
     for line in text.trim_matches('\n').lines() {
         writeln!(out, "{}", format!("  | {line}").trim_end())?;
     }
     Ok(())
 }
 
-fn quality(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
+fn print_quality(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
     let header = [
         "codec",
         "bits/value",
@@ -98,22 +98,22 @@ fn quality(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
         "1.00".to_owned(),
         "-".to_owned(),
         "-".to_owned(),
-        number(quality.perplexity, 4),
+        format_number(quality.perplexity, 4),
         "-".to_owned(),
         "-".to_owned(),
         "-".to_owned(),
     ]];
     rows.extend(report.codecs.iter().map(|run| {
         vec![
-            label(report, run),
-            number(run.storage.bits_per_value, 2),
-            number(run.storage.ratio, 2),
-            number(run.attention_error.codec, 4),
+            codec_label(report, run),
+            format_number(run.storage.bits_per_value, 2),
+            format_number(run.storage.ratio, 2),
+            format_number(run.attention_error.codec, 4),
             format!("{:.1e}", run.attention_error.kernel),
-            number(run.quality.perplexity, 4),
+            format_number(run.quality.perplexity, 4),
             format!("{:+.2}", run.quality.perplexity_change_percent),
-            number(run.quality.kl_nats, 5),
-            number(run.quality.top1_agreement_percent, 2),
+            format_number(run.quality.kl_nats, 5),
+            format_number(run.quality.top1_agreement_percent, 2),
         ]
     }));
     let setup = &report.setup;
@@ -122,8 +122,8 @@ fn quality(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
         "\nQuality on {} held-out passages of {} tokens in steps of {} ({} tokens scored):\n",
         setup.passages, setup.passage_tokens, setup.chunk_tokens, quality.scored_tokens
     )?;
-    write!(out, "{}", table(&header, &rows))?;
-    writeln!(out, "\n  {}", windows(&setup.windows))?;
+    write!(out, "{}", format_table(&header, &rows))?;
+    writeln!(out, "\n  {}", window_note(&setup.windows))?;
     writeln!(
         out,
         "  bits/value: packed blocks as stored, every byte counted. ratio: f16 bytes over bytes \
@@ -133,7 +133,7 @@ fn quality(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
     )
 }
 
-fn windows(windows: &str) -> String {
+fn window_note(windows: &str) -> String {
     if windows == "own" {
         return "Every codec has windows of its own: what wider ones gain is no merit of a codec."
             .to_owned();
@@ -141,7 +141,7 @@ fn windows(windows: &str) -> String {
     format!("The same windows for every codec, in the stored precision: {windows}.")
 }
 
-fn storage(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
+fn print_storage(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
     let header =
         ["codec", "K", "V", "codes", "scales", "offsets", "headers", "raw values %", "model KiB"];
     let row = |run: &CodecReport| {
@@ -154,15 +154,15 @@ fn storage(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
             stored.offset_bits,
             stored.header_bits,
         ];
-        let mut cells = vec![label(report, run)];
-        cells.extend(parts.map(|bits| number(bits, 3)));
-        cells.push(number(stored.raw_values_percent, 1));
+        let mut cells = vec![codec_label(report, run)];
+        cells.extend(parts.map(|bits| format_number(bits, 3)));
+        cells.push(format_number(stored.raw_values_percent, 1));
         cells.push(format!("{:.2}", stored.model_bytes as f64 / 1024.0));
         cells
     };
     let rows: Vec<_> = report.codecs.iter().map(row).collect();
     writeln!(out, "\nWhat the bits per value are (K and V apart, then both by part):\n")?;
-    write!(out, "{}", table(&header, &rows))?;
+    write!(out, "{}", format_table(&header, &rows))?;
     writeln!(
         out,
         "\n  raw values: in windows and open blocks. model KiB: calibration and Huffman tables, \
@@ -170,11 +170,11 @@ fn storage(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
     )
 }
 
-fn speed(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
+fn print_speed(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
     let header =
         ["codec", "tokens/s", "store us", "p99", "on device", "attend us", "p99", "on device"];
     let dash = || "-".to_owned();
-    let reference = number(report.without_kvd.generation.tokens_per_second, 1);
+    let reference = format_number(report.without_kvd.generation.tokens_per_second, 1);
     let mut rows = vec![vec!["without kvd".to_owned(), reference]];
     rows[0].extend(std::iter::repeat_with(dash).take(header.len() - 2));
     rows.extend(report.codecs.iter().map(|run| {
@@ -184,8 +184,8 @@ fn speed(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
             run.decode_device.map_or_else(dash, |means| us(mean(means)))
         };
         vec![
-            label(report, run),
-            number(run.generation.tokens_per_second, 1),
+            codec_label(report, run),
+            format_number(run.generation.tokens_per_second, 1),
             us(store.mean_us),
             us(store.p99_us),
             device(|means| means.store_us),
@@ -195,57 +195,57 @@ fn speed(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
         ]
     }));
     writeln!(out, "\nSpeed of one-token steps, one layer per call:\n")?;
-    write!(out, "{}", table(&header, &rows))?;
+    write!(out, "{}", format_table(&header, &rows))?;
     writeln!(
         out,
         "\n  us: mean of all calls and the 99th percentile, as the client sees them over loopback \
          gRPC.\n  on device: mean of the same calls, from the daemon's histograms; the rest is \
          transport\n  and waiting."
     )?;
-    models(report, out)
+    print_models(report, out)
 }
 
 /// Where each codec is in the daemon's metrics.
-fn models(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
-    let name = |run: &CodecReport| format!("{} is {}", label(report, run), run.model);
+fn print_models(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
+    let name = |run: &CodecReport| format!("{} is {}", codec_label(report, run), run.model);
     let names: Vec<_> = report.codecs.iter().map(name).collect();
     let text = format!("In the daemon's metrics the model of {}.", names.join(", "));
     writeln!(out)?;
-    lines(&text, COLUMNS).iter().try_for_each(|line| writeln!(out, "{line}"))
+    wrap_lines(&text, COLUMNS).iter().try_for_each(|line| writeln!(out, "{line}"))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::report::{ReferenceReport, Setup};
+    use super::super::report::{DemoSetup, ReferenceReport};
     use super::*;
-    use crate::measure::{Calls, LatencySummary};
+    use crate::measure::{CallSummaries, LatencySummary};
     use crate::model_report::ModelReport;
 
     /// Figures as long as they get.
     fn report() -> DemoReport {
-        let generation = Generation {
+        let generation = GeneratedText {
             text: "fn main() {\n    let words = 3;".to_owned(),
             tokens: vec![1; 64],
             same_tokens: 38,
             tokens_per_second: 1234.5,
         };
-        let quality = kvd_engine::Quality {
+        let quality = kvd_engine::TextQuality {
             scored_tokens: 3584,
             perplexity: 1234.5678,
             perplexity_change_percent: -123.45,
             kl_nats: 12.345_67,
             top1_agreement_percent: 100.0,
-            ..kvd_engine::Quality::default()
+            ..kvd_engine::TextQuality::default()
         };
         let (mean_us, p99_us) = (12_345.0, 123_456.0);
         let latency = LatencySummary { calls: 9, mean_us, p50_us: 1.0, p99_us };
-        let calls = Calls { store: latency, attend: latency };
+        let calls = CallSummaries { store: latency, attend: latency };
         let spec = "k=mean+qpca/grid(rate=2.35)/huffman; v=mean+gain+pca/grid(rate=1.75)/huffman";
         let codec = |codec: &str| CodecReport {
             codec: codec.to_owned(),
             codec_spec: codec.to_owned(),
             model: "kv-tiny-b.vecinfer-2-reg".to_owned(),
-            storage: crate::measure::Storage {
+            storage: crate::measure::StorageRatios {
                 bits_per_value: 16.03,
                 bits_per_key_value: 16.031,
                 bits_per_value_value: 16.031,
@@ -271,7 +271,7 @@ mod tests {
         };
         DemoReport {
             model: ModelReport::default(),
-            setup: Setup::default(),
+            setup: DemoSetup::default(),
             without_kvd: ReferenceReport { quality, generation: generation.clone() },
             codecs: ["raw", "vecinfer-2-reg", "kvd-1.5", "kivi-4", spec].map(codec).into(),
             seconds: 176.0,
@@ -281,7 +281,7 @@ mod tests {
     #[test]
     fn every_table_fits_a_terminal() {
         let mut text = Vec::new();
-        print(&report(), &mut text).unwrap();
+        print_report(&report(), &mut text).unwrap();
         let text = String::from_utf8(text).unwrap();
         let longest = text.lines().map(|line| line.chars().count()).max().unwrap();
         assert!(longest <= COLUMNS, "{longest} columns:\n{text}");

@@ -1,8 +1,8 @@
 //! What a run found out, for programs: `--json` writes one [`DemoReport`].
 
-use crate::measure::{AttentionError, Calls, DeviceMeans, Storage};
+use crate::measure::{AttentionError, CallSummaries, DeviceMeans, StorageRatios};
 use crate::model_report::ModelReport;
-use kvd_engine::Quality;
+use kvd_engine::TextQuality;
 use serde::Serialize;
 
 /// The whole report.
@@ -11,7 +11,7 @@ pub struct DemoReport {
     /// The model and what to make of its numbers.
     pub model: ModelReport,
     /// What was run.
-    pub setup: Setup,
+    pub setup: DemoSetup,
     /// The same model without kvd: an f16 cache and f32 attention in the engine's own process.
     pub without_kvd: ReferenceReport,
     /// One entry per codec, in the order asked.
@@ -22,7 +22,7 @@ pub struct DemoReport {
 
 /// What was run.
 #[derive(Clone, Debug, Default, Serialize)]
-pub struct Setup {
+pub struct DemoSetup {
     /// The daemon's address.
     pub endpoint: String,
     /// The daemon's version.
@@ -53,9 +53,9 @@ pub struct Setup {
 #[derive(Clone, Debug, Serialize)]
 pub struct ReferenceReport {
     /// On the passages.
-    pub quality: Quality,
+    pub quality: TextQuality,
     /// After the prompt.
-    pub generation: Generation,
+    pub generation: GeneratedText,
 }
 
 /// A run with one codec.
@@ -68,30 +68,30 @@ pub struct CodecReport {
     /// Name of the model in the daemon, and in its metrics.
     pub model: String,
     /// What the passages take in the daemon.
-    pub storage: Storage,
+    pub storage: StorageRatios,
     /// On clean queries, keys and values of the first passage.
     pub attention_error: AttentionError,
     /// On the passages, against the run without kvd.
-    pub quality: Quality,
+    pub quality: TextQuality,
     /// After the prompt.
-    pub generation: Generation,
+    pub generation: GeneratedText,
     /// Latencies of the one-token steps.
-    pub decode: Calls,
+    pub decode: CallSummaries,
     /// Device time of the same calls, from the daemon's histograms; absent when nobody gave its
     /// metrics.
     pub decode_device: Option<DeviceMeans>,
     /// Latencies of the steps of `chunk_tokens` tokens of the prompt and the passages.
-    pub prefill: Calls,
+    pub prefill: CallSummaries,
     /// Device time of all calls, from the daemon's own histograms; absent when nobody gave its
     /// metrics.
-    pub daemon: Option<Calls>,
+    pub daemon: Option<CallSummaries>,
     /// Time the calibration took; 0 for codecs without.
     pub calibration_seconds: f64,
 }
 
 /// Text a run wrote.
 #[derive(Clone, Debug, Serialize)]
-pub struct Generation {
+pub struct GeneratedText {
     /// The tokens, as text.
     pub text: String,
     /// The tokens.
@@ -102,10 +102,10 @@ pub struct Generation {
     pub tokens_per_second: f64,
 }
 
-impl Generation {
+impl GeneratedText {
     /// Whether every token is that of the run without kvd.
     #[must_use]
-    pub fn same(&self) -> bool {
+    pub fn is_same(&self) -> bool {
         self.same_tokens == self.tokens.len()
     }
 }

@@ -1,34 +1,37 @@
 //! The model and the held-out text a run is made of, and the run without kvd.
 
 use super::options::DemoOptions;
-use super::report::{Generation, ReferenceReport};
+use super::report::{GeneratedText, ReferenceReport};
 use crate::measure::PassageReference;
 use crate::model_report::{self, ModelReport};
-use crate::progress::Progress;
+use crate::progress::RunProgress;
 use crate::{UsageError, samples, text};
 use anyhow::{Context, Result, ensure};
-use kvd_engine::{Assets, Continuation, LocalAttention, Model, ModelConfig, Window, generate};
+use kvd_engine::{
+    Continuation, LanguageModel, LocalAttention, ModelAssets, ModelConfig, TokenWindow,
+    generate_tokens,
+};
 use std::ops::Range;
 
 /// Where the fixture's prompt begins: a source file whose continuation reads well.
 const FIXTURE_PROMPT: usize = 82_538;
 
 /// Everything that is the same in every run.
-pub(crate) struct Subject {
-    pub(crate) assets: Assets,
-    pub(crate) model: Model,
-    pub(crate) passages: Vec<Window>,
-    pub(crate) calibration: Vec<Window>,
+pub(crate) struct DemoSubject {
+    pub(crate) assets: ModelAssets,
+    pub(crate) model: LanguageModel,
+    pub(crate) passages: Vec<TokenWindow>,
+    pub(crate) calibration: Vec<TokenWindow>,
     pub(crate) prompt: Vec<u32>,
 }
 
-impl Subject {
+impl DemoSubject {
     /// Reads the model and takes passages from the front of the held-out text, the prompt from
     /// behind them, and calibration windows from all over the rest.
-    pub(crate) fn load(options: &DemoOptions) -> Result<Self> {
-        let assets = Assets::resolve(options.model_dir.as_deref())?;
-        let config = ModelConfig::parse(&assets.config)?;
-        let (tokens, longest) = (options.passage_tokens, config.positions());
+    pub(crate) fn load_subject(options: &DemoOptions) -> Result<Self> {
+        let assets = ModelAssets::resolve_folder(options.model_dir.as_deref())?;
+        let config = ModelConfig::parse_json(&assets.config)?;
+        let (tokens, longest) = (options.passage_tokens, config.positions_max());
         let written = options.prompt_tokens + options.new_tokens;
         ensure!(
             tokens.max(written) <= longest,
@@ -38,7 +41,7 @@ impl Subject {
             ))
         );
         let (ids, bos) = (assets.held_out()?, config.bos_token_id);
-        let windows = Window::count(ids, tokens);
+        let windows = TokenWindow::count_windows(ids, tokens);
         ensure!(
             windows > options.passages,
             UsageError(format!(
@@ -57,13 +60,13 @@ impl Subject {
         let free: Vec<usize> = (options.passages..windows).filter(apart).collect();
         let calibrated = options.calibration_windows.min(free.len());
         let calibrated = samples::windows_with_room(&config, tokens, calibrated);
-        let calibration = text::spread(0..free.len(), calibrated);
-        let window = |index| Window::new(ids, bos, tokens, index);
+        let calibration = text::spread_windows(0..free.len(), calibrated);
+        let window = |index| TokenWindow::new(ids, bos, tokens, index);
         Ok(Self {
             passages: (0..options.passages).map(window).collect::<Result<_>>()?,
             calibration: calibration.map(|i| window(free[i])).collect::<Result<_>>()?,
             prompt: ids[start..start + options.prompt_tokens].to_vec(),
-            model: model_report::load(config, &assets)?,
+            model: model_report::load_model(config, &assets)?,
             assets,
         })
     }
@@ -72,16 +75,16 @@ impl Subject {
         ModelReport::new(&self.assets, &self.model)
     }
 
-    pub(crate) fn generation(
+    pub(crate) fn compare_generation(
         &self,
         run: Continuation,
         reference: Option<&[u32]>,
-    ) -> Result<Generation> {
+    ) -> Result<GeneratedText> {
         let same = |reference: &[u32]| {
             run.tokens.iter().zip(reference).take_while(|(a, b)| a == b).count()
         };
-        Ok(Generation {
-            text: self.assets.text(&run.tokens)?,
+        Ok(GeneratedText {
+            text: self.assets.decode_ids(&run.tokens)?,
             same_tokens: same(reference.unwrap_or(&run.tokens)),
             tokens: run.tokens,
             tokens_per_second: run.tokens_per_second,
@@ -108,29 +111,30 @@ fn prompt_start(
 }
 
 /// The run without kvd, and what the other runs are compared with.
-pub(crate) struct Reference {
+pub(crate) struct DemoReference {
     pub(crate) passages: PassageReference,
     pub(crate) report: ReferenceReport,
 }
 
-impl Reference {
-    pub(crate) async fn run(
-        subject: &Subject,
+impl DemoReference {
+    pub(crate) async fn run_reference(
+        subject: &DemoSubject,
         options: &DemoOptions,
-        progress: &Progress,
+        progress: &RunProgress,
     ) -> Result<Self> {
         let (model, chunk) = (&subject.model, options.chunk_tokens);
         let (windows, from) = (subject.passages.clone(), options.scored_from());
-        let passages = PassageReference::run(model, windows, from, chunk, progress).await?;
+        let passages =
+            PassageReference::run_passages(model, windows, from, chunk, progress).await?;
         let config = model.config();
-        let mut local = LocalAttention::new(config.heads(), config.num_hidden_layers);
-        let tick = |tokens| progress.add(tokens);
-        progress.stage("without kvd", "text");
+        let mut local = LocalAttention::new(config.attention_heads(), config.num_hidden_layers);
+        let tick = |tokens| progress.add_steps(tokens);
+        progress.name_step("without kvd", "text");
         let (prompt, new) = (&subject.prompt, options.new_tokens);
-        let written = generate(model, prompt, new, chunk, &mut local, tick).await?;
+        let written = generate_tokens(model, prompt, new, chunk, &mut local, tick).await?;
         let report = ReferenceReport {
             quality: passages.quality,
-            generation: subject.generation(written, None)?,
+            generation: subject.compare_generation(written, None)?,
         };
         Ok(Self { passages, report })
     }

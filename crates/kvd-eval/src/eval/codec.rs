@@ -27,7 +27,7 @@ impl EvalCodec {
 
     /// The codec as a registration: by its preset's name where it is one, so that metrics say it.
     #[must_use]
-    pub fn text(&self) -> String {
+    pub fn registration_text(&self) -> String {
         let Some(preset) = kvd_codec::find_preset(&self.label) else {
             return self.spec.to_string();
         };
@@ -71,7 +71,7 @@ impl FromStr for EvalCodec {
 
 /// Which windows a table's codecs have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Windows {
+pub enum WindowChoice {
     /// Each its own.
     Own,
     /// All the same.
@@ -83,10 +83,10 @@ pub enum Windows {
     },
 }
 
-impl Windows {
+impl WindowChoice {
     /// `spec` under these windows.
     #[must_use]
-    pub fn apply(self, mut spec: CodecSpec) -> CodecSpec {
+    pub fn apply_windows(self, mut spec: CodecSpec) -> CodecSpec {
         if let Self::Same { sink, recent } = self {
             (spec.sink, spec.recent) = (sink, recent);
         }
@@ -94,7 +94,7 @@ impl Windows {
     }
 }
 
-impl fmt::Display for Windows {
+impl fmt::Display for WindowChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Own => f.write_str("own"),
@@ -103,7 +103,7 @@ impl fmt::Display for Windows {
     }
 }
 
-impl FromStr for Windows {
+impl FromStr for WindowChoice {
     type Err = anyhow::Error;
 
     /// `own`, or `sink=N,recent=N` where what is left out is 0.
@@ -134,17 +134,17 @@ mod tests {
     #[test]
     fn windows_parse_and_print_alike() {
         for text in ["own", "sink=32,recent=96", "sink=0,recent=128"] {
-            assert_eq!(text.parse::<Windows>().unwrap().to_string(), text);
+            assert_eq!(text.parse::<WindowChoice>().unwrap().to_string(), text);
         }
-        let alone: Windows = "recent=128".parse().unwrap();
-        assert_eq!(alone, Windows::Same { sink: 0, recent: 128 });
+        let alone: WindowChoice = "recent=128".parse().unwrap();
+        assert_eq!(alone, WindowChoice::Same { sink: 0, recent: 128 });
         for (text, part) in [
             ("", "expected"),
             ("sink=x", "no number"),
             ("sink=1,sink=2", "twice"),
             ("tail=3", "sink=N"),
         ] {
-            let error = format!("{:#}", text.parse::<Windows>().unwrap_err());
+            let error = format!("{:#}", text.parse::<WindowChoice>().unwrap_err());
             assert!(error.contains(part), "{text:?}: {error}");
         }
     }
@@ -154,17 +154,17 @@ mod tests {
         for text in ["kivi-2", "kivi-2; sink=1; recent=2", "k=raw; v=raw; recent=7"] {
             let mut codec: EvalCodec = text.parse().unwrap();
             codec.label = codec.label.split(';').next().unwrap_or_default().to_owned();
-            assert_eq!(codec.text(), text);
+            assert_eq!(codec.registration_text(), text);
         }
     }
 
     #[test]
     fn windows_replace_those_of_the_codec() {
         let codec: EvalCodec = "kivi-2".parse().unwrap();
-        let same = Windows::Same { sink: 32, recent: 96 };
-        let spec = same.apply(codec.spec.clone());
+        let same = WindowChoice::Same { sink: 32, recent: 96 };
+        let spec = same.apply_windows(codec.spec.clone());
         assert_eq!((spec.sink, spec.recent), (32, 96));
-        assert_eq!(Windows::Own.apply(codec.spec.clone()), codec.spec);
+        assert_eq!(WindowChoice::Own.apply_windows(codec.spec.clone()), codec.spec);
     }
 
     #[test]

@@ -1,12 +1,12 @@
 //! The report as a Markdown page.
 
-use super::tables::{Sheet, legend, searched, sheets};
-use super::{Block, EvalReport};
+use super::tables::{TableSheet, block_sheets, codec_legend, search_sheet};
+use super::{EvalBlock, EvalReport};
 use std::fmt::Write;
 
 /// The page; `plot` is the plot's file as seen from the page.
 #[must_use]
-pub fn page(report: &EvalReport, plot: Option<&str>) -> String {
+pub fn markdown_page(report: &EvalReport, plot: Option<&str>) -> String {
     let mut text = String::new();
     // Writing to a string cannot fail.
     let _ = write_page(&mut text, report, plot);
@@ -55,25 +55,25 @@ fn write_page(text: &mut String, report: &EvalReport, plot: Option<&str>) -> std
     }
     report.blocks.iter().try_for_each(|block| write_block(text, report, block))?;
     let Some(search) = &report.search else { return Ok(()) };
-    let sheet = searched(search);
+    let sheet = search_sheet(search);
     writeln!(text, "## {}\n", sheet.title)?;
     write_table(text, &sheet)?;
     writeln!(text, "\n{}", sheet.note)
 }
 
-fn write_block(text: &mut String, report: &EvalReport, block: &Block) -> std::fmt::Result {
+fn write_block(text: &mut String, report: &EvalReport, block: &EvalBlock) -> std::fmt::Result {
     let windows = match block.windows.as_str() {
         "own" => "each codec's own windows".to_owned(),
         same => format!("the same windows for all: {same}"),
     };
     writeln!(text, "## Text {}, {windows}\n", block.text)?;
-    for (label, codec) in legend(block) {
+    for (label, codec) in codec_legend(block) {
         writeln!(text, "- {label}: `{codec}`")?;
     }
-    if !legend(block).is_empty() {
+    if !codec_legend(block).is_empty() {
         writeln!(text)?;
     }
-    for sheet in sheets(report, block) {
+    for sheet in block_sheets(report, block) {
         writeln!(text, "### {}\n", sheet.title)?;
         write_table(text, &sheet)?;
         writeln!(text)?;
@@ -84,7 +84,7 @@ fn write_block(text: &mut String, report: &EvalReport, block: &Block) -> std::fm
     Ok(())
 }
 
-fn write_table(text: &mut String, sheet: &Sheet) -> std::fmt::Result {
+fn write_table(text: &mut String, sheet: &TableSheet) -> std::fmt::Result {
     writeln!(text, "| {} |", sheet.header.join(" | "))?;
     writeln!(text, "|---|{}", "---:|".repeat(sheet.header.len() - 1))?;
     sheet.rows.iter().try_for_each(|row| writeln!(text, "| {} |", row.join(" | ")))

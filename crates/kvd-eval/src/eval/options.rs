@@ -1,6 +1,6 @@
 //! What to evaluate.
 
-use super::{EvalCodec, Windows};
+use super::{EvalCodec, WindowChoice};
 use crate::UsageError;
 use crate::measure::MetricsSource;
 use anyhow::{Result, ensure};
@@ -21,7 +21,7 @@ pub struct EvalOptions {
     /// Codecs, one row each.
     pub codecs: Vec<EvalCodec>,
     /// Windows, one block of rows each.
-    pub windows: Vec<Windows>,
+    pub windows: Vec<WindowChoice>,
     /// Passages to score, from the front of a text.
     pub passages: usize,
     /// Tokens of a passage; positions from an eighth of it on are scored.
@@ -54,7 +54,7 @@ impl EvalOptions {
             model_dir: None,
             texts: Vec::new(),
             codecs,
-            windows: vec![Windows::Own],
+            windows: vec![WindowChoice::Own],
             passages: 2,
             passage_tokens: 2048,
             chunk_tokens: 8,
@@ -67,7 +67,7 @@ impl EvalOptions {
         }
     }
 
-    pub(super) fn check(&self) -> Result<()> {
+    pub(super) fn check_options(&self) -> Result<()> {
         ensure!(!self.codecs.is_empty(), UsageError("no codec to evaluate".to_owned()));
         ensure!(!self.windows.is_empty(), UsageError("no windows to evaluate under".to_owned()));
         let counts = [

@@ -1,8 +1,8 @@
 //! What papers say about the order of codecs, checked on a block of rows.
 
-use super::tables::Sheet;
-use super::{Block, EvalCodec, EvalRow};
-use crate::table::number;
+use super::tables::TableSheet;
+use super::{EvalBlock, EvalCodec, EvalRow};
+use crate::table::format_number;
 
 /// Codecs that the claims compare, besides presets.
 const CODECS: &[(&str, &str)] = &[
@@ -46,7 +46,7 @@ const PRESETS: &[&str] = &[
 const NEAR: f64 = 0.15;
 
 /// A relation between rows.
-enum Relation {
+enum RowRelation {
     /// KL of the first is below that of each other.
     Below(&'static [&'static str]),
     /// KL does not fall from one to the next.
@@ -62,83 +62,83 @@ enum Relation {
     Within(&'static str, f64, f64, &'static str),
 }
 
-const CLAIMS: &[(&str, &str, Relation)] = &[
+const CLAIMS: &[(&str, &str, RowRelation)] = &[
     (
         "smooth+hadamard beats either and neither at 2 bits",
         "VecInfer §4.4 (Table 4 is for 1.5)",
-        Relation::Below(&["vecinfer-2", "vq-2", "vq-2 smooth", "vq-2 hadamard"]),
+        RowRelation::Below(&["vecinfer-2", "vq-2", "vq-2 smooth", "vq-2 hadamard"]),
     ),
     (
         "smooth+hadamard beats either and neither at 1.5 bits",
         "VecInfer, Table 4",
-        Relation::Below(&["vq-1.5 both", "vq-1.5", "vq-1.5 smooth", "vq-1.5 hadamard"]),
+        RowRelation::Below(&["vq-1.5 both", "vq-1.5", "vq-1.5 smooth", "vq-1.5 hadamard"]),
     ),
     (
         "VecInfer beats KIVI at equal bits, 2",
         "VecInfer, Tables 2 and 3",
-        Relation::Below(&["vecinfer-2", "kivi-1"]),
+        RowRelation::Below(&["vecinfer-2", "kivi-1"]),
     ),
     (
         "VecInfer beats KIVI at equal bits, 1.5",
         "VecInfer, Table 2",
-        Relation::Below(&["vq-1.5 both", "kivi-1 wide"]),
+        RowRelation::Below(&["vq-1.5 both", "kivi-1 wide"]),
     ),
     (
         // Groups as wide as pages of 64 tokens allow; the paper's 2.25 bits have groups of 128.
         "VecInfer beats 2-bit KIVI of wide groups at equal bits, 2.4",
         "VecInfer, Tables 2 and 3",
-        Relation::Below(&["vq-2.4 both", "kivi-2 wide"]),
+        RowRelation::Below(&["vq-2.4 both", "kivi-2 wide"]),
     ),
     (
         "hybrid is no worse than symmetric, symmetric no worse than asymmetric",
         "InnerQ §6.1, Table 2",
-        Relation::Ascending(&["innerq-2", "innerq-2 sym", "innerq-2 asym"]),
+        RowRelation::Ascending(&["innerq-2", "innerq-2 sym", "innerq-2 asym"]),
     ),
     (
         "polar 4+4 keys are near 4-bit KIVI keys with fewer bits",
         "PolarQuant, Tables 1 and 3",
-        Relation::NearAtFewerBits("polar keys", "kivi-4 keys"),
+        RowRelation::NearAtFewerBits("polar keys", "kivi-4 keys"),
     ),
     (
         "Huffman saves bits and changes nothing",
         "KVComp §3.1.1",
-        Relation::SavesBits("kvcomp-channel", "kvcomp, no huffman"),
+        RowRelation::SavesBits("kvcomp-channel", "kvcomp, no huffman"),
     ),
     (
         "KVComp takes fewer bits than KIVI at equal KL",
         "KVComp, Figure 7",
-        Relation::LeftOf("kvcomp-channel", &["kivi-1", "kivi-2", "kivi-3", "kivi-4"]),
+        RowRelation::LeftOf("kvcomp-channel", &["kivi-1", "kivi-2", "kivi-3", "kivi-4"]),
     ),
     (
         "kvd-4: 4.0 bits with its tables, KL at most that of kivi-4",
         "ours",
-        Relation::Within("kvd-4", 4.0, 1.0, "kivi-4"),
+        RowRelation::Within("kvd-4", 4.0, 1.0, "kivi-4"),
     ),
     (
         "kvd-3: 3.0 bits with its tables, KL at most 1/8 of that of kivi-2",
         "ours",
-        Relation::Within("kvd-3", 3.0, 0.125, "kivi-2"),
+        RowRelation::Within("kvd-3", 3.0, 0.125, "kivi-2"),
     ),
     (
         "kvd-2: 2.2 bits with its tables, KL at most 1/4 of that of vecinfer-2",
         "ours",
-        Relation::Within("kvd-2", 2.2, 0.25, "vecinfer-2"),
+        RowRelation::Within("kvd-2", 2.2, 0.25, "vecinfer-2"),
     ),
     (
         "kvd-1.5: 1.7 bits with its tables, KL at most 0.6 of that of vecinfer-2",
         "ours",
-        Relation::Within("kvd-1.5", 1.7, 0.6, "vecinfer-2"),
+        RowRelation::Within("kvd-1.5", 1.7, 0.6, "vecinfer-2"),
     ),
     (
         "kvd-2-fast: 2.2 bits with its tables, KL at most 0.65 of that of vecinfer-2",
         "ours",
-        Relation::Within("kvd-2-fast", 2.2, 0.65, "vecinfer-2"),
+        RowRelation::Within("kvd-2-fast", 2.2, 0.65, "vecinfer-2"),
     ),
 ];
 
 /// A claim on the rows of one block.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Ordering {
+pub struct PaperClaim {
     /// What is claimed.
     pub claim: String,
     /// Who says so.
@@ -152,7 +152,7 @@ pub struct Ordering {
 impl EvalCodec {
     /// The codecs that the orderings of papers compare.
     #[must_use]
-    pub fn orderings() -> Vec<Self> {
+    pub fn ordering_codecs() -> Vec<Self> {
         let presets = PRESETS.iter().map(|name| (*name, *name));
         let parse = |(label, text): (&str, &str)| {
             Some(Self { label: label.to_owned(), spec: kvd_codec::resolve_spec(text).ok()? })
@@ -165,74 +165,80 @@ impl EvalCodec {
 /// few bits has less KL. Nothing for a block whose codecs have windows of their own: what a wider
 /// window gains is no merit of the codec.
 #[must_use]
-pub fn orderings(block: &Block) -> Vec<Ordering> {
+pub fn check_orderings(block: &EvalBlock) -> Vec<PaperClaim> {
     if block.windows == "own" {
         return Vec::new();
     }
     let claims = CLAIMS.iter().filter_map(|(claim, source, relation)| {
-        let (figures, holds) = check(block, relation)?;
-        Some(Ordering { claim: (*claim).to_owned(), source, figures, holds: Some(holds) })
+        let (figures, holds) = check_relation(block, relation)?;
+        Some(PaperClaim { claim: (*claim).to_owned(), source, figures, holds: Some(holds) })
     });
-    claims.chain(ours(block)).collect()
+    claims.chain(compare_ours(block)).collect()
 }
 
-fn row<'a>(block: &'a Block, name: &str) -> Option<&'a EvalRow> {
+fn find_row<'a>(block: &'a EvalBlock, name: &str) -> Option<&'a EvalRow> {
     block.rows.iter().find(|row| row.codec == name)
 }
 
-fn kl(row: &EvalRow) -> f64 {
+fn row_kl(row: &EvalRow) -> f64 {
     row.quality.kl_nats
 }
 
-fn bits(row: &EvalRow) -> f64 {
+fn row_bits(row: &EvalRow) -> f64 {
     row.storage.bits_per_value
 }
 
-fn figure(row: &EvalRow) -> String {
-    format!("{} {} at {}", row.codec, number(kl(row), 5), number(bits(row), 2))
+fn row_figure(row: &EvalRow) -> String {
+    format!(
+        "{} {} at {}",
+        row.codec,
+        format_number(row_kl(row), 5),
+        format_number(row_bits(row), 2)
+    )
 }
 
-fn check(block: &Block, relation: &Relation) -> Option<(String, bool)> {
+fn check_relation(block: &EvalBlock, relation: &RowRelation) -> Option<(String, bool)> {
     let rows = |names: &[&str]| -> Option<Vec<&EvalRow>> {
-        names.iter().map(|name| row(block, name)).collect()
+        names.iter().map(|name| find_row(block, name)).collect()
     };
     let joined =
-        |rows: &[&EvalRow]| rows.iter().map(|row| figure(row)).collect::<Vec<_>>().join(", ");
+        |rows: &[&EvalRow]| rows.iter().map(|row| row_figure(row)).collect::<Vec<_>>().join(", ");
     match relation {
-        Relation::Below(names) => {
+        RowRelation::Below(names) => {
             let rows = rows(names)?;
-            let holds = rows[1..].iter().all(|other| kl(rows[0]) < kl(other));
+            let holds = rows[1..].iter().all(|other| row_kl(rows[0]) < row_kl(other));
             Some((joined(&rows), holds))
         }
-        Relation::Ascending(names) => {
+        RowRelation::Ascending(names) => {
             let rows = rows(names)?;
-            Some((joined(&rows), rows.is_sorted_by(|a, b| kl(a) <= kl(b))))
+            Some((joined(&rows), rows.is_sorted_by(|a, b| row_kl(a) <= row_kl(b))))
         }
-        Relation::NearAtFewerBits(first, second) => {
+        RowRelation::NearAtFewerBits(first, second) => {
             let rows = rows(&[first, second])?;
-            let near = kl(rows[0]) <= 2.0 * kl(rows[1]) && bits(rows[0]) < bits(rows[1]);
+            let near =
+                row_kl(rows[0]) <= 2.0 * row_kl(rows[1]) && row_bits(rows[0]) < row_bits(rows[1]);
             Some((joined(&rows), near))
         }
-        Relation::SavesBits(first, second) => {
+        RowRelation::SavesBits(first, second) => {
             let rows = rows(&[first, second])?;
-            let same = (kl(rows[0]) - kl(rows[1])).abs() <= 0.01 * kl(rows[1]);
-            Some((joined(&rows), same && bits(rows[0]) < bits(rows[1])))
+            let same = (row_kl(rows[0]) - row_kl(rows[1])).abs() <= 0.01 * row_kl(rows[1]);
+            Some((joined(&rows), same && row_bits(rows[0]) < row_bits(rows[1])))
         }
-        Relation::LeftOf(name, line) => {
-            let (one, line) = (row(block, name)?, rows(line)?);
-            let points: Vec<_> = line.iter().map(|row| (bits(row), kl(row))).collect();
-            let there = bits_at(&points, kl(one))?;
-            let figures = format!("{}; the line takes {there:.2} there", figure(one));
-            Some((figures, bits(one) < there))
+        RowRelation::LeftOf(name, line) => {
+            let (one, line) = (find_row(block, name)?, rows(line)?);
+            let points: Vec<_> = line.iter().map(|row| (row_bits(row), row_kl(row))).collect();
+            let there = bits_at(&points, row_kl(one))?;
+            let figures = format!("{}; the line takes {there:.2} there", row_figure(one));
+            Some((figures, row_bits(one) < there))
         }
-        Relation::Within(name, bits_max, part, rival) => {
-            let (one, rival) = (row(block, name)?, row(block, rival)?);
-            let with_tables = bits(one) + one.context.model;
-            let ratio = kl(one) / kl(rival);
+        RowRelation::Within(name, bits_max, part, rival) => {
+            let (one, rival) = (find_row(block, name)?, find_row(block, rival)?);
+            let with_tables = row_bits(one) + one.context.model;
+            let ratio = row_kl(one) / row_kl(rival);
             let figures = format!(
                 "{}, {with_tables:.2} with tables; {ratio:.3} of {}",
-                figure(one),
-                figure(rival)
+                row_figure(one),
+                row_figure(rival)
             );
             Some((figures, with_tables <= *bits_max && ratio <= *part))
         }
@@ -248,29 +254,31 @@ fn bits_at(points: &[(f64, f64)], kl: f64) -> Option<f64> {
     Some(from + (to - from) * (high.ln() - kl.ln()) / (high.ln() - low.ln()))
 }
 
-fn ours(block: &Block) -> impl Iterator<Item = Ordering> {
+fn compare_ours(block: &EvalBlock) -> impl Iterator<Item = PaperClaim> {
     let is_ours = |row: &EvalRow| row.codec.starts_with("kvd-") || row.codec.starts_with("policy ");
     block.rows.iter().filter(move |row| is_ours(row)).map(move |row| {
         let rivals = block.rows.iter().filter(|other| {
-            !is_ours(other) && bits(other) <= bits(row) + NEAR && !other.codec.ends_with("keys")
+            !is_ours(other)
+                && row_bits(other) <= row_bits(row) + NEAR
+                && !other.codec.ends_with("keys")
         });
-        let best = rivals.min_by(|a, b| kl(a).total_cmp(&kl(b)));
+        let best = rivals.min_by(|a, b| row_kl(a).total_cmp(&row_kl(b)));
         let rival = best.map_or_else(
             || "no other has as few bits".to_owned(),
-            |best| format!("best of the others: {}", figure(best)),
+            |best| format!("best of the others: {}", row_figure(best)),
         );
-        Ordering {
+        PaperClaim {
             claim: format!("{} beats every other codec of as few bits or 0.15 more", row.codec),
             source: "ours",
-            figures: format!("{}; {rival}", figure(row)),
-            holds: best.map(|best| kl(row) < kl(best)),
+            figures: format!("{}; {rival}", row_figure(row)),
+            holds: best.map(|best| row_kl(row) < row_kl(best)),
         }
     })
 }
 
 /// The claims as a table; none when the block has the rows of none.
-pub(super) fn sheet(block: &Block) -> Option<Sheet> {
-    let row = |ordering: Ordering| {
+pub(super) fn claims_sheet(block: &EvalBlock) -> Option<TableSheet> {
+    let row = |ordering: PaperClaim| {
         let holds = match ordering.holds {
             Some(true) => "yes",
             Some(false) => "no",
@@ -278,13 +286,13 @@ pub(super) fn sheet(block: &Block) -> Option<Sheet> {
         };
         vec![ordering.claim, ordering.source.to_owned(), ordering.figures, holds.to_owned()]
     };
-    let rows: Vec<_> = orderings(block).into_iter().map(row).collect();
+    let rows: Vec<_> = check_orderings(block).into_iter().map(row).collect();
     if rows.is_empty() {
         return None;
     }
     let header = ["claim", "source", "KL in nats at bits per value", "holds"];
     let header = header.iter().map(|&name| name.to_owned()).collect();
-    Some(Sheet { title: "Orderings", header, rows, note: String::new() })
+    Some(TableSheet { title: "Orderings", header, rows, note: String::new() })
 }
 
 #[cfg(test)]
@@ -293,15 +301,15 @@ mod tests {
 
     #[test]
     fn every_codec_of_the_claims_is_known() {
-        let codecs = EvalCodec::orderings();
+        let codecs = EvalCodec::ordering_codecs();
         assert_eq!(codecs.len(), PRESETS.len() + CODECS.len());
         let known = |name: &str| codecs.iter().any(|codec| codec.label == name);
         for (claim, _, relation) in CLAIMS {
             let names = match relation {
-                Relation::Below(names) | Relation::Ascending(names) => names.to_vec(),
-                Relation::NearAtFewerBits(a, b) | Relation::SavesBits(a, b) => vec![*a, *b],
-                Relation::LeftOf(name, line) => [&[*name][..], line].concat(),
-                Relation::Within(name, _, _, rival) => vec![*name, *rival],
+                RowRelation::Below(names) | RowRelation::Ascending(names) => names.to_vec(),
+                RowRelation::NearAtFewerBits(a, b) | RowRelation::SavesBits(a, b) => vec![*a, *b],
+                RowRelation::LeftOf(name, line) => [&[*name][..], line].concat(),
+                RowRelation::Within(name, _, _, rival) => vec![*name, *rival],
             };
             assert!(names.iter().all(|name| known(name)), "{claim}: {names:?}");
         }

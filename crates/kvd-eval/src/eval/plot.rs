@@ -3,8 +3,8 @@
 //! Written by hand: one scatter plot is shorter than a plotting crate's set-up, and a crate's
 //! SVG would carry fixed colours, where these follow the reader's light or dark scheme.
 
-use super::tables::label;
-use super::{Block, EvalReport};
+use super::tables::row_label;
+use super::{EvalBlock, EvalReport};
 use std::fmt::Write;
 
 const WIDTH: f64 = 900.0;
@@ -27,7 +27,7 @@ stroke-width:1.5;stroke-dasharray:5 4}.point{fill:#6e7781}.point.best{fill:#0969
 
 /// One codec.
 #[derive(Clone, Debug, PartialEq)]
-struct Point {
+struct PlotPoint {
     name: String,
     bits: f64,
     kl: f64,
@@ -38,24 +38,24 @@ struct Point {
 /// The plot of the first block under equal windows, else of the first. Rows that equal the run
 /// without kvd are left out.
 #[must_use]
-pub fn svg(report: &EvalReport) -> String {
+pub fn plot_svg(report: &EvalReport) -> String {
     let equal = report.blocks.iter().find(|block| block.windows != "own");
     let Some(block) = equal.or(report.blocks.first()) else { return String::new() };
-    let points = points(block);
+    let points = plot_points(block);
     let mut text = String::new();
     // Writing to a string cannot fail.
     let _ = write_plot(&mut text, &points, report, block);
     text
 }
 
-fn points(block: &Block) -> Vec<Point> {
+fn plot_points(block: &EvalBlock) -> Vec<PlotPoint> {
     let rows = block.rows.iter().filter(|row| row.quality.kl_nats > KL_LEAST);
     let point = |row| {
         let row: &super::EvalRow = row;
         let (bits, kl) = (row.storage.bits_per_value, row.quality.kl_nats);
-        Point { name: label(block, row), bits, kl, best: false }
+        PlotPoint { name: row_label(block, row), bits, kl, best: false }
     };
-    let mut points: Vec<Point> = rows.map(point).collect();
+    let mut points: Vec<PlotPoint> = rows.map(point).collect();
     points.sort_by(|a, b| a.bits.total_cmp(&b.bits).then(a.kl.total_cmp(&b.kl)));
     let mut least = f64::INFINITY;
     for point in &mut points {
@@ -66,13 +66,13 @@ fn points(block: &Block) -> Vec<Point> {
 }
 
 /// The plane: bits from left to right, the logarithm of KL from bottom to top.
-struct Scale {
+struct PlotScale {
     bits: [f64; 2],
     decades: [f64; 2],
 }
 
-impl Scale {
-    fn new(points: &[Point]) -> Self {
+impl PlotScale {
+    fn new(points: &[PlotPoint]) -> Self {
         let bits = points.iter().map(|point| point.bits);
         let kl = points.iter().map(|point| point.kl.log10());
         let span = |values: &mut dyn Iterator<Item = f64>| {
@@ -84,11 +84,11 @@ impl Scale {
         Self { bits: [(low - 0.5).floor().max(0.0), (high + 0.7).ceil()], decades }
     }
 
-    fn x(&self, bits: f64) -> f64 {
+    fn x_position(&self, bits: f64) -> f64 {
         LEFT + (bits - self.bits[0]) / (self.bits[1] - self.bits[0]) * (WIDTH - LEFT - RIGHT)
     }
 
-    fn y(&self, kl: f64) -> f64 {
+    fn y_position(&self, kl: f64) -> f64 {
         let [low, high] = self.decades;
         TOP + (high - kl.log10()) / (high - low) * (HEIGHT - TOP - BOTTOM)
     }
@@ -96,9 +96,9 @@ impl Scale {
 
 fn write_plot(
     text: &mut String,
-    points: &[Point],
+    points: &[PlotPoint],
     report: &EvalReport,
-    block: &Block,
+    block: &EvalBlock,
 ) -> std::fmt::Result {
     writeln!(
         text,
@@ -110,12 +110,12 @@ fn write_plot(
         text,
         "<text class=\"title\" x=\"{LEFT}\" y=\"28\">{}: bits per stored value against KL, {}, \
          text {}</text>",
-        escaped(&report.model.name),
-        escaped(windows),
-        escaped(&block.text)
+        escape_xml(&report.model.name),
+        escape_xml(windows),
+        escape_xml(&block.text)
     )?;
     if !points.is_empty() {
-        let scale = Scale::new(points);
+        let scale = PlotScale::new(points);
         write_axes(text, &scale)?;
         write_front(text, points, &scale)?;
         write_points(text, points, &scale)?;
@@ -123,10 +123,10 @@ fn write_plot(
     writeln!(text, "</svg>")
 }
 
-fn write_axes(text: &mut String, scale: &Scale) -> std::fmt::Result {
+fn write_axes(text: &mut String, scale: &PlotScale) -> std::fmt::Result {
     let (bottom, right) = (HEIGHT - BOTTOM, WIDTH - RIGHT);
     for bits in scale.bits[0] as i32..=scale.bits[1] as i32 {
-        let x = scale.x(f64::from(bits));
+        let x = scale.x_position(f64::from(bits));
         writeln!(
             text,
             "<path class=\"grid\" d=\"M{x:.1} {TOP}V{bottom}\"/><text x=\"{x:.1}\" y=\"{:.1}\" \
@@ -135,7 +135,7 @@ fn write_axes(text: &mut String, scale: &Scale) -> std::fmt::Result {
         )?;
     }
     for decade in scale.decades[0] as i32..=scale.decades[1] as i32 {
-        let y = scale.y(10f64.powi(decade));
+        let y = scale.y_position(10f64.powi(decade));
         writeln!(
             text,
             "<path class=\"grid\" d=\"M{LEFT} {y:.1}H{right}\"/><text x=\"{:.1}\" y=\"{:.1}\" \
@@ -156,24 +156,28 @@ fn write_axes(text: &mut String, scale: &Scale) -> std::fmt::Result {
     )
 }
 
-fn write_front(text: &mut String, points: &[Point], scale: &Scale) -> std::fmt::Result {
+fn write_front(text: &mut String, points: &[PlotPoint], scale: &PlotScale) -> std::fmt::Result {
     let best = points.iter().filter(|point| point.best);
-    let corner = |point: &Point| format!("{:.1},{:.1}", scale.x(point.bits), scale.y(point.kl));
+    let corner = |point: &PlotPoint| {
+        format!("{:.1},{:.1}", scale.x_position(point.bits), scale.y_position(point.kl))
+    };
     let line: Vec<String> = best.map(corner).collect();
     writeln!(text, "<polyline class=\"front\" points=\"{}\"/>", line.join(" "))
 }
 
 /// A rectangle: left, top, right, bottom.
-type Area = [f64; 4];
+type PlotArea = [f64; 4];
 
-fn overlap(a: &Area, b: &Area) -> bool {
+fn areas_overlap(a: &PlotArea, b: &PlotArea) -> bool {
     a[0] < b[2] && b[0] < a[2] && a[1] < b[3] && b[1] < a[3]
 }
 
-fn write_points(text: &mut String, points: &[Point], scale: &Scale) -> std::fmt::Result {
-    let places: Vec<(f64, f64)> =
-        points.iter().map(|point| (scale.x(point.bits), scale.y(point.kl))).collect();
-    let mut taken: Vec<Area> =
+fn write_points(text: &mut String, points: &[PlotPoint], scale: &PlotScale) -> std::fmt::Result {
+    let places: Vec<(f64, f64)> = points
+        .iter()
+        .map(|point| (scale.x_position(point.bits), scale.y_position(point.kl)))
+        .collect();
+    let mut taken: Vec<PlotArea> =
         places.iter().map(|(x, y)| [x - 5.0, y - 5.0, x + 5.0, y + 5.0]).collect();
     for (point, &(x, y)) in points.iter().zip(&places) {
         let area = label_area(&point.name, x, y, &taken);
@@ -189,22 +193,23 @@ fn write_points(text: &mut String, points: &[Point], scale: &Scale) -> std::fmt:
             "<circle class=\"point{class}\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"4\"/><text \
              class=\"name{class}\" x=\"{left:.1}\" y=\"{:.1}\">{}</text>",
             bottom - 3.0,
-            escaped(&point.name)
+            escape_xml(&point.name)
         )?;
     }
     Ok(())
 }
 
 /// A free place for a label: beside the point, else on circles of growing size around it.
-fn label_area(name: &str, x: f64, y: f64, taken: &[Area]) -> Area {
+fn label_area(name: &str, x: f64, y: f64, taken: &[PlotArea]) -> PlotArea {
     let (width, height) = (7.0 * name.chars().count() as f64, 15.0);
     let at = |centre_x: f64, centre_y: f64| {
         [centre_x, centre_y - height / 2.0, centre_x + width, centre_y + height / 2.0]
     };
-    let inside = |area: &Area| {
+    let inside = |area: &PlotArea| {
         area[0] >= LEFT && area[1] >= TOP && area[2] <= WIDTH && area[3] <= HEIGHT - BOTTOM
     };
-    let free = |area: &Area| inside(area) && !taken.iter().any(|other| overlap(area, other));
+    let free =
+        |area: &PlotArea| inside(area) && !taken.iter().any(|other| areas_overlap(area, other));
     let ring = |step: usize| {
         let distance = 8.0 + 6.0 * step as f64;
         (0..16).map(move |turn| {
@@ -217,7 +222,7 @@ fn label_area(name: &str, x: f64, y: f64, taken: &[Area]) -> Area {
     (0..40).flat_map(ring).find(free).unwrap_or_else(|| at(x + 8.0, y))
 }
 
-fn escaped(text: &str) -> String {
+fn escape_xml(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 
@@ -225,16 +230,19 @@ fn escaped(text: &str) -> String {
 mod tests {
     use super::*;
 
-    fn point(name: &str, bits: f64, kl: f64) -> Point {
-        Point { name: name.to_owned(), bits, kl, best: false }
+    fn point(name: &str, bits: f64, kl: f64) -> PlotPoint {
+        PlotPoint { name: name.to_owned(), bits, kl, best: false }
     }
 
     #[test]
     fn more_bits_go_right_and_more_kl_goes_up() {
-        let scale = Scale::new(&[point("a", 1.6, 2e-2), point("b", 8.0, 3e-4)]);
+        let scale = PlotScale::new(&[point("a", 1.6, 2e-2), point("b", 8.0, 3e-4)]);
         assert_eq!((scale.bits, scale.decades), ([1.0, 9.0], [-4.0, -1.0]));
-        assert!(scale.x(2.0) < scale.x(3.0) && scale.y(1e-2) < scale.y(1e-3));
-        assert_eq!((scale.x(1.0), scale.y(0.1)), (LEFT, TOP));
+        assert!(
+            scale.x_position(2.0) < scale.x_position(3.0)
+                && scale.y_position(1e-2) < scale.y_position(1e-3)
+        );
+        assert_eq!((scale.x_position(1.0), scale.y_position(0.1)), (LEFT, TOP));
     }
 
     #[test]
@@ -243,13 +251,13 @@ mod tests {
         for index in 0..12 {
             let (x, y) = (300.0 + f64::from(index % 3), 300.0 + f64::from(index));
             let area = label_area("vecinfer-1.25", x, y, &taken);
-            assert!(!taken.iter().any(|other| overlap(&area, other)), "{index}");
+            assert!(!taken.iter().any(|other| areas_overlap(&area, other)), "{index}");
             taken.push(area);
         }
     }
 
     #[test]
     fn names_are_escaped() {
-        assert_eq!(escaped("a<b&c>"), "a&lt;b&amp;c&gt;");
+        assert_eq!(escape_xml("a<b&c>"), "a&lt;b&amp;c&gt;");
     }
 }

@@ -1,9 +1,9 @@
 //! What an evaluation found out, for programs: `--json` writes one [`EvalReport`].
 
 use crate::ModelReport;
-use crate::measure::{AttentionError, Speed, Storage};
+use crate::measure::{AttentionError, DeviceSpeed, StorageRatios};
 use crate::search::SearchReport;
-use kvd_engine::Quality;
+use kvd_engine::TextQuality;
 use serde::Serialize;
 
 /// The whole report.
@@ -16,7 +16,7 @@ pub struct EvalReport {
     /// What was run.
     pub setup: EvalSetup,
     /// One per text and windows, in the order asked, windows innermost.
-    pub blocks: Vec<Block>,
+    pub blocks: Vec<EvalBlock>,
     /// How the policy among the rows was found, after a search.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub search: Option<SearchReport>,
@@ -62,13 +62,13 @@ pub struct EvalSetup {
 
 /// All codecs on one text under one choice of windows.
 #[derive(Clone, Debug, Serialize)]
-pub struct Block {
+pub struct EvalBlock {
     /// The text: a file's name, or the model's for its own.
     pub text: String,
     /// `own`, or the windows that every codec was given.
     pub windows: String,
     /// The same passages without kvd.
-    pub without_kvd: Quality,
+    pub without_kvd: TextQuality,
     /// One per codec, in the order asked.
     pub rows: Vec<EvalRow>,
 }
@@ -81,15 +81,15 @@ pub struct EvalRow {
     /// As the daemon understood it, windows included.
     pub codec_spec: String,
     /// What the passages take in the daemon, by part.
-    pub storage: Storage,
+    pub storage: StorageRatios,
     /// The same spread over a context of a stated length.
     pub context: ContextBits,
     /// On clean queries, keys and values of the first passage, by layer.
     pub attention_error: AttentionError,
     /// On the passages, against the run without kvd.
-    pub quality: Quality,
+    pub quality: TextQuality,
     /// Encode, load and attend; absent without the daemon's metrics.
-    pub speed: Option<Speed>,
+    pub speed: Option<DeviceSpeed>,
     /// Time the calibration took; 0 for codecs without.
     pub calibration_seconds: f64,
 }
@@ -111,7 +111,7 @@ impl ContextBits {
     /// Spreads what `sequences` sequences hold over a context of `tokens` tokens of
     /// `values_per_token` K and V values: the same windows, the rest packed.
     pub(super) fn new(
-        storage: &Storage,
+        storage: &StorageRatios,
         sequences: usize,
         tokens: usize,
         values_per_token: usize,
@@ -135,8 +135,12 @@ mod tests {
     fn a_longer_context_spreads_windows_and_tables_thinner() {
         let parts =
             StoredParts { raw_values: 2 * 1000, raw_bytes: 2 * 2000, ..StoredParts::default() };
-        let storage =
-            Storage { bits_per_value: 2.0, model_bytes: 500, parts, ..Storage::default() };
+        let storage = StorageRatios {
+            bits_per_value: 2.0,
+            model_bytes: 500,
+            parts,
+            ..StorageRatios::default()
+        };
         // 400 tokens of 10 values: 1000 raw at 16 bits, 3000 at 2, and 4000 bits of tables.
         let short = ContextBits::new(&storage, 2, 400, 10);
         assert_eq!((short.packed, short.windows, short.model), (1.5, 4.0, 1.0));

@@ -1,46 +1,48 @@
 //! The whole evaluation.
 
-use super::calibrations::Calibrations;
-use super::texts::{Material, Text};
-use super::{Block, ContextBits, EvalCodec, EvalOptions, EvalReport, EvalRow, EvalSetup, Windows};
-use crate::fits::Fits;
-use crate::measure::{CodecRun, PassageReference, Registration, Rig};
-use crate::progress::Progress;
+use super::calibrations::CalibrationSource;
+use super::texts::{EvalMaterial, ScoredText};
+use super::{
+    ContextBits, EvalBlock, EvalCodec, EvalOptions, EvalReport, EvalRow, EvalSetup, WindowChoice,
+};
+use crate::fits::FittedSides;
+use crate::measure::{CodecRegistration, CodecRun, MeasureRig, PassageReference};
+use crate::progress::RunProgress;
 use crate::{ModelReport, samples};
 use anyhow::{Context, Result};
 use kvd_client::{Client, ServerInfo};
 use kvd_codec::CodecSpec;
-use kvd_engine::Window;
+use kvd_engine::TokenWindow;
 use std::time::Instant;
 
 /// What an evaluation and a search begin with.
-pub(crate) struct Session {
+pub(crate) struct EvalSession {
     client: Client,
     info: ServerInfo,
-    material: Material,
-    progress: Progress,
+    material: EvalMaterial,
+    progress: RunProgress,
     begin: Instant,
 }
 
-impl Session {
+impl EvalSession {
     /// Connects and reads model and texts.
-    pub(crate) async fn open(options: &EvalOptions) -> Result<Self> {
+    pub(crate) async fn open_session(options: &EvalOptions) -> Result<Self> {
         let begin = Instant::now();
-        options.check()?;
+        options.check_options()?;
         let connected = Client::connect(options.endpoint.clone()).await;
         let client = connected.with_context(|| format!("no daemon at {}", options.endpoint))?;
         let info = client.server_info().await?;
-        let material = Material::load(options)?;
-        Ok(Self { client, info, material, progress: Progress::new(0), begin })
+        let material = EvalMaterial::load_material(options)?;
+        Ok(Self { client, info, material, progress: RunProgress::new(0), begin })
     }
 
     /// What the runs of all codecs share.
-    pub(crate) fn rig(&self, options: &EvalOptions) -> Result<Rig<'_>> {
+    pub(crate) fn session_rig(&self, options: &EvalOptions) -> Result<MeasureRig<'_>> {
         let model = &self.material.model;
-        Ok(Rig {
+        Ok(MeasureRig {
             client: &self.client,
             model,
-            geometry: model.config().geometry(self.info.block_tokens_default)?,
+            geometry: model.config().kv_geometry(self.info.block_tokens_default)?,
             chunk: options.chunk_tokens,
             metrics: options.metrics.clone(),
             progress: &self.progress,
@@ -48,7 +50,7 @@ impl Session {
     }
 
     /// Windows that calibrations are fitted on.
-    pub(crate) fn calibration(&self) -> &[Window] {
+    pub(crate) fn calibration_windows(&self) -> &[TokenWindow] {
         &self.material.calibration
     }
 }
@@ -60,28 +62,28 @@ impl Session {
 ///
 /// # Errors
 /// When a file cannot be read or is too short, or a call to the daemon fails.
-pub async fn run(options: &EvalOptions) -> Result<EvalReport> {
-    let session = Session::open(options).await?;
-    let calibrations = calibrations(options, &session).await?;
-    evaluate(&session, options, calibrations).await
+pub async fn run_eval(options: &EvalOptions) -> Result<EvalReport> {
+    let session = EvalSession::open_session(options).await?;
+    let calibrations = prepare_calibrations(options, &session).await?;
+    evaluate_codecs(&session, options, calibrations).await
 }
 
-/// The runs of [`run`], with artefacts that are there already.
-pub(crate) async fn evaluate(
-    session: &Session,
+/// The runs of [`run_eval`], with artefacts that are there already.
+pub(crate) async fn evaluate_codecs(
+    session: &EvalSession,
     options: &EvalOptions,
-    calibrations: Calibrations,
+    calibrations: CalibrationSource,
 ) -> Result<EvalReport> {
-    let (material, rig) = (&session.material, session.rig(options)?);
-    let mut evaluation = Evaluation { rig, options, material, calibrations, runs: 0 };
+    let (material, rig) = (&session.material, session.session_rig(options)?);
+    let mut evaluation = EvalRun { rig, options, material, calibrations, runs: 0 };
     let mut blocks = Vec::new();
     for text in &material.texts {
-        blocks.extend(evaluation.text(text).await?);
+        blocks.extend(evaluation.run_text(text).await?);
     }
     Ok(EvalReport {
         version: EvalReport::VERSION,
         model: ModelReport::new(&material.assets, &material.model),
-        setup: setup(options, &session.info, material),
+        setup: describe_setup(options, &session.info, material),
         blocks,
         search: None,
         seconds: session.begin.elapsed().as_secs_f64(),
@@ -90,24 +92,27 @@ pub(crate) async fn evaluate(
 }
 
 /// One artefact per codec that needs one: read, or fitted to the model's own text.
-async fn calibrations(options: &EvalOptions, session: &Session) -> Result<Calibrations> {
+async fn prepare_calibrations(
+    options: &EvalOptions,
+    session: &EvalSession,
+) -> Result<CalibrationSource> {
     if let Some(path) = &options.calibration {
-        return Calibrations::read(path);
+        return CalibrationSource::read_artefact(path);
     }
     let specs = options.codecs.iter().map(|codec| &codec.spec);
     let specs = specs.filter(|spec| spec.needs_calibration());
     // The rows of codecs that need none would be thrown away.
-    let windows = if specs.clone().next().is_some() { session.calibration() } else { &[] };
-    let Rig { model, geometry, progress, .. } = session.rig(options)?;
-    progress.begin("calibration text", windows.len() * options.passage_tokens);
-    let tick = |tokens| progress.add(tokens);
-    let samples = samples::collect(model, windows, &geometry, tick).await?;
-    let fits = Fits::new(specs, &samples, options.seed, progress)?;
-    progress.finish();
-    Ok(Calibrations::Fitted(fits))
+    let windows = if specs.clone().next().is_some() { session.calibration_windows() } else { &[] };
+    let MeasureRig { model, geometry, progress, .. } = session.session_rig(options)?;
+    progress.begin_steps("calibration text", windows.len() * options.passage_tokens);
+    let tick = |tokens| progress.add_steps(tokens);
+    let samples = samples::collect_samples(model, windows, &geometry, tick).await?;
+    let fits = FittedSides::new(specs, &samples, options.seed, progress)?;
+    progress.remove_bar();
+    Ok(CalibrationSource::Fitted(fits))
 }
 
-fn setup(options: &EvalOptions, info: &ServerInfo, material: &Material) -> EvalSetup {
+fn describe_setup(options: &EvalOptions, info: &ServerInfo, material: &EvalMaterial) -> EvalSetup {
     let fitted = options.calibration.is_none();
     EvalSetup {
         command: options.command.clone(),
@@ -125,32 +130,33 @@ fn setup(options: &EvalOptions, info: &ServerInfo, material: &Material) -> EvalS
 }
 
 /// What the runs of all codecs share.
-struct Evaluation<'a> {
-    rig: Rig<'a>,
+struct EvalRun<'a> {
+    rig: MeasureRig<'a>,
     options: &'a EvalOptions,
-    material: &'a Material,
-    calibrations: Calibrations,
+    material: &'a EvalMaterial,
+    calibrations: CalibrationSource,
     /// Codecs run so far.
     runs: usize,
 }
 
-impl Evaluation<'_> {
+impl EvalRun<'_> {
     /// One block per choice of windows.
-    async fn text(&mut self, text: &Text) -> Result<Vec<Block>> {
+    async fn run_text(&mut self, text: &ScoredText) -> Result<Vec<EvalBlock>> {
         let (options, rig) = (self.options, &self.rig);
         let passage_tokens = options.passages * options.passage_tokens;
-        rig.progress.begin("without kvd", passage_tokens);
+        rig.progress.begin_steps("without kvd", passage_tokens);
         let (passages, from) = (text.passages.clone(), options.scored_from());
         let reference =
-            PassageReference::run(rig.model, passages, from, rig.chunk, rig.progress).await?;
+            PassageReference::run_passages(rig.model, passages, from, rig.chunk, rig.progress)
+                .await?;
         let runs = options.codecs.len() * options.windows.len();
         let each = passage_tokens + reference.clean.measured_tokens();
-        rig.progress.begin("codecs", runs * each);
-        let mut blocks: Vec<Block> = Vec::new();
+        rig.progress.begin_steps("codecs", runs * each);
+        let mut blocks: Vec<EvalBlock> = Vec::new();
         for windows in &options.windows {
             let mut rows = Vec::new();
             for codec in &options.codecs {
-                let spec = windows.apply(codec.spec.clone());
+                let spec = windows.apply_windows(codec.spec.clone());
                 // Windows that are the codec's own make no second run.
                 let known = blocks.iter().flat_map(|block| &block.rows);
                 let known = known.chain(&rows).find(|row: &&EvalRow| {
@@ -158,48 +164,48 @@ impl Evaluation<'_> {
                 });
                 let row = match known.cloned() {
                     Some(row) => row,
-                    None => self.codec(codec, *windows, &reference).await?,
+                    None => self.run_codec(codec, *windows, &reference).await?,
                 };
                 rows.push(row);
             }
-            blocks.push(Block {
+            blocks.push(EvalBlock {
                 text: text.name.clone(),
                 windows: windows.to_string(),
                 without_kvd: reference.quality,
                 rows,
             });
         }
-        self.rig.progress.finish();
+        self.rig.progress.remove_bar();
         Ok(blocks)
     }
 
-    async fn codec(
+    async fn run_codec(
         &mut self,
         codec: &EvalCodec,
-        windows: Windows,
+        windows: WindowChoice,
         reference: &PassageReference,
     ) -> Result<EvalRow> {
-        let spec = windows.apply(codec.spec.clone());
-        let row = self.measure(&codec.label, &spec, reference).await;
+        let spec = windows.apply_windows(codec.spec.clone());
+        let row = self.measure_codec(&codec.label, &spec, reference).await;
         row.with_context(|| format!("codec {}", codec.label))
     }
 
-    async fn measure(
+    async fn measure_codec(
         &mut self,
         label: &str,
         spec: &CodecSpec,
         reference: &PassageReference,
     ) -> Result<EvalRow> {
-        let (calibration, calibration_seconds) = self.calibrations.of(spec)?;
+        let (calibration, calibration_seconds) = self.calibrations.codec_artefact(spec)?;
         self.runs += 1;
         let name = format!("{}.{}", crate::model_name(&self.material.assets.name), self.runs);
         let codec = spec.to_string();
-        let registration = Registration { name, label, codec, calibration };
-        let mut run = CodecRun::open(&self.rig, registration).await?;
+        let registration = CodecRegistration { name, label, codec, calibration };
+        let mut run = CodecRun::open_run(&self.rig, registration).await?;
         let attention_error = run.attention_error(&reference.clean).await?;
-        let (quality, stored) = run.passages(reference).await?;
-        let speed = run.speed(&reference.clean).await?;
-        let storage = run.storage(&stored).await?;
+        let (quality, stored) = run.run_passages(reference).await?;
+        let speed = run.measure_speed(&reference.clean).await?;
+        let storage = run.storage_ratios(&stored).await?;
         let row = EvalRow {
             codec: label.to_owned(),
             codec_spec: run.codec_spec().to_owned(),
@@ -210,12 +216,12 @@ impl Evaluation<'_> {
             speed,
             calibration_seconds,
         };
-        run.leave().await?;
+        run.close_run().await?;
         Ok(row)
     }
 
-    fn context_bits(&self, storage: &crate::measure::Storage) -> ContextBits {
-        let heads = self.rig.model.config().heads();
+    fn context_bits(&self, storage: &crate::measure::StorageRatios) -> ContextBits {
+        let heads = self.rig.model.config().attention_heads();
         let values_per_token = 2 * self.rig.geometry.layers as usize * heads.kv_width();
         let (sequences, tokens) = (self.options.passages, self.options.context_tokens);
         ContextBits::new(storage, sequences, tokens, values_per_token)

@@ -1,15 +1,15 @@
 //! The report as tables, for the terminal and for the page.
 
-use super::{Block, EvalReport, EvalRow};
+use super::{EvalBlock, EvalReport, EvalRow};
 use crate::search::SearchReport;
-use crate::table::{COLUMNS, fitted, lines, number, table};
+use crate::table::{COLUMNS, format_fitted, format_number, format_table, wrap_lines};
 use std::io::{self, Write};
 
 /// Longest label that stands in a column; longer ones are numbered.
 const LABEL_MAX: usize = 24;
 
 /// A table on its way to a terminal or a page.
-pub(super) struct Sheet {
+pub(super) struct TableSheet {
     pub(super) title: &'static str,
     pub(super) header: Vec<String>,
     pub(super) rows: Vec<Vec<String>>,
@@ -18,7 +18,7 @@ pub(super) struct Sheet {
 }
 
 /// What a row is called in columns and plots.
-pub(super) fn label(block: &Block, row: &EvalRow) -> String {
+pub(super) fn row_label(block: &EvalBlock, row: &EvalRow) -> String {
     if row.codec.chars().count() <= LABEL_MAX {
         return row.codec.clone();
     }
@@ -27,28 +27,33 @@ pub(super) fn label(block: &Block, row: &EvalRow) -> String {
 }
 
 /// Codecs that are no presets and what they are.
-pub(super) fn legend(block: &Block) -> Vec<(String, &str)> {
+pub(super) fn codec_legend(block: &EvalBlock) -> Vec<(String, &str)> {
     let rows = block.rows.iter().filter(|row| kvd_codec::find_preset(&row.codec).is_none());
-    let named = rows.map(|row| (label(block, row), row.codec_spec.as_str()));
+    let named = rows.map(|row| (row_label(block, row), row.codec_spec.as_str()));
     named.filter(|(label, spec)| label != spec).collect()
 }
 
 /// All tables of a block.
-pub(super) fn sheets(report: &EvalReport, block: &Block) -> Vec<Sheet> {
-    let mut sheets = vec![quality(block), parts(report, block), layers(block)];
-    sheets.extend(speed(block));
+pub(super) fn block_sheets(report: &EvalReport, block: &EvalBlock) -> Vec<TableSheet> {
+    let mut sheets = vec![quality_sheet(block), parts_sheet(report, block), layers_sheet(block)];
+    sheets.extend(speed_sheet(block));
     if report.orderings {
-        sheets.extend(super::orderings::sheet(block));
+        sheets.extend(super::orderings::claims_sheet(block));
     }
     sheets
 }
 
-fn sheet(title: &'static str, header: &[&str], rows: Vec<Vec<String>>, note: String) -> Sheet {
+fn new_sheet(
+    title: &'static str,
+    header: &[&str],
+    rows: Vec<Vec<String>>,
+    note: String,
+) -> TableSheet {
     let header = header.iter().map(|&name| name.to_owned()).collect();
-    Sheet { title, header, rows, note }
+    TableSheet { title, header, rows, note }
 }
 
-fn quality(block: &Block) -> Sheet {
+fn quality_sheet(block: &EvalBlock) -> TableSheet {
     let header = [
         "codec",
         "bits/value",
@@ -62,21 +67,21 @@ fn quality(block: &Block) -> Sheet {
         "top-1 %",
     ];
     let dash = || "-".to_owned();
-    let without = number(block.without_kvd.perplexity, 4);
+    let without = format_number(block.without_kvd.perplexity, 4);
     let mut rows = vec![vec!["without kvd".to_owned(), "16.00".to_owned()]];
     rows[0].extend([dash(), dash(), dash(), dash(), without, dash(), dash(), dash()]);
     rows.extend(block.rows.iter().map(|row| {
         vec![
-            label(block, row),
-            number(row.storage.bits_per_value, 2),
-            number(row.storage.bits_per_key_value, 2),
-            number(row.storage.bits_per_value_value, 2),
-            number(row.attention_error.codec, 4),
+            row_label(block, row),
+            format_number(row.storage.bits_per_value, 2),
+            format_number(row.storage.bits_per_key_value, 2),
+            format_number(row.storage.bits_per_value_value, 2),
+            format_number(row.attention_error.codec, 4),
             format!("{:.1e}", row.attention_error.kernel),
-            number(row.quality.perplexity, 4),
+            format_number(row.quality.perplexity, 4),
             format!("{:+.2}", row.quality.perplexity_change_percent),
-            number(row.quality.kl_nats, 5),
-            number(row.quality.top1_agreement_percent, 2),
+            format_number(row.quality.kl_nats, 5),
+            format_number(row.quality.top1_agreement_percent, 2),
         ]
     }));
     let mut note =
@@ -85,14 +90,14 @@ fn quality(block: &Block) -> Sheet {
          error: what the daemon's arithmetic adds (both relative, against f64, on clean queries). \
          KL: from the run without kvd to this one, mean over positions."
             .to_owned();
-    note.extend(block.rows.iter().filter_map(|row| fallbacks(block, row)));
-    sheet("Quality", &header, rows, note)
+    note.extend(block.rows.iter().filter_map(|row| fallback_note(block, row)));
+    new_sheet("Quality", &header, rows, note)
 }
 
 /// What was not stored as the codec says; its bits and its error are of a mixture then.
-fn fallbacks(block: &Block, row: &EvalRow) -> Option<String> {
+fn fallback_note(block: &EvalBlock, row: &EvalRow) -> Option<String> {
     let (raw, safer) = (row.storage.fallback_pages, row.storage.over_bound_pages);
-    let label = label(block, row);
+    let label = row_label(block, row);
     match (raw, safer) {
         (0, 0) => None,
         (_, 0) => Some(format!(" {label}: {raw} pages could not be quantized and are raw.")),
@@ -103,7 +108,7 @@ fn fallbacks(block: &Block, row: &EvalRow) -> Option<String> {
     }
 }
 
-fn parts(report: &EvalReport, block: &Block) -> Sheet {
+fn parts_sheet(report: &EvalReport, block: &EvalBlock) -> TableSheet {
     let header = [
         "codec",
         "codes",
@@ -126,9 +131,9 @@ fn parts(report: &EvalReport, block: &Block) -> Sheet {
             context.packed + context.windows,
             context.total,
         ];
-        let mut cells = vec![label(block, row)];
-        cells.extend(bits.map(|bits| number(bits, 3)));
-        cells.push(number(stored.model_bytes as f64 / 1024.0, 1));
+        let mut cells = vec![row_label(block, row)];
+        cells.extend(bits.map(|bits| format_number(bits, 3)));
+        cells.push(format_number(stored.model_bytes as f64 / 1024.0, 1));
         cells
     };
     let note = format!(
@@ -137,38 +142,38 @@ fn parts(report: &EvalReport, block: &Block) -> Sheet {
          KiB) charged to that one sequence.",
         report.setup.context_tokens
     );
-    sheet("Bits per value by part", &header, block.rows.iter().map(row).collect(), note)
+    new_sheet("Bits per value by part", &header, block.rows.iter().map(row).collect(), note)
 }
 
-fn layers(block: &Block) -> Sheet {
+fn layers_sheet(block: &EvalBlock) -> TableSheet {
     let count = block.rows.first().map_or(0, |row| row.attention_error.layers.len());
     let mut header = vec!["codec".to_owned()];
     header.extend((0..count).map(|layer| format!("layer {layer}")));
     header.extend(["mean", "kernel error"].map(str::to_owned));
     let row = |row: &EvalRow| {
-        let mut cells = vec![label(block, row)];
-        cells.extend(row.attention_error.layers.iter().map(|layer| number(layer.codec, 4)));
-        cells.push(number(row.attention_error.codec, 4));
+        let mut cells = vec![row_label(block, row)];
+        cells.extend(row.attention_error.layers.iter().map(|layer| format_number(layer.codec, 4)));
+        cells.push(format_number(row.attention_error.codec, 4));
         cells.push(format!("{:.1e}", row.attention_error.kernel));
         cells
     };
     let rows = block.rows.iter().map(row).collect();
     let note = "Relative to the exact output, queries of the last quarter of the first passage.";
-    Sheet { title: "Attention error by layer", header, rows, note: note.to_owned() }
+    TableSheet { title: "Attention error by layer", header, rows, note: note.to_owned() }
 }
 
-fn speed(block: &Block) -> Option<Sheet> {
+fn speed_sheet(block: &EvalBlock) -> Option<TableSheet> {
     let header =
         ["codec", "encode Mvalues/s", "encode GB/s", "load GB/s", "attend us", "calibration s"];
     let row = |row: &EvalRow| {
         let speed = row.speed?;
         Some(vec![
-            label(block, row),
-            number(speed.encode_values_per_second / 1e6, 0),
-            number(speed.encode_gb_per_second, 3),
-            number(speed.load_gb_per_second, 3),
-            number(speed.attend_us, 0),
-            number(row.calibration_seconds, 1),
+            row_label(block, row),
+            format_number(speed.encode_values_per_second / 1e6, 0),
+            format_number(speed.encode_gb_per_second, 3),
+            format_number(speed.load_gb_per_second, 3),
+            format_number(speed.attend_us, 0),
+            format_number(row.calibration_seconds, 1),
         ])
     };
     let rows: Vec<_> = block.rows.iter().filter_map(row).collect();
@@ -178,19 +183,19 @@ fn speed(block: &Block) -> Option<Sheet> {
          {tokens} tokens in GB of f16 per second, attention of one token over them, one layer. \
          What else the machine does shows here and nowhere else."
     );
-    Some(sheet("Speed", &header, rows, note))
+    Some(new_sheet("Speed", &header, rows, note))
 }
 
 /// What a search gave each layer and side.
-pub(super) fn searched(search: &SearchReport) -> Sheet {
+pub(super) fn search_sheet(search: &SearchReport) -> TableSheet {
     let header = ["layer", "side", "bits/value", "attn error", "KL expected", "spec"];
-    let row = |slot: &crate::search::Slot| {
+    let row = |slot: &crate::search::SlotReport| {
         vec![
             slot.layer.to_string(),
             slot.side.clone(),
-            number(slot.bits, 2),
-            number(slot.attention_error, 4),
-            number(slot.expected_kl_nats, 5),
+            format_number(slot.bits, 2),
+            format_number(slot.attention_error, 4),
+            format_number(slot.expected_kl_nats, 5),
             slot.spec.clone(),
         ]
     };
@@ -199,12 +204,12 @@ pub(super) fn searched(search: &SearchReport) -> Sheet {
          the calibration text that no fit saw.",
         search.bits, search.budget_bits, search.expected_kl_nats
     );
-    sheet("Policy found", &header, search.slots.iter().map(row).collect(), note)
+    new_sheet("Policy found", &header, search.slots.iter().map(row).collect(), note)
 }
 
 /// How wide lines may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Width {
+pub enum LineWidth {
     /// 100 columns.
     Terminal,
     /// As wide as tables are.
@@ -219,16 +224,16 @@ const SHORT_NAMES: [(&str, &str); 3] =
 ///
 /// # Errors
 /// When `out` cannot be written to.
-pub fn print(report: &EvalReport, out: &mut dyn Write) -> io::Result<()> {
-    out.write_all(text(report, Width::Terminal).as_bytes())
+pub fn print_report(report: &EvalReport, out: &mut dyn Write) -> io::Result<()> {
+    out.write_all(report_text(report, LineWidth::Terminal).as_bytes())
 }
 
 /// The report as text.
 #[must_use]
-pub fn text(report: &EvalReport, width: Width) -> String {
+pub fn report_text(report: &EvalReport, width: LineWidth) -> String {
     let mut text = String::new();
     let (model, setup) = (&report.model, &report.setup);
-    text.push_str(&paragraph(&format!(
+    text.push_str(&wrap_paragraph(&format!(
         "Model {}: {:.1} M parameters, {} layers, {} query / {} KV heads of {} channels.",
         model.name,
         model.parameters as f64 / 1e6,
@@ -237,10 +242,10 @@ pub fn text(report: &EvalReport, width: Width) -> String {
         model.kv_heads,
         model.head_dim
     )));
-    text.push_str(&paragraph(&model.note));
+    text.push_str(&wrap_paragraph(&model.note));
     for block in &report.blocks {
         text.push('\n');
-        text.push_str(&paragraph(&format!(
+        text.push_str(&wrap_paragraph(&format!(
             "Text {}, windows {}: {} passages of {} tokens in steps of {}, {} tokens scored.",
             block.text,
             block.windows,
@@ -251,48 +256,48 @@ pub fn text(report: &EvalReport, width: Width) -> String {
         )));
         if block.windows == "own" {
             let own = "Each codec has its own windows: what wider ones gain is no merit of it.";
-            text.push_str(&paragraph(own));
+            text.push_str(&wrap_paragraph(own));
         }
-        for (label, codec) in legend(block) {
-            text.push_str(&paragraph(&format!("{label} is {codec}")));
+        for (label, codec) in codec_legend(block) {
+            text.push_str(&wrap_paragraph(&format!("{label} is {codec}")));
         }
-        for sheet in sheets(report, block) {
+        for sheet in block_sheets(report, block) {
             push_sheet(&mut text, &sheet, width);
         }
     }
     if let Some(search) = &report.search {
-        push_sheet(&mut text, &searched(search), width);
+        push_sheet(&mut text, &search_sheet(search), width);
     }
     text.push_str(&format!("\n{:.0} s in all.\n", report.seconds));
     text
 }
 
-fn push_sheet(text: &mut String, sheet: &Sheet, width: Width) {
+fn push_sheet(text: &mut String, sheet: &TableSheet, width: LineWidth) {
     let short = |name: &str| {
         let short = SHORT_NAMES.iter().find(|(long, _)| *long == name);
-        short.map(|(_, short)| *short).filter(|_| width == Width::Terminal)
+        short.map(|(_, short)| *short).filter(|_| width == LineWidth::Terminal)
     };
     let name = |name: &'_ String| short(name).map_or_else(|| name.clone(), str::to_owned);
     let header: Vec<String> = sheet.header.iter().map(name).collect();
     let header: Vec<&str> = header.iter().map(String::as_str).collect();
     let rows = match width {
-        Width::Terminal => fitted(&header, &sheet.rows, COLUMNS),
-        Width::All => table(&header, &sheet.rows),
+        LineWidth::Terminal => format_fitted(&header, &sheet.rows, COLUMNS),
+        LineWidth::All => format_table(&header, &sheet.rows),
     };
     text.push_str(&format!("\n{}:\n\n{rows}\n", sheet.title));
     if !sheet.note.is_empty() {
-        text.push_str(&wrapped(&sheet.note));
+        text.push_str(&wrap_note(&sheet.note));
     }
 }
 
 /// Lines of a terminal's width.
-fn paragraph(text: &str) -> String {
-    text.lines().flat_map(|line| lines(line, COLUMNS)).map(|line| line + "\n").collect()
+fn wrap_paragraph(text: &str) -> String {
+    text.lines().flat_map(|line| wrap_lines(line, COLUMNS)).map(|line| line + "\n").collect()
 }
 
 /// A note in lines of a terminal's width, two columns in.
-fn wrapped(text: &str) -> String {
-    lines(text, COLUMNS - 4).into_iter().map(|line| format!("  {line}\n")).collect()
+fn wrap_note(text: &str) -> String {
+    wrap_lines(text, COLUMNS - 4).into_iter().map(|line| format!("  {line}\n")).collect()
 }
 
 #[cfg(test)]
@@ -300,13 +305,13 @@ mod tests {
     use super::super::{ContextBits, EvalSetup};
     use super::*;
     use crate::ModelReport;
-    use crate::measure::{AttentionError, LayerError, Speed, Storage};
-    use kvd_engine::Quality;
+    use crate::measure::{AttentionError, DeviceSpeed, LayerError, StorageRatios};
+    use kvd_engine::TextQuality;
 
     #[test]
     fn notes_break_between_words() {
         let text = "word ".repeat(50);
-        let lines = wrapped(text.trim());
+        let lines = wrap_note(text.trim());
         assert!(
             lines.lines().all(|line| line.len() <= 98 && line.starts_with("  word")),
             "{lines}"
@@ -320,13 +325,13 @@ mod tests {
         let row = |codec: &str| EvalRow {
             codec: codec.to_owned(),
             codec_spec: codec.to_owned(),
-            storage: Storage {
+            storage: StorageRatios {
                 bits_per_value: 16.03,
                 bits_per_key_value: 16.03,
                 bits_per_value_value: 16.03,
                 code_bits: 16.0,
                 model_bytes: 123 << 20,
-                ..Storage::default()
+                ..StorageRatios::default()
             },
             context: ContextBits { total: 16.031, ..ContextBits::default() },
             attention_error: AttentionError {
@@ -335,14 +340,14 @@ mod tests {
                 layers: vec![layer; 32],
                 ..AttentionError::default()
             },
-            quality: Quality {
+            quality: TextQuality {
                 perplexity: 1234.5678,
                 perplexity_change_percent: -123.45,
                 kl_nats: 12.345_67,
                 top1_agreement_percent: 100.0,
-                ..Quality::default()
+                ..TextQuality::default()
             },
-            speed: Some(Speed {
+            speed: Some(DeviceSpeed {
                 encode_values_per_second: 1.2e12,
                 encode_gb_per_second: 123.456,
                 load_gb_per_second: 123.456,
@@ -354,10 +359,10 @@ mod tests {
         let spec = "k=mean+qpca/grid(rate=2.35)/huffman; v=mean+gain+pca/grid(rate=1.75)/huffman; \
                     sink=32; recent=96; k[layer=0-1]=fp8";
         let presets = kvd_codec::presets().iter().map(|preset| preset.name);
-        let block = Block {
+        let block = EvalBlock {
             text: "a-text-with-a-long-name-of-a-file.txt".repeat(2),
             windows: "own".to_owned(),
-            without_kvd: Quality { perplexity: 1234.5678, ..Quality::default() },
+            without_kvd: TextQuality { perplexity: 1234.5678, ..TextQuality::default() },
             rows: presets.chain([spec]).map(row).collect(),
         };
         EvalReport {
@@ -373,13 +378,13 @@ mod tests {
 
     #[test]
     fn every_table_fits_a_terminal_and_wide_has_all_in_one_line() {
-        let narrow = text(&report(), Width::Terminal);
+        let narrow = report_text(&report(), LineWidth::Terminal);
         let longest = narrow.lines().map(|line| line.chars().count()).max().unwrap();
         assert!(longest <= COLUMNS, "{longest} columns:\n{narrow}");
         for part in ["layer 31", "vecinfer-2-reg", "attn err", "Bits per value by part", "Speed:"] {
             assert!(narrow.contains(part), "no {part} in\n{narrow}");
         }
-        let wide = text(&report(), Width::All);
+        let wide = report_text(&report(), LineWidth::All);
         let layers = wide.lines().find(|line| line.contains("layer 0 ")).unwrap();
         assert!(layers.contains("layer 31") && wide.contains("bits/value"), "{layers}");
     }

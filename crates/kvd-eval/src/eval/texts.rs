@@ -3,30 +3,30 @@
 use super::EvalOptions;
 use crate::{UsageError, model_report, samples, text};
 use anyhow::{Context, Result, ensure};
-use kvd_engine::{Assets, Model, ModelConfig, Window};
+use kvd_engine::{LanguageModel, ModelAssets, ModelConfig, TokenWindow};
 use std::path::PathBuf;
 
 /// A text to score.
-pub(super) struct Text {
+pub(super) struct ScoredText {
     /// The file's name, or the model's.
     pub(super) name: String,
-    pub(super) passages: Vec<Window>,
+    pub(super) passages: Vec<TokenWindow>,
 }
 
 /// Everything that is the same in every run.
-pub(super) struct Material {
-    pub(super) assets: Assets,
-    pub(super) model: Model,
-    pub(super) texts: Vec<Text>,
+pub(super) struct EvalMaterial {
+    pub(super) assets: ModelAssets,
+    pub(super) model: LanguageModel,
+    pub(super) texts: Vec<ScoredText>,
     /// Windows that calibrations are fitted on.
-    pub(super) calibration: Vec<Window>,
+    pub(super) calibration: Vec<TokenWindow>,
 }
 
-impl Material {
-    pub(super) fn load(options: &EvalOptions) -> Result<Self> {
-        let assets = Assets::resolve(options.model_dir.as_deref())?;
-        let config = ModelConfig::parse(&assets.config)?;
-        let (tokens, longest) = (options.passage_tokens, config.positions());
+impl EvalMaterial {
+    pub(super) fn load_material(options: &EvalOptions) -> Result<Self> {
+        let assets = ModelAssets::resolve_folder(options.model_dir.as_deref())?;
+        let config = ModelConfig::parse_json(&assets.config)?;
+        let (tokens, longest) = (options.passage_tokens, config.positions_max());
         ensure!(
             tokens <= longest,
             UsageError(format!(
@@ -35,8 +35,8 @@ impl Material {
             ))
         );
         let bos = config.bos_token_id;
-        let passages = |ids: &[u32]| -> Result<Vec<Window>> {
-            let (there, wanted) = (Window::count(ids, tokens), options.passages);
+        let passages = |ids: &[u32]| -> Result<Vec<TokenWindow>> {
+            let (there, wanted) = (TokenWindow::count_windows(ids, tokens), options.passages);
             ensure!(
                 wanted <= there,
                 UsageError(format!(
@@ -44,9 +44,9 @@ impl Material {
                      for; give fewer --passages or fewer --tokens"
                 ))
             );
-            (0..wanted).map(|index| Window::new(ids, bos, tokens, index)).collect()
+            (0..wanted).map(|index| TokenWindow::new(ids, bos, tokens, index)).collect()
         };
-        let own = Window::count(&assets.held_out, tokens);
+        let own = TokenWindow::count_windows(&assets.held_out, tokens);
         // The model's own text gives passages from its front only where no other text is named.
         let scored = if options.texts.is_empty() { options.passages } else { 0 };
         let calibrated = options.calibration_windows.min(own.saturating_sub(scored));
@@ -64,22 +64,22 @@ impl Material {
                  calibration; give --calibration, fewer --passages or fewer --tokens"
             ))
         );
-        let calibration = text::spread(scored.min(own)..own, calibrated)
-            .map(|index| Window::new(&assets.held_out, bos, tokens, index))
+        let calibration = text::spread_windows(scored.min(own)..own, calibrated)
+            .map(|index| TokenWindow::new(&assets.held_out, bos, tokens, index))
             .collect::<Result<_>>()?;
         let texts = if options.texts.is_empty() {
             let passages = passages(assets.held_out()?)?;
-            vec![Text { name: assets.name.clone(), passages }]
+            vec![ScoredText { name: assets.name.clone(), passages }]
         } else {
             let read = |path: &PathBuf| {
                 let ids = text::token_ids(&assets, path, options.passages * tokens)?;
                 let passages = passages(&ids).with_context(|| path.display().to_string())?;
                 let name =
                     path.file_name().map_or_else(String::new, |n| n.to_string_lossy().into());
-                Ok(Text { name, passages })
+                Ok(ScoredText { name, passages })
             };
             options.texts.iter().map(read).collect::<Result<_>>()?
         };
-        Ok(Self { model: model_report::load(config, &assets)?, assets, texts, calibration })
+        Ok(Self { model: model_report::load_model(config, &assets)?, assets, texts, calibration })
     }
 }

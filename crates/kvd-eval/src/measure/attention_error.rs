@@ -10,7 +10,7 @@
 
 use super::{KvdAttention, StoredParts};
 use anyhow::Result;
-use kvd_engine::{Heads, ModelConfig, Recording, plain};
+use kvd_engine::{HeadCounts, LayerRecording, ModelConfig, plain};
 use serde::Serialize;
 use std::ops::Range;
 
@@ -44,10 +44,10 @@ pub struct LayerError {
 
 /// A recorded window and the exact outputs of its last quarter.
 pub(crate) struct CleanWindow {
-    heads: Heads,
+    heads: HeadCounts,
     /// Tokens that a query of each layer sees.
     windows: Vec<Option<usize>>,
-    layers: Vec<Recording>,
+    layers: Vec<LayerRecording>,
     exact: Vec<Vec<f64>>,
     first_query: usize,
     tokens: usize,
@@ -55,36 +55,36 @@ pub(crate) struct CleanWindow {
 
 impl CleanWindow {
     /// Takes the exact outputs of queries from three quarters of the window on.
-    pub(crate) fn new(config: &ModelConfig, layers: Vec<Recording>) -> Self {
-        let heads = config.heads();
-        let windows: Vec<_> = (0..layers.len()).map(|layer| config.window(layer)).collect();
+    pub(crate) fn new(config: &ModelConfig, layers: Vec<LayerRecording>) -> Self {
+        let heads = config.attention_heads();
+        let windows: Vec<_> = (0..layers.len()).map(|layer| config.layer_window(layer)).collect();
         let tokens = layers.first().map_or(0, |layer| layer.k.len() / heads.kv_width());
         let first_query = tokens * 3 / 4;
-        let exact = |(layer, window): (&Recording, &Option<usize>)| {
+        let exact = |(layer, window): (&LayerRecording, &Option<usize>)| {
             let q = &layer.q[first_query * heads.query_width()..];
-            plain::attend::<f64>(heads, first_query, *window, q, &layer.k, &layer.v)
+            plain::attend_plain::<f64>(heads, first_query, *window, q, &layer.k, &layer.v)
         };
         let exact = layers.iter().zip(&windows).map(exact).collect();
         Self { heads, windows, layers, exact, first_query, tokens }
     }
 
     /// Layers recorded.
-    pub(super) fn layers(&self) -> usize {
+    pub(super) fn layer_count(&self) -> usize {
         self.layers.len()
     }
 
     /// Tokens recorded.
-    pub(super) fn tokens(&self) -> usize {
+    pub(super) fn token_count(&self) -> usize {
         self.tokens
     }
 
-    /// Steps that [`CleanWindow::measure`] tells of, in tokens: queries of every layer.
+    /// Steps that [`CleanWindow::measure_sequence`] tells of, in tokens: queries of every layer.
     pub(crate) fn measured_tokens(&self) -> usize {
         (self.tokens - self.first_query) * self.layers.len()
     }
 
     /// Measures a fresh sequence, one layer after the other.
-    pub(crate) async fn measure(
+    pub(crate) async fn measure_sequence(
         &self,
         kvd: &mut KvdAttention,
         chunk: usize,
@@ -93,17 +93,17 @@ impl CleanWindow {
         let mut layers = Vec::new();
         let mut before = StoredParts::default();
         for layer in 0..self.layers.len() {
-            self.store(kvd, layer, 0..self.first_query).await?;
+            self.store_rows(kvd, layer, 0..self.first_query).await?;
             let mut sums = LayerSums::default();
             let mut start = self.first_query;
             while start < self.tokens {
                 let end = (start + chunk).min(self.tokens);
-                self.store(kvd, layer, start..end).await?;
-                self.step(kvd, layer, start, end, &mut sums).await?;
+                self.store_rows(kvd, layer, start..end).await?;
+                self.measure_step(kvd, layer, start, end, &mut sums).await?;
                 on_step(end - start);
                 start = end;
             }
-            let stored: StoredParts = kvd.stored().await?.into();
+            let stored: StoredParts = kvd.stored_bytes().await?.into();
             let [key_bits, value_bits] = stored.side_bits_since(&before);
             before = stored;
             layers.push(LayerError {
@@ -125,7 +125,7 @@ impl CleanWindow {
     }
 
     /// Appends the rows of `tokens` of one layer.
-    pub(super) async fn store(
+    pub(super) async fn store_rows(
         &self,
         kvd: &mut KvdAttention,
         layer: usize,
@@ -134,11 +134,11 @@ impl CleanWindow {
         let width = self.heads.kv_width();
         let rows = tokens.start * width..tokens.end * width;
         let recording = &self.layers[layer];
-        kvd.store(layer, tokens.start, &recording.k[rows.clone()], &recording.v[rows]).await
+        kvd.store_rows(layer, tokens.start, &recording.k[rows.clone()], &recording.v[rows]).await
     }
 
     /// What the daemon answers the queries of `tokens` of one layer.
-    pub(super) async fn query(
+    pub(super) async fn query_rows(
         &self,
         kvd: &mut KvdAttention,
         layer: usize,
@@ -146,10 +146,10 @@ impl CleanWindow {
     ) -> Result<Vec<f32>> {
         let width = self.heads.query_width();
         let q = &self.layers[layer].q[tokens.start * width..tokens.end * width];
-        kvd.query(layer, tokens.start, self.windows[layer], q).await
+        kvd.query_rows(layer, tokens.start, self.windows[layer], q).await
     }
 
-    async fn step(
+    async fn measure_step(
         &self,
         kvd: &mut KvdAttention,
         layer: usize,
@@ -159,9 +159,9 @@ impl CleanWindow {
     ) -> Result<()> {
         let width = self.heads.query_width();
         let q = &self.layers[layer].q[start * width..end * width];
-        let answered = self.query(kvd, layer, start..end).await?;
-        let (k, v) = kvd.load(layer, end).await?;
-        let decoded = plain::attend::<f64>(self.heads, start, self.windows[layer], q, &k, &v);
+        let answered = self.query_rows(kvd, layer, start..end).await?;
+        let (k, v) = kvd.load_rows(layer, end).await?;
+        let decoded = plain::attend_plain::<f64>(self.heads, start, self.windows[layer], q, &k, &v);
         let first = (start - self.first_query) * width;
         let exact = &self.exact[layer][first..first + q.len()];
         for ((&out, &decoded), &exact) in answered.iter().zip(&decoded).zip(exact) {

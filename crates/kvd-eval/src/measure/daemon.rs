@@ -1,6 +1,6 @@
 //! What the daemon's own metrics tell of a model, read from its Prometheus exposition.
 
-use super::latency::{Calls, LatencySummary};
+use super::latency::{CallSummaries, LatencySummary};
 use serde::Serialize;
 use std::fmt;
 use std::sync::Arc;
@@ -17,12 +17,12 @@ impl MetricsSource {
     }
 
     /// Device time of all stores and attends so far, whichever model they are of.
-    pub(crate) fn calls(&self) -> CallTimes {
+    pub(crate) fn read_calls(&self) -> CallTimes {
         let text = (self.0)();
         let read = |metric: &str| {
-            let [seconds, jobs] =
-                ["sum", "count"].map(|figure| total(&text, &format!("{metric}_{figure}"), &[]));
-            JobTimes { histogram: Histogram::read(&text, metric), seconds, jobs }
+            let [seconds, jobs] = ["sum", "count"]
+                .map(|figure| sum_series(&text, &format!("{metric}_{figure}"), &[]));
+            JobTimes { histogram: MetricHistogram::read_metric(&text, metric), seconds, jobs }
         };
         CallTimes { store: read("kvd_store_seconds"), attend: read("kvd_attend_seconds") }
     }
@@ -30,14 +30,14 @@ impl MetricsSource {
     /// Device time and amounts of a model so far.
     pub(crate) fn device_totals(&self, model: &str) -> DeviceTotals {
         let text = (self.0)();
-        let of_model = label("model", model);
-        let total = |name, work| total(&text, name, &[&of_model, &label("work", work)]);
+        let of_model = label_text("model", model);
+        let total = |name, work| sum_series(&text, name, &[&of_model, &label_text("work", work)]);
         let seconds = |work| total("kvd_model_device_seconds_total", work);
         DeviceTotals {
             store_seconds: seconds("store"),
             stores: total("kvd_model_device_jobs_total", "store"),
             encode_seconds: seconds("encode"),
-            encoded_bytes: self::total(&text, "kvd_encoded_logical_bytes_total", &[&of_model]),
+            encoded_bytes: sum_series(&text, "kvd_encoded_logical_bytes_total", &[&of_model]),
             load_seconds: seconds("load"),
             attend_seconds: seconds("attend"),
             attends: total("kvd_model_device_jobs_total", "attend"),
@@ -60,7 +60,7 @@ pub(crate) struct DeviceTotals {
 
 impl DeviceTotals {
     /// What came on top of `before`.
-    pub(crate) fn since(self, before: &Self) -> Self {
+    pub(crate) fn since_before(self, before: &Self) -> Self {
         Self {
             store_seconds: self.store_seconds - before.store_seconds,
             stores: self.stores - before.stores,
@@ -84,7 +84,7 @@ pub struct DeviceMeans {
 
 impl DeviceTotals {
     /// Means; 0 where there was no call.
-    pub(crate) fn means(&self) -> DeviceMeans {
+    pub(crate) fn mean_times(&self) -> DeviceMeans {
         DeviceMeans {
             store_us: mean_us(self.store_seconds, self.stores),
             attend_us: mean_us(self.attend_seconds, self.attends),
@@ -98,12 +98,12 @@ fn mean_us(seconds: f64, calls: f64) -> f64 {
 }
 
 /// A label as the exposition writes it.
-fn label(name: &str, value: &str) -> String {
+fn label_text(name: &str, value: &str) -> String {
     format!("{name}=\"{value}\"")
 }
 
 /// The sum of all series of `name` with those labels.
-fn total(text: &str, name: &str, wanted: &[&str]) -> f64 {
+fn sum_series(text: &str, name: &str, wanted: &[&str]) -> f64 {
     let prefix = format!("{name}{{");
     let value = |line: &str| {
         let (labels, value) = line.strip_prefix(&prefix)?.rsplit_once("} ")?;
@@ -121,8 +121,8 @@ pub(crate) struct CallTimes {
 
 impl CallTimes {
     /// Means and percentiles of the calls on top of `before`.
-    pub(crate) fn since(&self, before: &Self) -> Calls {
-        Calls {
+    pub(crate) fn since_before(&self, before: &Self) -> CallSummaries {
+        CallSummaries {
             store: self.store.summary_since(&before.store),
             attend: self.attend.summary_since(&before.attend),
         }
@@ -131,7 +131,7 @@ impl CallTimes {
 
 /// Device time of one kind of job, counted from the daemon's start.
 struct JobTimes {
-    histogram: Histogram,
+    histogram: MetricHistogram,
     seconds: f64,
     jobs: f64,
 }
@@ -139,7 +139,7 @@ struct JobTimes {
 impl JobTimes {
     fn summary_since(&self, before: &Self) -> LatencySummary {
         let mean = mean_us(self.seconds - before.seconds, self.jobs - before.jobs);
-        self.histogram.since(&before.histogram).summary(mean)
+        self.histogram.since_before(&before.histogram).summarize_latency(mean)
     }
 }
 
@@ -150,11 +150,11 @@ impl fmt::Debug for MetricsSource {
 }
 
 /// Cumulative counts by upper bound, ascending; the last bound is infinite.
-struct Histogram(Vec<(f64, f64)>);
+struct MetricHistogram(Vec<(f64, f64)>);
 
-impl Histogram {
+impl MetricHistogram {
     /// All series of a histogram together: those of several devices, say.
-    fn read(text: &str, metric: &str) -> Self {
+    fn read_metric(text: &str, metric: &str) -> Self {
         let prefix = format!("{metric}_bucket{{");
         let bucket = |line: &str| -> Option<(f64, f64)> {
             let (labels, count) = line.strip_prefix(&prefix)?.rsplit_once("} ")?;
@@ -175,7 +175,7 @@ impl Histogram {
     }
 
     /// What came on top of `before`, which is an earlier state or has nothing.
-    fn since(&self, before: &Self) -> Self {
+    fn since_before(&self, before: &Self) -> Self {
         let earlier = |bound: f64| {
             let found = before.0.iter().find(|(known, _)| *known == bound);
             found.map_or(0.0, |(_, count)| *count)
@@ -201,7 +201,7 @@ impl Histogram {
         0.0
     }
 
-    fn summary(&self, mean_us: f64) -> LatencySummary {
+    fn summarize_latency(&self, mean_us: f64) -> LatencySummary {
         LatencySummary {
             calls: self.0.last().map_or(0, |(_, count)| *count as u64),
             mean_us,
@@ -242,7 +242,8 @@ kvd_encoded_logical_bytes_total{namespace=\"d\",model=\"m.raw\",codec=\"raw\"} 6
              kvd_store_seconds_count{device=\"1\"} 10\n"
                 .to_owned()
         });
-        let calls = MetricsSource::new(|| TEXT.to_owned()).calls().since(&before.calls());
+        let calls =
+            MetricsSource::new(|| TEXT.to_owned()).read_calls().since_before(&before.read_calls());
         assert_eq!(calls.store.calls, 100);
         assert!((calls.store.p50_us - 1000.0).abs() < 1e-6, "{calls:?}");
         assert!((calls.store.p99_us - 1980.0).abs() < 1e-6, "{calls:?}");
@@ -263,7 +264,7 @@ kvd_encoded_logical_bytes_total{namespace=\"d\",model=\"m.raw\",codec=\"raw\"} 6
             attends: 3.0,
         };
         assert_eq!(totals, wanted);
-        let means = totals.means();
+        let means = totals.mean_times();
         assert!((means.store_us - 1000.0).abs() < 1e-6 && means.attend_us == 0.0, "{means:?}");
         let none = MetricsSource::new(|| TEXT.to_owned()).device_totals("m");
         assert_eq!(none.encoded_bytes + none.load_seconds + none.attends, 0.0);

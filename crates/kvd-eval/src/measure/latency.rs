@@ -5,7 +5,7 @@ use std::time::Duration;
 
 /// Samples of one kind of call.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Latencies(Vec<Duration>);
+pub(crate) struct LatencySamples(Vec<Duration>);
 
 /// Percentiles of a kind of call, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
@@ -23,13 +23,13 @@ pub struct LatencySummary {
 /// Samples of store and attend.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct CallLatencies {
-    pub(crate) store: Latencies,
-    pub(crate) attend: Latencies,
+    pub(crate) store: LatencySamples,
+    pub(crate) attend: LatencySamples,
 }
 
 /// Latencies as the client sees them: the daemon's work and the transport.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct Calls {
+pub struct CallSummaries {
     /// `StoreBlocks` of one layer, until acknowledged.
     pub store: LatencySummary,
     /// `Attend` of one layer.
@@ -37,17 +37,20 @@ pub struct Calls {
 }
 
 impl CallLatencies {
-    pub(crate) fn summary(&self) -> Calls {
-        Calls { store: self.store.summary(), attend: self.attend.summary() }
+    pub(crate) fn summarize_calls(&self) -> CallSummaries {
+        CallSummaries {
+            store: self.store.summarize_samples(),
+            attend: self.attend.summarize_samples(),
+        }
     }
 }
 
-impl Latencies {
+impl LatencySamples {
     pub(crate) fn push(&mut self, sample: Duration) {
         self.0.push(sample);
     }
 
-    pub(crate) fn summary(&self) -> LatencySummary {
+    pub(crate) fn summarize_samples(&self) -> LatencySummary {
         let mut sorted = self.0.clone();
         sorted.sort_unstable();
         // The nearest rank: the smallest sample that at least this share does not exceed.
@@ -72,12 +75,12 @@ mod tests {
 
     #[test]
     fn percentiles_are_nearest_ranks() {
-        let mut latencies = Latencies::default();
-        assert_eq!(latencies.summary(), LatencySummary::default());
+        let mut latencies = LatencySamples::default();
+        assert_eq!(latencies.summarize_samples(), LatencySummary::default());
         for us in (1..=200).rev() {
             latencies.push(Duration::from_micros(us));
         }
-        let summary = latencies.summary();
+        let summary = latencies.summarize_samples();
         assert_eq!(summary.calls, 200);
         assert!((summary.mean_us - 100.5).abs() < 1e-6, "{summary:?}");
         assert!((summary.p50_us - 100.0).abs() < 1e-6, "{summary:?}");

@@ -12,11 +12,11 @@ mod through_kvd;
 
 pub use attention_error::{AttentionError, LayerError};
 pub use daemon::{DeviceMeans, MetricsSource};
-pub use latency::{Calls, LatencySummary};
-pub use speed::Speed;
-pub use storage::{Storage, StoredParts};
+pub use latency::{CallSummaries, LatencySummary};
+pub use speed::DeviceSpeed;
+pub use storage::{StorageRatios, StoredParts};
 
 pub(crate) use attention_error::CleanWindow;
 pub(crate) use reference::PassageReference;
-pub(crate) use rig::{CodecRun, Registration, Rig};
+pub(crate) use rig::{CodecRegistration, CodecRun, MeasureRig};
 pub(crate) use through_kvd::KvdAttention;

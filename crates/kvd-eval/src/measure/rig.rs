@@ -1,33 +1,36 @@
 //! One codec, registered with the daemon and taken through the measurements one by one.
 
 use super::daemon::CallTimes;
-use super::storage::{Storage, StoredParts};
+use super::storage::{StorageRatios, StoredParts};
 use super::through_kvd::StepLatencies;
 use super::{
-    AttentionError, Calls, CleanWindow, DeviceMeans, KvdAttention, MetricsSource, PassageReference,
+    AttentionError, CallSummaries, CleanWindow, DeviceMeans, KvdAttention, MetricsSource,
+    PassageReference,
 };
-use super::{Speed, speed};
-use crate::progress::Progress;
+use super::{DeviceSpeed, speed};
+use crate::progress::RunProgress;
 use anyhow::{Context, Result};
 use bytes::Bytes;
 use kvd_client::{Client, ModelSpec, RegisteredModel, StoredBytes};
 use kvd_core::{Geometry, SequenceId};
-use kvd_engine::{Continuation, Model, Quality, QualitySums, generate, teacher_forced};
+use kvd_engine::{
+    Continuation, LanguageModel, QualitySums, TextQuality, generate_tokens, teacher_forced,
+};
 
 /// What the runs of all codecs share.
-pub(crate) struct Rig<'a> {
+pub(crate) struct MeasureRig<'a> {
     pub(crate) client: &'a Client,
-    pub(crate) model: &'a Model,
+    pub(crate) model: &'a LanguageModel,
     pub(crate) geometry: Geometry,
     /// Tokens per step of passages and prompts.
     pub(crate) chunk: usize,
     /// The daemon's own metrics, when it runs in this process.
     pub(crate) metrics: Option<MetricsSource>,
-    pub(crate) progress: &'a Progress,
+    pub(crate) progress: &'a RunProgress,
 }
 
 /// A codec to register.
-pub(crate) struct Registration<'a> {
+pub(crate) struct CodecRegistration<'a> {
     /// Name of the model in the daemon; one name stands for one codec.
     pub(crate) name: String,
     /// For the progress bar.
@@ -40,7 +43,7 @@ pub(crate) struct Registration<'a> {
 
 /// A registered codec and the streams of one client to it.
 pub(crate) struct CodecRun<'a> {
-    rig: &'a Rig<'a>,
+    rig: &'a MeasureRig<'a>,
     label: &'a str,
     name: String,
     registered: RegisteredModel,
@@ -53,8 +56,11 @@ pub(crate) struct CodecRun<'a> {
 
 impl<'a> CodecRun<'a> {
     /// Registers the codec and opens the streams.
-    pub(crate) async fn open(rig: &'a Rig<'a>, registration: Registration<'a>) -> Result<Self> {
-        let Registration { name, label, codec, calibration } = registration;
+    pub(crate) async fn open_run(
+        rig: &'a MeasureRig<'a>,
+        registration: CodecRegistration<'a>,
+    ) -> Result<Self> {
+        let CodecRegistration { name, label, codec, calibration } = registration;
         let spec = ModelSpec {
             name: name.clone(),
             geometry: rig.geometry.clone(),
@@ -64,14 +70,14 @@ impl<'a> CodecRun<'a> {
         let registered = rig.client.register_model(spec).await;
         let registered =
             registered.with_context(|| format!("the daemon refused codec {codec:?}"))?;
-        let heads = rig.model.config().heads();
-        let kvd = KvdAttention::open(rig.client, registered.model, heads).await?;
-        let calls_before = rig.metrics.as_ref().map(MetricsSource::calls);
+        let heads = rig.model.config().attention_heads();
+        let kvd = KvdAttention::open_sequence(rig.client, registered.model, heads).await?;
+        let calls_before = rig.metrics.as_ref().map(MetricsSource::read_calls);
         Ok(Self { rig, label, name, registered, kvd, passages: Vec::new(), calls_before })
     }
 
     /// Name of the model in the daemon and in its metrics.
-    pub(crate) fn name(&self) -> &str {
+    pub(crate) fn model_name(&self) -> &str {
         &self.name
     }
 
@@ -83,16 +89,16 @@ impl<'a> CodecRun<'a> {
     /// Attention error on clean queries, keys and values, layer by layer.
     pub(crate) async fn attention_error(&mut self, clean: &CleanWindow) -> Result<AttentionError> {
         let (rig, label) = (self.rig, self.label);
-        rig.progress.stage(label, "attention error");
-        let tick = |tokens| rig.progress.add(tokens);
-        let error = clean.measure(&mut self.kvd, rig.chunk, tick).await?;
+        rig.progress.name_step(label, "attention error");
+        let tick = |tokens| rig.progress.add_steps(tokens);
+        let error = clean.measure_sequence(&mut self.kvd, rig.chunk, tick).await?;
         self.close_sequence().await?;
         Ok(error)
     }
 
     /// Reads `prompt` and goes on for `new_tokens` tokens; with the device time of their
     /// steps, where the daemon's metrics are at hand.
-    pub(crate) async fn generate(
+    pub(crate) async fn generate_text(
         &mut self,
         prompt: &[u32],
         new_tokens: usize,
@@ -100,63 +106,67 @@ impl<'a> CodecRun<'a> {
         let (rig, label) = (self.rig, self.label);
         let totals = || rig.metrics.as_ref().map(|metrics| metrics.device_totals(&self.name));
         let (mut read, mut before) = (0, None);
-        rig.progress.stage(label, "text");
+        rig.progress.name_step(label, "text");
         let tick = |tokens| {
-            rig.progress.add(tokens);
+            rig.progress.add_steps(tokens);
             read += tokens;
             if read == prompt.len() {
                 before = totals();
             }
         };
         let kvd = &mut self.kvd;
-        let written = generate(rig.model, prompt, new_tokens, rig.chunk, kvd, tick).await?;
-        let means = totals().zip(before).map(|(after, before)| after.since(&before).means());
+        let written = generate_tokens(rig.model, prompt, new_tokens, rig.chunk, kvd, tick).await?;
+        let means =
+            totals().zip(before).map(|(after, before)| after.since_before(&before).mean_times());
         self.close_sequence().await?;
         Ok((written, means))
     }
 
     /// Teacher-forced passes; each passage is left stored in a sequence of its own until
-    /// [`CodecRun::leave`]. Returns the quality against the run without kvd and what is stored.
-    pub(crate) async fn passages(
+    /// [`CodecRun::close_run`]. Returns the quality against the run without kvd and what is stored.
+    pub(crate) async fn run_passages(
         &mut self,
         reference: &PassageReference,
-    ) -> Result<(Quality, StoredParts)> {
+    ) -> Result<(TextQuality, StoredParts)> {
         let (rig, label) = (self.rig, self.label);
-        rig.progress.stage(label, "held-out passages");
+        rig.progress.name_step(label, "held-out passages");
         let mut sums = QualitySums::default();
         let mut stored = StoredParts::default();
-        let tick = |tokens| rig.progress.add(tokens);
+        let tick = |tokens| rig.progress.add_steps(tokens);
         for (window, without) in reference.passages.iter().zip(&reference.predictions) {
             let (from, kvd) = (reference.scored_from, &mut self.kvd);
             let run = teacher_forced(rig.model, window, rig.chunk, from, kvd, tick).await?;
-            sums.add(&run, without);
-            stored.add(&self.kvd.stored().await?.into());
+            sums.add_window(&run, without);
+            stored.add_sequence(&self.kvd.stored_bytes().await?.into());
             self.passages.push(self.kvd.next_sequence().await?);
         }
-        Ok((sums.finish(), stored))
+        Ok((sums.mean_quality(), stored))
     }
 
     /// Device time of encoding, loading and attending; nothing without the daemon's metrics.
-    pub(crate) async fn speed(&mut self, clean: &CleanWindow) -> Result<Option<Speed>> {
+    pub(crate) async fn measure_speed(
+        &mut self,
+        clean: &CleanWindow,
+    ) -> Result<Option<DeviceSpeed>> {
         let Some(metrics) = &self.rig.metrics else { return Ok(None) };
-        self.rig.progress.stage(self.label, "speed");
-        let mut speed: Option<Speed> = None;
+        self.rig.progress.name_step(self.label, "speed");
+        let mut speed: Option<DeviceSpeed> = None;
         for _ in 0..speed::ROUNDS {
-            let round = speed::round(metrics, &self.name, clean, &mut self.kvd).await?;
+            let round = speed::measure_round(metrics, &self.name, clean, &mut self.kvd).await?;
             self.close_sequence().await?;
-            speed = Some(speed.map_or(round, |best| best.faster(round)));
+            speed = Some(speed.map_or(round, |best| best.best_figures(round)));
         }
         Ok(speed)
     }
 
     /// Ratios of what is stored, with what the model takes once.
-    pub(crate) async fn storage(&self, stored: &StoredParts) -> Result<Storage> {
+    pub(crate) async fn storage_ratios(&self, stored: &StoredParts) -> Result<StorageRatios> {
         let description = self.rig.client.describe_model(self.registered.model).await?;
         let model = description.model.context("the daemon's description of a model is empty")?;
-        Ok(Storage {
+        Ok(StorageRatios {
             fallback_pages: model.fallback_pages,
             over_bound_pages: model.over_bound_pages_k + model.over_bound_pages_v,
-            ..stored.storage(model.calibration_bytes + model.table_bytes)
+            ..stored.storage_ratios(model.calibration_bytes + model.table_bytes)
         })
     }
 
@@ -166,15 +176,15 @@ impl<'a> CodecRun<'a> {
     }
 
     /// Device time of all stores and attends so far, where the daemon's metrics are at hand.
-    pub(crate) fn daemon_calls(&self) -> Option<Calls> {
+    pub(crate) fn daemon_calls(&self) -> Option<CallSummaries> {
         let metrics = self.rig.metrics.as_ref()?;
-        Some(metrics.calls().since(self.calls_before.as_ref()?))
+        Some(metrics.read_calls().since_before(self.calls_before.as_ref()?))
     }
 
     /// Ends the streams, and closes the passages and the model.
-    pub(crate) async fn leave(self) -> Result<()> {
+    pub(crate) async fn close_run(self) -> Result<()> {
         let (client, model) = (self.rig.client, self.registered.model);
-        client.close_sequence(self.kvd.finish().await?).await?;
+        client.close_sequence(self.kvd.finish_sequence().await?).await?;
         for &sequence in &self.passages {
             client.close_sequence(sequence).await?;
         }
@@ -183,7 +193,7 @@ impl<'a> CodecRun<'a> {
 
     /// Ends the streams and leaves the passages stored.
     pub(crate) async fn leave_open(self) -> Result<()> {
-        Ok(self.rig.client.close_sequence(self.kvd.finish().await?).await?)
+        Ok(self.rig.client.close_sequence(self.kvd.finish_sequence().await?).await?)
     }
 
     async fn close_sequence(&mut self) -> Result<()> {

@@ -13,7 +13,7 @@ const QUERIES: usize = 8;
 /// Device time on one passage, with all threads of the device. Each figure is the best of three
 /// rounds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct Speed {
+pub struct DeviceSpeed {
     /// K and V values encoded per second.
     pub encode_values_per_second: f64,
     /// The same in 1e9 bytes of f16 per second.
@@ -26,9 +26,9 @@ pub struct Speed {
     pub tokens: usize,
 }
 
-impl Speed {
+impl DeviceSpeed {
     /// The better figure of each kind.
-    pub(super) fn faster(self, other: Self) -> Self {
+    pub(super) fn best_figures(self, other: Self) -> Self {
         Self {
             encode_values_per_second: self
                 .encode_values_per_second
@@ -42,29 +42,29 @@ impl Speed {
 }
 
 /// Stores the whole passage layer by layer, reads it back and attends over it, once.
-pub(super) async fn round(
+pub(super) async fn measure_round(
     metrics: &MetricsSource,
     model: &str,
     clean: &CleanWindow,
     kvd: &mut KvdAttention,
-) -> Result<Speed> {
+) -> Result<DeviceSpeed> {
     let before = metrics.device_totals(model);
-    let (layers, tokens) = (clean.layers(), clean.tokens());
+    let (layers, tokens) = (clean.layer_count(), clean.token_count());
     let mut loaded = 0;
     for layer in 0..layers {
-        clean.store(kvd, layer, 0..tokens).await?;
-        let (k, v) = kvd.load(layer, tokens).await?;
+        clean.store_rows(kvd, layer, 0..tokens).await?;
+        let (k, v) = kvd.load_rows(layer, tokens).await?;
         loaded += k.len() + v.len();
     }
     for query in tokens - QUERIES.min(tokens)..tokens {
         for layer in 0..layers {
-            clean.query(kvd, layer, query..query + 1).await?;
+            clean.query_rows(kvd, layer, query..query + 1).await?;
         }
     }
-    let spent = metrics.device_totals(model).since(&before);
+    let spent = metrics.device_totals(model).since_before(&before);
     let rate = |amount: f64, seconds: f64| if seconds > 0.0 { amount / seconds } else { 0.0 };
     let encoded = rate(spent.encoded_bytes, spent.encode_seconds);
-    Ok(Speed {
+    Ok(DeviceSpeed {
         encode_values_per_second: encoded / 2.0,
         encode_gb_per_second: encoded / 1e9,
         load_gb_per_second: rate(2.0 * loaded as f64, spent.load_seconds) / 1e9,

@@ -29,7 +29,7 @@ pub struct StoredParts {
 
 /// Size of what is stored, per value (one number of K or V) and against f16.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct Storage {
+pub struct StorageRatios {
     /// Bits per value of packed blocks, all their bytes counted.
     pub bits_per_value: f64,
     /// The same for keys alone.
@@ -62,7 +62,7 @@ pub struct Storage {
 
 impl StoredParts {
     /// Adds another sequence.
-    pub(crate) fn add(&mut self, other: &Self) {
+    pub(crate) fn add_sequence(&mut self, other: &Self) {
         self.packed_values += other.packed_values;
         self.packed_bytes += other.packed_bytes;
         self.code_bytes += other.code_bytes;
@@ -87,10 +87,10 @@ impl StoredParts {
     }
 
     /// Ratios for a model whose K and V rows have the same length.
-    pub(crate) fn storage(&self, model_bytes: u64) -> Storage {
+    pub(crate) fn storage_ratios(&self, model_bytes: u64) -> StorageRatios {
         let bits = |bytes: u64, values: u64| 8.0 * bytes as f64 / values.max(1) as f64;
         let (packed, values) = (self.packed_values, self.packed_values + self.raw_values);
-        Storage {
+        StorageRatios {
             bits_per_value: bits(self.packed_bytes, packed),
             bits_per_key_value: bits(self.packed_key_bytes, packed / 2),
             bits_per_value_value: bits(self.packed_value_bytes, packed / 2),
@@ -128,8 +128,8 @@ mod tests {
             packed_value_bytes: 100,
         };
         let mut both = one;
-        both.add(&one);
-        let storage = both.storage(1100);
+        both.add_sequence(&one);
+        let storage = both.storage_ratios(1100);
         assert_eq!(storage.bits_per_value, 2.0);
         assert_eq!((storage.bits_per_key_value, storage.bits_per_value_value), (2.4, 1.6));
         let parts = [storage.code_bits, storage.scale_bits, storage.offset_bits];
@@ -140,7 +140,7 @@ mod tests {
 
     #[test]
     fn nothing_stored_gives_no_nan() {
-        let storage = StoredParts::default().storage(0);
+        let storage = StoredParts::default().storage_ratios(0);
         assert_eq!((storage.bits_per_value, storage.ratio), (0.0, 0.0));
     }
 }

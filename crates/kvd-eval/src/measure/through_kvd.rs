@@ -7,7 +7,7 @@ use kvd_client::{
     AttendBatch, AttendQuery, AttendStream, Client, LoadRange, StoreChunk, StoreStream, StoredBytes,
 };
 use kvd_core::{DType, LayerIndex, ModelId, SequenceId};
-use kvd_engine::{Attention, AttentionInput, Heads};
+use kvd_engine::{AttentionInput, HeadCounts, LayerAttention};
 use std::time::Instant;
 
 /// The cache of one sequence at a time, kept by the daemon. The two streams outlive sequences, as
@@ -15,7 +15,7 @@ use std::time::Instant;
 pub(crate) struct KvdAttention {
     client: Client,
     model: ModelId,
-    heads: Heads,
+    heads: HeadCounts,
     sequence: SequenceId,
     store: StoreStream,
     attend: AttendStream,
@@ -30,14 +30,18 @@ pub(crate) struct StepLatencies {
 }
 
 impl StepLatencies {
-    fn of(&mut self, tokens: u32) -> &mut CallLatencies {
+    fn calls_for(&mut self, tokens: u32) -> &mut CallLatencies {
         if tokens == 1 { &mut self.decode } else { &mut self.prefill }
     }
 }
 
 impl KvdAttention {
     /// Opens the streams and a first sequence.
-    pub(crate) async fn open(client: &Client, model: ModelId, heads: Heads) -> Result<Self> {
+    pub(crate) async fn open_sequence(
+        client: &Client,
+        model: ModelId,
+        heads: HeadCounts,
+    ) -> Result<Self> {
         Ok(Self {
             client: client.clone(),
             model,
@@ -56,9 +60,9 @@ impl KvdAttention {
     }
 
     /// Ends the streams and returns the sequence, still open.
-    pub(crate) async fn finish(self) -> Result<SequenceId> {
-        self.store.finish().await?;
-        self.attend.finish().await?;
+    pub(crate) async fn finish_sequence(self) -> Result<SequenceId> {
+        self.store.finish_stream().await?;
+        self.attend.finish_stream().await?;
         Ok(self.sequence)
     }
 
@@ -68,7 +72,7 @@ impl KvdAttention {
     }
 
     /// Appends K and V, rounded to f16, and waits until they can be read.
-    pub(crate) async fn store(
+    pub(crate) async fn store_rows(
         &mut self,
         layer: usize,
         start: usize,
@@ -81,19 +85,19 @@ impl KvdAttention {
             layer: layer_index(layer)?,
             start: u32::try_from(start)?,
             tokens,
-            k: packed(DType::F16, k),
-            v: packed(DType::F16, v),
+            k: pack_values(DType::F16, k),
+            v: pack_values(DType::F16, v),
         };
         let begin = Instant::now();
-        self.store.send(chunk).await?;
-        while self.store.receive().await?.is_some() {}
-        self.latencies.of(tokens).store.push(begin.elapsed());
+        self.store.send_chunk(chunk).await?;
+        while self.store.receive_ack().await?.is_some() {}
+        self.latencies.calls_for(tokens).store.push(begin.elapsed());
         Ok(())
     }
 
     /// Causal attention of queries `[n, query heads, dim]`, the first at `position`, over all
     /// tokens up to the last query's, or those of the model's `window`.
-    pub(crate) async fn query(
+    pub(crate) async fn query_rows(
         &mut self,
         layer: usize,
         position: usize,
@@ -116,17 +120,21 @@ impl KvdAttention {
             scale: None,
             soft_cap: None,
             queries: vec![query],
-            q: packed(DType::F32, q),
+            q: pack_values(DType::F32, q),
             per_query_errors: false,
         };
         let begin = Instant::now();
-        let attended = self.attend.attend(batch).await?;
-        self.latencies.of(n_q).attend.push(begin.elapsed());
-        unpacked(&attended.out, q.len())
+        let attended = self.attend.attend_batch(batch).await?;
+        self.latencies.calls_for(n_q).attend.push(begin.elapsed());
+        unpack_values(&attended.out, q.len())
     }
 
     /// K and V of the first `tokens` tokens as the daemon decodes them.
-    pub(crate) async fn load(&self, layer: usize, tokens: usize) -> Result<(Vec<f32>, Vec<f32>)> {
+    pub(crate) async fn load_rows(
+        &self,
+        layer: usize,
+        tokens: usize,
+    ) -> Result<(Vec<f32>, Vec<f32>)> {
         let range = LoadRange {
             sequence: self.sequence,
             layer: layer_index(layer)?,
@@ -134,22 +142,22 @@ impl KvdAttention {
             end: u32::try_from(tokens)?,
             dtype: Some(DType::F32),
         };
-        let rows = self.client.load(range).await?;
+        let rows = self.client.load_rows(range).await?;
         let values = tokens * self.heads.kv_width();
-        Ok((unpacked(&rows.k, values)?, unpacked(&rows.v, values)?))
+        Ok((unpack_values(&rows.k, values)?, unpack_values(&rows.v, values)?))
     }
 
     /// What the daemon holds of the sequence.
-    pub(crate) async fn stored(&self) -> Result<StoredBytes> {
+    pub(crate) async fn stored_bytes(&self) -> Result<StoredBytes> {
         let description = self.client.describe_sequence(self.sequence).await?;
         description.stored.context("the daemon's description of a sequence has no stored bytes")
     }
 }
 
-impl Attention for KvdAttention {
-    async fn attend(&mut self, layer: usize, step: AttentionInput<'_>) -> Result<Vec<f32>> {
-        self.store(layer, step.position, step.k, step.v).await?;
-        self.query(layer, step.position, step.window, step.q).await
+impl LayerAttention for KvdAttention {
+    async fn attend_layer(&mut self, layer: usize, step: AttentionInput<'_>) -> Result<Vec<f32>> {
+        self.store_rows(layer, step.position, step.k, step.v).await?;
+        self.query_rows(layer, step.position, step.window, step.q).await
     }
 }
 
@@ -157,19 +165,19 @@ fn layer_index(layer: usize) -> Result<LayerIndex> {
     Ok(LayerIndex(u32::try_from(layer)?))
 }
 
-fn packed(dtype: DType, values: &[f32]) -> Bytes {
+fn pack_values(dtype: DType, values: &[f32]) -> Bytes {
     let mut bytes = vec![0; values.len() * dtype.size_bytes()];
-    dtype.narrow(values, &mut bytes);
+    dtype.narrow_values(values, &mut bytes);
     bytes.into()
 }
 
-fn unpacked(bytes: &[u8], values: usize) -> Result<Vec<f32>> {
+fn unpack_values(bytes: &[u8], values: usize) -> Result<Vec<f32>> {
     anyhow::ensure!(
         bytes.len() == values * DType::F32.size_bytes(),
         "the daemon answered {} bytes where {values} f32 were expected",
         bytes.len()
     );
     let mut out = vec![0.0; values];
-    DType::F32.widen(bytes, &mut out);
+    DType::F32.widen_values(bytes, &mut out);
     Ok(out)
 }

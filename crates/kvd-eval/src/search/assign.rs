@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 
 /// One candidate on one slot.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Choice {
+pub(super) struct SlotChoice {
     /// Index of the candidate.
     pub(super) candidate: usize,
     /// Bits per value there.
@@ -19,8 +19,8 @@ pub(super) struct Choice {
 ///
 /// # Errors
 /// When even the cheapest candidates take more than the budget.
-pub(super) fn assign(slots: &[Vec<Choice>], budget: f64) -> Result<Vec<Choice>> {
-    let hulls: Vec<Vec<Choice>> = slots.iter().map(|choices| hull(choices)).collect();
+pub(super) fn assign_choices(slots: &[Vec<SlotChoice>], budget: f64) -> Result<Vec<SlotChoice>> {
+    let hulls: Vec<Vec<SlotChoice>> = slots.iter().map(|choices| lower_hull(choices)).collect();
     ensure!(hulls.iter().all(|hull| !hull.is_empty()), "a slot without a candidate");
     let mut at = vec![0; hulls.len()];
     let mut left = budget * hulls.len() as f64 - hulls.iter().map(|hull| hull[0].bits).sum::<f64>();
@@ -45,15 +45,15 @@ pub(super) fn assign(slots: &[Vec<Choice>], budget: f64) -> Result<Vec<Choice>> 
 }
 
 /// The lower convex hull, by growing bits and falling cost.
-fn hull(choices: &[Choice]) -> Vec<Choice> {
+fn lower_hull(choices: &[SlotChoice]) -> Vec<SlotChoice> {
     let mut sorted = choices.to_vec();
     sorted.sort_by(|a, b| a.bits.total_cmp(&b.bits).then(a.cost.total_cmp(&b.cost)));
-    let mut hull: Vec<Choice> = Vec::new();
+    let mut hull: Vec<SlotChoice> = Vec::new();
     for choice in sorted {
         if hull.last().is_some_and(|last| choice.cost >= last.cost) {
             continue;
         }
-        let slope = |a: &Choice, b: &Choice| (a.cost - b.cost) / (b.bits - a.bits);
+        let slope = |a: &SlotChoice, b: &SlotChoice| (a.cost - b.cost) / (b.bits - a.bits);
         // The middle one is passed over when the way straight past it saves faster.
         while let [.., before, last] = &hull[..]
             && slope(before, last) <= slope(before, &choice)
@@ -70,16 +70,16 @@ mod tests {
     use super::*;
 
     /// Candidates of 1, 2, 3 and 4 bits whose cost falls by 4 for each bit.
-    fn slot(weight: f64) -> Vec<Choice> {
+    fn slot(weight: f64) -> Vec<SlotChoice> {
         let choice = |candidate: usize| {
             let bits = 1.0 + candidate as f64;
-            Choice { candidate, bits, cost: weight * 4f64.powf(-bits) }
+            SlotChoice { candidate, bits, cost: weight * 4f64.powf(-bits) }
         };
         (0..4).map(choice).collect()
     }
 
-    fn bits(slots: &[Vec<Choice>], budget: f64) -> Vec<f64> {
-        assign(slots, budget).unwrap().iter().map(|choice| choice.bits).collect()
+    fn bits(slots: &[Vec<SlotChoice>], budget: f64) -> Vec<f64> {
+        assign_choices(slots, budget).unwrap().iter().map(|choice| choice.bits).collect()
     }
 
     #[test]
@@ -101,18 +101,18 @@ mod tests {
     #[test]
     fn what_costs_more_and_saves_nothing_is_never_chosen() {
         let mut choices = slot(1.0);
-        choices.push(Choice { candidate: 9, bits: 2.5, cost: 1.0 });
+        choices.push(SlotChoice { candidate: 9, bits: 2.5, cost: 1.0 });
         // Between 2 and 3 bits, but above the line from one to the other.
-        choices.push(Choice { candidate: 8, bits: 2.9, cost: 4f64.powf(-2.0) * 0.99 });
-        assert_eq!(hull(&choices), slot(1.0));
+        choices.push(SlotChoice { candidate: 8, bits: 2.9, cost: 4f64.powf(-2.0) * 0.99 });
+        assert_eq!(lower_hull(&choices), slot(1.0));
     }
 
     #[test]
     fn the_greedy_choice_is_the_best_of_all_at_its_own_bits() {
         let slots: Vec<_> = [3.0, 0.2, 11.0, 1.5].map(slot).to_vec();
-        let chosen = assign(&slots, 2.5).unwrap();
+        let chosen = assign_choices(&slots, 2.5).unwrap();
         let total =
-            |pick: &[Choice]| pick.iter().fold((0.0, 0.0), |t, c| (t.0 + c.bits, t.1 + c.cost));
+            |pick: &[SlotChoice]| pick.iter().fold((0.0, 0.0), |t, c| (t.0 + c.bits, t.1 + c.cost));
         let (spent, cost) = total(&chosen);
         for code in 0..256usize {
             let pick: Vec<_> = (0..4).map(|i| slots[i][code >> (2 * i) & 3]).collect();
@@ -123,7 +123,7 @@ mod tests {
 
     #[test]
     fn a_budget_below_the_cheapest_names_what_is_needed() {
-        let error = assign(&[slot(1.0), slot(1.0)], 0.5).unwrap_err().to_string();
+        let error = assign_choices(&[slot(1.0), slot(1.0)], 0.5).unwrap_err().to_string();
         assert!(error.contains("1.00 bits") && error.contains("0.5"), "{error}");
     }
 }

@@ -4,15 +4,18 @@ mod assign;
 mod policy;
 mod sensitivity;
 
-use crate::eval::{Calibrations, EvalCodec, EvalOptions, EvalReport, Session, Windows, evaluate};
-use crate::fits::Fits;
-use crate::measure::{PassageReference, Rig};
+use crate::eval::{
+    CalibrationSource, EvalCodec, EvalOptions, EvalReport, EvalSession, WindowChoice,
+    evaluate_codecs,
+};
+use crate::fits::FittedSides;
+use crate::measure::{MeasureRig, PassageReference};
 use crate::samples;
 use anyhow::{Context, Result, ensure};
-use assign::Choice;
+use assign::SlotChoice;
 use kvd_codec::{Calibration, CodecSpec, SideSpec};
 use kvd_core::Side;
-use sensitivity::{Bench, Measured};
+use sensitivity::{MeasuredSide, SensitivityBench};
 use serde::Serialize;
 
 /// What to search.
@@ -23,7 +26,7 @@ pub struct SearchOptions {
     /// Codecs whose key and value sides each layer may get.
     pub candidates: Vec<EvalCodec>,
     /// Windows of the policy and of every measurement.
-    pub windows: Windows,
+    pub windows: WindowChoice,
 }
 
 impl SearchOptions {
@@ -40,14 +43,14 @@ impl SearchOptions {
         Self {
             budget_bits,
             candidates: rates.into_iter().filter_map(candidate).collect(),
-            windows: Windows::Same { sink: 32, recent: 96 },
+            windows: WindowChoice::Same { sink: 32, recent: 96 },
         }
     }
 }
 
 /// What a search found.
 #[derive(Clone, Debug)]
-pub struct Found {
+pub struct FoundPolicy {
     /// The policy.
     pub spec: CodecSpec,
     /// Its file, as `--codec @FILE` reads it.
@@ -68,12 +71,12 @@ pub struct SearchReport {
     /// Sum of the costs: KL expected on that text, in nats.
     pub expected_kl_nats: f64,
     /// Layer by layer, keys first.
-    pub slots: Vec<Slot>,
+    pub slots: Vec<SlotReport>,
 }
 
 /// What one layer and side got.
 #[derive(Clone, Debug, Serialize)]
-pub struct Slot {
+pub struct SlotReport {
     /// Layer.
     pub layer: usize,
     /// `k` or `v`.
@@ -93,70 +96,74 @@ pub struct Slot {
 ///
 /// # Errors
 /// As [`crate::eval::run`], and when the budget is below what the candidates take.
-pub async fn run(options: &EvalOptions, search: &SearchOptions) -> Result<(Found, EvalReport)> {
+pub async fn run_search(
+    options: &EvalOptions,
+    search: &SearchOptions,
+) -> Result<(FoundPolicy, EvalReport)> {
     ensure!(!search.candidates.is_empty(), "no candidate to search among");
     ensure!(options.calibration.is_none(), "a search fits its candidates: no --calibration");
     let mut options = options.clone();
     let all = || options.codecs.iter().chain(&search.candidates).map(|codec| &codec.spec);
     let specs: Vec<CodecSpec> = all().cloned().collect();
-    let session = Session::open(&options).await?;
-    let rig = session.rig(&options)?;
-    let windows = session.calibration();
+    let session = EvalSession::open_session(&options).await?;
+    let rig = session.session_rig(&options)?;
+    let windows = session.calibration_windows();
     ensure!(windows.len() >= 2, "a search needs two windows of calibration text at least");
     let (held_out, fitted) = windows.split_at(1);
-    rig.progress.begin("calibration text", fitted.len() * options.passage_tokens);
-    let tick = |tokens| rig.progress.add(tokens);
-    let samples = samples::collect(rig.model, fitted, &rig.geometry, tick).await?;
-    let fits = Fits::new(specs.iter(), &samples, options.seed, rig.progress)?;
+    rig.progress.begin_steps("calibration text", fitted.len() * options.passage_tokens);
+    let tick = |tokens| rig.progress.add_steps(tokens);
+    let samples = samples::collect_samples(rig.model, fitted, &rig.geometry, tick).await?;
+    let fits = FittedSides::new(specs.iter(), &samples, options.seed, rig.progress)?;
     drop(samples);
     let passages = held_out.to_vec();
-    rig.progress.begin("without kvd", options.passage_tokens);
+    rig.progress.begin_steps("without kvd", options.passage_tokens);
     let from = options.passage_tokens / 8;
     let reference =
-        PassageReference::run(rig.model, passages, from, rig.chunk, rig.progress).await?;
-    let found = find(&rig, &fits, &reference, search, &options.command).await?;
+        PassageReference::run_passages(rig.model, passages, from, rig.chunk, rig.progress).await?;
+    let found = find_policy(&rig, &fits, &reference, search, &options.command).await?;
     let label = format!("policy {}", search.budget_bits);
     options.codecs.push(EvalCodec { label, spec: found.spec.clone() });
-    let mut report = evaluate(&session, &options, Calibrations::Fitted(fits)).await?;
+    let mut report = evaluate_codecs(&session, &options, CalibrationSource::Fitted(fits)).await?;
     report.search = Some(found.report.clone());
     Ok((found, report))
 }
 
-async fn find(
-    rig: &Rig<'_>,
-    fits: &Fits,
+async fn find_policy(
+    rig: &MeasureRig<'_>,
+    fits: &FittedSides,
     reference: &PassageReference,
     search: &SearchOptions,
     command: &str,
-) -> Result<Found> {
+) -> Result<FoundPolicy> {
     let layers = rig.geometry.layers as usize;
-    let sides = [Side::Key, Side::Value].map(|side| candidates(&search.candidates, side));
+    let sides = [Side::Key, Side::Value].map(|side| candidate_specs(&search.candidates, side));
     let steps = (sides[0].len() + sides[1].len()) * reference.clean.measured_tokens();
     let probes = 2 * layers * reference.passages.iter().map(|w| w.inputs.len()).sum::<usize>();
-    rig.progress.begin("search", steps + probes);
-    let mut bench = Bench { rig, fits, reference, windows: search.windows, runs: 0 };
+    rig.progress.begin_steps("search", steps + probes);
+    let mut bench = SensitivityBench { rig, fits, reference, windows: search.windows, runs: 0 };
     let mut slots = vec![Vec::new(); 2 * layers];
-    let mut errors: Vec<Vec<Measured>> = vec![Vec::new(); 2 * layers];
+    let mut errors: Vec<Vec<MeasuredSide>> = vec![Vec::new(); 2 * layers];
     for side in Side::BOTH {
         let mut measured = Vec::new();
         for candidate in &sides[side.index()] {
-            measured.push(bench.attention(side, candidate).await?);
+            measured.push(bench.measure_attention(side, candidate).await?);
         }
-        let probe = sensitivity::probe(&measured, search.budget_bits);
+        let probe = sensitivity::choose_probe(&measured, search.budget_bits);
         for layer in 0..layers {
-            let here: Vec<Measured> = measured.iter().map(|layers| layers[layer]).collect();
-            let kl = bench.kl(u32::try_from(layer)?, side, &sides[side.index()][probe]).await?;
-            slots[2 * layer + side.index()] = sensitivity::choices(&here, probe, kl)?;
+            let here: Vec<MeasuredSide> = measured.iter().map(|layers| layers[layer]).collect();
+            let kl =
+                bench.measure_kl(u32::try_from(layer)?, side, &sides[side.index()][probe]).await?;
+            slots[2 * layer + side.index()] = sensitivity::slot_choices(&here, probe, kl)?;
             errors[2 * layer + side.index()] = here;
         }
     }
-    rig.progress.finish();
-    let chosen = assign::assign(&slots, search.budget_bits)?;
+    rig.progress.remove_bar();
+    let chosen = assign::assign_choices(&slots, search.budget_bits)?;
     let spec_of = |slot: usize| sides[slot % 2][chosen[slot].candidate].clone();
     let assigned: Vec<[SideSpec; 2]> =
         (0..layers).map(|layer| [spec_of(2 * layer), spec_of(2 * layer + 1)]).collect();
-    let spec = policy::codec(&assigned, search.windows);
-    let slot = |(slot, choice): (usize, &Choice)| Slot {
+    let spec = policy::policy_codec(&assigned, search.windows);
+    let slot = |(slot, choice): (usize, &SlotChoice)| SlotReport {
         layer: slot / 2,
         side: Side::BOTH[slot % 2].to_string(),
         spec: spec_of(slot).to_string(),
@@ -164,7 +171,7 @@ async fn find(
         attention_error: errors[slot][choice.candidate].error,
         expected_kl_nats: choice.cost,
     };
-    let slots: Vec<Slot> = chosen.iter().enumerate().map(slot).collect();
+    let slots: Vec<SlotReport> = chosen.iter().enumerate().map(slot).collect();
     let count = slots.len() as f64;
     let report = SearchReport {
         budget_bits: search.budget_bits,
@@ -176,12 +183,12 @@ async fn find(
         command.to_owned(),
         format!("{:.3} bits per value on the text of the search", report.bits),
     ];
-    let artefact = fits.artefact(&spec).context("the policy's artefact")?.map(|(c, _)| c);
-    Ok(Found { policy: policy::file(&spec, &comments), spec, artefact, report })
+    let artefact = fits.codec_artefact(&spec).context("the policy's artefact")?.map(|(c, _)| c);
+    Ok(FoundPolicy { policy: policy::policy_file(&spec, &comments), spec, artefact, report })
 }
 
 /// The side specs of all candidates, none twice.
-fn candidates(codecs: &[EvalCodec], side: Side) -> Vec<SideSpec> {
+fn candidate_specs(codecs: &[EvalCodec], side: Side) -> Vec<SideSpec> {
     let mut found: Vec<SideSpec> = Vec::new();
     for spec in codecs.iter().map(|codec| codec.spec.side(side)) {
         if !found.contains(spec) {
@@ -200,9 +207,9 @@ mod tests {
         let search = SearchOptions::new(2.0);
         assert_eq!(search.candidates.len(), 8);
         for side in Side::BOTH {
-            assert_eq!(candidates(&search.candidates, side).len(), 8);
+            assert_eq!(candidate_specs(&search.candidates, side).len(), 8);
         }
         let shared = ["k=raw; v=fp8", "k=fp8; v=fp8"].map(|text| text.parse().unwrap());
-        assert_eq!(candidates(&shared, Side::Value).len(), 1);
+        assert_eq!(candidate_specs(&shared, Side::Value).len(), 1);
     }
 }

@@ -1,6 +1,6 @@
 //! An assignment as a codec with overrides, and as a policy file.
 
-use crate::eval::Windows;
+use crate::eval::WindowChoice;
 use crate::fits;
 use kvd_codec::{CodecSpec, SideSpec, SpecOverride};
 use kvd_core::Side;
@@ -8,7 +8,7 @@ use std::fmt::Write;
 
 /// The codec that gives layer `i` the side specs `layers[i]`, keys first. The spec that most
 /// layers have is the codec's own, the others are overrides.
-pub(super) fn codec(layers: &[[SideSpec; 2]], windows: Windows) -> CodecSpec {
+pub(super) fn policy_codec(layers: &[[SideSpec; 2]], windows: WindowChoice) -> CodecSpec {
     let own = |side: Side| {
         let specs = layers.iter().map(|layer| &layer[side.index()]);
         let count = |spec: &SideSpec| specs.clone().filter(|other| *other == spec).count();
@@ -40,11 +40,11 @@ pub(super) fn codec(layers: &[[SideSpec; 2]], windows: Windows) -> CodecSpec {
             }
         }
     }
-    windows.apply(CodecSpec { overrides, ..fits::codec(key, value) })
+    windows.apply_windows(CodecSpec { overrides, ..fits::two_side_codec(key, value) })
 }
 
 /// The policy file: comments, then one item per line.
-pub(super) fn file(spec: &CodecSpec, comments: &[String]) -> String {
+pub(super) fn policy_file(spec: &CodecSpec, comments: &[String]) -> String {
     let mut text = String::new();
     for comment in comments {
         // Writing to a string cannot fail.
@@ -71,8 +71,8 @@ mod tests {
             [a.clone(), b.clone()],
             [b, a],
         ];
-        let windows = Windows::Same { sink: 4, recent: 8 };
-        let spec = codec(&layers, windows);
+        let windows = WindowChoice::Same { sink: 4, recent: 8 };
+        let spec = policy_codec(&layers, windows);
         let text = "k=fp8; v=fp8; k[layer=0]=uniform(b=4,axis=token); \
                     k[layer=4]=uniform(b=4,axis=token); v[layer=2-3]=uniform(b=4,axis=token); \
                     sink=4; recent=8";
@@ -87,7 +87,7 @@ mod tests {
     #[test]
     fn a_policy_file_is_read_as_written() {
         let spec = kvd_codec::resolve_spec("k=fp8; v=raw; k[layer=1]=raw; sink=2").unwrap();
-        let text = file(&spec, &["one; two".to_owned(), "three".to_owned()]);
+        let text = policy_file(&spec, &["one; two".to_owned(), "three".to_owned()]);
         assert!(text.starts_with("# one; two\n# three\nk=fp8;\n"), "{text}");
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("p");

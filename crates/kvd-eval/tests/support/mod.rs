@@ -8,7 +8,7 @@ use kvd_core::{DType, ErrorCode, Geometry, ModelId};
 use kvd_proto::domain::{
     AttendBatch, Attended, LoadPiece, LoadRange, ModelSpec, RegisteredModel, StoreAck, StoreChunk,
 };
-use kvd_proto::{RequestError, status, v1};
+use kvd_proto::{RequestError, to_status, v1};
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -57,11 +57,11 @@ impl StandIn {
         let layer = &mut sequence.layers[chunk.layer.0 as usize];
         let width = (geometry.kv_heads * geometry.head_dim_k) as usize;
         if layer[0].len() != chunk.start as usize * width {
-            return Err(status(ErrorCode::RangeGap, "not the next token", None));
+            return Err(to_status(ErrorCode::RangeGap, "not the next token", None));
         }
         for (kept, bytes) in layer.iter_mut().zip([&chunk.k, &chunk.v]) {
             let mut values = vec![0.0; bytes.len() / 2];
-            DType::F16.widen(bytes, &mut values);
+            DType::F16.widen_values(bytes, &mut values);
             let lossy = spec.codec.starts_with("fp8");
             kept.extend(values.iter().map(|&x| if lossy { leading_bits(x) } else { x }));
         }
@@ -77,7 +77,7 @@ impl StandIn {
         let (_, geometry) = state.models.get(&batch.model.0).ok_or_else(unknown)?;
         batch.check_shape(geometry).map_err(refused)?;
         let mut q = vec![0.0; batch.q.len() / 4];
-        DType::F32.widen(&batch.q, &mut q);
+        DType::F32.widen_values(&batch.q, &mut q);
         let (heads, dim) = (batch.q_heads as usize, geometry.head_dim_k as usize);
         let group = heads / geometry.kv_heads as usize;
         let mut out = Vec::new();
@@ -92,7 +92,7 @@ impl StandIn {
             out.extend(softmax_attention(q, rows(0), rows(1)));
         }
         let mut bytes = vec![0; out.len() * 4];
-        DType::F32.narrow(&out, &mut bytes);
+        DType::F32.narrow_values(&out, &mut bytes);
         let lse = vec![0.0; out.len() / dim];
         Ok(Attended { out: bytes.into(), lse, query_errors: Vec::new() }.into())
     }
@@ -125,11 +125,11 @@ fn leading_bits(value: f32) -> f32 {
 }
 
 fn refused(error: RequestError) -> Status {
-    status(ErrorCode::InvalidArgument, &error.to_string(), None)
+    to_status(ErrorCode::InvalidArgument, &error.to_string(), None)
 }
 
 fn unknown() -> Status {
-    status(ErrorCode::UnknownSequence, "no such model or sequence", None)
+    to_status(ErrorCode::UnknownSequence, "no such model or sequence", None)
 }
 
 type Replies<T> = ReceiverStream<Result<T, Status>>;
@@ -206,7 +206,7 @@ impl v1::kvd_server::Kvd for StandIn {
         let id = request.into_inner().model_id;
         let mut state = self.0.lock();
         if state.sequences.values().any(|sequence| sequence.model == id) {
-            return Err(status(ErrorCode::ModelInUse, "sequences are open", None));
+            return Err(to_status(ErrorCode::ModelInUse, "sequences are open", None));
         }
         state.models.remove(&id).ok_or_else(unknown)?;
         Ok(Response::new(v1::UnregisterModelResponse {}))
@@ -285,7 +285,7 @@ impl v1::kvd_server::Kvd for StandIn {
         let rows = |side: usize| -> Bytes {
             let rows = &sequence.layers[range.layer.0 as usize][side][start * width..end * width];
             let mut bytes = vec![0; rows.len() * 4];
-            DType::F32.narrow(rows, &mut bytes);
+            DType::F32.narrow_values(rows, &mut bytes);
             bytes.into()
         };
         let tokens = range.end - range.start;

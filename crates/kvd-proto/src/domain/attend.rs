@@ -1,7 +1,7 @@
 //! Attention over stored tokens.
 
 use super::call_error::CallError;
-use super::payload::{self, inline};
+use super::payload::{self, inline_payload};
 use super::store::check_layer;
 use crate::{RequestError, v1};
 use bytes::{BufMut, Bytes, BytesMut};
@@ -63,17 +63,17 @@ impl AttendQuery {
     /// # Errors
     /// Without a query token, with positions past 2^32 - 1, or with a default position before the
     /// sequence.
-    pub fn check(&self) -> Result<(), RequestError> {
+    pub fn check_query(&self) -> Result<(), RequestError> {
         if self.n_q == 0 {
-            return Err(RequestError::invalid("n_q", "must be at least 1"));
+            return Err(RequestError::invalid_field("n_q", "must be at least 1"));
         }
         match self.position {
             Some(position) if position.checked_add(self.n_q).is_none() => {
-                Err(RequestError::invalid("position", "position + n_q is past 2^32 - 1"))
+                Err(RequestError::invalid_field("position", "position + n_q is past 2^32 - 1"))
             }
             // The default position would be before the sequence.
             None if self.kv_length.is_some_and(|length| length < self.n_q) => {
-                Err(RequestError::invalid("kv_length", "is less than n_q; give a position"))
+                Err(RequestError::invalid_field("kv_length", "is less than n_q; give a position"))
             }
             _ => Ok(()),
         }
@@ -90,7 +90,7 @@ impl AttendBatch {
 
     /// Rows of `q` and of the reply: the sum of `n_q`.
     #[must_use]
-    pub fn rows(&self) -> u32 {
+    pub fn query_rows(&self) -> u32 {
         self.queries.iter().fold(0, |rows, query| rows.saturating_add(query.n_q))
     }
 
@@ -114,7 +114,7 @@ impl AttendBatch {
             let reason = format!("{} is not a multiple of the {kv_heads} KV heads", self.q_heads);
             return Err(RequestError::ShapeMismatch { field: "q_heads", reason });
         }
-        let rows = u64::from(self.rows()) * u64::from(self.q_heads);
+        let rows = u64::from(self.query_rows()) * u64::from(self.q_heads);
         let shape = "[sum of n_q, q_heads, head_dim_k]";
         payload::check_length(
             "q",
@@ -144,13 +144,13 @@ impl TryFrom<v1::AttendRequest> for AttendBatch {
             if value.is_finite() && value > 0.0 {
                 return Ok(Some(value));
             }
-            Err(RequestError::invalid(field, format!("{value} is not finite and above 0")))
+            Err(RequestError::invalid_field(field, format!("{value} is not finite and above 0")))
         };
         let queries: Vec<_> = request.queries.iter().map(query_from_wire).collect();
         if !request.per_query_errors {
             for (index, query) in queries.iter().enumerate() {
                 let in_query = |error| RequestError::Query { index, error: Box::new(error) };
-                query.check().map_err(in_query)?;
+                query.check_query().map_err(in_query)?;
             }
         }
         Ok(Self {
@@ -164,7 +164,7 @@ impl TryFrom<v1::AttendRequest> for AttendBatch {
                 cap => positive("soft_cap", cap)?,
             },
             queries,
-            q: payload::bytes(request.q, "q")?,
+            q: payload::payload_bytes(request.q, "q")?,
             per_query_errors: request.per_query_errors,
         })
     }
@@ -196,7 +196,7 @@ impl From<AttendBatch> for v1::AttendRequest {
             scale: batch.scale,
             soft_cap: batch.soft_cap.unwrap_or(0.0),
             queries: batch.queries.iter().map(query_to_wire).collect(),
-            q: Some(inline(batch.q)),
+            q: Some(inline_payload(batch.q)),
             per_query_errors: batch.per_query_errors,
         }
     }
@@ -239,11 +239,11 @@ impl TryFrom<v1::AttendResponse> for Attended {
     type Error = RequestError;
 
     fn try_from(response: v1::AttendResponse) -> Result<Self, RequestError> {
-        let out = payload::bytes(response.out, "out")?;
-        let lse = payload::bytes(response.lse, "lse")?;
+        let out = payload::payload_bytes(response.out, "out")?;
+        let lse = payload::payload_bytes(response.lse, "lse")?;
         let (values, rest) = lse.as_chunks::<4>();
         if !rest.is_empty() {
-            return Err(RequestError::invalid("lse", "is not a whole number of f32"));
+            return Err(RequestError::invalid_field("lse", "is not a whole number of f32"));
         }
         let query_error = |error: v1::QueryError| QueryError {
             query: error.query,
@@ -268,8 +268,8 @@ impl From<Attended> for v1::AttendResponse {
             error: Some(error.error.into()),
         };
         Self {
-            out: Some(inline(attended.out)),
-            lse: Some(inline(lse.freeze())),
+            out: Some(inline_payload(attended.out)),
+            lse: Some(inline_payload(lse.freeze())),
             query_errors: attended.query_errors.into_iter().map(query_error).collect(),
             error: None,
         }

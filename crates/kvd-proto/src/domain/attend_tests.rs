@@ -119,7 +119,7 @@ fn attended_round_trips_and_keeps_minus_infinity() {
     };
     let mut wire = v1::AttendResponse::from(attended.clone());
     assert_eq!(Attended::try_from(wire.clone()).unwrap(), attended);
-    wire.lse = Some(inline(Bytes::from_static(&[0; 5])));
+    wire.lse = Some(inline_payload(Bytes::from_static(&[0; 5])));
     let error = Attended::try_from(wire).unwrap_err();
     assert_eq!(error.to_string(), "lse: is not a whole number of f32");
 }

@@ -22,7 +22,7 @@ impl CallError {
     /// A refusal with the default retry hint, where its code is retryable.
     #[must_use]
     pub fn new(code: ErrorCode, message: impl Into<String>) -> Self {
-        let retry_after = code.retryable().then_some(crate::RETRY_AFTER_DEFAULT);
+        let retry_after = code.is_retryable().then_some(crate::RETRY_AFTER_DEFAULT);
         Self { code, message: message.into(), retry_after, stale: None }
     }
 }
@@ -78,8 +78,8 @@ mod tests {
     #[test]
     fn every_code_round_trips_through_a_status_and_the_wire() {
         for code in ErrorCode::ALL {
-            let hint = code.retryable().then_some(Duration::from_millis(70));
-            let error = CallError::from(&crate::status(code, "because", hint));
+            let hint = code.is_retryable().then_some(Duration::from_millis(70));
+            let error = CallError::from(&crate::to_status(code, "because", hint));
             let message = "because".to_owned();
             let expected = CallError { code, message, retry_after: hint, stale: None };
             assert_eq!(error, expected);

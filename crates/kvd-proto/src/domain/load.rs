@@ -1,6 +1,6 @@
 //! Decoding stored tokens back to rows.
 
-use super::payload::{self, inline};
+use super::payload::{self, inline_payload};
 use super::store::check_layer;
 use crate::{RequestError, v1};
 use bytes::Bytes;
@@ -37,14 +37,14 @@ impl TryFrom<v1::LoadBlocksRequest> for LoadRange {
     fn try_from(request: v1::LoadBlocksRequest) -> Result<Self, RequestError> {
         if request.end < request.start {
             let reason = format!("{} is before start, {}", request.end, request.start);
-            return Err(RequestError::invalid("end", reason));
+            return Err(RequestError::invalid_field("end", reason));
         }
         Ok(Self {
             sequence: SequenceId(request.sequence_id),
             layer: LayerIndex(request.layer),
             start: request.start,
             end: request.end,
-            dtype: payload::dtype(request.dtype, "dtype")?,
+            dtype: payload::optional_dtype(request.dtype, "dtype")?,
         })
     }
 }
@@ -81,8 +81,8 @@ impl TryFrom<v1::LoadBlocksResponse> for LoadPiece {
         Ok(Self {
             start: response.start,
             tokens: response.tokens,
-            k: payload::bytes(response.k, "k")?,
-            v: payload::bytes(response.v, "v")?,
+            k: payload::payload_bytes(response.k, "k")?,
+            v: payload::payload_bytes(response.v, "v")?,
         })
     }
 }
@@ -92,8 +92,8 @@ impl From<LoadPiece> for v1::LoadBlocksResponse {
         Self {
             start: piece.start,
             tokens: piece.tokens,
-            k: Some(inline(piece.k)),
-            v: Some(inline(piece.v)),
+            k: Some(inline_payload(piece.k)),
+            v: Some(inline_payload(piece.v)),
         }
     }
 }

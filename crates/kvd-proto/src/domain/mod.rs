@@ -17,7 +17,7 @@ pub use attend::{AttendBatch, AttendQuery, Attended, QueryError};
 pub use call_error::CallError;
 pub use load::{LoadPiece, LoadRange};
 pub use model::{ModelSpec, RegisteredModel};
-pub use payload::inline;
+pub use payload::inline_payload;
 pub use queries::SampledQueries;
 pub use sequence::{ForkedSequence, SequenceFork, SequenceTruncation};
 pub use store::{StoreAck, StoreChunk};

@@ -136,7 +136,7 @@ fn geometry_from_wire(wire: v1::Geometry) -> Result<Geometry, RequestError> {
         Ok(v1::RopePairing::Interleaved) => RopePairing::Interleaved,
         Err(_) => {
             let reason = format!("rope pairing {} is not known", wire.rope_pairing);
-            return Err(RequestError::invalid("geometry.rope_pairing", reason));
+            return Err(RequestError::invalid_field("geometry.rope_pairing", reason));
         }
     };
     let geometry = Geometry {
@@ -148,7 +148,9 @@ fn geometry_from_wire(wire: v1::Geometry) -> Result<Geometry, RequestError> {
         dtype: payload::dtype_required(wire.dtype, "geometry.dtype")?,
         rope_pairing,
     };
-    geometry.validate().map_err(|error| RequestError::invalid("geometry", error.to_string()))?;
+    geometry
+        .validate_fields()
+        .map_err(|error| RequestError::invalid_field("geometry", error.to_string()))?;
     Ok(geometry)
 }
 
@@ -161,7 +163,7 @@ fn check_name(name: &str) -> Result<(), RequestError> {
     let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-' | '/');
     if name.len() > max || !name.chars().all(allowed) {
         let reason = format!("must be 1 to {max} characters of a-z A-Z 0-9 . _ - /");
-        return Err(RequestError::invalid("name", reason));
+        return Err(RequestError::invalid_field("name", reason));
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Queries that a daemon has seen.
 
-use super::payload::{self, inline};
+use super::payload::{self, inline_payload};
 use crate::{RequestError, v1};
 use bytes::Bytes;
 use kvd_core::DType;
@@ -23,7 +23,7 @@ impl TryFrom<v1::SampleQueriesResponse> for SampledQueries {
         Ok(Self {
             q_heads: response.q_heads,
             dtype: payload::dtype_required(response.dtype, "dtype")?,
-            q: payload::bytes(response.q, "q")?,
+            q: payload::payload_bytes(response.q, "q")?,
         })
     }
 }
@@ -33,7 +33,7 @@ impl From<SampledQueries> for v1::SampleQueriesResponse {
         Self {
             q_heads: sampled.q_heads,
             dtype: payload::dtype_to_wire(sampled.dtype),
-            q: Some(inline(sampled.q)),
+            q: Some(inline_payload(sampled.q)),
         }
     }
 }

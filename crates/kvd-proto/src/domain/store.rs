@@ -1,6 +1,6 @@
 //! Appending K and V.
 
-use super::payload::{self, inline};
+use super::payload::{self, inline_payload};
 use crate::{RequestError, v1};
 use bytes::Bytes;
 use kvd_core::{Geometry, LayerIndex, SequenceId, Side};
@@ -34,14 +34,14 @@ impl StoreChunk {
     /// # Errors
     /// When the layer is out of range or a payload does not fill its shape.
     pub fn check_shape(&self, geometry: &Geometry) -> Result<(), RequestError> {
-        self.check_shape_of(geometry, [&self.k, &self.v].map(|bytes| bytes.len() as u64))
+        self.check_payload_bytes(geometry, [&self.k, &self.v].map(|bytes| bytes.len() as u64))
     }
 
     /// The same of K and V that lie elsewhere and have so many bytes.
     ///
     /// # Errors
     /// As [`StoreChunk::check_shape`].
-    pub fn check_shape_of(
+    pub fn check_payload_bytes(
         &self,
         geometry: &Geometry,
         [k_bytes, v_bytes]: [u64; 2],
@@ -62,18 +62,18 @@ impl TryFrom<v1::StoreBlocksRequest> for StoreChunk {
 
     fn try_from(request: v1::StoreBlocksRequest) -> Result<Self, RequestError> {
         if request.tokens == 0 {
-            return Err(RequestError::invalid("tokens", "must be at least 1"));
+            return Err(RequestError::invalid_field("tokens", "must be at least 1"));
         }
         if request.start.checked_add(request.tokens).is_none() {
-            return Err(RequestError::invalid("tokens", "start + tokens is past 2^32 - 1"));
+            return Err(RequestError::invalid_field("tokens", "start + tokens is past 2^32 - 1"));
         }
         Ok(Self {
             sequence: SequenceId(request.sequence_id),
             layer: LayerIndex(request.layer),
             start: request.start,
             tokens: request.tokens,
-            k: payload::bytes(request.k, "k")?,
-            v: payload::bytes(request.v, "v")?,
+            k: payload::payload_bytes(request.k, "k")?,
+            v: payload::payload_bytes(request.v, "v")?,
         })
     }
 }
@@ -85,8 +85,8 @@ impl From<StoreChunk> for v1::StoreBlocksRequest {
             layer: chunk.layer.0,
             start: chunk.start,
             tokens: chunk.tokens,
-            k: Some(inline(chunk.k)),
-            v: Some(inline(chunk.v)),
+            k: Some(inline_payload(chunk.k)),
+            v: Some(inline_payload(chunk.v)),
         }
     }
 }
@@ -97,7 +97,7 @@ pub(super) fn check_layer(layer: LayerIndex, geometry: &Geometry) -> Result<(), 
         return Ok(());
     }
     let reason = format!("layer {layer} of a model with {} layers", geometry.layers);
-    Err(RequestError::invalid("layer", reason))
+    Err(RequestError::invalid_field("layer", reason))
 }
 
 /// A stored range: its tokens can now be read.

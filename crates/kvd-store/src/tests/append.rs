@@ -82,7 +82,7 @@ fn a_full_pool_refuses_and_changes_nothing() {
     b.append(id, 0, 0, &[0, 1, 2, 3, 4]);
     let error = b.begin(id, 0, 5, 8).unwrap_err();
     assert!(matches!(&error, StoreError::PoolFull(full) if full.needed == 192), "{error}");
-    assert_eq!((error.code(), error.code().retryable()), (ErrorCode::PoolFull, true));
+    assert_eq!((error.code(), error.code().is_retryable()), (ErrorCode::PoolFull, true));
     assert_eq!(b.used(), 192 * 2);
     // What still fits is stored although there is no memory for the packed form.
     let ticket = b.begin(id, 0, 5, 7).unwrap();

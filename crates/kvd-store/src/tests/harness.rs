@@ -63,7 +63,7 @@ impl Bench {
     pub(super) fn limited(capacity: u64, model: Arc<ModelShape>, limits: Limits) -> Self {
         let pool = Pool::new("host", capacity);
         let ids = Arc::new(IdSpace::new(BootId::new([1; 16]).unwrap(), [2; 16]));
-        let store = Store::new(Arc::clone(&pool), limits, ids.sequences(0, 1));
+        let store = Store::new(Arc::clone(&pool), limits, ids.sequence_counter(0, 1));
         Self { store, pool, model, bytes: Mutex::new(vec![0xEE; capacity as usize]) }
     }
 

@@ -229,7 +229,7 @@ fn one_append_at_a_time_on_a_layer() {
     assert_eq!(b.begin(id, 0, 1, 2).unwrap_err(), busy);
     // Not a gap: what is in flight may fill it.
     assert_eq!(b.begin(id, 0, 3, 2).unwrap_err(), busy);
-    assert!(busy.code().retryable());
+    assert!(busy.code().is_retryable());
     let replay = b.store.begin_append(b.ns(), id, L0, 0, 1, 7).unwrap();
     assert!(matches!(replay, Append::Replayed { length: 1 }));
     b.append(id, 1, 0, &[1]);

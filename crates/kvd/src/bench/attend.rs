@@ -112,14 +112,14 @@ impl AttendBench {
             limits::call(&self.shape, [queries, tokens], self.batch as u64)?;
         }
         let progress = ProgressLines::on_stderr();
-        progress.begin("bench attend", 0);
+        progress.begin_task("bench attend", 0);
         let machine = Machine::look(threads);
         let (mut rows, mut peaks) = (Vec::new(), Peaks::default());
         for context in &self.contexts {
             let mut cases = Vec::new();
-            progress.begin("bench attend, filling pages", 0);
+            progress.begin_task("bench attend, filling pages", 0);
             for codec in &self.codecs {
-                progress.step("bench attend, filling pages", codec);
+                progress.name_step("bench attend, filling pages", codec);
                 for set in each_set(&self.instruction_sets) {
                     for threads in &self.threads {
                         cases.push(self.case(codec, *context, set, *threads)?);
@@ -130,12 +130,12 @@ impl AttendBench {
                 self.set_against(&mut peaks, case)?;
             }
             let turns = (self.rounds + 1) * cases.len();
-            progress.begin(&format!("bench attend, {context} tokens"), turns as u64);
+            progress.begin_task(&format!("bench attend, {context} tokens"), turns as u64);
             for round in 0..=self.rounds {
                 for case in &mut cases {
                     // The first round warms up.
                     case.turn(round, round > 0)?;
-                    progress.add(1);
+                    progress.add_steps(1);
                 }
             }
             rows.extend(cases.into_iter().map(|case| case.finish(&machine)));
@@ -291,9 +291,9 @@ pub(super) fn plan_of<'a>(
 
 pub(super) fn widened(bytes: &Bytes) -> Bytes {
     let mut wide = vec![0f32; bytes.len() / 2];
-    DType::F16.widen(bytes, &mut wide);
+    DType::F16.widen_values(bytes, &mut wide);
     let mut out = vec![0; wide.len() * 4];
-    DType::F32.narrow(&wide, &mut out);
+    DType::F32.narrow_values(&wide, &mut out);
     out.into()
 }
 

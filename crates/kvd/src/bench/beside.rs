@@ -70,7 +70,7 @@ async fn write(
             }
             let (k, v, layer) = (k.clone(), v.clone(), LayerIndex(0));
             let chunk = StoreChunk { sequence, layer, start: index * tokens, tokens, k, v };
-            client.store(chunk).await.map_err(failed())?;
+            client.store_chunk(chunk).await.map_err(failed())?;
             stored.fetch_add(u64::from(tokens), Ordering::Relaxed);
         }
         client.close_sequence(sequence).await.map_err(failed())?;

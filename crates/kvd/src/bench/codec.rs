@@ -115,7 +115,7 @@ impl CodecBench {
     /// When a codec does not fit the shape.
     pub fn run(&self) -> Result<(Machine, Vec<CodecRow>), BenchError> {
         let progress = ProgressLines::on_stderr();
-        progress.begin("bench codec, making rows", 0);
+        progress.begin_task("bench codec, making rows", 0);
         let machine = Machine::look(1);
         let mut cases = Vec::new();
         for name in &self.codecs {
@@ -126,11 +126,11 @@ impl CodecBench {
                 }
             }
         }
-        progress.begin("bench codec", ((self.rounds + 1) * cases.len()) as u64);
+        progress.begin_task("bench codec", ((self.rounds + 1) * cases.len()) as u64);
         for round in 0..=self.rounds {
             for case in &mut cases {
                 case.turn(round > 0)?;
-                progress.add(1);
+                progress.add_steps(1);
             }
         }
         Ok((machine, cases.into_iter().map(Case::finish).collect()))

@@ -42,7 +42,7 @@ impl Normal {
     pub(super) fn bytes(&mut self, count: usize, gain: f32) -> Bytes {
         let values: Vec<f32> = (0..count).map(|_| self.draw() * gain).collect();
         let mut bytes = vec![0; count * DType::F16.size_bytes()];
-        DType::F16.narrow(&values, &mut bytes);
+        DType::F16.narrow_values(&values, &mut bytes);
         bytes.into()
     }
 }

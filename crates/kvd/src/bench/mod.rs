@@ -74,7 +74,7 @@ fn own(text: &str) -> Option<Shape> {
         _ => return None,
     };
     let shape = Shape { name: "own", kv_heads, group, head_dim_k, head_dim_v };
-    shape.geometry(1).validate().is_ok().then_some(shape)
+    shape.geometry(1).validate_fields().is_ok().then_some(shape)
 }
 
 impl std::fmt::Display for Shape {

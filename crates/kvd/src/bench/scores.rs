@@ -70,7 +70,7 @@ impl ScoresBench {
     pub fn run(&self) -> Result<(Machine, Vec<ScoresRow>), BenchError> {
         limits::call(&self.shape, [1, u64::from(self.context)], 1)?;
         let progress = ProgressLines::on_stderr();
-        progress.begin("bench scores, filling pages", 0);
+        progress.begin_task("bench scores, filling pages", 0);
         let machine = Machine::look(1);
         let mut cases = Vec::new();
         for codec in &self.codecs {
@@ -78,12 +78,12 @@ impl ScoresBench {
                 cases.push(self.case(codec, set)?);
             }
         }
-        progress.begin("bench scores", ((self.rounds + 1) * cases.len()) as u64);
+        progress.begin_task("bench scores", ((self.rounds + 1) * cases.len()) as u64);
         for round in 0..=self.rounds {
             for case in &mut cases {
                 // The first round warms up.
                 case.turn(round, round > 0)?;
-                progress.add(1);
+                progress.add_steps(1);
             }
         }
         let finish = |case: Case| ScoresRow { cpu_ns: Figure::of(case.cpu), ..case.row };

@@ -72,7 +72,7 @@ impl StoreBench {
         let most = self.threads.iter().copied().max().unwrap_or(1);
         limits::threads(most)?;
         let progress = ProgressLines::on_stderr();
-        progress.begin("bench store, making rows", 0);
+        progress.begin_task("bench store, making rows", 0);
         let geometry = self.shape.geometry(self.block_tokens);
         let incoming = self.incoming(&geometry)?;
         let machine = Machine::look(most);
@@ -82,7 +82,7 @@ impl StoreBench {
                 cases.push(self.case(name, *threads, &geometry)?);
             }
         }
-        progress.begin("bench store", ((self.rounds + 1) * cases.len()) as u64);
+        progress.begin_task("bench store", ((self.rounds + 1) * cases.len()) as u64);
         for round in 0..=self.rounds {
             let first = round * self.blocks() as usize;
             let rows = |block: usize| &incoming[(first + block) % incoming.len()];
@@ -90,7 +90,7 @@ impl StoreBench {
                 let store = || self.store(&mut case.backend, &geometry, rows);
                 let (stored, cpu, wall) = timed(store);
                 let stored = stored.map_err(BenchError::of(&case.name))?;
-                progress.add(1);
+                progress.add_steps(1);
                 if round == 0 {
                     case.first = cpu;
                 } else {

@@ -8,8 +8,8 @@ use super::{BenchError, Shape, limits};
 use crate::config::{Config, Overrides};
 use crate::daemon::{Daemon, Running};
 use kvd_client::{
-    AttendBatch, AttendQuery, AttendStream, Client, Endpoint, ModelSpec, Region, RegionOptions,
-    StoreChunk,
+    AttendBatch, AttendQuery, AttendStream, Client, Endpoint, ModelSpec, RegionClient,
+    RegionOptions, StoreChunk,
 };
 use kvd_core::{DType, LayerIndex, ModelId, ProgressLines, SequenceId};
 use serde::Serialize;
@@ -72,7 +72,7 @@ const WAYS: usize = 4;
 enum Way {
     Unary(&'static str, Client),
     Stream(AttendStream),
-    Region(Region),
+    Region(RegionClient),
 }
 
 impl Way {
@@ -94,9 +94,9 @@ impl Way {
         let batch = batch.clone();
         let failed = BenchError::of("attend");
         match self {
-            Self::Unary(_, client) => runtime.block_on(client.attend(batch)).map_err(failed),
-            Self::Stream(stream) => runtime.block_on(stream.attend(batch)).map_err(failed),
-            Self::Region(region) => region.attend(batch, dims).map_err(failed),
+            Self::Unary(_, client) => runtime.block_on(client.attend_batch(batch)).map_err(failed),
+            Self::Stream(stream) => runtime.block_on(stream.attend_batch(batch)).map_err(failed),
+            Self::Region(region) => region.attend_once(batch, dims).map_err(failed),
         }
     }
 }
@@ -148,7 +148,7 @@ impl TransportBench {
         let token_bytes = self.shape.geometry(1).raw_layout(1).size_bytes();
         limits::memory("what writers store", u64::from(self.storing_tokens), token_bytes)?;
         let progress = ProgressLines::on_stderr();
-        progress.begin("bench transport", 0);
+        progress.begin_task("bench transport", 0);
         let machine = Machine::look(2);
         let failed = BenchError::of("runtime");
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
@@ -158,7 +158,7 @@ impl TransportBench {
         let mut rows = Vec::new();
         let measured = self.codecs.len() * self.contexts.len() * self.query_tokens.len();
         let turns = measured * (self.rounds + 1) * WAYS;
-        progress.begin("bench transport", (turns * self.calls) as u64);
+        progress.begin_task("bench transport", (turns * self.calls) as u64);
         for codec in &self.codecs {
             rows.extend(self.codec(&runtime, &running, (&sockets, &progress), codec)?);
         }
@@ -186,7 +186,7 @@ impl TransportBench {
             runtime.block_on(client.register_model(spec)).map_err(BenchError::codec(codec))?;
         let mut rows = Vec::new();
         for context in &self.contexts {
-            progress.step("bench transport", &format!("{codec}, {context} tokens"));
+            progress.name_step("bench transport", &format!("{codec}, {context} tokens"));
             let stored = self.store(&client, model.model, *context);
             let sequence = runtime.block_on(stored)?;
             for n_q in &self.query_tokens {
@@ -226,7 +226,7 @@ impl TransportBench {
             let v = normal.bytes(heads * self.shape.head_dim_v as usize, 1.0);
             let layer = LayerIndex(0);
             let chunk = StoreChunk { sequence, layer, start, tokens, k, v };
-            client.store(chunk).await.map_err(failed())?;
+            client.store_chunk(chunk).await.map_err(failed())?;
         }
         Ok(sequence)
     }
@@ -270,7 +270,7 @@ impl TransportBench {
                 });
                 let stored = (beside.tokens() - before) as f64 / wall_ns * 1e9;
                 let calls = calls?;
-                progress.add(self.calls as u64);
+                progress.add_steps(self.calls as u64);
                 if calls.iter().any(|(answer, _)| *answer != right) {
                     let reason = "does not answer as the others do".to_owned();
                     return Err(BenchError::Failed { what: way.name().to_owned(), reason });
@@ -290,7 +290,7 @@ impl TransportBench {
                 transport: way.name(),
                 codec: codec.to_owned(),
                 context,
-                query_tokens: batch.rows(),
+                query_tokens: batch.query_rows(),
                 wall_us: Figure::of(times.wall),
                 slow_us: times.calls[(times.calls.len() - 1) * 99 / 100],
                 cpu_us: Figure::of(times.cpu),
@@ -337,7 +337,8 @@ async fn ways(running: &Running, sockets: &Sockets) -> Result<Vec<Way>, BenchErr
     let stream = unix.attend_stream(1).await.map_err(failed())?;
     ways.extend([Way::Unary("unix", unix), Way::Stream(stream)]);
     let options = RegionOptions::default().with_bytes(REGION_BYTES);
-    let region = tokio::task::block_in_place(|| Region::open(sockets.path("region"), &options));
+    let region =
+        tokio::task::block_in_place(|| RegionClient::open_region(sockets.path("region"), &options));
     ways.push(Way::Region(region.map_err(failed())?));
     Ok(ways)
 }

@@ -8,7 +8,7 @@ use kvd_client::Endpoint;
 use kvd_codec::SetAside;
 use kvd_core::{Namespace, SequenceId};
 use kvd_eval::calibrate::{
-    self, CalibrateOptions, Calibrated, DaemonSource, DumpSource, ModelSource, Source,
+    self, CalibrateOptions, CalibrationRun, DaemonSource, DumpSource, ModelSource, RowSource,
 };
 use kvd_eval::eval::EvalCodec;
 use std::fmt::Write;
@@ -75,18 +75,18 @@ fn namespace(text: &str) -> Result<Namespace, String> {
 }
 
 impl CalibrateArgs {
-    fn source(&self) -> Source {
+    fn source(&self) -> RowSource {
         let (block_tokens, tokens) = (self.block_tokens, self.tokens);
         if let Some(endpoint) = &self.endpoint {
             let sequences = self.sequence.iter().copied().map(SequenceId).collect();
             let (endpoint, namespace) = (endpoint.clone(), self.namespace.clone());
-            return Source::Daemon(DaemonSource { endpoint, namespace, sequences, tokens });
+            return RowSource::Daemon(DaemonSource { endpoint, namespace, sequences, tokens });
         }
         if !self.samples.is_empty() {
             let files = self.samples.clone();
-            return Source::Dump(DumpSource { files, block_tokens, tokens });
+            return RowSource::Dump(DumpSource { files, block_tokens, tokens });
         }
-        Source::Model(ModelSource {
+        RowSource::Model(ModelSource {
             dir: self.model.clone(),
             texts: self.text.clone(),
             tokens: tokens.unwrap_or(MODEL_TOKENS),
@@ -112,12 +112,12 @@ pub(super) async fn calibrate(args: CalibrateArgs) -> Result<(), CliError> {
         seed: args.seed,
         dump: args.dump.clone(),
     };
-    let made = calibrate::run(&options).await?;
+    let made = calibrate::run_calibration(&options).await?;
     super::print(&report(&args, &made)?)
 }
 
 /// Writes the artefact and says what was made.
-fn report(args: &CalibrateArgs, made: &Calibrated) -> Result<String, CliError> {
+fn report(args: &CalibrateArgs, made: &CalibrationRun) -> Result<String, CliError> {
     let mut text = String::new();
     let queries = if made.queries { "with queries" } else { "without queries" };
     let mut say = |what: &str, path: &Path| {
@@ -149,7 +149,7 @@ fn report(args: &CalibrateArgs, made: &Calibrated) -> Result<String, CliError> {
 }
 
 /// How many queries there were for how many channels.
-fn query_counts(made: &Calibrated) -> String {
+fn query_counts(made: &CalibrationRun) -> String {
     let (count, channels) = (made.queries_per_head, made.key_channels);
     match made.queries {
         true => format!("{count} queries per KV head for {channels} channels"),

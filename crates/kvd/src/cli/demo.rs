@@ -7,7 +7,7 @@ use super::{CliError, eval, serve::stop_signal, text_args};
 use crate::daemon::Running;
 use clap::Args;
 use kvd_eval::demo::{self, DemoOptions};
-use kvd_eval::eval::{EvalCodec, Windows};
+use kvd_eval::eval::{EvalCodec, WindowChoice};
 use std::io::Write;
 use std::path::PathBuf;
 
@@ -21,7 +21,7 @@ pub(super) struct DemoArgs {
     /// Windows of all codecs: `sink=N,recent=N`, or `own`. When absent, `sink=32,recent=96` for the
     /// default codecs and `own` for those named.
     #[arg(long, value_name = "WINDOWS", value_parser = eval::windows)]
-    windows: Option<Windows>,
+    windows: Option<WindowChoice>,
     /// Model folder (config.json, model.safetensors, tokenizer.json, eval_ids.u16); the built-in
     /// tiny model when absent.
     #[arg(long, value_name = "DIR")]
@@ -58,7 +58,7 @@ async fn report(args: &DemoArgs, running: &Running) -> Result<(), CliError> {
     let mut options = DemoOptions::new(local::endpoint(running)?);
     if !args.codec.is_empty() {
         options.codecs.clone_from(&args.codec);
-        options.windows = Windows::Own;
+        options.windows = WindowChoice::Own;
     }
     options.windows = args.windows.unwrap_or(options.windows);
     options.model_dir.clone_from(&args.model);
@@ -67,7 +67,7 @@ async fn report(args: &DemoArgs, running: &Running) -> Result<(), CliError> {
     options.keep_open = args.serve;
     options.metrics = Some(local::metrics(running));
     let mut text = Vec::new();
-    demo::run(options, &mut text).await?;
+    demo::run_demo(options, &mut text).await?;
     super::print(&String::from_utf8_lossy(&text))?;
     if args.serve {
         let tcp = local::endpoint(running)?;

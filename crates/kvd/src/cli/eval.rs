@@ -8,7 +8,7 @@ use crate::daemon::Running;
 use anyhow::Context;
 use clap::Args;
 use kvd_eval::demo::DemoOptions;
-use kvd_eval::eval::{self, EvalCodec, EvalOptions, EvalReport, Width, Windows};
+use kvd_eval::eval::{self, EvalCodec, EvalOptions, EvalReport, LineWidth, WindowChoice};
 use kvd_eval::search::{self, SearchOptions};
 use std::path::{Path, PathBuf};
 
@@ -35,7 +35,7 @@ pub(super) struct EvalArgs {
     orderings: bool,
     /// Windows of every codec: own, or sink=N,recent=N; may be repeated, one block of rows each.
     #[arg(long, value_name = "WINDOWS", default_value = "own", value_parser = windows)]
-    windows: Vec<Windows>,
+    windows: Vec<WindowChoice>,
     /// Passages to score.
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = count(COUNT_MAX))]
     passages: usize,
@@ -98,7 +98,7 @@ pub(super) fn codec(text: &str) -> Result<EvalCodec, String> {
     text.parse().map_err(|error: anyhow::Error| format!("{error:#}"))
 }
 
-pub(super) fn windows(text: &str) -> Result<Windows, String> {
+pub(super) fn windows(text: &str) -> Result<WindowChoice, String> {
     text.parse().map_err(|error: anyhow::Error| format!("{error:#}"))
 }
 
@@ -123,14 +123,14 @@ impl EvalArgs {
     /// Those that flags name, none twice.
     fn codecs(&self) -> Vec<EvalCodec> {
         let mut codecs = if self.all_presets { EvalCodec::all_presets() } else { Vec::new() };
-        let ordered = if self.orderings { EvalCodec::orderings() } else { Vec::new() };
+        let ordered = if self.orderings { EvalCodec::ordering_codecs() } else { Vec::new() };
         for codec in ordered.into_iter().chain(self.codec.iter().cloned()) {
             if !codecs.contains(&codec) {
                 codecs.push(codec);
             }
         }
         if codecs.is_empty() && !self.search {
-            codecs = DemoOptions::codecs();
+            codecs = DemoOptions::default_codecs();
         }
         codecs
     }
@@ -161,7 +161,7 @@ async fn report(args: &EvalArgs, running: &Running) -> Result<(), CliError> {
         ..EvalOptions::new(local::endpoint(running)?, codecs)
     };
     let Some(budget) = args.budget_bits else {
-        return write(args, &eval::run(&options).await?);
+        return write(args, &eval::run_eval(&options).await?);
     };
     write(args, &search(args, options, budget).await?)
 }
@@ -177,7 +177,7 @@ async fn search(
         search.candidates.clone_from(&args.candidates);
     }
     // Rows compare under the policy's own windows only.
-    match options.windows.iter().find(|windows| **windows != Windows::Own) {
+    match options.windows.iter().find(|windows| **windows != WindowChoice::Own) {
         Some(windows) => search.windows = *windows,
         None => options.windows = vec![search.windows],
     }
@@ -185,7 +185,7 @@ async fn search(
         let ours = |codec: &EvalCodec| codec.label.starts_with("kvd-");
         options.codecs = EvalCodec::all_presets().into_iter().filter(ours).collect();
     }
-    let (found, report) = search::run(&options, &search).await?;
+    let (found, report) = search::run_search(&options, &search).await?;
     if let Some(path) = &args.policy {
         put(path, found.policy.as_bytes())?;
     }
@@ -198,11 +198,11 @@ async fn search(
 /// Files first, so that a table on the terminal says that everything is written.
 fn write(args: &EvalArgs, report: &EvalReport) -> Result<(), CliError> {
     if let Some(path) = &args.svg {
-        put(path, eval::svg(report).as_bytes())?;
+        put(path, eval::plot_svg(report).as_bytes())?;
     }
     if let Some(path) = &args.markdown {
         let plot = args.svg.as_deref().map(|svg| seen_from(path, svg));
-        put(path, eval::page(report, plot.as_deref()).as_bytes())?;
+        put(path, eval::markdown_page(report, plot.as_deref()).as_bytes())?;
     }
     if let Some(path) = &args.json {
         let json = serde_json::to_string_pretty(report).map_err(anyhow::Error::from)? + "\n";
@@ -211,7 +211,10 @@ fn write(args: &EvalArgs, report: &EvalReport) -> Result<(), CliError> {
         }
         put(path, json.as_bytes())?;
     }
-    super::print(&eval::text(report, if args.wide { Width::All } else { Width::Terminal }))
+    super::print(&eval::report_text(
+        report,
+        if args.wide { LineWidth::All } else { LineWidth::Terminal },
+    ))
 }
 
 fn put(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {

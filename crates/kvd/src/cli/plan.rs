@@ -58,7 +58,7 @@ pub(super) fn text(args: &PlanArgs) -> Result<String, CliError> {
         dtype: DType::F16,
         rope_pairing: RopePairing::Half,
     };
-    geometry.validate().map_err(|error| CliError::Usage(error.to_string()))?;
+    geometry.validate_fields().map_err(|error| CliError::Usage(error.to_string()))?;
     let workload =
         StepWorkload { geometry, group: args.group, batch: args.batch, tokens: args.tokens };
     let names = match &args.codec {

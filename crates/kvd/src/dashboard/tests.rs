@@ -124,7 +124,7 @@ fn operating_page_lists_every_error_code() {
     let page = file("docs/operating.md");
     for code in ErrorCode::ALL {
         let grpc = format!("{:?}", kvd_proto::grpc_code(code));
-        let retry = if code.retryable() { "yes" } else { "no" };
+        let retry = if code.is_retryable() { "yes" } else { "no" };
         let row = format!("| `{code}` | {grpc} | {retry} |");
         assert!(page.contains(&row), "docs/operating.md has no row beginning {row}");
     }

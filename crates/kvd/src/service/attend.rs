@@ -141,7 +141,7 @@ impl Service {
         batch.check_shape_of(&model.shape.geometry, q_bytes)?;
         // The limit of an answer that is carried: one batch does not hold the device for longer.
         self.check_reply_size(&batch, &model.shape.geometry)?;
-        let rows = u64::from(batch.rows()) * u64::from(batch.q_heads);
+        let rows = u64::from(batch.query_rows()) * u64::from(batch.q_heads);
         // Never more than a batch that is carried may take.
         let bytes = (rows * ROW_BYTES).min(2 * self.config.message_bytes_max as u64);
         let lane = self.seats[model.seat].lane.clone();
@@ -178,7 +178,7 @@ impl Service {
         }
         let (queries, pins) = self.plan_queries(call, &batch, &reads, &mut query_errors)?;
         query_errors.sort_by_key(|refused| refused.index);
-        let query_tokens = batch.rows();
+        let query_tokens = batch.query_rows();
         let plan = AttendPlan {
             model: batch.model,
             layer: batch.layer,
@@ -199,7 +199,7 @@ impl Service {
         batch: &AttendBatch,
         geometry: &Geometry,
     ) -> Result<u64, ServiceError> {
-        let rows = u64::from(batch.rows()) * u64::from(batch.q_heads);
+        let rows = u64::from(batch.query_rows()) * u64::from(batch.q_heads);
         let row_bytes = u64::from(geometry.head_dim_v) * batch.dtype.size_bytes() as u64
             + DType::F32.size_bytes() as u64;
         let errors = if batch.per_query_errors { batch.queries.len() as u64 } else { 0 };
@@ -250,7 +250,7 @@ impl Service {
         batch: &AttendBatch,
         query: &AttendQuery,
     ) -> Result<Read, ServiceError> {
-        query.check()?;
+        query.check_query()?;
         let store = &self.seat_of(query.sequence)?.store;
         let of = store.model_of(&call.namespace, query.sequence)?;
         if of.id != model.shape.id {
@@ -433,7 +433,7 @@ fn first_overflow(dtype: DType, bytes: &[u8], scale: Option<f32>) -> Option<(usi
     bytes.chunks(CHUNK * size).enumerate().find_map(|(chunk, bytes)| {
         let mut values = [0f32; CHUNK];
         let values = &mut values[..bytes.len() / size];
-        dtype.widen(bytes, values);
+        dtype.widen_values(bytes, values);
         let at = values.iter().position(|value| !(value * scale).is_finite())?;
         Some((chunk * CHUNK + at, values[at]))
     })

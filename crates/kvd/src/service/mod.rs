@@ -87,7 +87,7 @@ impl Service {
         let count = lanes.len() as u64;
         let seat = |(index, lane): (u64, Lane)| {
             let pool = Pool::new(lane.metrics().tier, lane.info().arena_bytes);
-            let sequences = ids.sequences(index, count);
+            let sequences = ids.sequence_counter(index, count);
             Seat { lane, store: Arc::new(Store::new(pool, limits.clone(), sequences)) }
         };
         let seats: Vec<Seat> = (0..).zip(lanes).map(seat).collect();

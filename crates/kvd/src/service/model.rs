@@ -145,7 +145,7 @@ struct State {
 
 impl Models {
     pub(super) fn new(limit: usize, space: Arc<IdSpace>) -> Self {
-        Self { limit, ids: space.models(), space, state: Mutex::default() }
+        Self { limit, ids: space.model_counter(), space, state: Mutex::default() }
     }
 
     pub(super) fn find(

@@ -54,7 +54,9 @@ struct SampleShape {
 impl Reservoir {
     /// Whether batches like this one are sampled.
     fn takes(&self, shape: SampleShape, batch: &AttendBatch) -> bool {
-        shape.tokens > 0 && batch.rows() > 0 && (self.seen == 0 || self.q_heads == batch.q_heads)
+        shape.tokens > 0
+            && batch.query_rows() > 0
+            && (self.seen == 0 || self.q_heads == batch.q_heads)
     }
 
     fn is_full(&self, shape: SampleShape) -> bool {
@@ -130,7 +132,7 @@ impl QuerySample {
         if !layer.takes(shape, batch) {
             return true;
         }
-        let end = layer.seen + u64::from(batch.rows());
+        let end = layer.seen + u64::from(batch.query_rows());
         let passes = layer.next_kept(shape, layer.seen) >= end;
         if passes {
             layer.seen = end;
@@ -148,7 +150,7 @@ impl QuerySample {
             return;
         }
         let (first, row_bytes) = (layer.seen, shape.values * from.size_bytes());
-        let end = first + u64::from(batch.rows());
+        let end = first + u64::from(batch.query_rows());
         let mut token = layer.next_kept(shape, first);
         while token < end {
             let row = &batch.q[(token - first) as usize * row_bytes..][..row_bytes];
@@ -173,11 +175,13 @@ impl QuerySample {
 /// `None` when a value is not finite: the attend is refused for it.
 fn converted(row: &[u8], from: DType, to: DType) -> Option<Vec<u8>> {
     let mut values = vec![0.0; row.len() / from.size_bytes()];
-    from.widen(row, &mut values);
+    from.widen_values(row, &mut values);
     let finite = values.iter().all(|value| value.is_finite());
-    values.iter_mut().for_each(|value| *value = value.clamp(-to.largest(), to.largest()));
+    values
+        .iter_mut()
+        .for_each(|value| *value = value.clamp(-to.largest_finite(), to.largest_finite()));
     let mut bytes = vec![0; values.len() * to.size_bytes()];
-    to.narrow(&values, &mut bytes);
+    to.narrow_values(&values, &mut bytes);
     finite.then_some(bytes)
 }
 
@@ -235,7 +239,7 @@ mod tests {
 
     fn batch(layer: u32, values: &[f32]) -> AttendBatch {
         let mut q = vec![0; 4 * values.len()];
-        DType::F32.narrow(values, &mut q);
+        DType::F32.narrow_values(values, &mut q);
         let mut query = kvd_proto::domain::AttendQuery::new(kvd_core::SequenceId(1), 1);
         query.n_q = values.len() as u32 / 2;
         AttendBatch {
@@ -255,7 +259,7 @@ mod tests {
     fn kept(sample: &QuerySample, layer: u32) -> Vec<f32> {
         let sampled = sample.of(LayerIndex(layer));
         let mut values = vec![0.0; sampled.q.len() / 2];
-        sampled.dtype.widen(&sampled.q, &mut values);
+        sampled.dtype.widen_values(&sampled.q, &mut values);
         values.into_iter().step_by(2).collect()
     }
 
@@ -318,7 +322,7 @@ mod tests {
         sample.offer(&batch(0, &[f32::NAN, 1.0]));
         sample.offer(&batch(0, &[1e9, -1.0]));
         let mut values = [0.0; 2];
-        DType::F16.widen(&sample.of(LayerIndex(0)).q, &mut values);
+        DType::F16.widen_values(&sample.of(LayerIndex(0)).q, &mut values);
         assert_eq!(values, [65504.0, -1.0]);
     }
 }

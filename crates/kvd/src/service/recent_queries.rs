@@ -70,7 +70,7 @@ impl RecentQueries {
     pub(super) fn offer(&self, batch: &AttendBatch) {
         let dim = self.geometry.head_dim(Side::Key);
         let kv_heads = self.geometry.kv_heads as usize;
-        let (tokens, q_heads) = (batch.rows() as usize, batch.q_heads as usize);
+        let (tokens, q_heads) = (batch.query_rows() as usize, batch.q_heads as usize);
         let group = q_heads / kv_heads;
         if tokens == 0 || group == 0 {
             return;
@@ -91,7 +91,7 @@ impl RecentQueries {
                 let token = first + drawn as usize % (end - first);
                 let q_head = head * group + (drawn >> 32) as usize % group;
                 let bytes = &batch.q[(token * q_heads + q_head) * row_bytes..][..row_bytes];
-                batch.dtype.widen(bytes, &mut row);
+                batch.dtype.widen_values(bytes, &mut row);
                 row.iter_mut().for_each(|value| *value *= scale);
                 // Such rows say nothing, and must not take the place of others.
                 if row.iter().all(|x| x.is_finite()) && row.iter().any(|x| *x != 0.0) {
@@ -136,7 +136,7 @@ mod tests {
         let heads = (0..tokens).flat_map(|token| (0..4).map(move |head| (token, head)));
         let values: Vec<f32> = heads.flat_map(|(token, head)| [value(token, head); 4]).collect();
         let mut q = vec![0; 4 * values.len()];
-        DType::F32.narrow(&values, &mut q);
+        DType::F32.narrow_values(&values, &mut q);
         let mut query = AttendQuery::new(SequenceId(1), 1);
         query.n_q = tokens;
         AttendBatch {

@@ -144,7 +144,7 @@ impl Service {
         let inflight = self.inflight.take(bytes[0] + bytes[1])?;
         let seat = self.seat_of(chunk.sequence)?;
         let shape = seat.store.model_of(&call.namespace, chunk.sequence)?;
-        chunk.check_shape_of(&shape.geometry, bytes)?;
+        chunk.check_payload_bytes(&shape.geometry, bytes)?;
         let model = self.models.find(&call.namespace, shape.id)?;
         Ok(Admitted { seat, model, inflight })
     }

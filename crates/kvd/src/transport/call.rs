@@ -14,7 +14,7 @@ pub(super) fn call<T>(request: &Request<T>) -> Result<Call, ServiceError> {
 /// The wire's form of an error.
 pub(super) fn status(error: &ServiceError) -> Status {
     match error.stale_id() {
-        None => kvd_proto::status(error.code(), &error.to_string(), None),
+        None => kvd_proto::to_status(error.code(), &error.to_string(), None),
         Some(stale) => kvd_proto::stale_status(error.code(), &error.to_string(), stale.clone()),
     }
 }

@@ -2,7 +2,7 @@
 
 use super::process::Process;
 use super::{assert_serves, batch, chunk};
-use kvd_client::{Client, ClientError, ErrorCode, Region, RegionOptions};
+use kvd_client::{Client, ClientError, ErrorCode, RegionClient, RegionOptions};
 use std::net::TcpStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ async fn store_on(
     let sequence = client.open_sequence(model).await.expect("open");
     let mut stream = client.store_stream(8).await.expect("a stream");
     for number in 0.. {
-        if let Err(error) = stream.send(chunk(sequence, number * 2048, 2048)).await {
+        if let Err(error) = stream.send_chunk(chunk(sequence, number * 2048, 2048)).await {
             return error;
         }
         if number == 0 {
@@ -78,8 +78,8 @@ async fn a_worker_of_a_region_is_told_of_a_drain() {
     for busy in [true, false] {
         let daemon = Process::start(&["--set", &flag]);
         let (model, sequence) = assert_serves(&daemon.client().await).await;
-        let region = Region::open(&path, &RegionOptions::default()).unwrap();
-        let ask = move || region.attend(batch(model, sequence), [64, 64]);
+        let region = RegionClient::open_region(&path, &RegionOptions::default()).unwrap();
+        let ask = move || region.attend_once(batch(model, sequence), [64, 64]);
         ask().unwrap();
         let asking = std::thread::spawn(move || {
             let began = Instant::now();
@@ -131,8 +131,8 @@ async fn a_successor_keeps_the_socket_that_it_took_over_while_the_old_daemon_dra
         assert_eq!(old.wait().code, Some(0));
         let client = Client::connect(format!("unix:{}", grpc.display()).parse().unwrap()).await;
         let (model, sequence) = assert_serves(&client.unwrap()).await;
-        let region = Region::open(&regions, &RegionOptions::default()).unwrap();
-        region.attend(batch(model, sequence), [64, 64]).unwrap();
+        let region = RegionClient::open_region(&regions, &RegionOptions::default()).unwrap();
+        region.attend_once(batch(model, sequence), [64, 64]).unwrap();
         new.signal("TERM");
         assert_eq!(new.wait().code, Some(0));
         assert!(!grpc.exists() && !regions.exists());
@@ -150,7 +150,7 @@ async fn signals_that_are_no_stop_end_nothing_and_sigquit_drains() {
         assert!(daemon.is_alive(), "SIG{signal} ended it");
     }
     // What it held is there.
-    client.attend(batch(model, sequence)).await.unwrap();
+    client.attend_batch(batch(model, sequence)).await.unwrap();
     daemon.signal("QUIT");
     let ended = tokio::task::spawn_blocking(|| daemon.wait()).await.unwrap();
     assert_eq!(ended.code, Some(0), "{}", ended.log);

@@ -30,7 +30,7 @@ async fn a_full_pool_is_told_once_with_who_holds_it_and_refusals_say_whose_they_
     // 2048 tokens of 512 bytes fill the pool.
     for _ in 0..8 {
         last = client.open_sequence(model).await.expect("open");
-        if let Err(error) = client.store(chunk(last, 0, 512)).await {
+        if let Err(error) = client.store_chunk(chunk(last, 0, 512)).await {
             assert_eq!(error.code, Some(ErrorCode::PoolFull), "{error}");
             refusals += 1;
         }

@@ -58,8 +58,8 @@ fn batch(model: ModelId, sequence: SequenceId) -> AttendBatch {
 async fn assert_serves(client: &Client) -> (ModelId, SequenceId) {
     let model = model(client).await;
     let sequence = client.open_sequence(model).await.expect("open");
-    client.store(chunk(sequence, 0, 100)).await.expect("store");
-    let attended = client.attend(batch(model, sequence)).await.expect("attend");
+    client.store_chunk(chunk(sequence, 0, 100)).await.expect("store");
+    let attended = client.attend_batch(batch(model, sequence)).await.expect("attend");
     assert_eq!(attended.out[..], 1f32.to_le_bytes().repeat(64));
     assert!((attended.lse[0] - 100f32.ln()).abs() < 1e-5);
     (model, sequence)
@@ -137,16 +137,16 @@ async fn sigterm_ends_open_streams_and_exits_0() {
         // One stream in the middle of its work, one idle.
         let mut stores = client.store_stream(128).await.unwrap();
         for number in 0..100 {
-            stores.send(chunk(sequence, 100 + number, 1)).await.unwrap();
+            stores.send_chunk(chunk(sequence, 100 + number, 1)).await.unwrap();
         }
-        assert_eq!(stores.receive().await.unwrap().unwrap().length, 101);
+        assert_eq!(stores.receive_ack().await.unwrap().unwrap().length, 101);
         let mut attends = client.attend_stream(1).await.unwrap();
-        attends.attend(batch(model, sequence)).await.unwrap();
+        attends.attend_batch(batch(model, sequence)).await.unwrap();
         daemon.signal(signal);
         // Each chunk was stored or refused; which of them is a matter of when the signal came.
         let mut length = 101;
         loop {
-            match stores.receive().await {
+            match stores.receive_ack().await {
                 Ok(None) => break,
                 Ok(Some(ack)) => {
                     length += 1;
@@ -163,7 +163,7 @@ async fn sigterm_ends_open_streams_and_exits_0() {
         assert!(ended.log.contains("\"drained\":\"Clean\""), "{}", ended.log);
         // Whoever calls now is told that nobody is there, and that it may try elsewhere.
         let error = client.server_info().await.unwrap_err();
-        assert!(error.retryable() || error.code == Some(ErrorCode::ShuttingDown), "{error}");
+        assert!(error.is_retryable() || error.code == Some(ErrorCode::ShuttingDown), "{error}");
     }
 }
 
@@ -176,7 +176,7 @@ async fn a_client_that_does_not_read_holds_the_daemon_no_longer_than_the_grace_p
     let client = daemon.client().await;
     let (_, sequence) = assert_serves(&client).await;
     for start in (100..8100).step_by(1000) {
-        client.store(chunk(sequence, start, 1000)).await.unwrap();
+        client.store_chunk(chunk(sequence, start, 1000)).await.unwrap();
     }
     // 4 MiB through a window of 64 KiB that nobody empties.
     let narrow = tonic::transport::Endpoint::try_from(format!("http://{}", daemon.tcp()))

@@ -2,7 +2,9 @@
 
 use super::process::Process;
 use super::{assert_serves, batch, chunk, model};
-use kvd_client::{Client, ClientError, ErrorCode, LayerIndex, LoadRange, Region, RegionOptions};
+use kvd_client::{
+    Client, ClientError, ErrorCode, LayerIndex, LoadRange, RegionClient, RegionOptions,
+};
 use std::path::Path;
 
 /// That a call failed for an id of the boot `old`.
@@ -14,7 +16,7 @@ fn assert_stale<T: std::fmt::Debug>(
 ) {
     let error = answer.expect_err(what);
     assert_eq!(error.code, Some(code), "{what}: {error}");
-    assert!(!error.retryable(), "{what}: {error}");
+    assert!(!error.is_retryable(), "{what}: {error}");
     // Whole, also in the record of a region.
     assert!(error.message.contains("restarted"), "{what}: {error}");
     assert!(error.message.ends_with("open a sequence and store again"), "{what}: {error}");
@@ -54,21 +56,21 @@ async fn old_ids_reach_nothing_of_the_next_boot() {
     // A's connection is made anew by its next call; every one of its old ids is refused.
     let boots = [&old[..], &new[..]];
     let unknown = ErrorCode::UnknownSequence;
-    assert_stale("attend", unknown, a.attend(batch(a_model, a_sequence)).await, boots);
-    assert_stale("store", unknown, a.store(chunk(a_sequence, 100, 1)).await, boots);
+    assert_stale("attend", unknown, a.attend_batch(batch(a_model, a_sequence)).await, boots);
+    assert_stale("store", unknown, a.store_chunk(chunk(a_sequence, 100, 1)).await, boots);
     assert_stale("close", unknown, a.close_sequence(a_sequence).await, boots);
     assert_stale("describe", unknown, a.describe_sequence(a_sequence).await, boots);
     assert_stale("fork", unknown, a.fork_sequence(a_sequence, None).await, boots);
     assert_stale("truncate", unknown, a.truncate_sequence(a_sequence, 0).await, boots);
     let range =
         LoadRange { sequence: a_sequence, layer: LayerIndex(0), start: 0, end: 9, dtype: None };
-    assert_stale("load", unknown, a.load(range).await, boots);
+    assert_stale("load", unknown, a.load_rows(range).await, boots);
     let mut stream = a.attend_stream(1).await.unwrap();
-    let answer = stream.attend(batch(a_model, a_sequence)).await;
+    let answer = stream.attend_batch(batch(a_model, a_sequence)).await;
     assert_stale("attend by a stream", unknown, answer, boots);
     let mut stream = a.store_stream(1).await.unwrap();
-    stream.send(chunk(a_sequence, 100, 1)).await.unwrap();
-    assert_stale("store by a stream", unknown, stream.receive().await, boots);
+    stream.send_chunk(chunk(a_sequence, 100, 1)).await.unwrap();
+    assert_stale("store by a stream", unknown, stream.receive_ack().await, boots);
     // New sequences of an old model, and old sequences under the new model.
     let unknown_model = ErrorCode::UnknownModel;
     assert_stale("open", unknown_model, a.open_sequence(a_model).await, boots);
@@ -78,19 +80,19 @@ async fn old_ids_reach_nothing_of_the_next_boot() {
     assert_stale(
         "attend with b's model",
         unknown,
-        a.attend(batch(b_model, a_sequence)).await,
+        a.attend_batch(batch(b_model, a_sequence)).await,
         boots,
     );
     in_regions(&regions, &a, (a_model, a_sequence), boots);
 
     // Nothing of it touched b.
     assert_eq!(b.describe_sequence(b_sequence).await.unwrap(), before);
-    let attended = b.attend(batch(b_model, b_sequence)).await.unwrap();
+    let attended = b.attend_batch(batch(b_model, b_sequence)).await.unwrap();
     assert_eq!(attended.out[..], 1f32.to_le_bytes().repeat(64));
     // And a goes on by registering again, which is b's model: the same content.
     assert_eq!(model(&a).await, b_model);
     let again = a.open_sequence(b_model).await.unwrap();
-    a.store(chunk(again, 0, 10)).await.unwrap();
+    a.store_chunk(chunk(again, 0, 10)).await.unwrap();
 }
 
 /// The same through memory that is shared with the new boot.
@@ -100,17 +102,19 @@ fn in_regions(
     (model, sequence): (kvd_client::ModelId, kvd_client::SequenceId),
     boots: [&str; 2],
 ) {
-    let region = Region::open(path, &RegionOptions::default()).expect("a region");
+    let region = RegionClient::open_region(path, &RegionOptions::default()).expect("a region");
     let unknown = ErrorCode::UnknownSequence;
-    let attended = region.attend(batch(model, sequence), [64, 64]);
+    let attended = region.attend_once(batch(model, sequence), [64, 64]);
     assert_stale("attend by a region", unknown, attended, boots);
-    assert_stale("store by a region", unknown, region.store(chunk(sequence, 100, 1)), boots);
+    assert_stale("store by a region", unknown, region.store_once(chunk(sequence, 100, 1)), boots);
     // A region that must be of the boot whose ids will be used in it.
     let options = RegionOptions::default().with_boot_id(boots[0]);
-    let restarted = Region::open(path, &options).expect_err("stale").restarted.expect("a restart");
+    let restarted =
+        RegionClient::open_region(path, &options).expect_err("stale").restarted.expect("a restart");
     assert_eq!([&restarted.old[..], &restarted.new[..]], boots);
     let known = client.boot_id().expect("told by the refusals");
-    Region::open(path, &RegionOptions::default().with_boot_id(known)).expect("a region");
+    RegionClient::open_region(path, &RegionOptions::default().with_boot_id(known))
+        .expect("a region");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -49,7 +49,7 @@ impl Shape {
         };
         let values: Vec<f32> = (start * row..(start + tokens) * row).map(value).collect();
         let mut bytes = vec![0; values.len() * dtype.size_bytes()];
-        dtype.narrow(&values, &mut bytes);
+        dtype.narrow_values(&values, &mut bytes);
         bytes
     }
 

@@ -65,7 +65,7 @@ impl<'a> FloatRows<'a> {
             }
             Self::Stored(dtype, bytes) => {
                 buffer.resize(self.values(), 0.0);
-                dtype.widen(bytes, buffer);
+                dtype.widen_values(bytes, buffer);
             }
         }
         buffer
@@ -173,8 +173,8 @@ mod tests {
             let mut bytes = Vec::new();
             if let Some(dtype) = dtype {
                 bytes.resize(values.len() * dtype.size_bytes(), 0);
-                dtype.narrow(&values, &mut bytes);
-                dtype.widen(&bytes, &mut values);
+                dtype.narrow_values(&values, &mut bytes);
+                dtype.widen_values(&bytes, &mut values);
             }
             let rows = dtype.map_or(FloatRows::Wide(&values), |d| FloatRows::Stored(d, &bytes));
             for level in Simd::available() {

@@ -65,7 +65,7 @@ impl Groups {
             return;
         }
         read(simd, self, rows);
-        DType::F16.widen(&self.halves, &mut self.steps);
+        DType::F16.widen_values(&self.halves, &mut self.steps);
         select(simd, self, if turned { rows.pairs } else { 1 });
     }
 }

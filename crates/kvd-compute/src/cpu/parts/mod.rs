@@ -355,8 +355,8 @@ fn fold(simd: Simd, values: &[&[f32]], scales: (&[u8], &[u8]), out: &mut [f32]) 
         return lanes::fold(simd, values, scales, out);
     }
     let (mut steps, mut minima) = (vec![0f32; n], vec![0f32; n]);
-    DType::F16.widen(scales.0, &mut steps);
-    DType::F16.widen(scales.1, &mut minima);
+    DType::F16.widen_values(scales.0, &mut steps);
+    DType::F16.widen_values(scales.1, &mut minima);
     let mut folds = Folds::default();
     for (row, (values, out)) in values.iter().zip(out.chunks_exact_mut(n)).enumerate() {
         for (i, (value, out)) in values.iter().zip(out).enumerate() {
@@ -393,7 +393,7 @@ mod tests {
             let scales = |gain| {
                 let wide: Vec<f32> = (0..n).map(|i| wave(i * i, gain)).collect();
                 let mut bytes = vec![0; 2 * n];
-                DType::F16.narrow(&wide, &mut bytes);
+                DType::F16.narrow_values(&wide, &mut bytes);
                 bytes
             };
             let (steps, minima) = (scales(0.25), scales(40.0));

@@ -220,13 +220,13 @@ mod tests {
 
     fn narrow(dtype: DType, value: f32) -> [u8; 2] {
         let mut bytes = [0; 2];
-        dtype.narrow(&[value], &mut bytes);
+        dtype.narrow_values(&[value], &mut bytes);
         bytes
     }
 
     fn widen(dtype: DType, bytes: &[u8]) -> f32 {
         let mut value = [0.0];
-        dtype.widen(bytes, &mut value);
+        dtype.widen_values(bytes, &mut value);
         value[0]
     }
 

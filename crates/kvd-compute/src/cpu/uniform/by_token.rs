@@ -178,11 +178,11 @@ impl Keys {
         }
         let (zeros, steps) = self.halves.split_at(if asym { 2 * TILE * pairs } else { 0 });
         scales.steps.resize(TILE * pairs, 0.0);
-        DType::F16.widen(steps, &mut scales.steps);
+        DType::F16.widen_values(steps, &mut scales.steps);
         scales.zeros.resize(TILE * pairs, 0.0);
         scales.centres.resize(TILE * pairs, 0.0);
         if asym {
-            DType::F16.widen(zeros, &mut scales.zeros);
+            DType::F16.widen_values(zeros, &mut scales.zeros);
             scales.centres.copy_from_slice(&scales.steps);
         }
     }

@@ -178,11 +178,11 @@ impl Keys {
         let mut values = [0f32; 2];
         let [minimum, step] = match self.groups.mode {
             UniformMode::Asym => {
-                DType::F16.widen(&pair[..PAIR_BYTES], &mut values);
+                DType::F16.widen_values(&pair[..PAIR_BYTES], &mut values);
                 values
             }
             UniformMode::Sym | UniformMode::Hybrid => {
-                DType::F16.widen(&pair[..PAIR_BYTES / 2], &mut values[1..]);
+                DType::F16.widen_values(&pair[..PAIR_BYTES / 2], &mut values[1..]);
                 values
             }
         };

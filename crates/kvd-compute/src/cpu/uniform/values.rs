@@ -68,9 +68,9 @@ impl Scales {
         let bytes = &page.scales[row * pairs * pair_bytes..][..pairs * pair_bytes];
         let (minima, steps) = bytes.split_at(bytes.len() - 2 * pairs);
         if groups.mode == UniformMode::Asym {
-            DType::F16.widen(minima, &mut self.minima);
+            DType::F16.widen_values(minima, &mut self.minima);
         }
-        DType::F16.widen(steps, &mut self.steps);
+        DType::F16.widen_values(steps, &mut self.steps);
         true
     }
 }

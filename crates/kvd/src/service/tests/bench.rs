@@ -158,7 +158,7 @@ pub(super) fn call() -> Call {
 pub(super) fn chunk(sequence: SequenceId, start: u32, tokens: u32) -> StoreChunk {
     let values: Vec<f32> = (0..tokens * 8).map(|i| ((i * 7 + start) % 61) as f32).collect();
     let mut bytes = vec![0; values.len() * 2];
-    DType::F16.narrow(&values, &mut bytes);
+    DType::F16.narrow_values(&values, &mut bytes);
     let bytes = Bytes::from(bytes);
     StoreChunk { sequence, layer: LayerIndex(0), start, tokens, k: bytes.clone(), v: bytes }
 }

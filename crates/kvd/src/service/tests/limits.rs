@@ -130,7 +130,7 @@ async fn statistics_do_not_wait_for_the_device() {
     // Small values are frequent, so a table of its own is worth having.
     let values: Vec<f32> = (0..1600 * 8).map(|i| ((i * 7 % 61) as f32 / 61.0).powi(6)).collect();
     let mut bytes = vec![0; values.len() * 2];
-    DType::F16.narrow(&values, &mut bytes);
+    DType::F16.narrow_values(&values, &mut bytes);
     let rows = Bytes::from(bytes);
     let skewed = StoreChunk { k: rows.clone(), v: rows, ..chunk(sequence, 0, 1600) };
     bench.service.store(&call(), skewed).await.unwrap();

@@ -75,7 +75,7 @@ async fn an_unregistration_that_is_refused_or_left_keeps_the_model() {
     let release = full(&bench).await;
     let refused = bench.service.unregister_model(&call(), id).await.unwrap_err();
     assert_eq!(refused.code(), ErrorCode::QueueFull);
-    assert!(refused.code().retryable());
+    assert!(refused.code().is_retryable());
     let sequence = bench.service.open_sequence(&call(), id).unwrap();
     bench.service.close_sequence(&call(), sequence).unwrap();
     drop(release);

@@ -84,6 +84,6 @@ async fn batches_are_bounded_by_bytes() {
         block_tokens: 1024,
         ..geometry
     };
-    largest.validate().unwrap();
+    largest.validate_fields().unwrap();
     assert_eq!(batch_blocks_of(&largest), 1);
 }

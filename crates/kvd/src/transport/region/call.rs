@@ -11,9 +11,9 @@ use crate::transport::measure::answer as measured;
 use bytes::Bytes;
 use kvd_compute::{RegionPlaces, RegionRows};
 use kvd_core::{DType, ErrorCode};
-use kvd_proto::domain::{AttendBatch, StoreChunk, inline};
+use kvd_proto::domain::{AttendBatch, StoreChunk, inline_payload};
 use kvd_proto::{RequestError, v1};
-use kvd_shm::{Completion, Outcome};
+use kvd_shm::{CallOutcome, CompletionRecord};
 use std::time::{Duration, Instant};
 
 /// Bytes of what is said of one query that was refused alone.
@@ -31,13 +31,14 @@ pub(super) async fn answer(service: &Service, region: &Region, call: v1::RegionC
     let served = serve(service, region, &caller, (call.call, launched));
     let served = measured(metrics, name, &caller, served);
     let outcome = match served.await {
-        Ok(values) => Outcome::Done(values),
+        Ok(values) => CallOutcome::Done(values),
         Err(status) => {
             let code = kvd_proto::error_code(&status).unwrap_or(ErrorCode::Internal);
-            Outcome::Refused(format!("{}: {}", code.name(), status.message()))
+            CallOutcome::Refused(format!("{}: {}", code.name(), status.message()))
         }
     };
-    let ended = Completion::at(&region.memory, call.done).and_then(|record| record.end(&outcome));
+    let ended = CompletionRecord::from_offset(&region.memory, call.done)
+        .and_then(|record| record.end_call(&outcome));
     ended.expect("the record was tested when the call came, and regions keep their size");
 }
 
@@ -101,7 +102,7 @@ async fn store_in_place(
 ) -> Result<Option<StoreReply>, ServiceError> {
     device.check(k.offset, k.bytes)?;
     device.check(v.offset, v.bytes)?;
-    let nothing = Some(inline(Bytes::new()));
+    let nothing = Some(inline_payload(Bytes::new()));
     let without = v1::StoreBlocksRequest { k: nothing.clone(), v: nothing, ..*request };
     let chunk = StoreChunk::try_from(without)?;
     let model = service.model_of(caller, chunk.sequence)?;
@@ -144,7 +145,7 @@ async fn attend(
     let payload = request.q.take();
     let elsewhere = region.device.as_ref().zip(slice_of(payload.as_ref()));
     request.q = match elsewhere {
-        Some(_) => Some(inline(Bytes::new())),
+        Some(_) => Some(inline_payload(Bytes::new())),
         None => taken(service, region, caller, payload).await?,
     };
     let mut batch = AttendBatch::try_from(request)?;
@@ -161,15 +162,15 @@ async fn attend(
         let places =
             RegionPlaces { region: device.region(), q: q.offset, out: at.out, lse: at.lse };
         let fits = kernels_take(batch.dtype, &places, [q.bytes, at.out_bytes, at.lse_bytes]);
-        if fits && batch.rows() > 0 && device.reaches(&model, &batch) {
+        if fits && batch.query_rows() > 0 && device.reaches(&model, &batch) {
             count(service, "in_place");
             let memory = region.memory.clone();
             // A query that the host may still answer anew is not final before the end.
             let launched = launched.filter(|_| !batch.per_query_errors);
             let tell = move || {
-                let record = launched.map(|done| Completion::at(&memory, done));
+                let record = launched.map(|done| CompletionRecord::from_offset(&memory, done));
                 // The record was tested when the call came.
-                let _ = record.map(|record| record.and_then(|record| record.launched()));
+                let _ = record.map(|record| record.and_then(|record| record.mark_launched()));
             };
             let in_place = (places, q.bytes);
             let again = batch.per_query_errors.then(|| batch.clone());
@@ -197,7 +198,7 @@ fn answer_places(
     model: &Model,
     call: &v1::RegionAttend,
 ) -> Result<AnswerPlaces, ServiceError> {
-    let heads = u64::from(batch.rows()) * u64::from(batch.q_heads);
+    let heads = u64::from(batch.query_rows()) * u64::from(batch.q_heads);
     let values = heads * u64::from(model.shape.geometry.head_dim_v);
     let shape = "[sum of n_q, q_heads, head_dim_v]";
     let out = place(region, "out", shape, call.out, values, batch.dtype)?;
@@ -211,7 +212,7 @@ fn answer_places(
             let shape = "[queries, 128]";
             return Err(RequestError::PayloadLength { field, shape, given, expected }.into());
         }
-        region.memory.check(slice.offset, slice.bytes)?;
+        region.memory.check_range(slice.offset, slice.bytes)?;
         Some(slice.offset)
     } else {
         None
@@ -233,7 +234,7 @@ fn put_query_errors(
         let text = &text.as_bytes()[..text.floor_char_boundary(QUERY_ERROR_BYTES)];
         bytes[*index as usize * QUERY_ERROR_BYTES..][..text.len()].copy_from_slice(text);
     }
-    region.memory.write(at, &bytes)?;
+    region.memory.write_bytes(at, &bytes)?;
     Ok(refused.len() as u32)
 }
 
@@ -293,18 +294,18 @@ async fn taken(
         None => {
             check_size(service, slice.bytes)?;
             let mut bytes = vec![0; slice.bytes as usize];
-            region.memory.read(slice.offset, &mut bytes)?;
+            region.memory.read_bytes(slice.offset, &mut bytes)?;
             bytes.into()
         }
     };
-    Ok(Some(inline(bytes)))
+    Ok(Some(inline_payload(bytes)))
 }
 
 /// Tests that payloads may be there.
 fn check(region: &Region, offset: u64, bytes: u64) -> Result<(), ServiceError> {
     match &region.device {
         Some(device) => device.check(offset, bytes),
-        None => Ok(region.memory.check(offset, bytes)?),
+        None => Ok(region.memory.check_range(offset, bytes)?),
     }
 }
 
@@ -317,7 +318,7 @@ async fn put(
 ) -> Result<(), ServiceError> {
     match &region.device {
         Some(device) => device.write(caller, offset, bytes).await,
-        None => Ok(region.memory.write(offset, &bytes)?),
+        None => Ok(region.memory.write_bytes(offset, &bytes)?),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Messages on a region's socket: each behind its length, a little-endian u32.
 
-use kvd_shm::{receive, send};
+use kvd_shm::{receive_files, send_files};
 use prost::Message;
 use std::future::poll_fn;
 use std::io::{self, ErrorKind};
@@ -52,7 +52,7 @@ impl Frames {
             }
             let mut piece = [0; READ_BYTES];
             let stream = &self.stream;
-            let read = || receive(stream, &mut piece);
+            let read = || receive_files(stream, &mut piece);
             let (got, files) = stream.async_io(Interest::READABLE, read).await?;
             if got == 0 {
                 return if self.bytes.is_empty() {
@@ -97,7 +97,7 @@ impl Frames {
         bytes.extend(body);
         let mut rest = &bytes[..];
         while !rest.is_empty() {
-            let write = || send(&self.stream, rest, &[]);
+            let write = || send_files(&self.stream, rest, &[]);
             let sent = self.stream.async_io(Interest::WRITABLE, write).await?;
             rest = &rest[sent..];
         }

@@ -13,7 +13,7 @@ use frames::Frames;
 use kvd_compute::RegionHandle;
 use kvd_core::{ErrorCode, Namespace};
 use kvd_proto::v1;
-use kvd_shm::Memory;
+use kvd_shm::RegionMemory;
 use metrics::Gauge;
 use std::future::poll_fn;
 use std::io;
@@ -43,7 +43,7 @@ struct Region {
     namespace: Namespace,
     /// Completion records, and payloads where no device memory is open. A lane may tell of a launch
     /// there when the region is gone.
-    memory: Arc<Memory>,
+    memory: Arc<RegionMemory>,
     /// Payloads.
     device: Option<OpenMemory>,
     regions: Gauge,
@@ -54,7 +54,7 @@ struct Region {
 impl Region {
     fn new(
         namespace: Namespace,
-        memory: Memory,
+        memory: RegionMemory,
         metrics: &Metrics,
         permit: OwnedSemaphorePermit,
     ) -> Self {
@@ -175,7 +175,7 @@ async fn connection(
             Err(error) => return refuse(&frames, &broken(&error)).await,
         };
         // Where a refusal goes must be known before anything can be refused.
-        if let Err(error) = kvd_shm::Completion::at(&region.memory, call.done) {
+        if let Err(error) = kvd_shm::CompletionRecord::from_offset(&region.memory, call.done) {
             return refuse(&frames, &error.into()).await;
         }
         while calls.try_join_next().is_some() {}
@@ -312,7 +312,7 @@ fn map(
         let message = "the first byte of the message carries no descriptor (SCM_RIGHTS)";
         return Err(ServiceError::new(ErrorCode::InvalidArgument, message));
     };
-    let memory = Memory::map(file, request.bytes)?;
+    let memory = RegionMemory::map_file(file, request.bytes)?;
     Ok(Region::new(namespace, memory, service.metrics(), permit))
 }
 

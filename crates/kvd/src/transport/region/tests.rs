@@ -11,8 +11,8 @@ use crate::daemon::{Daemon, Running};
 use device::Memories;
 use fixture::{DEVICE_KINDS, DIM, DONE, Fixture, KINDS, MESSAGE_BYTES, START, UUIDS, Worker};
 use kvd_client::{
-    AttendBatch, AttendPlaces, AttendQuery, Attended, Client, ClientError, Launch,
-    Region as Shared, RegionDevice, RegionKind, RegionOptions, RegionSlice, StoreChunk,
+    AttendBatch, AttendLayout, AttendQuery, Attended, CallProgress, Client, ClientError,
+    RegionClient as Shared, RegionDevice, RegionKind, RegionOptions, RegionSlice, StoreChunk,
 };
 use kvd_compute::{Backend, CpuBackend, CpuOptions};
 use kvd_core::{DType, Geometry, LayerIndex, RopePairing};
@@ -21,22 +21,22 @@ use kvd_core::{DType, Geometry, LayerIndex, RopePairing};
 async fn payloads_are_answered_where_they_are_with_the_same_bytes() {
     for kind in KINDS {
         let fixture = Fixture::new(kind).await;
-        let right = fixture.client.attend(fixture.batch.clone()).await.unwrap();
+        let right = fixture.client.attend_batch(fixture.batch.clone()).await.unwrap();
         let worker = fixture.open(7);
-        assert_eq!((worker.kind(), worker.reason(), worker.copied()), (kind, "", ""));
+        assert_eq!((worker.kind(), worker.fallback_reason(), worker.copy_reason()), (kind, "", ""));
         let of_device = kind != RegionKind::Memfd;
-        assert_eq!(worker.event(), of_device.then_some([7; 64]), "{kind:?}");
+        assert_eq!(worker.event_handle(), of_device.then_some([7; 64]), "{kind:?}");
         assert_eq!(fixture.attend(&worker).unwrap(), right, "{kind:?}");
         assert_eq!(fixture.memories.copies(), 0, "{kind:?}: no payload went through the host");
         assert_eq!(fixture.calls(), fixture.counted(1, 0), "{kind:?}");
         // Past the payloads' memory, though a device's is smaller than the memory file.
         let end = worker.payloads().size_bytes();
         let lse = RegionSlice { offset: end, ..fixture.places().lse };
-        let outside = AttendPlaces { lse, ..fixture.places() };
+        let outside = AttendLayout { lse, ..fixture.places() };
         let refused = fixture.attend_at(&worker, outside).unwrap_err();
         assert_eq!(refused.code, Some(ErrorCode::InvalidArgument), "{kind:?}: {refused}");
         assert_eq!(refused.message.contains("of the device"), of_device, "{kind:?}: {refused}");
-        let blocking = || worker.attend(fixture.batch.clone(), [DIM, DIM]);
+        let blocking = || worker.attend_once(fixture.batch.clone(), [DIM, DIM]);
         let blocking = tokio::task::block_in_place(blocking);
         if of_device {
             let text = format!("device memory ({kind:?})");
@@ -93,9 +93,9 @@ async fn keys_and_values_have_the_limit_of_one_message_together() {
         let rows = bytes::Bytes::from(vec![0; tokens as usize * 2 * DIM as usize * 4]);
         StoreChunk { sequence, layer: LayerIndex(0), start: 0, tokens, k: rows.clone(), v: rows }
     };
-    let refused = tokio::task::block_in_place(|| region.store(chunk(260))).unwrap_err();
+    let refused = tokio::task::block_in_place(|| region.store_once(chunk(260))).unwrap_err();
     assert_eq!(refused.code, Some(ErrorCode::MessageTooLarge), "{refused}");
-    let stored = tokio::task::block_in_place(|| region.store(chunk(250))).unwrap();
+    let stored = tokio::task::block_in_place(|| region.store_once(chunk(250))).unwrap();
     assert_eq!(stored.length, 250);
     fixture.running.drain().await;
 }
@@ -104,12 +104,12 @@ async fn keys_and_values_have_the_limit_of_one_message_together() {
 async fn places_that_meet_are_copied_so_that_an_answer_over_its_queries_is_right() {
     for kind in KINDS {
         let fixture = Fixture::new(kind).await;
-        let right = fixture.client.attend(fixture.batch.clone()).await.unwrap();
+        let right = fixture.client.attend_batch(fixture.batch.clone()).await.unwrap();
         let at = fixture.places();
-        let over_queries = AttendPlaces { out: RegionSlice { offset: START, ..at.out }, ..at };
+        let over_queries = AttendLayout { out: RegionSlice { offset: START, ..at.out }, ..at };
         let lse_inside = RegionSlice { offset: at.out.offset - 4, ..at.lse };
         let out = RegionSlice { offset: START + 1024, ..at.out };
-        let over_one = AttendPlaces { out, lse: lse_inside, ..at };
+        let over_one = AttendLayout { out, lse: lse_inside, ..at };
         for (name, at) in [(1, over_queries), (2, over_one)] {
             let worker = fixture.open(name);
             assert_eq!(fixture.attend_at(&worker, at).unwrap(), right, "{kind:?}");
@@ -137,7 +137,7 @@ async fn memory_is_given_back_when_its_worker_is_gone() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_descriptor_is_the_daemons_own_once_it_is_passed() {
     let fixture = Fixture::new(RegionKind::CudaFd).await;
-    let right = fixture.client.attend(fixture.batch.clone()).await.unwrap();
+    let right = fixture.client.attend_batch(fixture.batch.clone()).await.unwrap();
     let worker = fixture.open(1);
     // The device forgets the name: what it mapped is what the socket carried.
     fixture.memories.all.lock().clear();
@@ -152,11 +152,11 @@ async fn memory_that_the_device_cannot_open_is_replaced_with_the_reason() {
     let mut handle = [0; 64];
     handle[0] = 99;
     let known = fixture.memories.add(1, 4096);
-    let foreign = Memory::create(4096).unwrap();
-    let descriptor = |memory: &Memory| memory.file().try_clone_to_owned().unwrap();
+    let foreign = RegionMemory::create_memory(4096).unwrap();
+    let descriptor = |memory: &RegionMemory| memory.file().try_clone_to_owned().unwrap();
     let null = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
     let by = |file: OwnedFd| RegionDevice::CudaFd(Arc::new(file));
-    let right = fixture.client.attend(fixture.batch.clone()).await.unwrap();
+    let right = fixture.client.attend_batch(fixture.batch.clone()).await.unwrap();
     for (device, bytes, reason) in [
         (RegionDevice::CudaIpc(handle), 4096, "no memory 99 of 4096 bytes"),
         (by(null), 4096, "the file can shrink: a region is a memory file with F_SEAL_SHRINK"),
@@ -164,8 +164,8 @@ async fn memory_that_the_device_cannot_open_is_replaced_with_the_reason() {
         (by(descriptor(&known)), 4097, "the file has 4096 bytes, fewer than the region's 4097"),
     ] {
         let region = fixture.region(device, bytes, |options| options).unwrap();
-        assert_eq!((region.kind(), region.reason()), (RegionKind::Memfd, reason));
-        let answer = || region.attend(fixture.batch.clone(), [DIM, DIM]);
+        assert_eq!((region.kind(), region.fallback_reason()), (RegionKind::Memfd, reason));
+        let answer = || region.attend_once(fixture.batch.clone(), [DIM, DIM]);
         assert_eq!(tokio::task::block_in_place(answer).unwrap(), right);
     }
     assert!(fixture.memories.open.lock().is_empty());
@@ -176,19 +176,19 @@ async fn memory_that_the_device_cannot_open_is_replaced_with_the_reason() {
 async fn payloads_that_kernels_cannot_reach_are_copied_and_the_reason_is_named() {
     for kind in DEVICE_KINDS {
         let fixture = Fixture::new(kind).await;
-        let right = fixture.client.attend(fixture.batch.clone()).await.unwrap();
+        let right = fixture.client.attend_batch(fixture.batch.clone()).await.unwrap();
         // Values that are not aligned: this call alone.
         let worker = fixture.open(1);
         let at = fixture.places();
-        let odd = AttendPlaces { out: RegionSlice { offset: at.out.offset + 1, ..at.out }, ..at };
-        let odd = AttendPlaces { lse: RegionSlice { offset: odd.lse.offset + 5, ..at.lse }, ..odd };
+        let odd = AttendLayout { out: RegionSlice { offset: at.out.offset + 1, ..at.out }, ..at };
+        let odd = AttendLayout { lse: RegionSlice { offset: odd.lse.offset + 5, ..at.lse }, ..odd };
         assert_eq!(fixture.attend_at(&worker, odd).unwrap(), right, "{kind:?}");
         assert_eq!(fixture.calls(), [0, 0, 1]);
         assert_eq!(fixture.attend(&worker).unwrap(), right, "{kind:?}");
         // A device without the kernels: every call.
         *fixture.memories.copied.lock() = Some("no kernel kvd_queries".to_owned());
         let worker = fixture.open(2);
-        assert_eq!((worker.kind(), worker.copied()), (kind, "no kernel kvd_queries"));
+        assert_eq!((worker.kind(), worker.copy_reason()), (kind, "no kernel kvd_queries"));
         let before = fixture.memories.copies();
         assert_eq!(fixture.attend(&worker).unwrap(), right, "{kind:?}");
         assert_eq!(fixture.memories.copies() - before, 3, "queries, outputs, log-sum-exps");
@@ -197,8 +197,11 @@ async fn payloads_that_kernels_cannot_reach_are_copied_and_the_reason_is_named()
         *fixture.memories.copied.lock() = None;
         *fixture.memories.no_event.lock() = Some("cuIpcGetEventHandle refuses it".to_owned());
         let worker = fixture.open(3);
-        assert_eq!((worker.event(), worker.no_event()), (None, "cuIpcGetEventHandle refuses it"));
-        assert_eq!(worker.copied(), "");
+        assert_eq!(
+            (worker.event_handle(), worker.no_event()),
+            (None, "cuIpcGetEventHandle refuses it")
+        );
+        assert_eq!(worker.copy_reason(), "");
         assert_eq!(fixture.attend(&worker).unwrap(), right, "{kind:?}");
         fixture.running.drain().await;
     }
@@ -240,7 +243,7 @@ async fn memory_is_opened_by_the_device_of_its_uuid_and_one_of_no_device_is_refu
             RegionKind::CudaFd => "memory of nobody".to_owned(),
             _ => format!("no memory 6 of {bytes} bytes"),
         };
-        assert_eq!((region.kind(), region.reason()), (RegionKind::Memfd, &reason[..]));
+        assert_eq!((region.kind(), region.fallback_reason()), (RegionKind::Memfd, &reason[..]));
         fixture.running.drain().await;
     }
 }
@@ -250,11 +253,11 @@ async fn a_refusal_is_every_gpus_and_no_processors() {
     for kind in DEVICE_KINDS {
         let refused = |memories: Vec<Memories>| async move {
             let fixture = Fixture::over(kind, memories).await;
-            let foreign = Memory::create(4096).unwrap();
+            let foreign = RegionMemory::create_memory(4096).unwrap();
             let offer = fixture.offer(9, &foreign);
             let region = fixture.region(offer, 4096, |options| options).unwrap();
             assert_eq!(region.kind(), RegionKind::Memfd);
-            let reason = region.reason().to_owned();
+            let reason = region.fallback_reason().to_owned();
             fixture.running.drain().await;
             reason
         };
@@ -310,12 +313,12 @@ async fn a_full_queue_is_waited_for_and_no_other_gpu_asked() {
     let offer = fixture.offer(3, &memory);
     let path = fixture.dir.path().join("region");
     let options = RegionOptions::default().with_bytes(8192).with_device(offer, 4096);
-    let opening = tokio::task::spawn_blocking(move || Shared::open(path, &options));
+    let opening = tokio::task::spawn_blocking(move || Shared::open_region(path, &options));
     tokio::time::sleep(Duration::from_millis(200)).await;
     assert!(!opening.is_finished(), "the queue is full");
     drop(let_go);
     let region = opening.await.unwrap().unwrap();
-    assert_eq!((region.kind(), region.reason()), (RegionKind::CudaIpc, ""));
+    assert_eq!((region.kind(), region.fallback_reason()), (RegionKind::CudaIpc, ""));
     assert_eq!((*fixture.memories.asked.lock(), *other.asked.lock()), (1, 0));
     drop(region);
     fixture.running.drain().await;
@@ -325,7 +328,7 @@ async fn a_full_queue_is_waited_for_and_no_other_gpu_asked() {
 async fn a_launch_is_told_before_the_answer_and_a_worker_that_leaves_then_keeps_its_memory_open() {
     for kind in DEVICE_KINDS {
         let fixture = Fixture::new(kind).await;
-        let right = fixture.client.attend(fixture.batch.clone()).await.unwrap();
+        let right = fixture.client.attend_batch(fixture.batch.clone()).await.unwrap();
         let worker = fixture.open_with(3, RegionOptions::with_launches).unwrap();
         let at = fixture.places();
         let send = || {
@@ -335,16 +338,16 @@ async fn a_launch_is_told_before_the_answer_and_a_worker_that_leaves_then_keeps_
             })
         };
         let busy = fixture.memories.busy.lock();
-        assert_eq!(send(), Launch::Launched);
+        assert_eq!(send(), CallProgress::Launched);
         assert_ne!(fixture.answer(&worker, at), right, "the device is not done yet");
         drop(busy);
-        tokio::task::block_in_place(|| worker.wait(at.done)).unwrap();
+        tokio::task::block_in_place(|| worker.wait_call(at.done)).unwrap();
         assert_eq!(fixture.answer(&worker, at), right);
         let ended = tokio::task::block_in_place(|| worker.wait_launched(at.done)).unwrap();
-        assert_eq!(ended, Launch::Ended);
+        assert_eq!(ended, CallProgress::Ended);
         // The worker dies while kernels use its memory.
         let busy = fixture.memories.busy.lock();
-        assert_eq!(send(), Launch::Launched);
+        assert_eq!(send(), CallProgress::Launched);
         drop(worker);
         tokio::task::block_in_place(|| std::thread::sleep(Duration::from_millis(50)));
         assert_eq!(*fixture.memories.open.lock(), [3], "{kind:?}: the device still uses it");
@@ -368,11 +371,11 @@ async fn a_region_of_another_namespace_reaches_no_model_and_nothing_is_launched(
         // A length that is not the batch's, and a value that is none.
         let worker = fixture.open(8);
         let at = fixture.places();
-        let short = AttendPlaces { q: RegionSlice { bytes: at.q.bytes - 4, ..at.q }, ..at };
+        let short = AttendLayout { q: RegionSlice { bytes: at.q.bytes - 4, ..at.q }, ..at };
         let refused = fixture.attend_at(&worker, short).unwrap_err();
         assert_eq!(refused.code, Some(ErrorCode::ShapeMismatch), "{kind:?}: {refused}");
         assert_eq!(fixture.calls()[1], 0);
-        worker.payloads().write(START + 4, &[0xFF; 4]).unwrap();
+        worker.payloads().write_bytes(START + 4, &[0xFF; 4]).unwrap();
         let refused = fixture.attend(&worker).unwrap_err();
         assert_eq!(refused.code, Some(ErrorCode::NonFinite), "{kind:?}: {refused}");
         fixture.running.drain().await;
@@ -383,7 +386,7 @@ async fn a_region_of_another_namespace_reaches_no_model_and_nothing_is_launched(
 async fn one_bad_query_of_a_batch_fails_alone() {
     for kind in KINDS {
         let mut fixture = Fixture::new(kind).await;
-        let good = fixture.client.attend(fixture.batch.clone()).await.unwrap();
+        let good = fixture.client.attend_batch(fixture.batch.clone()).await.unwrap();
         // The good query between one of no sequence and one that is not finite.
         let query = fixture.batch.queries[0];
         let unknown = AttendQuery { sequence: kvd_core::SequenceId(u64::MAX), ..query };
@@ -399,7 +402,7 @@ async fn one_bad_query_of_a_batch_fails_alone() {
         let errors_at = RegionSlice { offset: worker.memory().size_bytes() - bytes, bytes };
         let (failed, said) = tokio::task::block_in_place(|| {
             worker.send_attend_with_errors(fixture.batch.clone(), at, errors_at).unwrap();
-            (worker.wait(at.done).unwrap(), worker.query_errors(errors_at).unwrap())
+            (worker.wait_call(at.done).unwrap(), worker.query_errors(errors_at).unwrap())
         });
         assert_eq!(failed, [2, 0, 0], "{kind:?}");
         let codes: Vec<_> = said.iter().map(|said| (said.query, said.error.code)).collect();

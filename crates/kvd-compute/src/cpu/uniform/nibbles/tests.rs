@@ -11,7 +11,7 @@ fn has_kernels() -> bool {
 fn halves(values: impl Iterator<Item = f32>) -> Vec<u8> {
     let values: Vec<f32> = values.collect();
     let mut bytes = vec![0; 2 * values.len()];
-    DType::F16.narrow(&values, &mut bytes);
+    DType::F16.narrow_values(&values, &mut bytes);
     bytes
 }
 
@@ -47,7 +47,7 @@ fn shapes() -> impl Iterator<Item = (u32, usize, usize)> {
 
 fn f16(bytes: &[u8]) -> Vec<f32> {
     let mut values = vec![0.0; bytes.len() / 2];
-    DType::F16.widen(bytes, &mut values);
+    DType::F16.widen_values(bytes, &mut values);
     values
 }
 

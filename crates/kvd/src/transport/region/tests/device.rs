@@ -7,7 +7,7 @@ use kvd_compute::{
     RegionHandle, RegionPlaces, RegionRows, Source, StagedRows, StagedWrite, content_hash,
 };
 use kvd_core::{ErrorCode, Extent, LayerIndex, ModelId, Side};
-use kvd_shm::Memory;
+use kvd_shm::RegionMemory;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -17,7 +17,7 @@ use std::sync::Arc;
 /// Memory of workers by name, and what is open of it.
 #[derive(Clone, Default)]
 pub(super) struct Memories {
-    pub(super) all: Arc<Mutex<BTreeMap<u8, Arc<Memory>>>>,
+    pub(super) all: Arc<Mutex<BTreeMap<u8, Arc<RegionMemory>>>>,
     pub(super) open: Arc<Mutex<Vec<u8>>>,
     /// Why no kernel reaches it.
     pub(super) copied: Arc<Mutex<Option<String>>>,
@@ -65,14 +65,14 @@ impl Memories {
     }
 
     /// New memory of zeros, by that name from now on.
-    pub(super) fn add(&self, name: u8, bytes: u64) -> Arc<Memory> {
-        let memory = Arc::new(Memory::create(bytes).expect("memory"));
+    pub(super) fn add(&self, name: u8, bytes: u64) -> Arc<RegionMemory> {
+        let memory = Arc::new(RegionMemory::create_memory(bytes).expect("memory"));
         self.all.lock().insert(name, memory.clone());
         memory
     }
 
     /// What a handle names.
-    fn named(&self, name: u8, bytes: u64) -> Result<Arc<Memory>, BackendError> {
+    fn named(&self, name: u8, bytes: u64) -> Result<Arc<RegionMemory>, BackendError> {
         match self.all.lock().get(&name).filter(|memory| memory.size_bytes() >= bytes) {
             Some(memory) => Ok(memory.clone()),
             None => refuse(format!("no memory {name} of {bytes} bytes")),
@@ -80,10 +80,11 @@ impl Memories {
     }
 
     /// What a descriptor is of, mapped once more, and its name.
-    fn mapped(&self, file: OwnedFd, bytes: u64) -> Result<(u8, Arc<Memory>), BackendError> {
-        let memory = Memory::map(file, bytes).or_else(|error| refuse(error.to_string()))?;
+    fn mapped(&self, file: OwnedFd, bytes: u64) -> Result<(u8, Arc<RegionMemory>), BackendError> {
+        let memory =
+            RegionMemory::map_file(file, bytes).or_else(|error| refuse(error.to_string()))?;
         let all = self.all.lock();
-        let same = |known: &Memory| file_id(known.file()) == file_id(memory.file());
+        let same = |known: &RegionMemory| file_id(known.file()) == file_id(memory.file());
         match all.iter().find(|(_, known)| same(known)) {
             Some((name, _)) => Ok((*name, Arc::new(memory))),
             None => refuse("memory of nobody"),
@@ -106,7 +107,7 @@ pub(super) struct Device {
     memories: Memories,
     uuid: String,
     /// By name.
-    regions: BTreeMap<u64, Arc<Memory>>,
+    regions: BTreeMap<u64, Arc<RegionMemory>>,
     staged: Option<(ModelId, IncomingRows)>,
     failure: Option<&'static str>,
 }
@@ -117,7 +118,7 @@ impl Device {
         Self { cpu, memories, uuid, regions: BTreeMap::new(), staged: None, failure: None }
     }
 
-    fn memory(&self, region: DeviceRegion) -> Arc<Memory> {
+    fn memory(&self, region: DeviceRegion) -> Arc<RegionMemory> {
         let open = self.regions.get(&region.0);
         self.memories.counts.lock()[1] += usize::from(open.is_none());
         open.cloned().unwrap_or_else(|| self.memories.all.lock()[&(region.0 as u8)].clone())
@@ -125,12 +126,12 @@ impl Device {
 
     fn read(&self, region: DeviceRegion, offset: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
-        self.memory(region).read(offset, &mut bytes).expect("a range that was tested");
+        self.memory(region).read_bytes(offset, &mut bytes).expect("a range that was tested");
         bytes
     }
 
     fn put(&self, region: DeviceRegion, offset: u64, bytes: &[u8]) {
-        self.memory(region).write(offset, bytes).expect("a range that was tested");
+        self.memory(region).write_bytes(offset, bytes).expect("a range that was tested");
     }
 }
 

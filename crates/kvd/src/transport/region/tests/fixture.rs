@@ -38,17 +38,17 @@ pub(super) struct Fixture {
 pub(super) struct Worker {
     region: Shared,
     /// Of the device; none where the region's own is used.
-    device: Option<Arc<Memory>>,
+    device: Option<Arc<RegionMemory>>,
 }
 
 impl Worker {
-    pub(super) fn payloads(&self) -> &Memory {
+    pub(super) fn payloads(&self) -> &RegionMemory {
         self.device.as_deref().unwrap_or(self.region.memory())
     }
 
     pub(super) fn bytes(&self, at: RegionSlice) -> Vec<u8> {
         let mut bytes = vec![0; at.bytes as usize];
-        self.payloads().read(at.offset, &mut bytes).unwrap();
+        self.payloads().read_bytes(at.offset, &mut bytes).unwrap();
         bytes
     }
 }
@@ -120,7 +120,7 @@ impl Fixture {
         change: impl FnOnce(RegionOptions) -> RegionOptions,
     ) -> Result<Worker, ClientError> {
         let worker = self.worker(&self.memories, name, self.payload_bytes(), change)?;
-        worker.payloads().write(START, &self.batch.q).unwrap();
+        worker.payloads().write_bytes(START, &self.batch.q).unwrap();
         Ok(worker)
     }
 
@@ -148,7 +148,7 @@ impl Fixture {
     }
 
     /// How a worker names its memory to the daemon.
-    pub(super) fn offer(&self, name: u8, memory: &Memory) -> RegionDevice {
+    pub(super) fn offer(&self, name: u8, memory: &RegionMemory) -> RegionDevice {
         if self.kind == RegionKind::CudaFd {
             return RegionDevice::CudaFd(Arc::new(memory.file().try_clone_to_owned().unwrap()));
         }
@@ -169,7 +169,7 @@ impl Fixture {
 
     pub(super) fn connect(&self, options: &RegionOptions) -> Result<Shared, ClientError> {
         let path = self.dir.path().join("region");
-        tokio::task::block_in_place(|| Shared::open(path, options))
+        tokio::task::block_in_place(|| Shared::open_region(path, options))
     }
 
     /// Calls through regions by where their payloads were: in files, in place, copied.
@@ -190,12 +190,12 @@ impl Fixture {
     }
 
     /// Where the parts of the batch are.
-    pub(super) fn places(&self) -> AttendPlaces {
+    pub(super) fn places(&self) -> AttendLayout {
         let q = RegionSlice { offset: START, bytes: self.batch.q.len() as u64 };
         let out = RegionSlice { offset: q.offset + q.bytes, bytes: q.bytes };
         let lse = q.bytes / u64::from(DIM);
         let lse = RegionSlice { offset: out.offset + out.bytes, bytes: lse };
-        AttendPlaces { done: DONE, q, out, lse }
+        AttendLayout { done: DONE, q, out, lse }
     }
 
     /// Attends through a region; the answer as it is in the worker's memory.
@@ -206,17 +206,17 @@ impl Fixture {
     pub(super) fn attend_at(
         &self,
         worker: &Worker,
-        at: AttendPlaces,
+        at: AttendLayout,
     ) -> Result<Attended, ClientError> {
         tokio::task::block_in_place(|| {
             worker.send_attend(self.batch.clone(), at)?;
-            worker.wait(at.done)
+            worker.wait_call(at.done)
         })?;
         Ok(self.answer(worker, at))
     }
 
     /// What is in an answer's places.
-    pub(super) fn answer(&self, worker: &Worker, at: AttendPlaces) -> Attended {
+    pub(super) fn answer(&self, worker: &Worker, at: AttendLayout) -> Attended {
         let lse = worker.bytes(at.lse);
         let lse = lse.as_chunks::<4>().0.iter().map(|value| f32::from_le_bytes(*value)).collect();
         Attended { out: worker.bytes(at.out).into(), lse, query_errors: Vec::new() }
@@ -262,7 +262,7 @@ async fn stored(client: &Client, codec: &str, n_q: u32) -> AttendBatch {
     };
     let (layer, tokens, start) = (LayerIndex(0), 200, 0);
     let (k, v) = (rows(tokens, 0.7), rows(tokens, 1.3));
-    client.store(StoreChunk { sequence, layer, start, tokens, k, v }).await.unwrap();
+    client.store_chunk(StoreChunk { sequence, layer, start, tokens, k, v }).await.unwrap();
     let queries = vec![AttendQuery::new(sequence, n_q)];
     let (scale, soft_cap, dtype, q) = (None, None, DType::F32, rows(n_q, 0.9));
     let per_query_errors = false;

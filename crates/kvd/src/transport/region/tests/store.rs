@@ -32,7 +32,7 @@ impl Fixture {
         offset: u64,
     ) -> Result<[u32; 3], ClientError> {
         self.send_from(worker, chunk, offset, DONE)?;
-        tokio::task::block_in_place(|| worker.wait(DONE))
+        tokio::task::block_in_place(|| worker.wait_call(DONE))
     }
 
     /// The same, with the record at `done`; nothing is waited for.
@@ -46,7 +46,7 @@ impl Fixture {
         let k = RegionSlice { offset: START + offset, bytes: chunk.k.len() as u64 };
         let v = RegionSlice { offset: k.offset + k.bytes, bytes: chunk.v.len() as u64 };
         for (at, bytes) in [(k, &chunk.k), (v, &chunk.v)] {
-            worker.payloads().write(at.offset, bytes).unwrap();
+            worker.payloads().write_bytes(at.offset, bytes).unwrap();
         }
         tokio::task::block_in_place(|| worker.send_store(chunk.clone(), done, [k, v]))
     }
@@ -76,7 +76,7 @@ impl Fixture {
     /// What attention over all of a sequence gives.
     async fn seen(&self, sequence: SequenceId) -> Attended {
         let queries = vec![AttendQuery::new(sequence, 1)];
-        self.client.attend(AttendBatch { queries, ..self.batch.clone() }).await.unwrap()
+        self.client.attend_batch(AttendBatch { queries, ..self.batch.clone() }).await.unwrap()
     }
 }
 
@@ -99,7 +99,7 @@ async fn rows_are_stored_from_where_they_are_and_read_as_if_they_had_been_sent()
         let (mut start, mut packed) = (0, 0);
         // Over the ends of blocks and of the window.
         for tokens in [1, 15, 7, 50, 48, 40, 50] {
-            let ack = fixture.client.store(chunk(sent, start, tokens)).await.unwrap();
+            let ack = fixture.client.store_chunk(chunk(sent, start, tokens)).await.unwrap();
             let at = [0, 64, 4][start as usize % 3];
             let values = fixture.store_from(&region, &chunk(there, start, tokens), at).unwrap();
             assert_eq!(values, [ack.length, 0, ack.packed_blocks]);
@@ -120,10 +120,10 @@ async fn a_range_that_came_one_way_is_known_when_it_comes_another() {
         let region = &fixture.shared(1);
         let sequence = fixture.sequence().await;
         let (first, second) = (chunk(sequence, 0, 20), chunk(sequence, 20, 20));
-        fixture.client.store(first.clone()).await.unwrap();
+        fixture.client.store_chunk(first.clone()).await.unwrap();
         assert_eq!(fixture.store_from(region, &first, 0).unwrap(), [20, 1, 0]);
         fixture.store_from(region, &second, 0).unwrap();
-        let again = fixture.client.store(second.clone()).await.unwrap();
+        let again = fixture.client.store_chunk(second.clone()).await.unwrap();
         assert_eq!((again.length, again.replayed), (40, true));
         assert_eq!(fixture.store_from(region, &second, 64).unwrap()[..2], [40, 1]);
         // Other content, by one bit; rows that changed places; K for V.
@@ -137,7 +137,7 @@ async fn a_range_that_came_one_way_is_known_when_it_comes_another() {
             StoreChunk { k: second.v.clone(), v: second.k.clone(), ..second.clone() },
         ] {
             let there = fixture.store_from(region, &chunk, 0).unwrap_err();
-            let sent = fixture.client.store(chunk).await.unwrap_err();
+            let sent = fixture.client.store_chunk(chunk).await.unwrap_err();
             assert_eq!(there.code, Some(ErrorCode::RangeConflict), "{there}");
             assert_eq!((there.code, there.message), (sent.code, sent.message));
         }
@@ -149,7 +149,7 @@ async fn a_range_that_came_one_way_is_known_when_it_comes_another() {
         }
         assert_eq!(fixture.memories.stores.lock().staged, staged);
         let sent = fixture.sequence().await;
-        fixture.client.store(chunk(sent, 0, 40)).await.unwrap();
+        fixture.client.store_chunk(chunk(sent, 0, 40)).await.unwrap();
         assert_eq!(fixture.seen(sequence).await, fixture.seen(sent).await);
         fixture.running.drain().await;
     }
@@ -161,7 +161,7 @@ async fn a_store_that_waits_for_the_device_is_in_flight_for_every_other_append()
     let region = fixture.shared(1);
     let (sequence, sent) = (fixture.sequence().await, fixture.sequence().await);
     let (first, second) = (chunk(sequence, 0, 20), chunk(sequence, 20, 20));
-    let wait = |done| tokio::task::block_in_place(|| region.wait(done));
+    let wait = |done| tokio::task::block_in_place(|| region.wait_call(done));
     let device = fixture.hold().await;
     fixture.send_from(&region, &first, 0, DONE).unwrap();
     // On the same connection, sent at once, and again: what comes first is taken up first.
@@ -173,7 +173,7 @@ async fn a_store_that_waits_for_the_device_is_in_flight_for_every_other_append()
     }
     // By another way, with the same range, and what would move the range's start.
     for chunk in [&second, &first] {
-        let refused = fixture.client.store(chunk.clone()).await.unwrap_err();
+        let refused = fixture.client.store_chunk(chunk.clone()).await.unwrap_err();
         assert_eq!(refused.code, Some(ErrorCode::SequenceBusy), "{refused}");
     }
     let refused = fixture.client.truncate_sequence(sequence, 0).await.unwrap_err();
@@ -182,7 +182,7 @@ async fn a_store_that_waits_for_the_device_is_in_flight_for_every_other_append()
     drop(device);
     assert_eq!(wait(DONE).unwrap(), [20, 0, 0]);
     assert_eq!(fixture.store_from(&region, &second, 0).unwrap()[..2], [40, 0]);
-    fixture.client.store(chunk(sent, 0, 40)).await.unwrap();
+    fixture.client.store_chunk(chunk(sent, 0, 40)).await.unwrap();
     assert_eq!(fixture.seen(sequence).await, fixture.seen(sent).await);
     fixture.running.drain().await;
 }
@@ -193,7 +193,7 @@ async fn a_store_that_fails_on_the_device_or_is_given_up_lets_others_append() {
     let region = fixture.shared(1);
     let sequence = fixture.sequence().await;
     let (first, second) = (chunk(sequence, 0, 20), chunk(sequence, 20, 20));
-    let wait = |done| tokio::task::block_in_place(|| region.wait(done));
+    let wait = |done| tokio::task::block_in_place(|| region.wait_call(done));
     let mut k = first.k.to_vec();
     k[..4].copy_from_slice(&f32::NAN.to_le_bytes());
     let device = fixture.hold().await;
@@ -219,7 +219,7 @@ async fn a_store_that_fails_on_the_device_or_is_given_up_lets_others_append() {
     let staged = fixture.memories.stores.lock().staged;
     drop(device);
     fixture.eventually_open(&[1]).await;
-    let stored = fixture.client.store(second.clone()).await.unwrap();
+    let stored = fixture.client.store_chunk(second.clone()).await.unwrap();
     assert_eq!((stored.length, stored.replayed), (40, false));
     assert_eq!(fixture.memories.stores.lock().staged, staged);
     fixture.running.drain().await;
@@ -240,7 +240,7 @@ async fn rows_that_are_no_numbers_leave_nothing_and_are_named_as_in_a_message() 
             let [k, v] = sides.map(bytes::Bytes::from);
             let bad = StoreChunk { k, v, ..good.clone() };
             let there = fixture.store_from(region, &bad, 0).unwrap_err();
-            let sent = fixture.client.store(bad).await.unwrap_err();
+            let sent = fixture.client.store_chunk(bad).await.unwrap_err();
             assert_eq!(there.code, Some(ErrorCode::NonFinite), "{there}");
             assert_eq!(there.message, sent.message);
             assert_eq!(pool(), before);
@@ -258,10 +258,10 @@ async fn a_worker_that_writes_over_its_rows_changes_nothing_of_what_is_stored() 
         let (there, sent) = (fixture.sequence().await, fixture.sequence().await);
         fixture.memories.stores.lock().spoil = true;
         fixture.store_from(region, &chunk(there, 0, 50), 0).unwrap();
-        fixture.client.store(chunk(sent, 0, 50)).await.unwrap();
+        fixture.client.store_chunk(chunk(sent, 0, 50)).await.unwrap();
         assert_eq!(fixture.seen(there).await, fixture.seen(sent).await);
         // What is remembered is what was stored.
-        let again = fixture.client.store(chunk(there, 0, 50)).await.unwrap();
+        let again = fixture.client.store_chunk(chunk(there, 0, 50)).await.unwrap();
         assert!(again.replayed);
         fixture.running.drain().await;
     }
@@ -292,7 +292,7 @@ async fn rows_that_the_device_cannot_take_where_they_are_go_through_the_host() {
         // No kernels.
         *fixture.memories.copied.lock() = Some("no kernel kvd_stage".to_owned());
         let without = fixture.shared(2);
-        assert_eq!(without.copied(), "no kernel kvd_stage");
+        assert_eq!(without.copy_reason(), "no kernel kvd_stage");
         store(&fixture, &without, 0);
         assert_eq!(fixture.calls(), [0, 1, 3]);
         assert_eq!(fixture.memories.copies(), 6, "K and V of three");
@@ -312,7 +312,7 @@ async fn a_model_of_another_device_is_stored_through_the_host() {
         assert_eq!(fixture.store_from(&region, &rows, 0).unwrap(), [20, 0, 0]);
         assert_eq!(fixture.calls(), [0, 0, 1]);
         assert_eq!((other.copies(), other.stores.lock().staged), (2, 0));
-        fixture.client.store(rows).await.unwrap();
+        fixture.client.store_chunk(rows).await.unwrap();
         fixture.running.drain().await;
     }
 }
@@ -354,7 +354,7 @@ async fn stores_through_regions_have_the_limits_and_names_of_messages() {
             };
             tokio::task::block_in_place(|| {
                 region.send_store(chunk, DONE, [k, v])?;
-                region.wait(DONE)
+                region.wait_call(DONE)
             })
         };
         let slice = |offset, bytes| RegionSlice { offset, bytes };

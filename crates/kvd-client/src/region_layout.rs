@@ -3,18 +3,18 @@
 use crate::region::RegionSlice;
 use kvd_core::DType;
 use kvd_proto::domain::AttendBatch;
-use kvd_shm::Completion;
+use kvd_shm::CompletionRecord;
 
 /// Payloads begin on cache lines.
 pub(crate) const ALIGN: u64 = 64;
 
-/// Bytes for each query of what [`Region::query_errors`](crate::Region::query_errors) reads.
+/// Bytes for each query of what [`RegionClient::query_errors`](crate::RegionClient::query_errors) reads.
 pub const QUERY_ERROR_BYTES: u64 = 128;
 
 /// Where the parts of one attend are.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct AttendPlaces {
-    /// The completion record, [`Completion::BYTES`] bytes.
+pub struct AttendLayout {
+    /// The completion record, [`CompletionRecord::BYTES`] bytes.
     pub done: u64,
     /// `[sum of n_q, q_heads, head_dim_k]`, written by the caller.
     pub q: RegionSlice,
@@ -24,13 +24,13 @@ pub struct AttendPlaces {
     pub lse: RegionSlice,
 }
 
-impl AttendPlaces {
+impl AttendLayout {
     /// Places one after another from `start` on, for heads of so many channels of keys and values.
     #[must_use]
-    pub fn packed(start: u64, batch: &AttendBatch, head_dims: [u32; 2]) -> Self {
-        let heads = u64::from(batch.rows()) * u64::from(batch.q_heads);
+    pub fn pack_from(start: u64, batch: &AttendBatch, head_dims: [u32; 2]) -> Self {
+        let heads = u64::from(batch.query_rows()) * u64::from(batch.q_heads);
         let done = start.next_multiple_of(ALIGN);
-        let mut end = done + Completion::BYTES;
+        let mut end = done + CompletionRecord::BYTES;
         let mut take = |values: u64, dtype: DType| {
             let (offset, bytes) = (end.next_multiple_of(ALIGN), values * dtype.size_bytes() as u64);
             end = offset + bytes;
