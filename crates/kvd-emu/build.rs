@@ -73,7 +73,7 @@ fn emu_files() -> [&'static str; 2] {
     ["../../kernels/emu/planted.cu", "../../kernels/emu/walk.cu"]
 }
 
-/// What both libraries are built with: optimised, or the lane takes minutes.
+/// Compiler flags of both libraries: optimised, or the tests take minutes.
 fn build() -> cc::Build {
     let mut build = cc::Build::new();
     build.cpp(true).compiler("g++").std("c++17").opt_level(2).debug(false).warnings(true);

@@ -22,7 +22,7 @@ fn shape() -> ModelShape {
     ModelShape { layers: 2, group: 2, ..ModelShape::small_shape() }
 }
 
-/// What every process knows of the common prefix.
+/// The common prefix, as every process knows it.
 fn prefix() -> Vec<LayerRows> {
     let mut rng = TestRng::new(SEED);
     (0..shape().layers).map(|_| LayerRows::random_rows(&shape(), PREFIX, &mut rng)).collect()

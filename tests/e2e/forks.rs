@@ -14,8 +14,8 @@ fn shape() -> ModelShape {
     ModelShape { layers: 2, group: 2, ..ModelShape::small_shape() }
 }
 
-/// What reads back is what the conversation stored, up to the codec's error, and attention agrees
-/// with what reads back.
+/// A fork reads back the rows that the conversation stored, up to the codec's error, and attention
+/// agrees with what reads back.
 async fn assert_consistent(engine: &TestEngine, of: &StoredSequence, context: &str, exact: bool) {
     for layer in 0..engine.shape.layers {
         let read = engine.load_layer(of, layer).await;

@@ -19,11 +19,11 @@ const SEQUENCES_MAX: usize = 6;
 #[derive(Clone, Debug)]
 enum Step {
     Open,
-    /// Of a sequence, a layer: so many tokens.
+    /// A layer of a sequence gets so many tokens.
     Store(usize, u32, u32),
     /// The last store of a layer again.
     Replay(usize, u32),
-    /// Of a sequence, up to a thousandth part of its length.
+    /// A fork keeps so many thousandths of a sequence's length.
     Fork(usize, u32),
     Truncate(usize, u32),
     Close(usize),
@@ -41,7 +41,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What a sequence should hold.
+/// The expected content of a sequence.
 struct Expected {
     id: SequenceId,
     /// One number for each token of a layer; its row is made of it.

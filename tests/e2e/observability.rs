@@ -1,4 +1,4 @@
-//! What an operator and a generic gRPC tool see: health, reflection, readiness, metrics.
+//! The view of an operator and of a generic gRPC tool: health, reflection, readiness, metrics.
 
 use kvd::metrics::Metric;
 use kvd_client::{ErrorCode, LayerIndex, LoadRange, SequenceId, StoredBytes};

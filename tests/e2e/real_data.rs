@@ -74,7 +74,7 @@ fn calibrated_with(codec: &str, fitted: &Bytes) -> Bytes {
     if needs { fitted.clone() } else { Bytes::new() }
 }
 
-/// What a codec came to.
+/// The result of a codec.
 #[derive(Debug)]
 struct Outcome {
     /// Relative error of attention, mean over layers.

@@ -87,7 +87,7 @@ pub fn assert_within_precision(
     used
 }
 
-/// What counts as one error of the yardstick's precision.
+/// The size of one error of the yardstick's precision.
 fn error_units(
     shape: &ModelShape,
     question: &QueryBatch,

@@ -10,7 +10,8 @@ use kvd_core::{LayerIndex, Side};
 /// One preset of each kind: floats kept, floats narrowed, entropy-coded, vector-quantized.
 pub const PRESETS: [&str; 4] = ["raw", "fp8", "kvcomp", "vecinfer-2"];
 
-/// The same kinds with a window at both ends that is neither 0 nor a whole number of blocks.
+/// Codec texts of these kinds with a window at both ends that is neither 0 nor a whole number of
+/// blocks.
 #[must_use]
 pub fn with_windows(preset: &str, sink: u32, recent: u32) -> String {
     let mut spec = kvd_codec::find_preset(preset).expect("a preset");
@@ -34,7 +35,7 @@ pub fn codec_precision(codec: &str) -> ErrorPrecision {
     if any { ErrorPrecision::Half } else { ErrorPrecision::Single }
 }
 
-/// What `codec` learns from `rows` (one set for each layer); empty when it learns nothing.
+/// The calibration of `codec` on `rows` (one set for each layer); empty when it learns nothing.
 ///
 /// # Panics
 /// When the codec is unknown or cannot be fitted.

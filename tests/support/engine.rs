@@ -108,7 +108,7 @@ impl StoredSequence {
 pub struct QueryBatch {
     /// The layer.
     pub layer: LayerIndex,
-    /// Of the queries and the answer.
+    /// Dtype of the queries and the answer.
     pub dtype: DType,
     /// Factor on scores.
     pub scale: Option<f32>,
@@ -121,7 +121,7 @@ pub struct QueryBatch {
 }
 
 impl QueryBatch {
-    /// The same question in another precision.
+    /// The question in another precision.
     #[must_use]
     pub fn in_dtype(&self, dtype: DType) -> Self {
         Self { dtype, q: round_values(dtype, &self.q), ..self.clone() }
@@ -291,7 +291,7 @@ impl TestEngine {
         Ok(BatchAnswer { out: from_bytes(question.dtype, &attended.out), lse: attended.lse })
     }
 
-    /// What one layer of a conversation reads back as, unrounded.
+    /// The rows of one layer of a conversation as they read back, unrounded.
     ///
     /// # Panics
     /// When the daemon refuses.

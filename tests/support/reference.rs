@@ -123,7 +123,7 @@ impl RealNumber for HalfFactors {
     }
 }
 
-/// What a question's answer should be.
+/// The exact answer to a question.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ReferenceAnswer {
     /// `[sum of n_q, q_heads, head_dim_v]`.

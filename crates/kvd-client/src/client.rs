@@ -114,7 +114,7 @@ impl Client {
         RegisteredModel::try_from(response).map_err(|error| ClientError::invalid_reply(&error))
     }
 
-    /// What a model is and what it holds.
+    /// A model's geometry, codec and stored bytes.
     ///
     /// # Errors
     /// `UNKNOWN_MODEL`, or as every call.
@@ -303,7 +303,7 @@ impl Client {
         SampledQueries::try_from(response).map_err(|error| ClientError::invalid_reply(&error))
     }
 
-    /// What the daemon holds.
+    /// Counts and bytes that the daemon holds.
     ///
     /// # Errors
     /// As [`Client::server_info`].

@@ -21,7 +21,7 @@ pub(crate) enum EndpointAddress {
 pub struct EndpointError {
     /// The refused text.
     pub given: String,
-    /// What is wrong with it.
+    /// The problem with the text.
     pub reason: &'static str,
 }
 

@@ -35,9 +35,9 @@ const MESSAGE_BYTES_MAX: usize = 64 << 10;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum RegionDevice {
-    /// What `cudaIpcGetMemHandle` gave.
+    /// The handle that `cudaIpcGetMemHandle` gave.
     CudaIpc([u8; 64]),
-    /// What `cuMemExportToShareableHandle` gave as a POSIX descriptor.
+    /// The POSIX descriptor that `cuMemExportToShareableHandle` gave.
     CudaFd(Arc<OwnedFd>),
 }
 
@@ -481,8 +481,8 @@ impl RegionClient {
         Ok(())
     }
 
-    /// What the daemon said on its own: nothing, or why it ends the connection. Its messages are
-    /// small, so each is there at once.
+    /// Reads an unasked message of the daemon: none, or why it ends the connection. Its messages
+    /// are small, so each is there at once.
     fn read_notice(&self) -> Result<Option<v1::OpenRegionResponse>, ClientError> {
         let mut bytes = vec![0; MESSAGE_BYTES_MAX];
         let got = match receive_files(&self.stream, &mut bytes) {

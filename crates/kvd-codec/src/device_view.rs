@@ -1,5 +1,6 @@
-//! What an encoder outside this crate needs to write the same pages, byte for byte: the steps of a
-//! side's transform, the constants of its quantizer, and the headers of its pages.
+//! The parts of a codec that an encoder outside this crate needs to write the same pages, byte for
+//! byte: the steps of a side's transform, the constants of its quantizer, and the headers of its
+//! pages.
 
 use crate::page::{PageHeader, id};
 use crate::quantizer::HeadQuantizer;
@@ -20,7 +21,7 @@ pub enum ForwardStep<'a> {
     Hadamard {
         /// Channels of a block, a power of two.
         block: usize,
-        /// What makes it orthonormal.
+        /// Factor that makes it orthonormal.
         norm: f32,
     },
     /// Channel `i` becomes `signs[i]` times channel `order[i]`.
@@ -48,7 +49,7 @@ pub enum QueryTransformStep<'a> {
     Hadamard {
         /// Channels of a block, a power of two.
         block: usize,
-        /// What makes it orthonormal.
+        /// Factor that makes it orthonormal.
         norm: f32,
     },
     /// Channel `i` becomes `signs[i]` times channel `order[i]`.
@@ -153,8 +154,8 @@ impl ModelCodec {
         }
     }
 
-    /// The same of a page that holds rows as they came, because the quantizer has no codes for it,
-    /// and the largest magnitude that it can hold.
+    /// The header of a page that holds rows as they came, because the quantizer has no codes for
+    /// it, and the largest magnitude that such a page can hold.
     ///
     /// # Panics
     /// As [`ModelCodec::page_header`].

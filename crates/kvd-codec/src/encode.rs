@@ -46,7 +46,7 @@ pub(crate) struct PagePlan<'a> {
     /// How its rows are kept.
     pub(crate) side: &'a HeadCodec,
     pub(crate) place: HeadPlace,
-    /// What a page that cannot be quantized holds; every value lies within it.
+    /// Format of a page that cannot be quantized; every value lies within its range.
     pub(crate) dtype: DType,
     /// `[tokens, dim]`.
     pub(crate) rows: &'a [f32],

@@ -1,4 +1,4 @@
-//! What can go wrong with a spec, a calibration, a block to encode, and a page to read.
+//! Errors of specs, calibrations, blocks to encode and pages to read.
 
 use kvd_core::{Coded, ErrorCode, GeometryError, Side};
 
@@ -8,7 +8,7 @@ use kvd_core::{Coded, ErrorCode, GeometryError, Side};
 pub struct SpecError {
     /// Characters before the place where the text stops making sense.
     pub position: usize,
-    /// What was expected there, or which limit was passed.
+    /// The token that was expected there, or the limit that was passed.
     pub message: String,
 }
 

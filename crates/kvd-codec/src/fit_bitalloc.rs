@@ -27,7 +27,7 @@ const GROUP: usize = 16;
 /// Share of coefficients that may be outliers on the samples: 48 bits each, 0.003 bits per value.
 const OUTLIERS: f64 = 1.0 / 16384.0;
 
-/// What a fit gives: the tensors, and per head the order of its coefficients.
+/// The result of a fit: the tensors, and per head the order of its coefficients.
 pub(crate) struct FittedBits {
     pub(crate) tensors: BitAllocTensors,
     /// Per head, the coefficient of the samples that becomes coefficient `i`.

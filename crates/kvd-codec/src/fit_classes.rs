@@ -18,7 +18,7 @@ const ROUNDS: usize = 3;
 const CODE_SPAN: i32 = 300;
 /// Tables are tried that leave symbols out which are rarer than one in two to the power of these.
 const RARE: [u32; 7] = [6, 7, 8, 9, 10, 11, 12];
-/// What a symbol without a code takes, about: an outlier and another symbol.
+/// Estimated bits of a symbol without a code: an outlier and another symbol.
 const ABSENT_BITS: u64 = 22;
 /// Samples per symbol that are added.
 const PRIOR: f64 = 2.0;

@@ -28,7 +28,7 @@ pub(crate) struct GridHead {
     pub(crate) weight: Option<f64>,
 }
 
-/// What coding needs to know of a head's samples.
+/// A head's samples as the coder needs them.
 pub(crate) struct HeadSamples<'a> {
     pub(crate) rows: Vec<&'a [f32]>,
     /// Root mean square of each coefficient.

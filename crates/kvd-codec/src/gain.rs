@@ -99,7 +99,7 @@ pub(crate) fn append_shifts(shifts: &[u8], out: &mut Vec<u8>) -> usize {
 pub struct RowGains<'a>(pub(crate) &'a [u8]);
 
 impl RowGains<'_> {
-    /// What the stored coefficients of row `row` are multiplied by, at most 1.
+    /// The factor of the stored coefficients of row `row`, at most 1.
     #[must_use]
     pub fn row_factor(&self, row: usize) -> f32 {
         let shift = self.0[row / 2] >> (4 * (row % 2)) & 15;

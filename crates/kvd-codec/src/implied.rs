@@ -1,4 +1,4 @@
-//! What a side must store, as far as its spec alone says: nothing is encoded for it.
+//! Stored bits of a side that follow from its spec alone, without encoding anything.
 
 use crate::bits::CodeLayout;
 use crate::gain::gain_bytes;

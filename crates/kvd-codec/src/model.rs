@@ -82,7 +82,7 @@ impl AddAssign for PageBytes {
     }
 }
 
-/// What [`ModelCodec::encode_block`] appended.
+/// Page ends and byte counts of the pages that [`ModelCodec::encode_block`] appended.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EncodedBlock {
     /// End of each page, in bytes from the block's start: K heads, then V heads.

@@ -65,7 +65,7 @@ pub(crate) mod id {
 pub struct PageHeader {
     /// Keys or values.
     pub side: Side,
-    /// What the codes are: 0 f32, 1 f16, 2 bf16, 3 fp8 e4m3, 16 uniform, 17 symmetric, 18 hybrid,
+    /// Id of the quantizer: 0 f32, 1 f16, 2 bf16, 3 fp8 e4m3, 16 uniform, 17 symmetric, 18 hybrid,
     /// 32 vq, 48 grid, 49 bitalloc, 64 polar, 80 lloyd.
     pub quantizer: u8,
     /// The codes are Huffman streams.

@@ -105,7 +105,7 @@ pub(crate) fn parse_over(base: CodecSpec, text: &str, at: usize) -> ParseResult<
     })
 }
 
-/// What the items of a text say.
+/// The parsed items of a spec text.
 #[derive(Default)]
 struct SpecItems {
     key: Option<SideSpec>,
@@ -260,7 +260,7 @@ impl<'a> SpecCursor<'a> {
         self.fail_at(start, format!("bound {bound}: must be above 0 and at most 1"))
     }
 
-    /// What follows `k[` or `v[`.
+    /// Parses an override behind `k[` or `v[`.
     fn parse_override(&mut self, side: Side) -> ParseResult<SpecOverride> {
         let (mut layers, mut heads) = (None, None);
         loop {
@@ -451,7 +451,7 @@ impl<'a> SpecCursor<'a> {
         }
     }
 
-    /// What may follow the word `rotate`.
+    /// Parses the arguments behind the word `rotate`.
     fn parse_rotate(&mut self) -> ParseResult<Transform> {
         let mut seed = 0;
         if self.peek_char() == Some('(') {

@@ -17,7 +17,7 @@ pub struct SpecOverride {
     pub layers: Option<RangeInclusive<u32>>,
     /// KV heads; `None` is all of them.
     pub heads: Option<RangeInclusive<u32>>,
-    /// What holds there.
+    /// The spec that holds there.
     pub spec: SideSpec,
 }
 

@@ -15,7 +15,7 @@ use crate::{HeadCodec, ModelCodec, PageError};
 use kvd_core::{DType, LayerIndex, Side};
 use std::ops::Range;
 
-/// What the rows of a page are.
+/// Whether rows of a page are values or coefficients of the transform.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowSpace {
     /// Rows as they arrived: the side has no transforms, or the page is a fallback.
@@ -47,7 +47,7 @@ enum PagePayload<'a> {
 pub struct FixedCodes<'a> {
     /// Where each code lies in `codes`.
     pub layout: CodeLayout,
-    /// What the quantizer keeps per group.
+    /// Scales of all groups.
     pub scales: &'a [u8],
     /// The codes.
     pub codes: &'a [u8],
@@ -220,7 +220,7 @@ impl<'a> PageReader<'a> {
         }
     }
 
-    /// What kernels over its codes multiply a row's weight by, where rows have gains.
+    /// Factors by which kernels over its codes multiply a row's weight, where rows have gains.
     #[must_use]
     pub fn gains(&self) -> Option<RowGains<'a>> {
         self.page.gains()

@@ -57,7 +57,7 @@ pub fn limit_width(width: Option<RegisterWidth>) -> Option<RegisterWidth> {
     HELD.replace(width)
 }
 
-/// What loops of this thread take.
+/// The instruction set that loops of this thread use.
 fn active_arch() -> Arch {
     let Some(held) = HELD.get() else { return Arch::new() };
     let mut widths = RegisterWidth::ALL.into_iter().filter(|width| *width <= held);

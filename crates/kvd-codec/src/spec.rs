@@ -35,7 +35,7 @@ impl FloatFormat {
     }
 }
 
-/// What the values that share one scale have in common.
+/// The axis along which the values that share one scale lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GroupAxis {
     /// One channel: a group spans tokens.
@@ -66,7 +66,7 @@ pub enum UniformMode {
     Hybrid,
 }
 
-/// What turns coefficients into codes.
+/// The method that turns coefficients into codes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Quantizer {
     /// A float format.
@@ -257,7 +257,7 @@ impl Transform {
     }
 }
 
-/// What happens to codes before they become bytes.
+/// Entropy coding of codes before they become bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EntropyCoding {
     /// Fixed-width bit fields.
@@ -314,8 +314,8 @@ impl SideSpec {
         self.transforms.iter().map(Transform::to_string).collect::<Vec<_>>().join("+")
     }
 
-    /// What a calibration fits for this side, as text: the transforms, and the quantizer where
-    /// it is trained. Sides of equal text share what was fitted.
+    /// The calibrated part of this side, as text: the transforms, and the quantizer where it is
+    /// trained. Sides of equal text share what was fitted.
     #[must_use]
     pub fn fitted_text(&self) -> String {
         let transforms = self.transforms_text();

@@ -241,7 +241,7 @@ fn hadamard_round<const HALF: usize>(x: &mut [f32; TOGETHER]) {
     }
 }
 
-/// What makes a block's rotation orthonormal.
+/// Factor that makes a block's rotation orthonormal.
 pub(crate) fn hadamard_norm(block: usize) -> f32 {
     (block as f32).sqrt().recip()
 }

@@ -67,7 +67,7 @@ fn looking(pair: usize, size: f32) -> Vec<f32> {
     queries.iter().map(|x| x / (DIM as f32).sqrt()).collect()
 }
 
-/// What a codec makes of a block, and the rows that it then holds.
+/// Encodes a block with a codec and returns the rows that its pages hold.
 fn store(codec: &mut ModelCodec, k: &[f32], v: &[f32]) -> (CheckedBlock, [Vec<f32>; 2]) {
     let block = BlockRows { tokens: k.len() / DIM, k, v };
     if codec.needs_tables(LAYER) {

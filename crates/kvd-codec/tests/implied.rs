@@ -1,4 +1,4 @@
-//! What a spec says a page takes is what the page takes.
+//! A page takes exactly the bits that its spec says.
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 mod common;

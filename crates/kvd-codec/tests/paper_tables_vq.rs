@@ -169,9 +169,9 @@ fn vq_llm_table_2_ratios() {
     assert_eq!(VqSpec::new(4, 8).code_bits_per_value(), 16.0 / 8.0);
 }
 
-/// What Table II leaves out: CQ-2 keeps a codebook of 2 KiB for every four channels. For the
-/// model of VecInfer's experiments that is 32 MiB, which 4096 tokens of its cache at 2 bits
-/// (64 MiB) are only twice of; one codebook per head costs 1 MiB.
+/// Table II leaves this out: CQ-2 keeps a codebook of 2 KiB for every four channels. For the model
+/// of VecInfer's experiments that is 32 MiB, which 4096 tokens of its cache at 2 bits (64 MiB) are
+/// only twice of; one codebook per head costs 1 MiB.
 #[test]
 fn codebooks_that_the_ratios_leave_out() {
     let geometry = llama();

@@ -1,6 +1,6 @@
 //! One code per way a request can end, the same in replies, logs and metric labels.
 
-/// What went wrong, for branching and for labels. The gRPC status stands beside each code in
+/// Error codes, for branching and for labels. The gRPC status stands beside each code in
 /// `kvd-proto`; [`ErrorCode::is_retryable`] and [`ErrorCode::name`] are the rest of that table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
@@ -25,7 +25,7 @@ pub enum ErrorCode {
     RangeGap,
     /// A stored range overlaps tokens that are already there.
     RangeOverlap,
-    /// The same range was stored before with other content.
+    /// An earlier store put other content in the same range.
     RangeConflict,
     /// A read or truncation reaches past what is stored.
     RangeNotStored,

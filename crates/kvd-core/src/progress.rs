@@ -19,7 +19,7 @@ const TICK: Duration = Duration::from_millis(250);
 /// Work that is done step by step, as its lines tell of it.
 #[derive(Clone, Debug, Default)]
 struct TaskProgress {
-    /// What is done.
+    /// Name of the task.
     task: String,
     /// The step of it that is being done; may be empty.
     step: String,

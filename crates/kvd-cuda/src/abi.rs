@@ -1,5 +1,6 @@
-//! What host and kernels agree on, field by field: `kernels/include/kvd/page.cuh` and `merge.cuh`.
-//! Addresses are device addresses as integers; a kernel is launched with the bytes of one struct.
+//! Structs that host and kernels share, field by field: `kernels/include/kvd/page.cuh` and
+//! `merge.cuh`. Addresses are device addresses as integers; a kernel is launched with the bytes of
+//! one struct.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -54,7 +55,7 @@ pub struct SideShape {
     pub entry_copies: u32,
     /// Bytes of an entry, 0 where codes are not looked up so.
     pub entry_bytes: u32,
-    /// What a byte of 1 is worth.
+    /// Value of a byte of 1.
     pub entry_unit: f32,
     /// Codes made bytes before they are multiplied: shared memory for a tile of them, 0 where they
     /// are not. Their table stands at `entries`.
@@ -102,7 +103,7 @@ pub struct PageEntry {
     pub unused: u32,
 }
 
-/// What one thread block does: a few query rows over some pages of one KV head.
+/// The work of one thread block: a few query rows over some pages of one KV head.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 pub struct AttendUnit {
@@ -146,7 +147,7 @@ pub struct AttendParameters {
     pub units: u64,
     /// Scaled queries, f32 `[rows, key channels]`.
     pub queries: u64,
-    /// What to add to a row's scores, f32.
+    /// Terms added to a row's scores, f32.
     pub offsets: u64,
     /// Partial sums, f32 `[partials, value channels]`; written.
     pub out: u64,
@@ -154,11 +155,11 @@ pub struct AttendParameters {
     pub stats: u64,
     /// Shared memory of a staged tile of keys, bytes.
     pub key_stage: u32,
-    /// The same of values.
+    /// Shared memory of a staged tile of values, bytes.
     pub value_stage: u32,
     /// Shared memory of the keys' table, bytes.
     pub key_table: u32,
-    /// The same of values.
+    /// Shared memory of the values' table, bytes.
     pub value_table: u32,
     /// Soft cap of scores, 0 for none.
     pub soft_cap: f32,
@@ -166,7 +167,7 @@ pub struct AttendParameters {
     pub chunks: u32,
     /// Shared memory of a decoded chunk of keys, bytes.
     pub key_chunk: u32,
-    /// The same of values.
+    /// Shared memory of a decoded chunk of values, bytes.
     pub value_chunk: u32,
     /// Tiles that have room in shared memory, 2 to 4: one is worked on, the others are under way.
     pub buffers: u32,

@@ -82,7 +82,7 @@ pub struct AttendLaunch {
     pub shared_bytes: usize,
 }
 
-/// What a device needs to answer a plan.
+/// The tables and launches that answer a plan on a device.
 #[derive(Clone, Debug, Default)]
 pub struct AttendTables {
     /// The block table.
@@ -90,11 +90,11 @@ pub struct AttendTables {
     /// Scaled queries, `[rows, key channels]`: as given and folded into coefficient space. None
     /// where a kernel takes them from a worker's memory.
     pub queries: Vec<f32>,
-    /// What to add to a row's scores; none in the same case.
+    /// Terms added to a row's scores; empty in the same case.
     pub offsets: Vec<f32>,
     /// Rows of both.
     pub query_rows: usize,
-    /// What takes queries from a worker's memory and answers into it.
+    /// Units that take queries from a worker's memory and write answers into it.
     pub turns: Vec<TransformUnit>,
     /// Launches; they may run side by side.
     pub launches: Vec<AttendLaunch>,
@@ -153,7 +153,8 @@ impl AttendTables {
         Self::build_tables(plan, codec, shapes, header, (options, Some(q)))
     }
 
-    /// The same where kernels read the queries from a worker's memory: the plan's own are ignored.
+    /// Builds the tables where kernels read the queries from a worker's memory: the plan's own are
+    /// ignored.
     ///
     /// # Errors
     /// As [`AttendTables::new`].

@@ -1,4 +1,4 @@
-//! What the kernels look values up in: codebooks, levels, directions, as bytes in the layout of the
+//! Lookup tables of the kernels: codebooks, levels, directions, as bytes in the layout of the
 //! side's header in `kernels/include/kvd`.
 
 use crate::abi::SideShape;
@@ -12,8 +12,8 @@ pub(crate) const HELD_MAX: u32 = 32;
 const HELD_BOOKS: u32 = 2;
 const HELD_PAIRS: u32 = 4;
 
-/// What a thread block has for the codebooks of one side: [`crate::KernelPlan::rooms`]. Nothing of it
-/// changes an answer.
+/// Registers and shared memory of a thread block for the codebooks of one side:
+/// [`crate::KernelPlan::codebook_rooms`]. It never changes an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CodebookRoom {
     /// Shared memory, bytes.
@@ -26,10 +26,10 @@ pub struct CodebookRoom {
 }
 
 impl CodebookRoom {
-    /// Of a side without codebooks.
+    /// The value for a side without codebooks.
     pub(crate) const NONE: Self = Self { bytes: 0, registers: 0, exchange: false };
 
-    /// What both have.
+    /// The smaller of both in every field.
     pub(crate) fn common_room(self, other: Self) -> Self {
         Self {
             bytes: self.bytes.min(other.bytes),

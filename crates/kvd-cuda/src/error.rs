@@ -2,7 +2,7 @@
 
 use kvd_core::{Coded, ErrorCode, Side};
 
-/// What the kernels cannot do, or were told wrongly.
+/// Requests that the kernels cannot serve.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PlanError {
@@ -19,7 +19,7 @@ pub enum PlanError {
         layer: u32,
         /// KV head.
         head: usize,
-        /// What it holds.
+        /// Kind of the codes that have no kernel.
         what: &'static str,
     },
     /// The head is too large.
@@ -39,9 +39,9 @@ pub enum PlanError {
     SharedMemory {
         /// Layer.
         layer: u32,
-        /// What a thread block takes at least.
+        /// Bytes that a thread block needs at least.
         bytes: usize,
-        /// What it may take.
+        /// Bytes that it may take.
         max: usize,
     },
     /// The backend does not know a page that the plan names.

@@ -4,7 +4,7 @@ use kvd_codec::ModelCodec;
 use kvd_compute::{AttendPlan, Attended};
 use kvd_core::Side;
 
-/// What `kvd_merge` wrote.
+/// The output of `kvd_merge`.
 #[derive(Clone, Debug)]
 pub struct MergedResults {
     /// `[rows, 2, value channels]`: weighted sums of raw rows, of coefficients.

@@ -75,7 +75,7 @@ impl DecodeEntries {
         joint.into_iter().find_map(|symbols| Self::new(table, symbols, INDEX_BITS, false))
     }
 
-    /// What codes are looked up in, and the same for single symbols.
+    /// The table that codes are looked up in, and the table for single symbols.
     fn from_table(table: &StreamTable, wide: bool) -> (Self, Option<Self>) {
         let alone = |index_bits| {
             let entries = Self::new(table, 1, index_bits, wide);
@@ -202,8 +202,7 @@ impl HeadStreams<'_> {
     }
 }
 
-/// What a side takes of shared memory at most, of rows of `dim` codes: a chunk, and runs and
-/// tables.
+/// Upper bound of a side's shared memory for rows of `dim` codes: a chunk, and runs and tables.
 pub(crate) fn expected_bytes(side: Side, (spec, dim): (&SideSpec, usize)) -> [usize; 2] {
     if spec.entropy != EntropyCoding::Huffman {
         return [0, 0];
@@ -244,10 +243,10 @@ pub(crate) fn trained_bytes(codes: usize, runs: usize) -> usize {
 pub struct SharedMemory {
     /// That one thread block may take.
     pub block: usize,
-    /// Of a multiprocessor.
+    /// Bytes of a multiprocessor.
     pub multiprocessor: usize,
-    /// What must be on its way to a multiprocessor so that its part of the memory's bandwidth is
-    /// used all the time.
+    /// Bytes that must be on their way to a multiprocessor to use its part of the memory's
+    /// bandwidth all the time.
     pub under_way: usize,
 }
 

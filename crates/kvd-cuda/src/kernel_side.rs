@@ -70,7 +70,7 @@ const PAIRS: [(SideKernel, SideKernel); 10] = [
     (SideKernel::BitAlloc, SideKernel::BitAlloc),
 ];
 
-/// The same where one of them holds Huffman codes.
+/// Pairs that have a kernel ahead of time where one side holds Huffman codes.
 const HUFFMAN_PAIRS: [(SideKernel, SideKernel); 2] =
     [(SideKernel::Uniform, SideKernel::Uniform), (SideKernel::Grid, SideKernel::Grid)];
 
@@ -265,12 +265,12 @@ impl HeadShapes {
         self.versions.get(self.current).map(|shape| (self.kernel, *shape))
     }
 
-    /// Of pages as far as their codes, whatever their Huffman table.
+    /// The shape of pages as far as their codes, whatever their Huffman table.
     pub(crate) fn fixed_width_shape(&self) -> (SideKernel, SideShape) {
         (self.kernel, self.fixed)
     }
 
-    /// Of pages with that version in their header, 0 for none.
+    /// The shape of pages with that table version in their header, 0 for none.
     pub(crate) fn version_shape(
         &self,
         version: u16,
@@ -280,7 +280,7 @@ impl HeadShapes {
     }
 }
 
-/// What kernels look values up in, of one layer.
+/// The lookup tables of one layer.
 #[derive(Default)]
 pub(crate) struct LayerTables {
     pub(crate) bytes: Vec<u8>,

@@ -74,7 +74,7 @@ mod tests {
     use crate::kernel_side::SideKernel;
     use kvd_core::{DType, Geometry, RopePairing};
 
-    /// What is wanted of a codec's only head, of so many channels.
+    /// The wanted pairs of a codec's only head, for `dim` channels.
     fn of(codec: &str, dim: u32) -> Vec<(KernelPair, bool)> {
         let geometry = Geometry {
             layers: 1,

@@ -9,16 +9,16 @@ use kvd_core::{LayerIndex, Side};
 /// Bytes that a layer's parts take at most.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerMemory {
-    /// Of [`LayerShapes::tables`].
+    /// Bytes of [`LayerShapes::tables`].
     pub tables: usize,
-    /// Of [`StoreShapes::steps`]; 0 where the host encodes.
+    /// Bytes of [`StoreShapes::steps`]; 0 where the host encodes.
     pub steps: usize,
-    /// Of [`QueryTransforms::steps`].
+    /// Bytes of [`QueryTransforms::steps`].
     pub turns: usize,
 }
 
 impl LayerMemory {
-    /// Of a layer, whose Huffman tables are replaced at most as often as a codec does.
+    /// The memory of a layer, whose Huffman tables are replaced at most as often as a codec does.
     #[must_use]
     pub fn new(codec: &ModelCodec, layer: LayerIndex, shapes: &LayerShapes) -> Self {
         let versions = ModelCodec::TABLE_VERSIONS_MAX;
@@ -40,7 +40,7 @@ pub(crate) struct TrainedTables {
 }
 
 impl TrainedTables {
-    /// What attention reads of one version, whole pieces.
+    /// Bytes that attention reads of one version, whole pieces.
     fn read_bytes(&self) -> usize {
         huffman_tables::trained_bytes(self.codes, self.runs)
     }

@@ -20,7 +20,7 @@ pub(crate) const COPIES_BYTES: usize = 32 << 10;
 /// Codes in a word, and lanes that read the codes of one token: `CODE_GROUP`.
 const QUAD: usize = 4;
 
-/// What the codes of a side stand for: numbers of a unit.
+/// Values that the codes of a side stand for, in whole numbers of a unit.
 pub(crate) struct LookupEntries {
     /// Bytes of each code.
     bytes: usize,
@@ -32,8 +32,8 @@ pub(crate) struct LookupEntries {
 }
 
 impl LookupEntries {
-    /// Of codebooks whose values are whole numbers of a unit up to 127, as fitted ones are: one for
-    /// all sub-vectors, or one for each.
+    /// Entries of codebooks whose values are whole numbers of a unit up to 127, as fitted ones are:
+    /// one for all sub-vectors, or one for each.
     pub(crate) fn from_codebooks(vq: &VectorQuantizer) -> Option<Self> {
         if vq.stages() > 1 || !fits_lookup(vq.dim()) {
             return None;
@@ -52,12 +52,13 @@ impl LookupEntries {
         Some(Self { bytes: vq.dim(), unit: largest, values, parts })
     }
 
-    /// Of levels, as two bytes on steps of `2^-16` of the largest: a unit is of the high one.
+    /// Entries of levels, as two bytes on steps of `2^-16` of the largest; the unit is that of the
+    /// high byte.
     pub(crate) fn from_levels(levels: &[f32]) -> Option<Self> {
         (levels.len() <= BYTE_CODES).then(|| Self::from_values(2, levels.iter().copied()))
     }
 
-    /// Of radii times directions, cosine and sine with two bytes each.
+    /// Entries of radii times directions, cosine and sine with two bytes each.
     pub(crate) fn from_polar(bits: u32, directions: &[[f32; 2]]) -> Option<Self> {
         let codes = 1usize << bits;
         let coordinates = (0..codes).flat_map(|code| {
@@ -67,7 +68,7 @@ impl LookupEntries {
         (codes <= BYTE_CODES).then(|| Self::from_values(4, coordinates))
     }
 
-    /// Of values as high and low bytes, `bytes` a code.
+    /// Entries of values as high and low bytes, `bytes` a code.
     fn from_values(bytes: usize, values: impl Iterator<Item = f32>) -> Self {
         let (low_unit, halves) = split_bytes(&values.collect::<Vec<f32>>());
         Self { bytes, unit: 256.0 * low_unit, values: halves.into_flattened(), parts: vec![] }

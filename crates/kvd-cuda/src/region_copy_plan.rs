@@ -25,15 +25,15 @@ pub struct StageSide {
     pub bytes: u64,
     /// Thread blocks.
     pub blocks: u32,
-    /// What `from` is aligned to: 8, 4 or 2.
+    /// Alignment of `from`: 8, 4 or 2.
     pub align: u32,
 }
 
-/// What a thread block says of its words.
+/// A thread block's check of its words.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct StageCheck {
-    /// Of the mixed words.
+    /// Sum of the mixed words.
     pub sum: u64,
     /// Index in the side of the first value that is not finite, all ones where all are.
     pub first_bad: u32,
@@ -136,7 +136,7 @@ pub struct RowsUnit {
 pub struct RowsParameters {
     /// [`RowsUnit`]s, one per thread block.
     pub units: u64,
-    /// What all addresses, rows and strides are multiples of: 16 or 4.
+    /// Common divisor of all addresses, rows and strides: 16 or 4.
     pub align: u32,
     /// Zero.
     pub unused: u32,
@@ -185,8 +185,8 @@ impl RowsUnit {
         units
     }
 
-    /// What all of their addresses, rows and strides are multiples of: 16, or 4, since head sizes
-    /// are even.
+    /// Common divisor of all of their addresses, rows and strides: 16, or 4, since head sizes are
+    /// even.
     #[must_use]
     pub fn common_alignment(units: &[Self]) -> u32 {
         let of = |unit: &Self| unit.from | unit.to | u64::from(unit.row_bytes | unit.stride);

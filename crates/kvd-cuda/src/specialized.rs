@@ -8,7 +8,7 @@ use crate::kernel_side::{KernelPair, KernelVariant, SideKernel};
 const DIM: u32 = 128;
 const ROWS: u32 = 4;
 
-/// What is fixed of a side.
+/// The constants of a side in a specialized kernel.
 #[derive(Clone, Copy)]
 enum SpecializedSide {
     /// Bits of a code; tokens and channels that share a scale.

@@ -68,7 +68,7 @@ pub(crate) fn uses_tensor_cores((pair, variant): (KernelPair, KernelVariant)) ->
     )
 }
 
-/// What tensor cores multiply of a side.
+/// The operands that tensor cores multiply of a side.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum TensorFactor {
     Bytes,
@@ -339,8 +339,8 @@ pub(crate) fn weight_words((pair, variant): (KernelPair, KernelVariant), rows: u
     (rows * sets).next_multiple_of(4) + tiles * sets * digit_words(rows)
 }
 
-/// The same of products of halves, `half.cuh`: a unit of each row and the parts of its query, two
-/// of f16 and three of bf16 for each term; of values a row of zeros.
+/// Shared memory of products of halves, `mma_f16.cuh`: a unit of each row and the parts of its
+/// query, two of f16 and three of bf16 for each term; for values a row of zeros.
 fn half_bytes(side: Side, shape: &SideShape, rows: usize) -> usize {
     if side == Side::Value {
         return COPY_BYTES;

@@ -66,7 +66,7 @@ impl LevelBytes {
         Self { unit, parts: vec![part(0), part(1)] }
     }
 
-    /// What byte `part` of a level is worth.
+    /// Value of byte `part` of a level.
     fn byte_worth(&self, part: usize) -> f32 {
         if part + 1 == self.parts.len() { self.unit } else { 256.0 * self.unit }
     }
@@ -81,7 +81,7 @@ impl LevelBytes {
         self.parts.iter().flat_map(plane).collect()
     }
 
-    /// Of few codes sixteen of each part, else all parts of each code.
+    /// The table of a width: for few codes sixteen bytes of each part, else all parts of each code.
     fn code_table(&self, width: usize) -> Vec<u8> {
         let byte =
             |part: usize, code: usize| self.parts.get(part).map_or(0, |part| part[code] as u8);
@@ -202,7 +202,7 @@ struct RunGroup {
     /// The first of them, of the run's positions.
     first: usize,
     parts: usize,
-    /// What it takes of a warp's time, about.
+    /// Its share of a warp's time, about.
     cost: usize,
 }
 
@@ -288,7 +288,7 @@ impl UnpackTable {
         }
     }
 
-    /// The same without spreading, where all runs are whole groups and there is room for them.
+    /// The table without unpacking, where all runs are whole groups and there is room for them.
     fn group_table(side: Side, of: BitAllocation<'_>) -> Option<Self> {
         if !of.runs.iter().all(|[_, len, _]| len.is_multiple_of(GROUP)) {
             return None;
@@ -316,8 +316,8 @@ impl UnpackTable {
         Some(spread)
     }
 
-    /// What kernels know of a group, of keys of two: number `number` of a run and the next, byte
-    /// `part` of its levels.
+    /// The kernels' words for a group (for keys a group of two): number `number` of a run and the
+    /// next, byte `part` of its levels.
     fn group_words(&self, side: Side, run: usize, number: usize, part: usize) -> [u32; 4] {
         let [len, width, .., bytes, before, _, levels] = self.runs[run];
         let number = number as u32;

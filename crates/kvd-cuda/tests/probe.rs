@@ -6,7 +6,7 @@ use kvd_cuda::{GpuName, probe_devices};
 use std::path::Path;
 use std::process::Command;
 
-/// What the probe answers with a driver compiled with `macros`; none without a C compiler.
+/// The probe's answer with a driver compiled with `macros`; none without a C compiler.
 fn with_driver(macros: &[&str]) -> Option<String> {
     let dir = tempfile::tempdir().unwrap();
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake_libcuda.c");
@@ -23,7 +23,7 @@ fn with_driver(macros: &[&str]) -> Option<String> {
     Some(answer(Some(dir.path())))
 }
 
-/// What the probe answers in a process that finds libraries in `path` first.
+/// The probe's answer in a process that finds libraries in `path` first.
 fn answer(path: Option<&Path>) -> String {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("answer");

@@ -189,7 +189,7 @@ impl EmulatorMemory {
         self.start as u64
     }
 
-    /// What it holds.
+    /// The bytes it holds.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: allocated and initialised with this length, and no launch is running: a launch

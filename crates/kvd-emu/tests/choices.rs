@@ -1,5 +1,5 @@
-//! What is launched is what the plan says: units, codebooks in shared memory, thread blocks that a
-//! multiprocessor holds. Tables alone: nothing is run.
+//! Launches follow the plan: units, codebooks in shared memory, thread blocks that a multiprocessor
+//! holds. These tests build tables only: nothing is run.
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 mod common;
@@ -40,7 +40,7 @@ fn step(stored: &Stored, group: u32, batch: u32, tokens: u32) -> AttendPlan {
     plan
 }
 
-/// What the backend would launch where no kernel was compiled late, and what the plan says of it.
+/// The launch that the backend would make where no kernel was compiled late, and the plan for it.
 fn launched(
     stored: &Stored,
     ask: &AttendPlan,
@@ -49,7 +49,7 @@ fn launched(
     launched_with(stored, ask, (limits, LatePairs::NONE))
 }
 
-/// The same where these were.
+/// The launch where these late kernels were compiled.
 fn launched_with(
     stored: &Stored,
     ask: &AttendPlan,

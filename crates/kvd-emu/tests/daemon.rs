@@ -54,7 +54,7 @@ impl Daemon {
         Self::start_with(pace, 8 << 20).await
     }
 
-    /// The same with so much of the GPU's memory for tables of layers.
+    /// A daemon with so much of the GPU's memory for tables of layers.
     async fn start_with(pace: Pace, table_bytes: u64) -> Option<Self> {
         if !is_available() {
             return None;

@@ -51,7 +51,7 @@ fn scaled(stored: &Stored, ask: &Ask, value: impl Fn(usize) -> f32) -> AttendPla
     AttendPlan { scale: Some(SCALE), ..ask.plan(stored, value) }
 }
 
-/// What is asked, and which kernels are to answer.
+/// A question, and the kernels that are to answer it.
 struct Case<'a> {
     codec: &'a str,
     dtype: DType,
@@ -59,7 +59,7 @@ struct Case<'a> {
     pages: &'a [usize],
     pair: &'a str,
     fixed: Option<&'a str>,
-    /// What the calibration is made.
+    /// The change to the calibration.
     change: fn(&Calibration) -> Calibration,
 }
 
@@ -76,7 +76,7 @@ impl<'a> Case<'a> {
         self.holds_in(shapes(), digit);
     }
 
-    /// The same for some channels and query rows.
+    /// Checks the case for some channels and query rows.
     fn holds_in(
         &self,
         shapes: impl Iterator<Item = (usize, usize)>,
@@ -139,7 +139,7 @@ fn answers(
     check(&answer, &expected(stored, &plan), what);
 }
 
-/// The same of full pages that hold levels up to `top` as they are.
+/// Checks full pages that hold levels up to `top` as they are.
 fn exact(codec: &str, top: usize, pair: &str, fixed: Option<&str>) {
     Case::new(codec, pair, fixed).holds(digit(top));
 }

@@ -1,8 +1,8 @@
-//! What a machine with a GPU is given to measure: pages of each codec with tables, units and
-//! queries as the plan of that GPU has them, rows to store, and what the kernels answered here.
+//! Fixtures that a machine with a GPU measures: pages of each codec with tables, units and queries
+//! as the plan of that GPU has them, rows to store, and the kernels' answers here.
 //! `KVD_GPU_FIXTURES` names the folder they go to, `KVD_GPU_DEVICE` the GPU (`cargo xtask gpu
 //! pack`); without it they are made and launched by `kernels/gpu/bench.py`, over a driver whose
-//! kernels run on the CPU lane.
+//! kernels run on the CPU emulator.
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 mod common;
@@ -28,7 +28,7 @@ const CODECS: [&str; 9] =
 /// Tokens, sequences and KV heads of a decode step; the benchmark repeats the fixture's two heads.
 const WORKLOADS: [[u32; 3]; 2] = [[131_072, 1, 8], [32_768, 8, 8]];
 const BLOCK_TOKENS: usize = 64;
-/// What is measured.
+/// The form of the measured workloads.
 const MEASURED: Form = Form { dim: 128, group: 4, dtype: DType::F16, blocks: 4, stores: true };
 /// Codecs of which rows of other types are launched too: those that keep them, and those that store
 /// kernels quantize, with a matrix and without.
@@ -37,22 +37,23 @@ const CHECKED_WORKLOAD: [u32; 3] = [512, 1, 4];
 /// Marks a partial result that is in coefficients.
 const COEFFICIENTS: u32 = 1 << 31;
 
-/// What a fixture's rows are, and how many.
+/// The rows of a fixture, and how many.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Form {
     /// Channels.
     dim: u32,
     /// Query heads of each KV head.
     group: usize,
-    /// Of rows.
+    /// Dtype of the rows.
     dtype: DType,
     blocks: usize,
     /// Whether rows to store are part of it.
     stores: bool,
 }
 
-/// What of a codec is launched once, for outputs and pages alone: kernels of each number of query
-/// rows, those with constant shapes where nothing of the codec is measured, and rows of each type.
+/// The launches of a codec that are run once, for outputs and pages alone: kernels of each number
+/// of query rows, those with constant shapes where nothing of the codec is measured, and rows of
+/// each type.
 fn checked(codec: &str) -> Vec<Form> {
     let of = |dim, group, dtype, stores| Form { dim, group, dtype, blocks: 2, stores };
     // Rows of a store know nothing of queries.
@@ -87,7 +88,7 @@ impl Fixture {
     }
 }
 
-/// What the plan has for a workload.
+/// The plan of a workload.
 fn planned(
     stored: &Stored,
     (device, group): (&GpuLimits, usize),

@@ -15,7 +15,7 @@ use kvd_core::DType;
 use kvd_cuda::{SideKernel, kernel_source, tensor_source};
 use kvd_emu::{ThreadOrder, is_available};
 
-/// What the lane has compiled.
+/// The late kernels that the emulator has compiled.
 const LATE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../kernels/emu/late");
 
 /// Every file there: keys, values, whether they hold Huffman codes, and codecs of such pages.

@@ -21,7 +21,7 @@ fn reversed() -> Vec<u32> {
     (0..WORDS).rev().collect()
 }
 
-/// What the lane says of a kernel, the same in every order.
+/// Checks that the emulator reports `message` for a kernel, in every order.
 fn reported(kernel: &str, message: &str) {
     if !is_available() {
         return;
@@ -44,7 +44,7 @@ fn correct_kernel_is_clean_in_every_order() {
     }
 }
 
-/// The same within each warp.
+/// The words, reversed within each warp.
 fn reversed_by_warp() -> Vec<u32> {
     (0..WORDS).map(|at| at / 32 * 32 + 31 - at % 32).collect()
 }

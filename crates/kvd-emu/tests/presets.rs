@@ -64,7 +64,7 @@ fn conforms(name: &str, kernels: (&str, Option<&str>)) {
     conforms_with(name, kernels, Calibration::clone);
 }
 
-/// The same with what `change` makes of the calibration.
+/// Checks a preset with the calibration that `change` makes.
 fn conforms_with(
     name: &str,
     (pair, fixed): (&str, Option<&str>),

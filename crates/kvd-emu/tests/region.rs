@@ -65,7 +65,7 @@ fn open(order: ThreadOrder, pace: Pace, options: CudaOptions) -> Fixture {
     open_as(Kind::Ipc, order, pace, options)
 }
 
-/// The same with memory that is handed over in that way.
+/// A backend with memory that is handed over in that way.
 fn open_as(kind: Kind, order: ThreadOrder, pace: Pace, options: CudaOptions) -> Fixture {
     let (driver, watch) = EmuDriver::new(order, pace);
     let mut backend = CudaBackend::open_backend(Box::new(driver), &[b"kernels"], options).unwrap();

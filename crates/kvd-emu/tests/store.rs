@@ -23,7 +23,7 @@ const SHARED: SharedMemory =
 /// Numbers from head to head: none has more values.
 const HEAD_VALUES: usize = 10_000;
 
-/// What the rows of a block are.
+/// The rows of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Rows {
     Noise,

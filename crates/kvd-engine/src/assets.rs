@@ -7,7 +7,7 @@ use std::borrow::Cow;
 use std::path::Path;
 use tokenizers::Tokenizer;
 
-/// What a run needs of a model, as bytes.
+/// The files of a model that a run needs, as bytes.
 pub struct ModelAssets {
     /// For titles: the directory's name.
     pub name: String,

@@ -11,7 +11,7 @@ pub enum ModelError {
     File {
         /// The path, or the file's name.
         file: String,
-        /// What is wrong, and what to do.
+        /// The problem, and what to do.
         reason: String,
     },
     /// A key of `config.json` has a value that is not computed, or none.
@@ -19,7 +19,7 @@ pub enum ModelError {
     Key {
         /// The key; inner keys after a dot.
         key: String,
-        /// What is wrong, and what to do.
+        /// The problem, and what to do.
         reason: String,
     },
     /// A tensor is missing, unknown or of a type that is not read.
@@ -27,7 +27,7 @@ pub enum ModelError {
     Tensor {
         /// Its name in the weights.
         name: String,
-        /// What is wrong, and what to do.
+        /// The problem, and what to do.
         reason: String,
     },
     /// A tensor's shape is not the one that `config.json` describes.

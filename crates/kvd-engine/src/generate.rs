@@ -11,7 +11,7 @@ use std::time::Instant;
 pub struct Continuation {
     /// The new tokens.
     pub tokens: Vec<u32>,
-    /// Of the one-token steps; the prompt is not counted.
+    /// Rate of the one-token steps; the prompt is not counted.
     pub tokens_per_second: f64,
 }
 

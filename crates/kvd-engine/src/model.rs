@@ -103,7 +103,7 @@ impl LanguageModel {
         self.parameters
     }
 
-    /// What a user should know of the folder, one sentence each.
+    /// Remarks on the folder for the user, one sentence each.
     #[must_use]
     pub fn folder_remarks(&self) -> &[String] {
         &self.remarks

@@ -16,7 +16,7 @@ fn folders() -> Vec<PathBuf> {
     folders
 }
 
-/// What transformers gave: tokens and logits `[tokens, vocabulary]`.
+/// Output of transformers: tokens and logits `[tokens, vocabulary]`.
 struct Expected {
     tokens: Vec<u32>,
     logits: Vec<f32>,

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-/// What a fit depends on: the side, and what of its spec is fitted.
+/// The key of a fit: the side, and the fitted part of its spec.
 type FitKey = (usize, String);
 
 /// Fitted sides of any number of codecs.
@@ -72,7 +72,7 @@ fn merge_parts<'a>(
     Ok(all)
 }
 
-/// What a codec needs fitted, overrides included.
+/// The parts of a codec that need a fit, overrides included.
 fn fitted_parts(spec: &CodecSpec) -> impl Iterator<Item = (FitKey, &SideSpec)> {
     Side::BOTH.into_iter().flat_map(move |side| {
         let variants = spec.side_specs(side).into_iter();

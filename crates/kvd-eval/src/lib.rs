@@ -1,4 +1,4 @@
-//! What codecs save and what they cost, on a real model whose every attention goes through a kvd
+//! Bits and quality of codecs, measured on a real model whose every attention goes through a kvd
 //! daemon.
 //!
 //! [`measure`] takes one codec through a daemon; [`eval::run`] does so for a list of codecs,

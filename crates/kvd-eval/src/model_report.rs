@@ -11,7 +11,7 @@ pub struct ModelReport {
     pub name: String,
     /// Whether it is the fixture compiled into the program.
     pub embedded: bool,
-    /// What its numbers do and do not say.
+    /// Caveats of its numbers.
     pub note: String,
     /// Parameters.
     pub parameters: u64,

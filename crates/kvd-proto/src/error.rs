@@ -17,7 +17,7 @@ pub enum RequestError {
     Invalid {
         /// The field.
         field: &'static str,
-        /// What is wrong, and what would be right.
+        /// The problem, and the value that would be right.
         reason: String,
     },
     /// A count exceeds its named maximum.
@@ -25,9 +25,9 @@ pub enum RequestError {
     OverLimit {
         /// The field.
         field: &'static str,
-        /// What was asked for.
+        /// The requested amount.
         given: u64,
-        /// What is allowed.
+        /// The allowed amount.
         max: u64,
     },
     /// A payload does not fill its shape.
@@ -47,7 +47,7 @@ pub enum RequestError {
     ShapeMismatch {
         /// The field.
         field: &'static str,
-        /// What does not fit what.
+        /// The two sizes that do not agree.
         reason: String,
     },
     /// One query of a batch is refused.

@@ -79,7 +79,7 @@ pub fn stale_status(code: ErrorCode, message: &str, stale: StaleId) -> Status {
     Status::with_error_details(grpc_code(code), message, details)
 }
 
-/// What [`stale_status`] attached.
+/// The stale id that [`stale_status`] attached.
 #[must_use]
 pub fn stale_id(status: &Status) -> Option<StaleId> {
     let mut info = status.get_details_error_info()?;

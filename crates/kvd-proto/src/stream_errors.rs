@@ -8,7 +8,7 @@ pub const STREAM_ERRORS_KEY: &str = "kvd-stream-errors";
 /// Its value for [`StreamErrors::PerMessage`].
 pub const STREAM_ERRORS_PER_MESSAGE: &str = "per-message";
 
-/// What follows the refusal of one message of a stream.
+/// Behaviour of a stream after it refused one message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StreamErrors {
     /// The stream ends with the refusal as its status.
@@ -17,7 +17,7 @@ pub enum StreamErrors {
     PerMessage,
 }
 
-/// What `metadata` asks for; [`StreamErrors::EndStream`] when it asks for nothing.
+/// The behaviour that `metadata` asks for; [`StreamErrors::EndStream`] when it asks for nothing.
 ///
 /// # Errors
 /// When the value is another than [`STREAM_ERRORS_PER_MESSAGE`].

@@ -27,7 +27,7 @@ pub struct CompletionRecord<'a> {
 /// How a call ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CallOutcome {
-    /// What was asked for is in the region.
+    /// The answer is in the region.
     Done([u32; 3]),
     /// It was refused: `CODE: message`.
     Refused(String),

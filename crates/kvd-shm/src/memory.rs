@@ -96,7 +96,7 @@ impl RegionMemory {
         self.mapping.bytes().len() as u64
     }
 
-    /// What a peer maps.
+    /// The memory file, which a peer maps.
     #[must_use]
     pub fn file(&self) -> BorrowedFd<'_> {
         self.file.as_fd()

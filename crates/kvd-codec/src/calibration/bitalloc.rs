@@ -7,7 +7,7 @@ use crate::quantizer::bit_levels::{BitLevels, LEVELS, WIDTH_MAX, levels_at};
 use half::f16;
 use safetensors::tensor::Dtype;
 
-/// What `bitalloc` takes from samples.
+/// Tensors that `bitalloc` fits to samples.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct BitAllocTensors {
     /// `[layers, kv_heads, head_dim]`: root mean square of each coefficient.
@@ -31,7 +31,7 @@ impl BitAllocTensors {
         4 * (self.scales.len() + self.bounds.len()) + self.widths.len() + 2 * self.levels.len()
     }
 
-    /// What goes into the file.
+    /// The tensors as they are written to the file.
     pub(super) fn to_buffers(
         &self,
         index: usize,

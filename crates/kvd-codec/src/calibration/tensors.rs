@@ -20,12 +20,12 @@ pub(crate) const LAYER_TABLE_BYTES: usize = {
     bytes
 };
 
-/// What one side learned; tensors are row-major over `[layers, kv_heads, ..]`.
+/// The fitted tensors of one side, row-major over `[layers, kv_heads, ..]`.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct SideCalibration {
     /// Keys or values.
     pub(crate) side: Side,
-    /// What it was fitted for: [`crate::SideSpec::fitted_text`].
+    /// The part of the spec that it was fitted for: [`crate::SideSpec::fitted_text`].
     pub(crate) fitted: String,
     /// `[layers, kv_heads, head_dim]`, empty without `smooth`.
     pub(crate) smooth: Vec<f32>,
@@ -47,7 +47,7 @@ pub(crate) struct SideCalibration {
     pub(crate) bitalloc: Option<BitAllocTensors>,
 }
 
-/// What the grid quantizer takes from samples.
+/// Tensors that the grid quantizer fits to samples.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct GridTensors {
     /// `[layers, kv_heads]`.
@@ -110,7 +110,7 @@ impl SideCalibration {
         (4 * floats + 2 * halves + grid + bitalloc) as u64
     }
 
-    /// What goes into the file.
+    /// The tensors as they are written to the file.
     pub(super) fn to_buffers(&self, geometry: &Geometry, index: usize) -> Vec<TensorBuffer> {
         let (layers, heads) = (geometry.layers as usize, geometry.kv_heads as usize);
         let dim = geometry.head_dim(self.side);

@@ -51,14 +51,14 @@ pub struct WidthRun {
     pub len: usize,
 }
 
-/// What the level of a coefficient lacks.
+/// The difference between an outlier coefficient and its level.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct OutlierResidual {
     /// Row of the page.
     pub row: usize,
     /// Coefficient of the row.
     pub coefficient: usize,
-    /// What to add.
+    /// The value to add to the level.
     pub residual: f32,
 }
 
@@ -90,7 +90,7 @@ impl BitAlloc {
         Self { side, runs: width_runs(widths), scales: scales.to_vec(), levels, bound }
     }
 
-    /// What kernels need to read pages.
+    /// The layout by which kernels read pages.
     pub(super) fn stored_layout(&self) -> StoredLayout<'_> {
         let runs = self.runs.iter().map(|run| [run.first, run.len, run.width]).collect();
         StoredLayout::BitAlloc { runs, levels: self.levels.values(), scales: &self.scales }
@@ -108,7 +108,7 @@ impl BitAlloc {
         self.levels.width_levels(run.width)
     }
 
-    /// What a level may lack before its coefficient is an outlier.
+    /// Largest error of a level; a coefficient beyond it is an outlier.
     #[must_use]
     pub fn outlier_bound(&self) -> f32 {
         self.bound

@@ -35,7 +35,7 @@ pub(crate) struct CodeClass {
     pub(crate) magnitude: i32,
     /// Low bits that are stored as they are.
     pub(crate) raw_bits: u32,
-    /// What the class is made for: spreads (standard deviation over step) below this.
+    /// Upper bound of the spreads (standard deviation over step) that the class is made for.
     spread_max: f32,
 }
 
@@ -63,7 +63,7 @@ pub(crate) const CLASSES: [CodeClass; 15] = [
 ];
 
 impl CodeClass {
-    /// What is added to a code to store it; the sum fits a byte.
+    /// The number added to a code to store it; the sum fits a byte.
     pub(crate) const fn bias(self) -> i32 {
         self.magnitude << self.raw_bits
     }
@@ -187,7 +187,7 @@ impl Grid {
         Self { step, side, runs: class_runs(classes), classes: classes.to_vec(), tables }
     }
 
-    /// What a code of 1 is worth.
+    /// The step: the value of code 1.
     #[must_use]
     pub fn step(&self) -> f32 {
         self.step
@@ -199,7 +199,7 @@ impl Grid {
         &self.tables
     }
 
-    /// What is taken from a stored code of that coefficient to get its code.
+    /// The number subtracted from a stored code of that coefficient to get its code.
     #[must_use]
     pub fn bias(&self, coefficient: usize) -> i32 {
         CLASSES[usize::from(self.classes[coefficient])].bias()

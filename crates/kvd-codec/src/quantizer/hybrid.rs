@@ -37,7 +37,7 @@ struct GroupLevels {
     steps: [f32; DIM_MAX],
     inverse: [f32; DIM_MAX],
     errors: [f32; DIM_MAX],
-    /// Of each group.
+    /// Sum of the errors of each group.
     sums: [f32; DIM_MAX],
 }
 

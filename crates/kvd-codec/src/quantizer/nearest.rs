@@ -156,7 +156,7 @@ pub(super) fn transpose_points<const D: usize>(
     }
 }
 
-/// What [`scan_candidates`] found for each lane.
+/// The entry and score that [`scan_candidates`] found for each lane.
 pub(super) struct BestEntries {
     pub(super) at: [u32; BATCH_MAX],
     pub(super) scores: [f32; BATCH_MAX],

@@ -177,7 +177,7 @@ impl Polar {
         }
     }
 
-    /// What kernels need to read pages.
+    /// The layout by which kernels read pages.
     pub(super) fn stored_layout(&self) -> StoredLayout<'_> {
         let steps = match &self.scale {
             RadiusScale::Page(_) => &[],

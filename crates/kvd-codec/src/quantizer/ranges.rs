@@ -1,4 +1,4 @@
-//! What groups of values span, and the f16 numbers that cover it.
+//! Minima and maxima of groups of values, and the f16 numbers that cover them.
 //!
 //! All of it is arithmetic and choices between two values, inlined, so that a loop over groups
 //! becomes vector instructions of whoever calls it.
@@ -13,7 +13,7 @@ const WIDE: usize = 32;
 const COLUMNS: usize = 2;
 /// The smallest normal f16, as the bits of an f32.
 const NORMAL_BITS: u32 = 113 << 23;
-/// What is taken from an f32's exponent to get that of an f16.
+/// Difference between the exponent biases of f32 and f16.
 const BIAS_BITS: u32 = 112 << 23;
 const INFINITY_BITS: u32 = 0x7C00;
 const SIGN_BIT: u32 = 0x8000;

@@ -150,7 +150,7 @@ fn region_box(region: usize, cuts: &[[f32; CUTS]; DIM], limit: f32) -> Option<Re
     sound.then_some(span)
 }
 
-/// What a search for candidates needs.
+/// The inputs of a search for candidates.
 struct CandidatePruning<'a> {
     book: &'a Codebook,
     margin: f32,

@@ -6,7 +6,7 @@ use super::{HeadCodec, HeadQuantizer};
 use crate::{GroupAxis, UniformMode};
 use kvd_core::{DType, RopePairing};
 
-/// What the payload of a head's pages is (`docs/format.md`, "Sides"), fallbacks and gains apart.
+/// Layout of a head's page payload (`docs/format.md`, "Sides"), fallbacks and gains apart.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum StoredLayout<'a> {
@@ -22,7 +22,7 @@ pub enum StoredLayout<'a> {
         bits: u32,
         /// Largest code; in the symmetric mode the largest magnitude of one.
         top: u16,
-        /// What shares a pair.
+        /// The axis along which values share a pair.
         axis: GroupAxis,
         /// Tokens (channel axis) or channels (token axis) that share a pair; all when absent.
         group: Option<usize>,

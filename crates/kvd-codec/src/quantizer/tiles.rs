@@ -19,7 +19,7 @@ pub(super) struct TileEncoder<'a> {
     pub(super) side: Side,
     /// `[tokens, dim]`.
     pub(super) rows: (&'a [f32], usize),
-    /// Of all groups.
+    /// Minima of all groups.
     pub(super) minima: &'a [f32],
     /// Reciprocals of their steps.
     pub(super) inverse: &'a [f32],

@@ -43,7 +43,7 @@ pub(crate) struct Uniform {
 /// `docs/format.md` says which tokens and channels share one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UniformGroups {
-    /// What values of a group have in common.
+    /// The axis along which values of a group lie.
     pub axis: GroupAxis,
     /// Values of a group; `None` is the whole extent of the axis in the page.
     pub group: Option<usize>,

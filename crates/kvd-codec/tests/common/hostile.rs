@@ -1,5 +1,5 @@
-//! What fuzzing does with bytes, shared by `fuzz/` and by `tests/hostile.rs`, which replays the
-//! corpus and mutations of it without a fuzzer.
+//! The operations that fuzzing applies to bytes, shared by `fuzz/` and by `tests/hostile.rs`, which
+//! replays the corpus and mutations of it without a fuzzer.
 //!
 //! Nothing here may panic on any input, and rows come out only where they were asked for.
 

@@ -13,7 +13,7 @@ pub(super) struct PlanAddresses {
     pages: u64,
     ends: u64,
     partials: u64,
-    /// Of [`AttendTables::turns`].
+    /// Address of [`AttendTables::turns`].
     pub(super) turns: u64,
     units: Vec<u64>,
     /// And offsets behind them.

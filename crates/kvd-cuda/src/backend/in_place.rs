@@ -10,7 +10,7 @@ use crate::{AttendTables, QueryTransforms};
 use kvd_compute::{AttendPlan, BackendError, RegionPlaces};
 use kvd_core::{DType, ErrorCode};
 
-/// Of a unit whose queries are numbers: `ALL_FINITE` of `block.cuh`.
+/// Mark of a unit whose queries are all finite: `ALL_FINITE` of `block.cuh`.
 const ALL_FINITE: u32 = u32::MAX;
 
 /// Where queries are and answers go, as addresses.
@@ -53,7 +53,8 @@ impl CudaBackend {
         })
     }
 
-    /// The same by addresses; `launched` is called behind the last launch.
+    /// Answers a plan whose buffers are given by address; `launched` is called behind the last
+    /// launch.
     fn attend_reaching(
         &mut self,
         plan: &AttendPlan,
@@ -173,8 +174,8 @@ impl CudaBackend {
         Ok(parts.map(|part| part.stored_bytes(token_bytes)).sum())
     }
 
-    /// What is said of a value of a worker's memory that is no number, as it is by now, or is none
-    /// times the scale.
+    /// The error for a query value in a worker's memory that is not finite, or becomes so by the
+    /// scale.
     fn bad_query(
         &mut self,
         plan: &AttendPlan,

@@ -12,15 +12,15 @@ use kvd_compute::{BackendError, Sampling};
 use kvd_core::{ErrorCode, LayerIndex, ModelId, Side};
 use std::collections::BTreeMap;
 
-/// What a layer's kernels read, and where it lies on the device.
+/// The tables that a layer's kernels read, and their device addresses.
 pub(super) struct DeviceLayer {
-    /// What kernels are launched with, by the query rows that they take: 1, 4 or 8. All shapes have
-    /// the same tables, which the first keeps.
+    /// Launch choices by the query rows that kernels take: 1, 4 or 8. All shapes have the same
+    /// tables, which the first keeps.
     pub(super) by_rows: BTreeMap<u32, (LaunchChoices, LayerShapes)>,
     pub(super) tables: u64,
     /// Where kernels encode.
     pub(super) store: Option<(StoreShapes, u64)>,
-    /// What takes queries from a worker's memory; brought with the first of them.
+    /// Transforms of queries in a worker's memory; uploaded with the first of them.
     pub(super) turns: Option<(QueryTransforms, u64)>,
 }
 
@@ -96,7 +96,7 @@ impl CudaBackend {
         self.jit.as_ref().map_or(LatePairs::NONE, JitCompiler::loaded_late_pairs)
     }
 
-    /// What a layer's kernels for units of `rows` query rows are launched with, where `late` are
+    /// The launch choices of a layer's kernels for units of `rows` query rows, where `late` are
     /// there.
     fn launch_choices(
         &self,
@@ -139,7 +139,7 @@ impl CudaBackend {
         self.device.has_room(ModelMemory::total_bytes(&rooms))
     }
 
-    /// What every layer takes at most, if nothing is wrong with its shapes.
+    /// Upper bound of the memory of every layer; an error when one of its shapes is wrong.
     fn layer_memory(
         &self,
         codec: &ModelCodec,

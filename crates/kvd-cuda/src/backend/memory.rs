@@ -10,7 +10,7 @@ use crate::plan::GpuLimits;
 use kvd_compute::{BackendError, RegionHandle};
 use kvd_core::ErrorCode;
 
-/// What a device address is aligned to.
+/// Alignment of device addresses, bytes.
 pub(super) const ALIGN: u64 = 256;
 
 /// The device of a backend: an arena, scratch memory, tables, and the first error that stuck. All
@@ -24,7 +24,7 @@ pub(super) struct DeviceMemory {
     scratch_used: u64,
     /// Whether kernels may still use what scratch memory held.
     scratch_stale: bool,
-    /// What stays for as long as a model does.
+    /// Tables that stay for as long as a model does.
     kept: TableArena,
     failure: Option<String>,
 }
@@ -245,7 +245,7 @@ impl DeviceMemory {
         self.scratch_used = bytes;
     }
 
-    /// The same of memory that kernels may still use: what is written there next waits for them.
+    /// Takes scratch memory that kernels may still use: the next write to it waits for them.
     pub(super) fn reuse_scratch(&mut self, bytes: u64) {
         (self.scratch_used, self.scratch_stale) = (bytes, true);
     }
@@ -271,7 +271,7 @@ impl DeviceMemory {
         self.call_driver(|ordered| ordered.upload_aligned(to, bytes))
     }
 
-    /// The same where a kernel was told of it: after all kernels before.
+    /// Reads scratch memory that a kernel was told of: after all kernels before.
     pub(super) fn rewrite_scratch(&mut self, to: u64, bytes: &[u8]) -> Result<(), BackendError> {
         self.call_driver(|ordered| ordered.write_ordered(to, bytes))
     }

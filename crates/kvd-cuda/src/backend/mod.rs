@@ -79,7 +79,7 @@ pub enum CudaOpenError {
     /// The driver.
     #[error(transparent)]
     Driver(#[from] DriverError),
-    /// What encodes on the host.
+    /// The CPU backend, which encodes on the host, could not be opened.
     #[error("host side: {0}")]
     Host(#[from] OpenError),
 }

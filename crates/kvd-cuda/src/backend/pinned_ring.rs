@@ -10,7 +10,7 @@ use crate::driver::{DeviceStream, Driver, DriverError, EventId, PinnedId, Pinned
 const SLOTS: usize = 4;
 /// Slots for bytes from the device.
 const BACK_SLOTS: usize = 2;
-/// What the host's end of a copy is aligned to.
+/// Alignment of the host's end of a copy, bytes.
 const ALIGN: u64 = 64;
 
 /// Pinned memory, and the event that frees it.

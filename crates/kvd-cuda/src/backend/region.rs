@@ -18,7 +18,7 @@ struct OpenRegion {
     event: Option<EventId>,
 }
 
-/// What is open.
+/// The regions that are open, by id.
 #[derive(Default)]
 pub(super) struct OpenRegions {
     open: BTreeMap<DeviceRegion, OpenRegion>,
@@ -52,7 +52,7 @@ impl OpenRegions {
         Ok(address + offset)
     }
 
-    /// The same of values, which must be aligned.
+    /// Finds a range of values, which must be aligned to their size.
     pub(super) fn find_values(
         &self,
         region: DeviceRegion,
@@ -67,7 +67,7 @@ impl OpenRegions {
         Ok(address)
     }
 
-    /// What is recorded behind an answer.
+    /// The event recorded behind an answer.
     pub(super) fn answer_event(&self, region: DeviceRegion) -> Option<EventId> {
         self.open.get(&region).and_then(|open| open.event)
     }

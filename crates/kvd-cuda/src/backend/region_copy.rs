@@ -88,7 +88,7 @@ impl CudaBackend {
         Some(RegionCopy { geometry, tokens, rows, units_max, units, written: false })
     }
 
-    /// What is said of a staged value that is no number.
+    /// The error for a copied value that is not finite.
     fn bad_value(
         &mut self,
         staged: &RegionCopy,

@@ -57,7 +57,7 @@ impl DeviceStreams {
         self.driver.as_ref()
     }
 
-    /// The same; memory that is given back must have been [settled](Self::settle).
+    /// The driver, mutably; memory that is given back must have been [settled](Self::wait_for_all).
     pub(super) fn driver_mut(&mut self) -> &mut dyn Driver {
         self.driver.as_mut()
     }
@@ -75,8 +75,8 @@ impl DeviceStreams {
         self.staging.gather_bytes(self.driver.as_mut(), to, bytes)
     }
 
-    /// The same for memory that ends on a multiple of the alignment: what lies between it and the
-    /// memory that was written before, if that is less, is no one's, and both are one copy.
+    /// Copies to free memory that ends on a multiple of the alignment. A gap smaller than the
+    /// alignment is padding, so both ranges are merged into one copy.
     pub(super) fn upload_aligned(&mut self, to: u64, bytes: &[u8]) -> Result<(), DriverError> {
         let gap = self.staging.gathered_end().and_then(|end| to.checked_sub(end).zip(Some(end)));
         if let Some((gap, end)) = gap.filter(|(gap, _)| (1..GAP.len() as u64).contains(gap)) {

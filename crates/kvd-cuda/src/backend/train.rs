@@ -20,7 +20,7 @@ struct HistogramAddresses {
     units: Vec<u64>,
 }
 
-/// What all launches of a histogram read and write.
+/// Device addresses that all launches of a histogram read and write.
 #[derive(Clone, Copy)]
 struct HistogramTables {
     tables: u64,

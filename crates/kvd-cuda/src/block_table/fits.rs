@@ -7,7 +7,7 @@ use kvd_compute::{AttendPlan, PlanPart, PlanQuery, Source};
 use kvd_core::{Extent, LayerIndex, ModelId, Side};
 use std::sync::Arc;
 
-/// Of one query of `rows` rows to each head: every head has one whole page, made up.
+/// A made-up plan: one query of `rows` rows to each head, every head with one whole page.
 pub(crate) fn one_page(codec: &ModelCodec, layer: LayerIndex, rows: u32) -> AttendPlan {
     let geometry = codec.geometry();
     let pages = 2 * geometry.kv_heads;

@@ -14,7 +14,7 @@ pub struct LayerShapes {
     /// Codebooks, levels, directions: goes to the device as it is.
     pub tables: Vec<u8>,
     pub(super) layer: LayerIndex,
-    /// Of keys and of values.
+    /// Codebook memory of keys and of values.
     pub(super) rooms: [CodebookRoom; 2],
     pub(super) heads: Vec<[Result<HeadShapes, &'static str>; 2]>,
     /// Huffman tables that it was made with, by head.
@@ -22,8 +22,8 @@ pub struct LayerShapes {
 }
 
 impl LayerShapes {
-    /// Of a layer. Codebooks of keys and values are kept where `rooms` says, or in that many bytes
-    /// of shared memory and what registers there are.
+    /// Builds a layer's shapes. Codebooks of keys and values are kept where `rooms` says, or in
+    /// that many bytes of shared memory and what registers there are.
     #[must_use]
     pub fn new(codec: &ModelCodec, layer: LayerIndex, rooms: [impl Into<CodebookRoom>; 2]) -> Self {
         let rooms = rooms.map(Into::into);
@@ -91,7 +91,7 @@ impl LayerShapes {
         self.heads[head][side.index()].as_ref().ok()?.current_shape()
     }
 
-    /// The same as if its codes had a fixed width.
+    /// The kernel and shape as if its codes had a fixed width.
     pub(crate) fn fixed_width_shape(
         &self,
         head: usize,

@@ -13,7 +13,7 @@ use cudarc::driver::sys::{self, CUresult};
 use std::ffi::{CStr, c_void};
 use std::ptr;
 
-/// What is called here.
+/// Driver functions that this file calls.
 const SYMBOLS: [&CStr; 8] = [
     c"cuGraphCreate",
     c"cuGraphDestroy",
@@ -72,8 +72,8 @@ fn check_functions() -> Result<(), DriverError> {
     Err(DriverError::Refused { call: "build_graph", reason })
 }
 
-/// What says that there is no such graph, or no memory for it, does not stick; what else comes back
-/// may be of work before it, and does, as from a launch.
+/// Maps a driver's result. A refused graph, or no memory for one, does not stick; any other error
+/// may come from earlier work, and sticks as one of a launch does.
 fn check_graph_call(call: &'static str, result: CUresult) -> Result<(), DriverError> {
     match result {
         CUresult::CUDA_ERROR_NOT_SUPPORTED

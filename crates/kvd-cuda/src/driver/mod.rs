@@ -1,5 +1,5 @@
-//! What the host needs from a CUDA driver. [`devices`] finds out whether there is one, [`Driver`]
-//! is all that [`crate::CudaBackend`] calls of it, and [`CudaDriver`] the real one. Tests have
+//! The host's view of a CUDA driver. [`probe_devices`] finds out whether there is one, [`Driver`]
+//! has every call that [`crate::CudaBackend`] makes, and [`CudaDriver`] is the real one. Tests have
 //! others: one that runs the kernels on the CPU, and one that fails on demand.
 
 mod cuda;
@@ -45,7 +45,7 @@ pub enum DriverError {
     /// device goes on.
     #[error("{call} refuses it: {reason}")]
     Refused {
-        /// What was called.
+        /// Name of the driver function.
         call: &'static str,
         /// The driver's name for it, or what does not fit.
         reason: String,
@@ -61,7 +61,7 @@ pub enum DriverError {
     /// Anything else: CUDA's errors stick to the context, so the device must not be called again.
     #[error("the GPU failed in {call}: {reason}")]
     Failed {
-        /// What was called.
+        /// Name of the driver function.
         call: &'static str,
         /// The driver's name for it.
         reason: String,
@@ -93,7 +93,7 @@ pub struct GraphId(pub u32);
 pub struct GraphNode<'a> {
     /// Rises from node to node, or stays.
     pub stage: u32,
-    /// What it runs.
+    /// Name of the kernel.
     pub launch: KernelLaunch<'a>,
 }
 
@@ -141,13 +141,13 @@ pub struct EventId(pub u32);
 /// stream may return before it is done, and an error of it may come from any later call. Only
 /// [`DriverError::Failed`] and [`DriverError::Hung`] stick.
 pub trait Driver: Send {
-    /// What the device is, for logs.
+    /// Description of the device, for logs.
     fn description(&self) -> String;
 
     /// The GPU's UUID, where it has one: `GPU-` and lower-case digits.
     fn uuid(&self) -> Option<&str>;
 
-    /// What plans weigh.
+    /// Limits of the device, which plans weigh.
     fn limits(&self) -> &GpuLimits;
 
     /// Loads kernels: a fat binary, or what a [`crate::KernelCompiler`] has made. No launch of them

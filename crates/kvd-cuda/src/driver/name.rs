@@ -6,7 +6,7 @@ use std::str::FromStr;
 
 /// Characters of a UUID: `GPU-` and five groups of hexadecimal digits.
 const UUID_LEN: usize = 40;
-/// What UUIDs begin with: of a GPU, and of an instance of one that is divided (MIG).
+/// Prefixes of UUIDs: of a GPU, and of an instance of one that is divided (MIG).
 const PREFIXES: [&str; 2] = ["GPU-", "MIG-"];
 
 /// Major compute capability of the oldest GPU that the kernels are for.

@@ -10,9 +10,9 @@ use std::ptr;
 
 /// By what names it is looked for, in the loader's paths.
 const NAMES: [&str; 2] = ["libnvrtc.so.13", "libnvrtc.so.12"];
-/// What kernels are compiled with, beside the target.
+/// Compiler options, beside the target.
 const OPTIONS: [&CStr; 2] = [c"--std=c++17", c"-default-device"];
-/// Of a compiler's log, what is kept.
+/// Bytes of a compiler's log that are kept.
 const LOG_BYTES_MAX: usize = 4096;
 
 type NvrtcProgram = *mut c_void;
@@ -130,7 +130,7 @@ impl KernelCompiler for Nvrtc {
         let result = unsafe {
             (self.calls.compile)(program.program, options.len() as c_int, options.as_ptr())
         };
-        /// Of `nvrtcResult`: the text has errors, which the log tells.
+        /// `nvrtcResult`: the source has errors, which the log lists.
         const COMPILATION: c_int = 6;
         if result == COMPILATION {
             let log =
@@ -143,7 +143,7 @@ impl KernelCompiler for Nvrtc {
     }
 }
 
-/// What another version, or other options, would say differently.
+/// Text that differs between compiler versions and options.
 fn version_of([major, minor]: [c_int; 2]) -> String {
     let options = OPTIONS.map(|option| option.to_string_lossy());
     format!("nvrtc {major}.{minor} {}", options.join(" "))
@@ -156,7 +156,7 @@ struct OwnedProgram {
 }
 
 impl OwnedProgram {
-    /// What a pair of calls gives: how many bytes, and which.
+    /// Reads the output of a pair of calls: the first gives its size, the second its bytes.
     fn read_output(
         &self,
         call: &'static str,

@@ -14,7 +14,7 @@ use std::ffi::{CStr, c_char, c_int};
 /// The fat binaries are compiled by CUDA 13.0, which older drivers do not load.
 const DRIVER_VERSION_MIN: i32 = 13_000;
 
-/// What the probe and the driver call.
+/// Driver functions that the probe and the driver call.
 const SYMBOLS: [&CStr; 44] = [
     c"cuInit",
     c"cuDriverGetVersion",
@@ -69,7 +69,7 @@ pub struct GpuDevice {
     pub ordinal: u32,
     /// As in `nvidia-smi`, which containers that number GPUs otherwise share.
     pub uuid: String,
-    /// What a plan must know; its name too.
+    /// Its name and limits, as plans need them.
     pub limits: GpuLimits,
 }
 
@@ -88,7 +88,7 @@ pub enum ProbeError {
     /// The driver refuses.
     #[error("the CUDA driver answers {name} ({code}) to {call}")]
     Driver {
-        /// What was called.
+        /// Name of the driver function.
         call: &'static str,
         /// As a number.
         code: u32,
@@ -100,7 +100,7 @@ pub enum ProbeError {
     TooOld {
         /// 1000 times the major version plus 10 times the minor.
         have: i32,
-        /// The same.
+        /// The version needed, in the same form.
         need: i32,
     },
     /// No GPU, or none that this process may see.

@@ -16,7 +16,7 @@ pub(super) enum SharedMapping {
     Mapped { address: u64, bytes: usize },
 }
 
-/// What is open, by address, each time that it was opened. Two regions of one handle have one
+/// Open mappings by address, one entry for each opening. Two regions of one handle have one
 /// address; the driver counts how often it was opened, and unmaps it when it was closed as often.
 #[derive(Default)]
 pub(super) struct OpenMappings(HashMap<u64, Vec<SharedMapping>>);

@@ -17,7 +17,7 @@ const FILE_BYTES_MAX: u64 = 64 << 20;
 /// A file that is being written for longer is nobody's any more.
 const WRITE_MAX: Duration = Duration::from_secs(3600);
 
-/// What the cache has.
+/// The answer of the cache for one key.
 pub(super) enum CacheEntry {
     Image(Vec<u8>),
     Nothing,

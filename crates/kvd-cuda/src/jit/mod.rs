@@ -42,13 +42,13 @@ pub enum CompileError {
     NoSymbol {
         /// The library.
         library: &'static str,
-        /// What it lacks.
+        /// Name of the function that it lacks.
         symbol: &'static str,
     },
     /// The compiler refuses.
     #[error("{call} answers {code}")]
     Failed {
-        /// What was called.
+        /// Name of the compiler function.
         call: &'static str,
         /// As a number.
         code: i32,
@@ -63,7 +63,7 @@ pub enum CompileError {
 pub struct KernelSource<'a> {
     /// The file.
     pub text: &'a str,
-    /// What it includes: name and text.
+    /// Headers that it includes: name and text.
     pub headers: &'a [(&'a str, &'a str)],
     /// For which GPUs, `sm_90`.
     pub target: &'a str,
@@ -81,7 +81,7 @@ pub trait KernelCompiler: Send {
     fn compile_kernel(&mut self, source: KernelSource<'_>) -> Result<Vec<u8>, CompileError>;
 }
 
-/// What happened to the kernel of a pair, for logs.
+/// The outcome for the kernel of a pair, for logs.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum CompileEvent {
@@ -105,7 +105,7 @@ pub enum CompileEvent {
     Damaged {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Description of the damage.
         reason: String,
     },
     /// It cannot be kept on disk.
@@ -156,21 +156,21 @@ pub fn kernel_source(keys: SideKernel, values: SideKernel, huffman: bool) -> Str
     source::source_text(PairSource { keys, values, huffman, tensor: false })
 }
 
-/// The same with products on tensor cores; none where they take one of the sides' values not, or
-/// the pair's kernel is compiled ahead of time.
+/// The pair's source with products on tensor cores; none where they cannot take the values of a
+/// side, or where the pair's kernel is compiled ahead of time.
 #[must_use]
 pub fn tensor_source(keys: SideKernel, values: SideKernel, huffman: bool) -> Option<String> {
     let takes = multiplies_late(KernelPair { keys, values, huffman });
     takes.then(|| source::source_text(PairSource { keys, values, huffman, tensor: true }))
 }
 
-/// What [`kernel_source`] includes.
+/// Headers that [`kernel_source`] includes.
 #[must_use]
 pub fn kernel_headers() -> &'static [(&'static str, &'static str)] {
     source::kernel_headers()
 }
 
-/// What the thread answers.
+/// A finished compilation of one pair, sent by the thread.
 struct CompiledPair {
     sides: PairSource,
     image: Result<Vec<u8>, String>,
@@ -184,7 +184,7 @@ pub(crate) struct JitCompiler {
     wanted: Option<SyncSender<PairSource>>,
     made: Receiver<CompiledPair>,
     asked: BTreeSet<PairSource>,
-    /// Of those on CUDA cores, by the kernels' numbers, as in units.
+    /// Loaded kernels on CUDA cores, by the kernels' numbers, as in units.
     ready: BTreeMap<[u32; 3], PairSource>,
     /// Those on tensor cores.
     late: LatePairs,
@@ -318,7 +318,7 @@ impl Drop for JitCompiler {
     }
 }
 
-/// What the thread owns.
+/// The state that the compile thread owns.
 struct CompileThread {
     compiler: Box<dyn KernelCompiler>,
     /// None where there is no folder for it.
@@ -423,7 +423,7 @@ mod tests {
         }
     }
 
-    /// What is heard of a pair's image, which `load` loads.
+    /// The report about a pair's image, which `load` loads.
     fn heard(load: impl Fn(&[String]) -> Result<(), String>) -> (JitCompiler, CompileEvent) {
         let (tell, heard) = sync_channel(4);
         let report: CompileReport = Arc::new(move |event| tell.send(event).unwrap());

@@ -10,7 +10,7 @@ use xxhash_rust::xxh3::Xxh3;
 /// `kernels/include/kvd/*.cuh`, by name.
 const KVD: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/headers.rs"));
 
-/// What NVRTC does not bring along.
+/// Headers that NVRTC does not bring along.
 const CUDA: &[(&str, &str)] = &[
     ("cuda_bf16.h", include_str!("include/cuda_bf16.h")),
     ("cuda_fp16.h", include_str!("include/cuda_fp16.h")),

@@ -1,4 +1,4 @@
-//! What a plan chooses, for the launches of a layer as it is stored.
+//! Launch choices of a layer as it is stored.
 
 use super::codebook_cache::HeadCodebooks;
 use super::fit::BlockFit;
@@ -12,9 +12,9 @@ use kvd_codec::{ModelCodec, SideSpec};
 use kvd_compute::{AttendPlan, PlanQuery};
 use kvd_core::{LayerIndex, Side};
 
-/// What a layer's attention is launched with on a GPU, by the query rows of its units and the
-/// kernels that were compiled late: with all of them what [`crate::plan_kernel`] says of the layer's
-/// codec. Where heads are stored differently, what is right for all of them.
+/// Launch choices of a layer's attention on a GPU, by the query rows of its units and the kernels
+/// that were compiled late; with all of them, the choices of [`crate::plan_kernel`] for the layer's
+/// codec. Where heads are stored differently, they are right for all heads.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LaunchChoices {
     /// Where codebooks are kept, none of a side without.

@@ -20,7 +20,7 @@ pub(super) struct HeadCodebooks {
     pub(super) dim: u32,
     pub(super) stages: u32,
     pub(super) sets: u32,
-    /// What kernel looks them up.
+    /// The kernel that looks them up.
     pub(super) by: LookupKernels,
 }
 
@@ -186,7 +186,8 @@ pub(super) fn share_slack(slack: u32, books: [Option<HeadCodebooks>; 2]) -> [u32
     [once[0] + more[0], once[1] + more[1]]
 }
 
-/// What is wanted where it fits, else equal halves, and what one side leaves to the other.
+/// Deals bytes to both sides: the wanted bytes where they fit, else equal halves and what the other
+/// side leaves.
 fn deal_bytes(slack: u32, wanted: [u32; 2]) -> [u32; 2] {
     let half = slack / 2;
     let first = wanted[0].min(half.max(slack.saturating_sub(wanted[1])));

@@ -8,7 +8,7 @@ use kvd_codec::{
 };
 use kvd_core::Side;
 
-/// What was counted of a codec's kernel.
+/// Counted instructions of a codec's kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct InstructionCounts {
     /// Lane instructions per stored value.
@@ -82,8 +82,8 @@ impl InstructionMix {
     }
 }
 
-/// Of both sides; none where no kernel like the pair's was counted. `whole`: whether all entries of
-/// a side's codebooks stand in shared memory.
+/// Counts both sides; none where no kernel like the pair's was counted. `whole`: whether all
+/// entries of a side's codebooks stand in shared memory.
 pub(super) fn count_pair(
     specs: [&SideSpec; 2],
     kernel: LaunchedKernel,
@@ -122,8 +122,8 @@ pub(super) fn count_pair(
     })
 }
 
-/// Of the kernel for any shape of uniform levels of two or four bits, keys with a scale by channel
-/// and values with one by token.
+/// Counts of the kernel for any shape of uniform levels of two or four bits, keys with a scale by
+/// channel and values with one by token.
 fn any_uniform(rows: u32) -> InstructionMix {
     match rows {
         1 => instruction_mix(6.6, [3.10, 1.01, 0.29, 0.01, 0.82]),
@@ -132,11 +132,11 @@ fn any_uniform(rows: u32) -> InstructionMix {
     }
 }
 
-/// What values with scales take more for any shape, weights cut and sums, than where the shape is
-/// constant: of `kivi-4` 405 and 149 instructions of two tiles, not 191 and 72.
+/// Extra instructions for values with scales of any shape, compared with constant shapes: of
+/// `kivi-4` 405 and 149 instructions of two tiles, not 191 and 72.
 const SCALED_VALUES: f64 = (405.0 + 149.0 - 191.0 - 72.0) / 128.0;
 
-/// Of a kernel whole, by `cargo xtask count` (gpu-plan.md, "Attention, counted").
+/// Counts of a whole kernel, by `cargo xtask count` (gpu-plan.md, "Attention, counted").
 fn of_kernel(specs: [&SideSpec; 2], compute: [u32; 2]) -> Option<InstructionMix> {
     use Quantizer as Q;
     Some(match (&specs[0].quantizer, &specs[1].quantizer) {
@@ -180,10 +180,10 @@ fn is_converted([keys, _]: [&SideSpec; 2], compute: [u32; 2]) -> bool {
     matches!(keys.quantizer, Quantizer::Float(FloatFormat::E4M3)) && compute < [8, 9]
 }
 
-/// Of f16 rows.
+/// Counts for f16 rows.
 const RAW: InstructionMix = instruction_mix(6.7, [2.33, 0.95, 0.84, 0.05, 0.95]);
 
-/// Of codebooks of floats of both sides, one set for a head, `vqfloat_vqfloat` whole.
+/// Counts for codebooks of floats of both sides, one set for a head, `vqfloat_vqfloat` whole.
 fn of_floats(specs: [&SideSpec; 2]) -> Option<InstructionCounts> {
     let of_side = |spec: &SideSpec| match &spec.quantizer {
         Quantizer::Vq(vq) if vq.scope != CodebookScope::Group => match (vq.dim, vq.stages) {
@@ -200,8 +200,8 @@ fn of_floats(specs: [&SideSpec; 2]) -> Option<InstructionCounts> {
     Some(keys.0.plus(values.0).times(0.5).into_counts(keys.1 && values.1))
 }
 
-/// What a pair's codebooks take more than those of `vecinfer-2`, half for each side: entries that
-/// are not in shared memory, codes of two planes.
+/// Extra instructions of a pair's codebooks compared with those of `vecinfer-2`, half for each
+/// side: entries that are not in shared memory, codes of two planes.
 fn looked_up(specs: [&SideSpec; 2], whole: [bool; 2]) -> Option<f64> {
     let of = |side: Side| match &specs[side.index()].quantizer {
         Quantizer::Vq(vq) => Some(of_look_up(vq, side, whole[side.index()])),
@@ -211,7 +211,7 @@ fn looked_up(specs: [&SideSpec; 2], whole: [bool; 2]) -> Option<f64> {
     Some(((of(Side::Key)? + of(Side::Value)? - of_vecinfer) / 2.0).max(0.0))
 }
 
-/// Of a code of one channel.
+/// Counts for a code of one channel.
 fn of_look_up(vq: &VqSpec, side: Side, whole: bool) -> f64 {
     let of_all_or_some = match (side, vq.dim, vq.bits) {
         (Side::Key, 2, 8) => [3.6; 2],
@@ -224,7 +224,7 @@ fn of_look_up(vq: &VqSpec, side: Side, whole: bool) -> f64 {
     of_all_or_some[usize::from(!whole)]
 }
 
-/// Of tiles of Huffman codes, two together, decoding apart.
+/// Counts for tiles of Huffman codes, two together, decoding apart.
 fn decode_mix(specs: [&SideSpec; 2]) -> Option<InstructionMix> {
     match (&specs[0].quantizer, &specs[1].quantizer) {
         (Quantizer::Grid { .. }, Quantizer::Grid { .. }) => {
@@ -262,7 +262,7 @@ fn huffman_mix(spec: &SideSpec, side: Side) -> Option<InstructionMix> {
     Some(step_mix(steps).times(0.25))
 }
 
-/// What fits the counted steps of four codes within two instructions, or four of the longest, and
+/// A fit to the counted steps of four codes, within two instructions, or four of the longest, and
 /// their integers within one. A look-up is one load, a top-up one more and two counts of bits.
 fn step_mix((per_entry, per_word, with_low_bits): (f64, f64, f64)) -> InstructionMix {
     let (entries, words, low) = (4.0 / per_entry, 4.0 / per_word, 4.0 * with_low_bits);

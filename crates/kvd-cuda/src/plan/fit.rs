@@ -39,8 +39,8 @@ pub(super) struct BlockFit {
 }
 
 impl BlockFit {
-    /// Of units of `rows` query rows, where `late` were compiled; `None` when not even one thread
-    /// block fits.
+    /// The fit for units of `rows` query rows, where `late` were compiled; `None` when not even one
+    /// thread block fits.
     pub(super) fn new(
         specs: [&SideSpec; 2],
         geometry: &Geometry,

@@ -1,4 +1,4 @@
-//! What a GPU has of everything that a plan weighs.
+//! Limits of GPUs that plans weigh.
 
 use crate::SharedMemory;
 

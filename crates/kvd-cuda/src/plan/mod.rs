@@ -1,6 +1,6 @@
-//! What the kernels are launched with on a GPU: a pure function of codec, question and the GPU's
-//! limits, with its reasons. Nothing in it is measured on a GPU yet: times are what the memory's
-//! bandwidth and latency on paper and the counted instructions allow.
+//! Plans of kernel launches on a GPU: a pure function of codec, workload and the GPU's limits, with
+//! its reasons. Nothing in it is measured on a GPU yet: times are what the memory's bandwidth and
+//! latency on paper and the counted instructions allow.
 //!
 //! The choices are VQ-LLM's (2503.02236 §V and §VI): entries of codebooks cached from the slack of
 //! occupancy, a split that balances reduction and codebook traffic, and exchange through registers
@@ -37,7 +37,7 @@ const ROWS_MAX: u32 = 8;
 /// Instructions that a multiprocessor issues per clock, in lanes.
 const LANES_PER_CLOCK: f64 = 128.0;
 
-/// What is asked of the kernels: one layer, one decode step.
+/// The workload of the kernels: one layer, one decode step.
 #[derive(Clone, Debug)]
 pub struct StepWorkload {
     /// Shapes of the model.
@@ -86,7 +86,7 @@ pub enum EntryExchange {
     SharedMemory,
 }
 
-/// What holds a step up, of what is known before it is measured.
+/// The resource that bounds a step, as far as is known before it is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StepBound {
     /// Bytes at the memory's bandwidth: the roofline.
@@ -106,7 +106,7 @@ pub struct KernelPlan {
     pub limits: GpuLimits,
     /// The question.
     pub workload: StepWorkload,
-    /// What a thread block takes, codebooks apart.
+    /// Resources of a thread block, codebooks apart.
     pub block: BlockResources,
     /// Tiles in the shared memory of a thread block: it works on one, the others are under way.
     pub buffers: u32,
@@ -142,8 +142,8 @@ pub struct KernelPlan {
     pub host_tables: bool,
 }
 
-/// What a side stores per value, in bits; of an entropy-coded side what it aims at, or what was
-/// measured of its presets.
+/// Stored bits per value of a side; for an entropy-coded side its target, or the measured bits of
+/// its preset.
 fn stored_bits(side: &SideSpec, geometry: &Geometry, which: Side) -> f64 {
     let implied = side.implied_bits(geometry, which);
     let rate = match side.quantizer {
@@ -298,7 +298,7 @@ impl KernelPlan {
         (self.page_bytes + self.other_bytes) / self.limits.memory_bandwidth()
     }
 
-    /// The same for rows in f16.
+    /// Seconds, on paper, to read the rows in f16.
     #[must_use]
     pub fn raw_seconds(&self) -> f64 {
         let geometry = &self.workload.geometry;

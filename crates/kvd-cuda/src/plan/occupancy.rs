@@ -9,7 +9,7 @@ const REGISTERS_STEP: u32 = 256;
 /// Shared memory that the system takes of every block, bytes.
 pub(crate) const SHARED_RESERVED: u32 = 1024;
 
-/// What one thread block takes.
+/// Registers and shared memory of one thread block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockResources {
     /// Registers of a thread.
@@ -18,12 +18,13 @@ pub struct BlockResources {
     pub shared_bytes: u32,
 }
 
-/// What a multiprocessor holds of a block, and what each could take besides at the same count.
+/// Thread blocks that a multiprocessor holds, and the registers and bytes that each could take
+/// besides at the same count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Occupancy {
     /// Thread blocks.
     pub blocks: u32,
-    /// What there is too little of for one block more.
+    /// The resource that one block more would exceed.
     pub limit: &'static str,
     /// Shared memory that each block could take besides, bytes.
     pub shared_slack: u32,

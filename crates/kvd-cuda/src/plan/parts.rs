@@ -9,12 +9,12 @@ use kvd_core::Side;
 const VALUES: f64 = 128.0;
 /// Barriers, places of tiles and the loop, of two tiles.
 const REST: f64 = 112.0;
-/// What tiles take more one at a time: of `kivi-4` 461 each, 386 where two go together.
+/// Extra instructions of tiles one at a time: of `kivi-4` 461 each, 386 where two go together.
 const ALONE: f64 = 461.0 / 386.0;
-/// Of codes of several widths, spread first: of a value, all parts.
+/// Instructions of unpacking codes of several widths first: of a value, all parts.
 const SPREAD: f64 = 15.0;
 
-/// Of both sides' parts and what is neither's; none of a side or a number of query rows that was
+/// Counts of both sides' parts and of the rest; none for a side or a number of query rows that was
 /// counted in no kernel.
 pub(super) fn count_parts(
     specs: [&SideSpec; 2],
@@ -36,8 +36,9 @@ fn goes_together(quantizer: &Quantizer) -> bool {
     !matches!(quantizer, Quantizer::Float(_) | Quantizer::BitAlloc { .. })
 }
 
-/// Of two tiles of 32 tokens and 128 channels: of keys staging, queries cut and scores, of values
-/// staging, weights cut and sums. Of uniform levels those of the kernel for any shape.
+/// Instructions of two tiles of 32 tokens and 128 channels: for keys staging, queries cut and
+/// scores, for values staging, weights cut and sums. For uniform levels they are those of the
+/// kernel for any shape.
 fn side_instructions(quantizer: &Quantizer, side: Side) -> Option<f64> {
     use Quantizer as Q;
     let [keys, values] = match quantizer {

@@ -1,15 +1,16 @@
-//! What pipes of a multiprocessor take of counted instructions. Rates are those on paper; which
-//! instruction is of which pipe says `cargo xtask count` (`xtask/src/count/pipes.rs`).
+//! Counted instructions by the pipe of a multiprocessor that executes them. Rates are those on
+//! paper; `cargo xtask count` (`xtask/src/count/pipes.rs`) says which pipe an instruction belongs
+//! to.
 
 /// Lanes that a multiprocessor issues per clock.
 const ISSUED: f64 = 128.0;
 /// Lanes of integers, logic, shifts, comparisons and moves per clock, up to 9.0.
 const INTEGER: f64 = 64.0;
-/// Of products of integers; on 8.0 with those of floats.
+/// Products of integers per clock; on 8.0 they share a pipe with floats.
 const MULTIPLY: f64 = 64.0;
-/// Of powers, counts of bits and conversions.
+/// Powers, counts of bits and conversions per clock.
 const SPECIAL: f64 = 16.0;
-/// Of loads, stores and shuffles, where no bank is met twice.
+/// Loads, stores and shuffles per clock, without bank conflicts.
 const MEMORY: f64 = 32.0;
 
 /// Lane instructions of a stored value by the pipe that takes them; tensor cores, branches and what

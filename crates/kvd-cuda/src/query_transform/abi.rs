@@ -1,4 +1,4 @@
-//! What host and kernels agree on, field by field: `kernels/include/kvd/region/`.
+//! Structs that host and kernels share, field by field: `kernels/include/kvd/region/`.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -8,7 +8,7 @@ use bytemuck::{Pod, Zeroable};
 pub struct TransformUnit {
     /// Offset of the keys' steps, bytes.
     pub fold: u64,
-    /// The same of the values'.
+    /// Offset of the values' steps, bytes.
     pub unfold: u64,
     /// Index in the batch of the query's first token.
     pub token: u32,
@@ -20,7 +20,7 @@ pub struct TransformUnit {
     pub count: u32,
     /// Where they go in the table of queries as they came.
     pub raw: u32,
-    /// The same, folded.
+    /// Where they go in the table of folded queries.
     pub folded: u32,
 }
 
@@ -38,8 +38,8 @@ pub struct QueryParameters {
     pub rows: u64,
     /// [`crate::AttendParameters::offsets`]; written.
     pub offsets: u64,
-    /// Of each unit the index of the first value that is not finite, all ones where all are;
-    /// written.
+    /// Written by the kernel: for each unit the index of the first value that is not finite, all
+    /// ones where all are finite.
     pub first_bad: u64,
     /// Factor on every score.
     pub scale: f32,

@@ -23,12 +23,12 @@ const NEGATED: u32 = 1 << 31;
 pub struct QueryTransforms {
     /// Steps and what they read: goes to the device as it is.
     pub steps: Vec<u8>,
-    /// Of each KV head: where the keys' steps begin, and the values'.
+    /// Offsets of each KV head's steps: the keys', then the values'.
     heads: Vec<[u64; 2]>,
 }
 
 impl QueryTransforms {
-    /// Of a layer.
+    /// The transforms of a layer.
     #[must_use]
     pub fn new(codec: &ModelCodec, layer: LayerIndex) -> Self {
         let mut turns = Self::default();

@@ -1,4 +1,4 @@
-//! What host and store kernels agree on, field by field: `kernels/include/kvd/store/work.cuh`.
+//! Structs that host and store kernels share, field by field: `kernels/include/kvd/store/work.cuh`.
 
 use crate::SideShape;
 use bytemuck::{Pod, Zeroable};

@@ -42,12 +42,12 @@ pub struct HistogramPlan {
     pub launches: Vec<StoreLaunch>,
     /// Bytes of [`super::StoreParameters::pages`], which hold scales, and nobody reads.
     pub page_bytes: u64,
-    /// Of [`super::StoreParameters::words`].
+    /// Bytes of [`super::StoreParameters::words`].
     pub words: u64,
 }
 
 impl CodeHistogram {
-    /// Of a layer; none when a head has no kernel that counts: then the host counts.
+    /// The histogram of a layer; none when a head has no kernel that counts: then the host counts.
     #[must_use]
     pub fn new(codec: &ModelCodec, layer: LayerIndex, shapes: &LayerShapes) -> Option<Self> {
         let mut constants = StoreConstants::default();
@@ -108,8 +108,8 @@ impl CodeHistogram {
         HistogramPlan { launches: plan.launches, page_bytes: plan.page_bytes, words: plan.words }
     }
 
-    /// What the counters say; none where some row held a value that is no number, so that its
-    /// block must be left out.
+    /// Code counts from the counters; none where some row held a value that is no number, so that
+    /// its block must be left out.
     #[must_use]
     pub fn read_counts(&self, counters: &[u64]) -> Option<Vec<CodeCounts>> {
         let counts = |of: &OfVariant| CodeCounts {

@@ -21,7 +21,7 @@ use streams::{StoreConstants, StoreStreams, StreamSizes};
 /// Codes that a sub-vector's own words hold until all are found: `VQ_STAGES_MAX` of `vq.cuh`.
 const VQ_STAGES_MAX: u8 = 3;
 
-/// What becomes of codes.
+/// The destination of codes: a page of fixed width, a Huffman page, or counters.
 #[derive(Clone, Copy, Debug)]
 enum CodeOutput {
     Fixed,
@@ -47,7 +47,7 @@ struct CodeCounters {
     first: usize,
     /// One for each code; none where codes are not counted.
     count: usize,
-    /// Of each in shared memory.
+    /// Copies of each counter in shared memory.
     copies: usize,
 }
 
@@ -59,13 +59,13 @@ struct HeadStore {
     steps: u64,
     norms: u64,
     stage: CodeOutput,
-    /// Of pages that take too much with the table that is written with.
+    /// Sizes under the prior table, for pages that take too much with the current one.
     prior: Option<StreamSizes>,
     limit: f32,
     median: f32,
     /// Whether a step reads whole rows.
     reads_rows: bool,
-    /// Of a bit allocation.
+    /// Runs of a bit allocation; else empty.
     runs: Vec<WidthRun>,
 }
 
@@ -90,7 +90,8 @@ pub fn encoded_on_host(side: &SideSpec) -> Option<&'static str> {
 }
 
 impl StoreShapes {
-    /// Of a layer; none when a head has no store kernel: then the host encodes its blocks.
+    /// The store shapes of a layer; none when a head has no store kernel: then the host encodes its
+    /// blocks.
     #[must_use]
     pub fn new(codec: &ModelCodec, layer: LayerIndex, shapes: &LayerShapes) -> Option<Self> {
         // Rows as they came have no steps: those at the start.
@@ -158,7 +159,8 @@ impl StoreShapes {
 }
 
 impl CodeOutput {
-    /// Of pages with that version of the trained tables, or a grid's; places what it reads.
+    /// The output for pages with that version of the trained tables, or a grid's; appends what it
+    /// reads.
     fn for_pages(
         (side, which): (&HeadCodec, Side),
         (trained, version): (&[StreamTable], usize),
@@ -172,7 +174,7 @@ impl CodeOutput {
         Self::Huffman(lanes.append_tables(constants))
     }
 
-    /// Of its Huffman codes.
+    /// Sizes of its Huffman codes.
     fn stream_sizes(self) -> Option<StreamSizes> {
         match self {
             Self::Huffman(sizes) => Some(sizes),

@@ -51,13 +51,13 @@ pub struct StorePlan {
     pub launches: Vec<StoreLaunch>,
     /// Bytes of [`super::StoreParameters::pages`].
     pub page_bytes: u64,
-    /// Of [`super::StoreParameters::words`].
+    /// Bytes of [`super::StoreParameters::words`].
     pub words: u64,
     /// Place and sizes of each page, `[block, side, head]`; none of a page that is not asked for.
     pages: Vec<Option<(u64, PageSizes)>>,
 }
 
-/// What is still being planned.
+/// A store plan that is being built.
 pub(super) struct StorePlanBuilder<'a> {
     pub(super) codec: &'a ModelCodec,
     pub(super) layer: LayerIndex,
@@ -274,8 +274,8 @@ impl StorePlan {
         by_table && sizes.is_some_and(|(_, sizes)| kvd_codec::takes_too_much(codes, sizes.fixed))
     }
 
-    /// What the launches wrote, by their headers: a page for each `[block, side, head]`, none where
-    /// it has no codes or was not asked for.
+    /// The pages that the launches wrote, by their headers: one for each `[block, side, head]`,
+    /// none where it has no codes or was not asked for.
     #[must_use]
     pub fn read_pages(&self, headers: &[u8]) -> Vec<Option<StoredPage>> {
         let mut stored = vec![None; self.pages.len()];

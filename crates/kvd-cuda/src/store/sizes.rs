@@ -5,7 +5,7 @@ use crate::kernel_side::SideKernel;
 use kvd_codec::{CodeLayout, PageBytes, PageHeader, page_bytes};
 use kvd_core::{DType, Side};
 
-/// What is known of a page's parts before it is written.
+/// The part sizes of a page that are known before it is written.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PageSizes {
     known: KnownBytes,
@@ -42,7 +42,7 @@ impl PageSizes {
 }
 
 impl HeadStore {
-    /// Of a page of so many tokens, each row with a gain where rows may have one. No page of
+    /// Sizes of a page of `tokens` tokens, each row with a gain where rows may have one. No page of
     /// outliers is larger than its rows in `dtype`.
     pub(super) fn page_sizes(&self, side: Side, tokens: usize, dtype: DType) -> PageSizes {
         let (dim, shape) = (self.side.dim as usize, &self.side);

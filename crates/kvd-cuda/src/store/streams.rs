@@ -17,7 +17,7 @@ const RUN_WORDS: usize = 12;
 const WORD_BITS: usize = 16;
 const WORD_BYTES: usize = 2;
 
-/// What store kernels read of one layer, and which parts of it heads may share.
+/// Constants that store kernels read of one layer, and the ranges of them that heads may share.
 #[derive(Default)]
 pub(super) struct StoreConstants {
     pub(super) bytes: Vec<u8>,
@@ -46,12 +46,12 @@ pub(super) struct StoreStreams<'a> {
     pub(super) dim: usize,
     pub(super) runs: &'a [StreamRun],
     pub(super) tables: &'a [StreamTable],
-    /// Of the table in page headers.
+    /// Version of the table in page headers.
     pub(super) version: u16,
     pub(super) grid: Option<&'a Grid>,
 }
 
-/// What is known of a head's Huffman codes before they are made.
+/// Sizes of a head's Huffman codes that are known before they are made.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StreamSizes {
     side: Side,

@@ -1,4 +1,4 @@
-//! What a plan expects of the kernel for both sides of a codec, before anything is calibrated.
+//! Expected kernels of both sides of a codec, before anything is calibrated.
 
 use super::{
     choose_variant, fixed_bytes, resident_blocks, rows_of_kernel, staged_bytes, table_bytes,
@@ -15,7 +15,7 @@ use kvd_codec::{
 };
 use kvd_core::{DType, Geometry, Side};
 
-/// What a plan expects of one side's products.
+/// The expected products of one side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ExpectedSide {
     /// Why they are not on tensor cores.
@@ -28,7 +28,7 @@ pub(crate) struct ExpectedSide {
     pub(crate) table: usize,
 }
 
-/// What a plan expects of the kernel for both sides.
+/// The expected kernel for both sides.
 pub(crate) struct ExpectedKernel {
     /// Query rows that it takes.
     pub(crate) rows: u32,
@@ -46,7 +46,7 @@ pub(crate) struct ExpectedKernel {
     pub(crate) is_late: bool,
 }
 
-/// What the kernel for both sides will do with units of `rows` query rows, where `late` were
+/// The kernel that will serve both sides for units of `rows` query rows, where `late` were
 /// compiled.
 pub(crate) fn expected_kernel(
     specs: [&SideSpec; 2],
@@ -122,7 +122,7 @@ fn kernel_of(side: &SideSpec, dtype: DType) -> SideKernel {
     }
 }
 
-/// What a side's shape will have of what decides.
+/// The fields of a side's shape that decide the kernel, before calibration.
 fn expected_shape(
     side: &SideSpec,
     (which, grouped): (Side, bool),

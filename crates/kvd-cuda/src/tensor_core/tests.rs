@@ -1,4 +1,4 @@
-//! What tensor cores take, and what goes to the other kernels.
+//! Pairs that tensor cores take, and pairs that go to the other kernels.
 
 use super::*;
 use crate::specialized;

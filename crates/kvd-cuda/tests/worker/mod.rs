@@ -31,7 +31,7 @@ impl Worker {
         Self::start_with(kind, None)
     }
 
-    /// The same with so much memory behind an IPC handle.
+    /// A worker with `bytes` of memory behind an IPC handle.
     pub(crate) fn start_with(kind: Kind, bytes: Option<u64>) -> (Self, RegionHandle, u64) {
         let beside = concat!(env!("CARGO_MANIFEST_DIR"), "/../../kernels/gpu/worker.py");
         let script = std::env::var("KVD_GPU_WORKER").unwrap_or(beside.to_owned());

@@ -1,5 +1,5 @@
-//! What the plain question of the suite leaves out, and one backend for all that it asks: what a
-//! machine with a GPU runs (`kvd-cuda/tests/gpu.rs`).
+//! Test cases beyond the plain question of the suite, and one backend for all of them: a machine
+//! with a GPU runs it too (`kvd-cuda/tests/gpu.rs`).
 
 use crate::streams::Pace;
 use crate::{OPTIONS, open, suite};

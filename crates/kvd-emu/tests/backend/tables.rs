@@ -4,7 +4,7 @@ use super::*;
 use kvd_codec::CodeCounts;
 use kvd_cuda::{LatePairs, LaunchChoices, LayerMemory, LayerShapes, StoreShapes};
 
-/// What the tables of a model's only layer take at most, as they are on the device.
+/// Upper bound of the tables of a model's only layer, as they are on the device.
 fn room(codec: &ModelCodec) -> u64 {
     let room = layer_room(codec).1;
     [room.tables, room.steps, room.turns]

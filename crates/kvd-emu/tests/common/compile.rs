@@ -70,7 +70,7 @@ impl Seen {
         Self { backend, watch, go, compiled, events, codec: CODEC }
     }
 
-    /// The same, and one file may be compiled.
+    /// A backend whose compiler may compile one file.
     fn going(folder: &Path, version: &'static str) -> Self {
         let seen = Self::new(folder, version);
         seen.go.send(Ok(())).unwrap();

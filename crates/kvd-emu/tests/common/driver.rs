@@ -28,7 +28,7 @@ struct Opened {
     bytes: u64,
     /// How often it is open.
     times: usize,
-    /// Of memory that came as a descriptor, which is mapped each time.
+    /// The mapping of memory that came as a descriptor, which is mapped each time.
     mapping: Option<MmapMut>,
 }
 
@@ -75,7 +75,7 @@ impl EmuDriver {
         (driver, watch)
     }
 
-    /// The same as another GPU.
+    /// A driver with the limits of another GPU.
     pub(crate) fn with_limits(mut self, limits: GpuLimits) -> Self {
         self.limits = limits;
         self

@@ -6,8 +6,8 @@ use serde_json::Value;
 /// Bytes in front of a safetensors file's header: its length.
 const LENGTH_BYTES: usize = 8;
 
-/// The same calibration with what `change` makes of the bytes of each tensor, by its name without
-/// its part, and its shape.
+/// The calibration with each tensor's bytes changed by `change`, which gets its name without its
+/// part, and its shape.
 pub(crate) fn changed(
     calibration: &Calibration,
     change: impl Fn(&str, &[usize], &mut [u8]),
@@ -28,7 +28,7 @@ pub(crate) fn changed(
     Calibration::from_bytes(&bytes).unwrap()
 }
 
-/// The same calibration with the entries of its codebooks beside their levels.
+/// The calibration with the entries of its codebooks moved off their levels.
 pub(crate) fn off_levels(calibration: &Calibration) -> Calibration {
     changed(calibration, |kind, _, bytes| {
         if kind == "codebook" {

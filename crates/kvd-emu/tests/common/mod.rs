@@ -23,7 +23,7 @@ pub(crate) fn orders() -> impl Iterator<Item = ThreadOrder> + Clone {
     all.iter().copied()
 }
 
-/// What a test asks of a stored sequence.
+/// A test's query over a stored sequence.
 #[derive(Clone, Debug)]
 pub(crate) struct Ask {
     pub(crate) group: usize,

@@ -11,7 +11,7 @@ const EPSILON: f64 = 1.0 / (1u64 << 24) as f64;
 /// Between levels that two bytes hold, of the largest: docs/adr/0008-kernel-error-budget.md.
 const LEVEL_STEP: f64 = 1.0 / 32_639.0;
 
-/// What one output row should be.
+/// The expected value of one output row.
 pub(crate) struct Expected {
     pub(crate) out: Vec<f64>,
     pub(crate) lse: f64,

@@ -40,7 +40,7 @@ pub(crate) fn run(
     run_with(stored, plan, parts_per_unit, usize::MAX, order)
 }
 
-/// The same with so much shared memory for the codebooks of a side.
+/// Runs a plan with so much shared memory for the codebooks of a side.
 pub(crate) fn run_with(
     stored: &Stored,
     plan: &AttendPlan,
@@ -52,7 +52,7 @@ pub(crate) fn run_with(
     run_split(stored, plan, (parts_per_unit, 1), rooms, order)
 }
 
-/// The same with codebooks kept in `rooms` and the channels of values split.
+/// Runs a plan with codebooks kept in `rooms` and the channels of values split.
 pub(crate) fn run_split(
     stored: &Stored,
     plan: &AttendPlan,
@@ -70,7 +70,8 @@ fn options(parts_per_unit: usize, channel_split: u32) -> TableOptions {
     TableOptions { parts_per_unit, shared: SHARED, chunks: None, channel_split, late }
 }
 
-/// The same where the kernels of all pairs with products on tensor cores have been compiled since.
+/// Runs a plan where the kernels of all pairs with products on tensor cores have been compiled
+/// since.
 pub(crate) fn run_tensor(
     stored: &Stored,
     plan: &AttendPlan,
@@ -82,7 +83,7 @@ pub(crate) fn run_tensor(
         .map(|(answer, _)| answer)
 }
 
-/// The same where the kernel of a pair on CUDA cores, `late`, has been compiled since: it is
+/// Runs a plan where the kernel of a pair on CUDA cores, `late`, has been compiled since: it is
 /// launched in the place of the one that all pairs share, with that one's tables.
 pub(crate) fn run_late(
     stored: &Stored,
@@ -103,8 +104,8 @@ pub(crate) fn run_late(
         .map(|(answer, _)| answer)
 }
 
-/// The same with so much shared memory for a thread block, and so many chunks decoded together
-/// where they fit; says how much of it was taken.
+/// Runs a plan with so much shared memory for a thread block, and so many chunks decoded together
+/// where they fit; returns how much of it was taken.
 pub(crate) fn run_within(
     stored: &Stored,
     plan: &AttendPlan,
@@ -132,7 +133,7 @@ fn run_as(
     Ok((merged.into_attended(plan, &stored.codec), taken.unwrap_or(0)))
 }
 
-/// What a launch is given, but for the addresses.
+/// The parameters of a launch, but for the addresses.
 pub(crate) fn parameters(tables: &AttendTables, launched: &AttendLaunch) -> AttendParameters {
     AttendParameters {
         key_stage: launched.key_stage,

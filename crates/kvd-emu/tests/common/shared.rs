@@ -8,8 +8,8 @@ use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-/// What a descriptor's memory is a whole number of, as an allocation of virtual memory management
-/// is; a GPU's are larger.
+/// Granularity of a descriptor's memory, as an allocation of virtual memory management has it; a
+/// GPU's is larger.
 pub(crate) const GRANULE: u64 = 4096;
 
 /// How a worker names its memory.
@@ -48,7 +48,7 @@ impl Shared {
         Self::Fd { file, mapping, path, dir }
     }
 
-    /// What it holds; no kernel is running.
+    /// Its bytes; no kernel is running.
     pub(crate) fn bytes(&self) -> &[u8] {
         match self {
             Self::Ipc(memory) => memory.bytes(),
@@ -60,7 +60,7 @@ impl Shared {
         self.bytes().len() as u64
     }
 
-    /// What the worker hands over, each time anew.
+    /// The handle that the worker passes, a new one each time.
     pub(crate) fn handle(&self) -> RegionHandle {
         match self {
             Self::Ipc(memory) => RegionHandle::CudaIpc(ipc_handle(memory)),

@@ -67,7 +67,7 @@ impl Stored {
         Self::calibrated(geometry, codec, layout, value, Calibration::clone)
     }
 
-    /// The same with what `change` makes of the codec's calibration.
+    /// A block whose codec has the calibration that `change` makes.
     pub(crate) fn calibrated(
         geometry: &Geometry,
         codec: &str,

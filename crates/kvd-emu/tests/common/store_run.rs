@@ -3,7 +3,7 @@
 use kvd_cuda::{StoreLaunch, StoreParameters};
 use kvd_emu::{EmulatorMemory, LaunchGrid, ThreadOrder, launch_kernel};
 
-/// What all launches of one plan read and write.
+/// Device memory that all launches of one plan read and write.
 pub(crate) struct StoreRun<'a> {
     pub(crate) arena: &'a [u8],
     pub(crate) tables: &'a [u8],
@@ -12,7 +12,7 @@ pub(crate) struct StoreRun<'a> {
     pub(crate) page_bytes: u64,
     /// Words that they need beside shared memory.
     pub(crate) words: u64,
-    /// What units say of their pages, or counters.
+    /// The page headers that units write, or counters.
     pub(crate) headers: &'a EmulatorMemory,
     /// Bytes of it that are a unit's own; 0 where they are all units'.
     pub(crate) header_bytes: usize,

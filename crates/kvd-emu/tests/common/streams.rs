@@ -29,7 +29,7 @@ impl Pace {
     }
 }
 
-/// What a stream is given.
+/// A piece of work of a stream.
 #[derive(Clone, Debug)]
 pub(crate) enum Work {
     Write {
@@ -116,13 +116,13 @@ impl Streams {
         }
     }
 
-    /// What must be done next before an event has happened.
+    /// The work that must be done next before an event has happened.
     pub(crate) fn next_before(&mut self, event: EventId) -> Option<Given> {
         let (stream, until) = self.events[&event]?;
         self.next(stream, until, true)
     }
 
-    /// What a device of this pace does next of itself.
+    /// The work that a device of this pace does next of itself.
     pub(crate) fn next_of(&mut self, pace: Pace) -> Option<Given> {
         let stream = pace.eager()?;
         self.next(stream, usize::MAX, false)
@@ -200,7 +200,7 @@ impl Streams {
         self.unseen().any(|work| work.uses(range))
     }
 
-    /// What is wrong with doing this now.
+    /// The race that doing this work now would be.
     pub(crate) fn complaint(&self, (work, number): &Given) -> Option<String> {
         let undone = |stream: DeviceStream| {
             let rest = self.given[stream as usize][self.done[stream as usize]..].iter();

@@ -1,11 +1,11 @@
-//! What a test sees of the made-up driver, and tells it.
+//! The record of the test driver's calls, and the faults that a test plants.
 
 use crate::streams::Work;
 use kvd_compute::RegionHandle;
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-/// What fails, and how often what happened.
+/// Counts of the test driver's calls, and the planted fault.
 #[derive(Debug, Default)]
 pub(crate) struct Watch {
     /// Memory, pinned memory, events and graphs that were not given back.
@@ -38,7 +38,7 @@ pub(crate) struct Watch {
     /// No event has happened before.
     pub(crate) until: Option<Instant>,
     pub(crate) planted: Planted,
-    /// What would have been a race on a GPU.
+    /// Races that a GPU could have had.
     pub(crate) complaints: Vec<String>,
     pub(super) failed: bool,
 }
@@ -70,7 +70,7 @@ pub(crate) enum Fail {
     Graphs,
     /// No graph is changed.
     Updates,
-    /// Of a graph that is changed the third node finds no memory.
+    /// When a graph is changed, the third node finds no memory.
     Node,
 }
 

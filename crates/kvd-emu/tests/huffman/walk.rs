@@ -11,7 +11,7 @@ use kvd_cuda::{LayerShapes, SideShape};
 use kvd_emu::{EmulatorMemory, LaunchGrid, ThreadOrder, is_available, launch_kernel};
 
 const LAYER: LayerIndex = LayerIndex(0);
-/// Of two rings: `RING_BYTES` of `huffman.cuh`.
+/// Bytes of two rings: `RING_BYTES` of `huffman.cuh`.
 const RINGS: usize = 2 * 1024;
 
 /// A page of Huffman codes, and how the device reads it.
@@ -104,7 +104,7 @@ enum Decoder {
     TablesTwice,
 }
 
-/// What all chunks of a page have in common on the device.
+/// Device memory that all chunks of a page share.
 struct Setup<'a> {
     page: &'a Coded,
     tables: &'a EmulatorMemory,

@@ -5,7 +5,7 @@ use super::*;
 use kvd_compute::EncodeSource;
 use std::collections::BTreeMap;
 
-/// The same backend without graphs.
+/// The backend without graphs.
 fn without_graphs(text: &str) -> (Fixture, PlanPart) {
     with_rows(text, CudaOptions { graphs: 0, ..OPTIONS })
 }

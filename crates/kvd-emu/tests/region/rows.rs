@@ -20,7 +20,7 @@ fn finite(count: usize, seed: usize) -> Vec<u8> {
     (0..count.div_ceil(2)).flat_map(|i| word(i).to_le_bytes()).take(count).collect()
 }
 
-/// What `kvd_stage` makes of K and V: the hash, the first bad value of each, and their copies.
+/// The output of `kvd_stage` for K and V: the hash, the first bad value of each, and their copies.
 fn stage(
     sides: [&[u8]; 2],
     shift: usize,

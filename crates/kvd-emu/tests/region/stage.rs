@@ -68,7 +68,7 @@ pub(super) fn writes(geometry: &Geometry, begun: u32, tokens: u32) -> Vec<Staged
     writes
 }
 
-/// What is in the slots of `writes`, as it is stored.
+/// The bytes in the slots of `writes`, as they are stored.
 pub(super) fn stored(
     backend: &mut CudaBackend,
     writes: &[StagedWrite],

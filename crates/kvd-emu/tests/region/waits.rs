@@ -1,5 +1,5 @@
-//! What a store in place waits for: units, the rows that they are written from, and the scratch
-//! memory that both hand over to encoding.
+//! Waits of a store in place: for units, for the rows that they are written from, and for the
+//! scratch memory that both hand over to encoding.
 
 use super::stage::{
     BLOCK, LAYER, MODEL, incoming, refused, registered, shaped, stage, stored, writes,

@@ -15,7 +15,7 @@ fn untrained(blocks: &Blocks, text: &str) -> ModelCodec {
     Stored::new(blocks.stored.codec.geometry(), text, &none, |_, _, _, _| 0.0).codec
 }
 
-/// What kernels count of some of the blocks, launch by launch; none where rows are no numbers.
+/// The kernels' counts of some of the blocks, launch by launch; none where rows are no numbers.
 fn counted(
     blocks: &Blocks,
     codec: &ModelCodec,

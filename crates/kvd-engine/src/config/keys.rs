@@ -92,7 +92,7 @@ impl<'a> ConfigKeys<'a> {
         Ok(object.filter(|object| !object.is_empty()))
     }
 
-    /// The same as `read`, for a key that must be there.
+    /// Returns `read`, or an error for a key that must be there.
     pub(super) fn require_key<T>(self, key: &str, read: Option<T>) -> Result<T> {
         read.ok_or_else(|| self.refuse_key(key, "the key is missing"))
     }

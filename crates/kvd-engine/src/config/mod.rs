@@ -122,11 +122,11 @@ impl ActivationFunction {
 /// Projections with a bias.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BiasFlags {
-    /// Of queries, keys and values.
+    /// Bias of the query, key and value projections.
     pub(crate) qkv: bool,
-    /// Of the attention's output.
+    /// Bias of the attention's output projection.
     pub(crate) o: bool,
-    /// Of the MLP.
+    /// Bias of the MLP's projections.
     pub(crate) mlp: bool,
 }
 

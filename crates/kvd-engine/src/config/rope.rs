@@ -81,7 +81,7 @@ impl RopeSpecs {
     }
 }
 
-/// What an embedding needs of the rest of the config.
+/// The values of the config that an embedding depends on.
 #[derive(Clone, Copy)]
 pub(super) struct RopeContext<'a> {
     /// Keys at the top.

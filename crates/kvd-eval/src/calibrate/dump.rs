@@ -31,7 +31,7 @@ pub struct LayerRows {
 /// Rows of every layer of a model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KvDump {
-    /// Of the model.
+    /// Geometry of the model.
     pub geometry: Geometry,
     /// Query heads; 0 when no layer has queries.
     pub query_heads: usize,

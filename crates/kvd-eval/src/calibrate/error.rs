@@ -1,4 +1,4 @@
-//! What a source of calibration rows can lack.
+//! Errors of sources of calibration rows.
 
 use kvd_codec::SampleKind;
 

@@ -45,7 +45,7 @@ pub struct CalibrateOptions {
 }
 
 impl CalibrateOptions {
-    /// What can be told before any row is there.
+    /// Checks the options before any row is read.
     fn check_options(&self) -> Result<(), CalibrateError> {
         let idle = self.codecs.iter().find(|codec| !codec.spec.needs_calibration());
         match idle {
@@ -55,7 +55,7 @@ impl CalibrateOptions {
     }
 }
 
-/// What was made.
+/// The result of a calibration.
 #[derive(Clone, Debug)]
 pub struct CalibrationRun {
     /// The artefact; none when no codec was asked for.

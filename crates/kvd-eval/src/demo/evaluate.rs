@@ -11,7 +11,7 @@ use bytes::Bytes;
 use kvd_codec::{CodecSpec, Samples};
 use std::time::Instant;
 
-/// What the runs of all codecs share.
+/// State that the runs of all codecs share.
 pub(crate) struct DemoEvaluation<'a> {
     pub(crate) rig: MeasureRig<'a>,
     pub(crate) subject: &'a DemoSubject,

@@ -1,4 +1,4 @@
-//! What to run.
+//! Options of the demo.
 
 use crate::UsageError;
 use crate::eval::{EvalCodec, WindowChoice};

@@ -43,7 +43,7 @@ fn print_heading(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
     Ok(())
 }
 
-/// What a codec is called here: its name, or a number for a spec too long for a column.
+/// The name of a codec in the tables: its own, or a number for a spec too long for a column.
 fn codec_label(report: &DemoReport, run: &CodecReport) -> String {
     const LONGEST: usize = 16;
     if run.codec.len() <= LONGEST {

@@ -1,4 +1,4 @@
-//! What a run found out, for programs: `--json` writes one [`DemoReport`].
+//! The demo's report, for programs: `--json` writes one [`DemoReport`].
 
 use crate::measure::{AttentionError, CallSummaries, DeviceMeans, StorageRatios};
 use crate::model_report::ModelReport;
@@ -10,9 +10,9 @@ use serde::Serialize;
 pub struct DemoReport {
     /// The model and what to make of its numbers.
     pub model: ModelReport,
-    /// What was run.
+    /// The setup of the run.
     pub setup: DemoSetup,
-    /// The same model without kvd: an f16 cache and f32 attention in the engine's own process.
+    /// The model without kvd: an f16 cache and f32 attention in the engine's own process.
     pub without_kvd: ReferenceReport,
     /// One entry per codec, in the order asked.
     pub codecs: Vec<CodecReport>,
@@ -20,7 +20,7 @@ pub struct DemoReport {
     pub seconds: f64,
 }
 
-/// What was run.
+/// The setup of a run.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct DemoSetup {
     /// The daemon's address.
@@ -67,7 +67,7 @@ pub struct CodecReport {
     pub codec_spec: String,
     /// Name of the model in the daemon, and in its metrics.
     pub model: String,
-    /// What the passages take in the daemon.
+    /// Stored size of the passages in the daemon.
     pub storage: StorageRatios,
     /// On clean queries, keys and values of the first passage.
     pub attention_error: AttentionError,

@@ -9,7 +9,7 @@ use std::str::FromStr;
 /// A codec to evaluate.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EvalCodec {
-    /// What tables call it: a preset's name, a policy file's stem, or the spec text.
+    /// Name in tables: a preset's name, a policy file's stem, or the spec text.
     pub label: String,
     /// The codec.
     pub spec: CodecSpec,

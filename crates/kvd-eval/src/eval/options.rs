@@ -1,4 +1,4 @@
-//! What to evaluate.
+//! Options of an evaluation.
 
 use super::{EvalCodec, WindowChoice};
 use crate::UsageError;

@@ -1,4 +1,4 @@
-//! What papers say about the order of codecs, checked on a block of rows.
+//! Orderings of codecs that papers claim, checked on a block of rows.
 
 use super::tables::TableSheet;
 use super::{EvalBlock, EvalCodec, EvalRow};
@@ -139,7 +139,7 @@ const CLAIMS: &[(&str, &str, RowRelation)] = &[
 /// A claim on the rows of one block.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PaperClaim {
-    /// What is claimed.
+    /// The claim, as a sentence.
     pub claim: String,
     /// Who says so.
     pub source: &'static str,

@@ -1,4 +1,4 @@
-//! What an evaluation found out, for programs: `--json` writes one [`EvalReport`].
+//! The report of an evaluation, for programs: `--json` writes one [`EvalReport`].
 
 use crate::ModelReport;
 use crate::measure::{AttentionError, DeviceSpeed, StorageRatios};
@@ -13,7 +13,7 @@ pub struct EvalReport {
     pub version: u32,
     /// The model and what to make of its numbers.
     pub model: ModelReport,
-    /// What was run.
+    /// The setup of the run.
     pub setup: EvalSetup,
     /// One per text and windows, in the order asked, windows innermost.
     pub blocks: Vec<EvalBlock>,
@@ -32,7 +32,7 @@ impl EvalReport {
     pub const VERSION: u32 = 1;
 }
 
-/// What was run.
+/// The setup of a run.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct EvalSetup {
     /// How it was asked for.
@@ -67,7 +67,7 @@ pub struct EvalBlock {
     pub text: String,
     /// `own`, or the windows that every codec was given.
     pub windows: String,
-    /// The same passages without kvd.
+    /// Quality on these passages without kvd.
     pub without_kvd: TextQuality,
     /// One per codec, in the order asked.
     pub rows: Vec<EvalRow>,
@@ -80,9 +80,9 @@ pub struct EvalRow {
     pub codec: String,
     /// As the daemon understood it, windows included.
     pub codec_spec: String,
-    /// What the passages take in the daemon, by part.
+    /// Stored size of the passages in the daemon, by part.
     pub storage: StorageRatios,
-    /// The same spread over a context of a stated length.
+    /// Bits per value, with constant parts spread over a context of a stated length.
     pub context: ContextBits,
     /// On clean queries, keys and values of the first passage, by layer.
     pub attention_error: AttentionError,

@@ -15,7 +15,7 @@ use kvd_codec::CodecSpec;
 use kvd_engine::TokenWindow;
 use std::time::Instant;
 
-/// What an evaluation and a search begin with.
+/// The connection and the material of an evaluation or a search.
 pub(crate) struct EvalSession {
     client: Client,
     info: ServerInfo,
@@ -36,7 +36,7 @@ impl EvalSession {
         Ok(Self { client, info, material, progress: RunProgress::new(0), begin })
     }
 
-    /// What the runs of all codecs share.
+    /// The rig that the runs of all codecs share.
     pub(crate) fn session_rig(&self, options: &EvalOptions) -> Result<MeasureRig<'_>> {
         let model = &self.material.model;
         Ok(MeasureRig {
@@ -129,7 +129,7 @@ fn describe_setup(options: &EvalOptions, info: &ServerInfo, material: &EvalMater
     }
 }
 
-/// What the runs of all codecs share.
+/// State that the runs of all codecs share.
 struct EvalRun<'a> {
     rig: MeasureRig<'a>,
     options: &'a EvalOptions,

@@ -13,11 +13,11 @@ pub(super) struct TableSheet {
     pub(super) title: &'static str,
     pub(super) header: Vec<String>,
     pub(super) rows: Vec<Vec<String>>,
-    /// What the columns are.
+    /// Explanation of the columns.
     pub(super) note: String,
 }
 
-/// What a row is called in columns and plots.
+/// The name of a row in columns and plots.
 pub(super) fn row_label(block: &EvalBlock, row: &EvalRow) -> String {
     if row.codec.chars().count() <= LABEL_MAX {
         return row.codec.clone();
@@ -94,7 +94,8 @@ fn quality_sheet(block: &EvalBlock) -> TableSheet {
     new_sheet("Quality", &header, rows, note)
 }
 
-/// What was not stored as the codec says; its bits and its error are of a mixture then.
+/// A note on values that were not stored as the codec says; its bits and its error are of a mixture
+/// then.
 fn fallback_note(block: &EvalBlock, row: &EvalRow) -> Option<String> {
     let (raw, safer) = (row.storage.fallback_pages, row.storage.over_bound_pages);
     let label = row_label(block, row);
@@ -186,7 +187,7 @@ fn speed_sheet(block: &EvalBlock) -> Option<TableSheet> {
     Some(new_sheet("Speed", &header, rows, note))
 }
 
-/// What a search gave each layer and side.
+/// The table of a search: the spec of each layer and side.
 pub(super) fn search_sheet(search: &SearchReport) -> TableSheet {
     let header = ["layer", "side", "bits/value", "attn error", "KL expected", "spec"];
     let row = |slot: &crate::search::SlotReport| {

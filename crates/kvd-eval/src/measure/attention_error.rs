@@ -23,7 +23,7 @@ pub struct AttentionError {
     pub kernel: f64,
     /// The daemon's output against exact attention over the originals.
     pub total: f64,
-    /// The same for each layer.
+    /// The error of each layer.
     pub layers: Vec<LayerError>,
 }
 
@@ -137,7 +137,7 @@ impl CleanWindow {
         kvd.store_rows(layer, tokens.start, &recording.k[rows.clone()], &recording.v[rows]).await
     }
 
-    /// What the daemon answers the queries of `tokens` of one layer.
+    /// The daemon's answer to the queries of `tokens` of one layer.
     pub(super) async fn query_rows(
         &self,
         kvd: &mut KvdAttention,

@@ -1,4 +1,4 @@
-//! What the daemon's own metrics tell of a model, read from its Prometheus exposition.
+//! The daemon's own metrics of a model, read from its Prometheus exposition.
 
 use super::latency::{CallSummaries, LatencySummary};
 use serde::Serialize;
@@ -59,7 +59,7 @@ pub(crate) struct DeviceTotals {
 }
 
 impl DeviceTotals {
-    /// What came on top of `before`.
+    /// The difference to `before`.
     pub(crate) fn since_before(self, before: &Self) -> Self {
         Self {
             store_seconds: self.store_seconds - before.store_seconds,
@@ -76,9 +76,9 @@ impl DeviceTotals {
 /// Mean device time of some calls, in microseconds: sums over counts, so no bucket rounds it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct DeviceMeans {
-    /// Of a store.
+    /// Mean device time of a store.
     pub store_us: f64,
-    /// Of an attend.
+    /// Mean device time of an attend.
     pub attend_us: f64,
 }
 
@@ -174,7 +174,7 @@ impl MetricHistogram {
         Self(buckets)
     }
 
-    /// What came on top of `before`, which is an earlier state or has nothing.
+    /// The difference to `before`, which is an earlier state or empty.
     fn since_before(&self, before: &Self) -> Self {
         let earlier = |bound: f64| {
             let found = before.0.iter().find(|(known, _)| *known == bound);

@@ -1,5 +1,5 @@
-//! What one codec does, measured through a daemon over gRPC: the parts that the demo, the
-//! evaluation and the search share.
+//! Measurement of one codec through a daemon over gRPC: the parts that the demo, the evaluation and
+//! the search share.
 
 mod attention_error;
 mod daemon;

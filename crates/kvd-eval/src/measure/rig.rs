@@ -17,7 +17,7 @@ use kvd_engine::{
     Continuation, LanguageModel, QualitySums, TextQuality, generate_tokens, teacher_forced,
 };
 
-/// What the runs of all codecs share.
+/// The client, model and settings that the runs of all codecs share.
 pub(crate) struct MeasureRig<'a> {
     pub(crate) client: &'a Client,
     pub(crate) model: &'a LanguageModel,

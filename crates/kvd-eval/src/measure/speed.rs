@@ -16,7 +16,7 @@ const QUERIES: usize = 8;
 pub struct DeviceSpeed {
     /// K and V values encoded per second.
     pub encode_values_per_second: f64,
-    /// The same in 1e9 bytes of f16 per second.
+    /// Encoding speed, in 1e9 bytes of f16 per second.
     pub encode_gb_per_second: f64,
     /// 1e9 bytes of f16 decoded per second by `LoadBlocks`, windows included.
     pub load_gb_per_second: f64,

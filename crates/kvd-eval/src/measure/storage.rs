@@ -1,4 +1,4 @@
-//! What the stored passages take, counted by the daemon.
+//! Stored size of the passages, counted by the daemon.
 
 use serde::Serialize;
 
@@ -32,9 +32,9 @@ pub struct StoredParts {
 pub struct StorageRatios {
     /// Bits per value of packed blocks, all their bytes counted.
     pub bits_per_value: f64,
-    /// The same for keys alone.
+    /// Bits per value of keys alone.
     pub bits_per_key_value: f64,
-    /// The same for values alone.
+    /// Bits per value of values alone.
     pub bits_per_value_value: f64,
     /// Share of `bits_per_value` that is codes.
     pub code_bits: f64,

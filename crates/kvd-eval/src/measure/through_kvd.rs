@@ -147,7 +147,7 @@ impl KvdAttention {
         Ok((unpack_values(&rows.k, values)?, unpack_values(&rows.v, values)?))
     }
 
-    /// What the daemon holds of the sequence.
+    /// Bytes that the daemon holds of the sequence.
     pub(crate) async fn stored_bytes(&self) -> Result<StoredBytes> {
         let description = self.client.describe_sequence(self.sequence).await?;
         description.stored.context("the daemon's description of a sequence has no stored bytes")

@@ -9,7 +9,7 @@ pub(super) struct SlotChoice {
     pub(super) candidate: usize,
     /// Bits per value there.
     pub(super) bits: f64,
-    /// What it is expected to cost in quality.
+    /// Expected loss of quality.
     pub(super) cost: f64,
 }
 

@@ -18,7 +18,7 @@ use kvd_core::Side;
 use sensitivity::{MeasuredSide, SensitivityBench};
 use serde::Serialize;
 
-/// What to search.
+/// Options of a search.
 #[derive(Clone, Debug)]
 pub struct SearchOptions {
     /// Bits per value of packed blocks, mean over layers, keys and values.
@@ -48,7 +48,7 @@ impl SearchOptions {
     }
 }
 
-/// What a search found.
+/// The result of a search.
 #[derive(Clone, Debug)]
 pub struct FoundPolicy {
     /// The policy.
@@ -74,7 +74,7 @@ pub struct SearchReport {
     pub slots: Vec<SlotReport>,
 }
 
-/// What one layer and side got.
+/// The spec that a search gave one layer and side.
 #[derive(Clone, Debug, Serialize)]
 pub struct SlotReport {
     /// Layer.

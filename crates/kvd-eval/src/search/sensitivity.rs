@@ -21,7 +21,7 @@ pub(super) struct MeasuredSide {
     pub(super) bits: f64,
 }
 
-/// What the measurements share.
+/// State that the measurements share.
 pub(super) struct SensitivityBench<'a> {
     pub(super) rig: &'a MeasureRig<'a>,
     pub(super) fits: &'a FittedSides,

@@ -19,7 +19,7 @@ use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status, Streaming};
 
-/// What is registered and stored; a test looks into it.
+/// The registered models and stored tokens, for tests to inspect.
 #[derive(Default)]
 pub(crate) struct State {
     next: u64,

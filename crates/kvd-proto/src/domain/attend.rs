@@ -16,7 +16,7 @@ pub struct AttendBatch {
     pub layer: LayerIndex,
     /// Query heads: a multiple of the model's KV heads, which [`AttendBatch::check_shape`] checks.
     pub q_heads: u32,
-    /// Of `q` and of the reply's `out`.
+    /// Dtype of `q` and of the reply's `out`.
     pub dtype: DType,
     /// Finite and above 0; `None` is `1/sqrt(head_dim_k)`.
     pub scale: Option<f32>,
@@ -103,7 +103,7 @@ impl AttendBatch {
         self.check_shape_of(geometry, self.q.len() as u64)
     }
 
-    /// The same of queries that lie elsewhere and have so many bytes.
+    /// Checks the shape of queries that lie elsewhere, `q_bytes` long.
     ///
     /// # Errors
     /// As [`AttendBatch::check_shape`].

@@ -8,7 +8,7 @@ use tonic::Status;
 /// Why one message or one query was refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallError {
-    /// What to branch on; one that this build does not know is [`ErrorCode::Internal`].
+    /// The code to branch on; one that this build does not know is [`ErrorCode::Internal`].
     pub code: ErrorCode,
     /// For people.
     pub message: String,

@@ -1,4 +1,4 @@
-//! What a message means, once it is known to mean something.
+//! Domain types of the wire: each message, once its values are known to be valid.
 //!
 //! Each type is made from its message by `TryFrom` (or `From` where nothing can be wrong) and
 //! turned back by `From`, so that the daemon and the client share one reading of the wire. What

@@ -10,7 +10,7 @@ use kvd_core::DType;
 pub struct SampledQueries {
     /// Query heads of each token; 0 without rows.
     pub q_heads: u32,
-    /// Of `q`.
+    /// Dtype of `q`.
     pub dtype: DType,
     /// `[tokens, q_heads, head_dim_k]`.
     pub q: Bytes,

@@ -37,7 +37,7 @@ impl StoreChunk {
         self.check_payload_bytes(geometry, [&self.k, &self.v].map(|bytes| bytes.len() as u64))
     }
 
-    /// The same of K and V that lie elsewhere and have so many bytes.
+    /// Checks the shape of K and V that lie elsewhere, of these lengths in bytes.
     ///
     /// # Errors
     /// As [`StoreChunk::check_shape`].

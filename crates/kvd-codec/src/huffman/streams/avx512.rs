@@ -21,7 +21,7 @@ const SYMBOLS: usize = 32;
 const REGISTER_QUADS: usize = 8;
 /// Steps that are brought into order together: those of eight quads of a row, or of 32 positions.
 const PART_STEPS: usize = 32;
-/// What they are of at most.
+/// Positions of a row that those steps cover, at most.
 const PART_POSITIONS: usize = 32;
 /// Words that streams may give away in a part.
 const PART_WORDS: usize = PART_STEPS * 2 * STREAMS;
@@ -116,8 +116,8 @@ impl Avx512Encoder<'_> {
         [self.encode_pair::<0>(codes, tables), self.encode_pair::<1>(codes, tables)]
     }
 
-    /// Of two codes of each stream. No closure here or beside: a closure is compiled without these
-    /// instructions, which then are calls.
+    /// Encodes two codes of each stream. It has no closures: a closure is compiled without these
+    /// instructions, which then become calls.
     #[inline(always)]
     fn encode_pair<const PAIR: u32>(
         &self,

@@ -5,7 +5,7 @@ use super::{CHUNK_TOKENS, QUAD, STREAMS, StreamRun, StreamTable, WORD_BITS, quad
 use crate::PageError;
 use kvd_core::Side;
 
-/// What a page's codes look like.
+/// Layout of a page's codes: rows, runs and tables.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StreamLayout<'a> {
     pub(crate) side: Side,

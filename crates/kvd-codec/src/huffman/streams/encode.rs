@@ -28,7 +28,7 @@ type StreamUnits = [[u32; STREAMS]; QUAD];
 struct StreamWriter {
     held: [u64; STREAMS],
     filled: [u64; STREAMS],
-    /// What no stream has more of.
+    /// Upper bound of the bits that any stream holds.
     filled_most: u32,
     /// Bits that a decoder has loaded and not used.
     ready: [u32; STREAMS],

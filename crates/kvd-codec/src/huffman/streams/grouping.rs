@@ -1,4 +1,4 @@
-//! What a symbol stands for: one code, or several that lie together.
+//! Grouping of codes into symbols: one code, or several that lie together.
 
 use super::QUAD;
 

@@ -84,7 +84,7 @@ pub struct ByteTables {
     /// By the next eight bits: both in a byte, how far the length is from eight in three bits and
     /// the code above them. Only where a symbol is one code, and none is above 31.
     pub small: Option<[u8; 256]>,
-    /// The same by four bits after the other.
+    /// This table, indexed by four bits after the other.
     pub nibbles: NibbleTables,
 }
 
@@ -147,7 +147,7 @@ impl StreamTable {
         }
     }
 
-    /// What codes two codes at once.
+    /// The table that codes two codes at once; none where a symbol holds several codes.
     fn pair_table(&self) -> Option<&PairTable> {
         self.pairs.get_or_init(|| PairTable::new(self)).as_ref()
     }
@@ -181,13 +181,13 @@ impl StreamTable {
         (self.batch, self.batch as u32 * (self.longest + self.raw_bits()))
     }
 
-    /// What its codes are below, without their low bits.
+    /// Upper bound of its codes, without their low bits.
     #[must_use]
     pub fn level_count(&self) -> u16 {
         self.grouping.levels
     }
 
-    /// What a missing code of a symbol of several counts as.
+    /// The code that stands for a missing one in a symbol of several codes.
     #[must_use]
     pub fn missing_code(&self) -> u16 {
         self.grouping.missing

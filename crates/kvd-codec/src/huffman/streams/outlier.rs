@@ -1,4 +1,4 @@
-//! What codes do not hold: places in a chunk and what is missing there.
+//! Outliers: places in a chunk whose stored codes are cut off, and the missing rest.
 //!
 //! A word of 16 bits says by how many places the next outlier lies further (low 12 bits, places
 //! counted row after row), and what is added there, -7 to 7 (high 4 bits). 0 adds nothing and only
@@ -26,7 +26,7 @@ pub struct CodeOutlier {
     pub token: usize,
     /// Position in the row.
     pub position: usize,
-    /// What is missing.
+    /// Difference between the true code and the stored one.
     pub rest: i32,
 }
 

@@ -1,4 +1,4 @@
-//! What stands for symbols without a code: the symbol that is cheapest with its outliers.
+//! Substitutes for symbols without a code: the symbol that is cheapest with its outliers.
 
 use super::{SymbolGrouping, outlier};
 

@@ -306,7 +306,7 @@ fn hand_out(masks: &[u16], words: &[u8], stream_bytes: usize, out: &mut Vec<u8>)
     used
 }
 
-/// What codes two single codes, for tables of few of them without substitutes.
+/// Codes of pairs of single codes, for tables of few codes without substitutes.
 #[derive(Clone, Debug)]
 pub(super) struct PairTable {
     levels: usize,
