@@ -1,7 +1,7 @@
 // Rows as they came, and FP8.
 
 #include <kvd/declare.cuh>
-#include <kvd/half.cuh>
+#include <kvd/mma_f16.cuh>
 #include <kvd/merge.cuh>
 
 KVD_ATTEND_ROWS(f32_f32, kvd::Float<kvd::F32>, kvd::Float<kvd::F32>)

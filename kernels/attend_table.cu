@@ -1,7 +1,7 @@
 // Sides with a table of levels or directions: polar, lloyd, bit allocation.
 
 #include <kvd/declare.cuh>
-#include <kvd/groups.cuh>
+#include <kvd/bit_groups.cuh>
 #include <kvd/lloyd.cuh>
 #include <kvd/polar.cuh>
 #include <kvd/uniform.cuh>

@@ -1,7 +1,7 @@
 // Those of the presets: `polar-4+4`, `turbo-4`, `kvd-2-fast`.
 
 #include <kvd/declare.cuh>
-#include <kvd/groups.cuh>
+#include <kvd/bit_groups.cuh>
 #include <kvd/lloyd.cuh>
 #include <kvd/polar.cuh>
 #include <kvd/uniform.cuh>

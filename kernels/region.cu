@@ -3,7 +3,7 @@
 #include <kvd/region/answer.cuh>
 #include <kvd/region/queries.cuh>
 #include <kvd/region/rows.cuh>
-#include <kvd/region/stage.cuh>
+#include <kvd/region/copy.cuh>
 
 KVD_KERNEL(kvd_queries, kvd::TURN_THREADS, kvd::QueryParameters, kvd::queries)
 KVD_KERNEL(kvd_answer, kvd::TURN_THREADS, kvd::AnswerParameters, kvd::answer)

@@ -1,7 +1,7 @@
 //! Huffman coding by itself, apart from the quantizer: for benchmarks.
 
 use crate::encode;
-use crate::huffman::streams::{self, CHUNK_TOKENS, StreamTable};
+use crate::huffman::streams::{self, CHUNK_TOKENS, CodeRows, CodeTables, StreamTable};
 use crate::{HeadCodec, ModelCodec};
 use kvd_core::{LayerIndex, Side};
 
@@ -48,7 +48,13 @@ impl CodeEncoder<'_> {
         let mut rest = |_, _| debug_assert!(false, "a symbol without a code");
         let chunks = codes.chunks(per_row * CHUNK_TOKENS);
         let words = chunks.map(|chunk| {
-            streams::encode_chunk(self.of, (&runs, tables), (chunk, per_row), out, &mut rest)
+            streams::encode_chunk(
+                self.of,
+                CodeTables { runs: &runs, tables },
+                CodeRows { rows: chunk, per_row },
+                out,
+                &mut rest,
+            )
         });
         words.sum()
     }

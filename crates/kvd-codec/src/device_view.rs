@@ -5,9 +5,9 @@
 use crate::page::{PageHeader, id};
 use crate::quantizer::HeadQuantizer;
 use crate::quantizer::float::largest_finite;
+use crate::row_block::LayerSide;
 use crate::transform::{TransformStep, hadamard_norm};
 use crate::{HeadCodec, ModelCodec};
-use kvd_core::{LayerIndex, Side};
 
 /// One step from a row to its coefficients, in place. Every number is rounded by itself: no product
 /// is fused with a sum.
@@ -130,12 +130,8 @@ impl ModelCodec {
     /// # Panics
     /// When layer or head lie outside the geometry.
     #[must_use]
-    pub fn page_header(
-        &self,
-        (layer, side): (LayerIndex, Side),
-        head: usize,
-        tokens: usize,
-    ) -> PageHeader {
+    pub fn page_header(&self, place: LayerSide, head: usize, tokens: usize) -> PageHeader {
+        let LayerSide { layer, side } = place;
         let of_head = self.head_codec(layer, side, head);
         PageHeader {
             side,
@@ -162,7 +158,7 @@ impl ModelCodec {
     #[must_use]
     pub fn fallback_header(
         &self,
-        place: (LayerIndex, Side),
+        place: LayerSide,
         head: usize,
         tokens: usize,
     ) -> (PageHeader, f32) {

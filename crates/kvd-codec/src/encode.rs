@@ -3,12 +3,14 @@
 use crate::PageBytes;
 use crate::bits::{self, CodeLayout};
 use crate::gain;
-use crate::huffman::streams::{self, CHUNK_TOKENS, StreamTable};
+use crate::huffman::streams::{self, CHUNK_TOKENS, CodeRows, CodeTables, StreamTable};
 use crate::page::{self, HEADER_BYTES, PageHeader, id};
 use crate::quantizer::bind::HeadPlace;
 use crate::quantizer::float::{self, largest_magnitude};
+use crate::quantizer::uniform::TileLayout;
 use crate::quantizer::uniform::Uniform;
 use crate::quantizer::{HeadCodec, HeadQuantizer, Unquantizable};
+use crate::row_block::RowBlock;
 use kvd_core::{DType, Side};
 
 /// Buffers that the pages of a block share.
@@ -68,19 +70,20 @@ pub(crate) fn append_page(
     let part = (side, place.side, dtype);
     scratch.table_version = 0;
     let mut gains = 0;
-    let (mut parts, fallback) = match append_payload(part, (rows, absmax), stage, scratch, out) {
-        Ok(mut parts) => {
-            gains = gain::append_shifts(&scratch.gains, out) as u64;
-            parts.scales += gains;
-            (parts, false)
-        }
-        Err(Unquantizable) => {
-            out.truncate(start + HEADER_BYTES);
-            float::encode_rows(dtype, rows, out).expect("the block was checked");
-            let codes = (out.len() - start - HEADER_BYTES) as u64;
-            (PageBytes { codes, ..PageBytes::default() }, true)
-        }
-    };
+    let (mut parts, fallback) =
+        match append_payload(part, CheckedRows { rows, absmax }, stage, scratch, out) {
+            Ok(mut parts) => {
+                gains = gain::append_shifts(&scratch.gains, out) as u64;
+                parts.scales += gains;
+                (parts, false)
+            }
+            Err(Unquantizable) => {
+                out.truncate(start + HEADER_BYTES);
+                float::encode_rows(dtype, rows, out).expect("the block was checked");
+                let codes = (out.len() - start - HEADER_BYTES) as u64;
+                (PageBytes { codes, ..PageBytes::default() }, true)
+            }
+        };
     let header = PageHeader {
         side: place.side,
         quantizer: if fallback { id::float_id(dtype) } else { side.quantizer_id() },
@@ -101,13 +104,28 @@ pub(crate) fn append_page(
     EncodedPage { parts, fallback }
 }
 
+/// Rows `[tokens, dim]` that were checked, and their largest magnitude.
+#[derive(Clone, Copy)]
+struct CheckedRows<'a> {
+    rows: &'a [f32],
+    absmax: f32,
+}
+
+/// The codec of a head, and whether it holds keys or values.
+#[derive(Clone, Copy)]
+struct CodecSide<'a> {
+    codec: &'a HeadCodec,
+    side: Side,
+}
+
 fn append_payload(
     (side, of, dtype): (&HeadCodec, Side, DType),
-    (rows, absmax): (&[f32], f32),
+    input: CheckedRows<'_>,
     stage: EntropyCoder<'_>,
     scratch: &mut EncodeScratch,
     out: &mut Vec<u8>,
 ) -> Result<PageBytes, Unquantizable> {
+    let CheckedRows { rows, absmax } = input;
     if let HeadQuantizer::Float(dtype) = side.quantizer {
         let coefficients =
             transform_rows(side, rows, &mut scratch.coefficients, &mut scratch.gains);
@@ -134,7 +152,13 @@ fn append_payload(
         return Ok(PageBytes { scales, codes, ..PageBytes::default() });
     }
     if let (HeadQuantizer::Uniform(uniform), EntropyCoder::Fixed) = (&side.quantizer, stage) {
-        return append_fixed_uniform(uniform, (side, of), (rows, absmax), scratch, out);
+        return append_fixed_uniform(
+            uniform,
+            CodecSide { codec: side, side: of },
+            CheckedRows { rows, absmax },
+            scratch,
+            out,
+        );
     }
     fill_codes(side, rows, scratch)?;
     let mut parts = PageBytes { scales: scratch.scales.len() as u64, ..PageBytes::default() };
@@ -196,8 +220,14 @@ impl PageCodes<'_> {
         let (runs, tables) = ([self.side.trained_run], std::slice::from_ref(table));
         let mut rest = |_, _| debug_assert!(false, "a symbol without a code");
         for (index, chunk) in chunks.enumerate() {
-            let rows = (chunk, self.per_row);
-            let words = streams::encode_chunk(self.of, (&runs, tables), rows, out, &mut rest);
+            let rows = CodeRows { rows: chunk, per_row: self.per_row };
+            let words = streams::encode_chunk(
+                self.of,
+                CodeTables { runs: &runs, tables },
+                rows,
+                out,
+                &mut rest,
+            );
             // 64 tokens of 1024 codes of 15 bits at most are fewer than 2^16 words.
             let length = (words as u16).to_le_bytes();
             out[lengths_at + 2 * index..][..2].copy_from_slice(&length);
@@ -208,18 +238,26 @@ impl PageCodes<'_> {
 /// Uniform codes of fixed width; `absmax` is the largest magnitude of `rows`.
 fn append_fixed_uniform(
     uniform: &Uniform,
-    (side, of): (&HeadCodec, Side),
-    (rows, absmax): (&[f32], f32),
+    head: CodecSide<'_>,
+    input: CheckedRows<'_>,
     scratch: &mut EncodeScratch,
     out: &mut Vec<u8>,
 ) -> Result<PageBytes, Unquantizable> {
+    let CheckedRows { rows, absmax } = input;
+    let CodecSide { codec: side, side: of } = head;
     let (tokens, dim) = (rows.len() / side.dim(), side.dim());
     let coefficients = transform_rows(side, rows, &mut scratch.coefficients, &mut scratch.gains);
     let as_they_are = side.is_identity() && side.gain.is_none();
     let absmax = if as_they_are { absmax } else { largest_magnitude(coefficients)? };
     let start = out.len();
     let layout = CodeLayout::new(of, tokens, dim, uniform.code_bits());
-    uniform.append_page(absmax, (coefficients, dim), (&layout, of), &mut scratch.symbols, out)?;
+    uniform.append_page(
+        absmax,
+        RowBlock { rows: coefficients, dim },
+        TileLayout { layout: &layout, side: of },
+        &mut scratch.symbols,
+        out,
+    )?;
     let scales = uniform.scale_bytes(tokens, dim) as u64;
     let codes = (out.len() - start) as u64 - scales;
     Ok(PageBytes { scales, codes, ..PageBytes::default() })

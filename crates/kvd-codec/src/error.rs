@@ -204,7 +204,7 @@ impl Coded for CodecError {
 #[non_exhaustive]
 pub enum PageError {
     /// Shorter than a header, or not as long as the header says.
-    #[error("page has {got} bytes, its header asks for {want}")]
+    #[error("page has {got} bytes; its header says {want}")]
     Length {
         /// Bytes given.
         got: usize,
@@ -212,10 +212,10 @@ pub enum PageError {
         want: usize,
     },
     /// Does not begin with the page magic.
-    #[error("not a page: magic is {0:?}")]
+    #[error("not a page: the magic bytes are {0:?}")]
     Magic([u8; 4]),
     /// Written by another version of the format.
-    #[error("page format version {0} is not known")]
+    #[error("page format version {0} is unknown; it was written by a later kvd")]
     Version(u8),
     /// A header field that this codec never writes, or that belongs to another page.
     #[error("page header field {field} is {got}, expected {want}")]
@@ -236,7 +236,7 @@ pub enum PageError {
         want: u64,
     },
     /// A Huffman table version that this model does not have.
-    #[error("page needs Huffman table version {0}")]
+    #[error("page needs Huffman table version {0}, which the model does not have")]
     Table(u16),
     /// The payload contradicts itself: stream lengths, code values or its end.
     #[error("page payload: {0}")]

@@ -19,6 +19,7 @@ use crate::encode::{self, PagePlan};
 use crate::model::EncodedBlock;
 use crate::quantizer::HeadQuantizer;
 use crate::quantizer::bind::HeadPlace;
+use crate::row_block::LayerSide;
 use crate::{BlockRows, CodecError, HeadCodec, ModelCodec, PageReader, RowSpace, resolve_spec};
 use kvd_core::{Geometry, LayerIndex, Side};
 
@@ -75,8 +76,12 @@ impl FallbackChain {
         let side = |side: Side| -> Result<Vec<HeadCodec>, CodecError> {
             let bind = |rung: &&str| {
                 let spec = resolve_spec(&format!("k={rung}; v={rung}")).expect("the rungs parse");
-                let mut heads =
-                    HeadCodec::bind_heads(geometry, &spec, None, (LayerIndex(0), side))?;
+                let mut heads = HeadCodec::bind_heads(
+                    geometry,
+                    &spec,
+                    None,
+                    LayerSide { layer: LayerIndex(0), side },
+                )?;
                 let mut head = heads.swap_remove(0);
                 head.rung = true;
                 Ok(head)

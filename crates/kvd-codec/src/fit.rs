@@ -49,7 +49,7 @@ pub fn fit_calibration(
 ) -> Result<Calibration, CalibrationError> {
     geometry.validate_fields().map_err(|error| Box::new(CodecError::Geometry(error)))?;
     if !geometry.same_rows(samples.geometry()) {
-        return Err(CalibrationError::Shape("the samples have another geometry".to_owned()));
+        return Err(CalibrationError::Shape("the samples have a different geometry than the model".to_owned()));
     }
     let heads = geometry.layers as usize * geometry.kv_heads as usize;
     let mut parts: Vec<(Side, &SideSpec)> = Vec::new();
@@ -113,14 +113,18 @@ fn fit_side(
     fitted.codebooks = vq.map(VqFit::into_codebooks);
     match side_spec.quantizer {
         Quantizer::Grid { rate } => {
-            fitted.grid =
-                Some(fit_grid::fit_grid(geometry, (side, &fitted.gain), rate, &grid_heads)?);
+            fitted.grid = Some(fit_grid::fit_grid(
+                geometry,
+                fit_grid::FittedGains { side, gains: &fitted.gain },
+                rate,
+                &grid_heads,
+            )?);
         }
         Quantizer::BitAlloc { bits } => {
             let matrix_is_last =
                 matches!(side_spec.transforms.last(), Some(Transform::Pca | Transform::QueryPca));
-            let asked = (bits, matrix_is_last);
-            let allocated = fit_bitalloc::fit_bits(geometry, side, asked, &grid_heads)?;
+            let budget = fit_bitalloc::BitBudget { bits, permute: matrix_is_last };
+            let allocated = fit_bitalloc::fit_bits(geometry, side, budget, &grid_heads)?;
             permute_rows(&mut fitted.matrix, geometry.head_dim(side), &allocated.orders);
             fitted.bitalloc = Some(allocated.tensors);
         }

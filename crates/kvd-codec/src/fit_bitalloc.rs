@@ -40,14 +40,24 @@ struct LayerLevels {
     distortions: [f64; WIDTH_MAX + 1],
 }
 
+/// The bits that a side may spend.
+#[derive(Clone, Copy)]
+pub(crate) struct BitBudget {
+    /// Bits per coefficient.
+    pub(crate) bits: f32,
+    /// Whether the fit may order a head's coefficients by spread.
+    pub(crate) permute: bool,
+}
+
 /// Allocates `bits` bits per coefficient over all heads of a side. `heads` are those of layer 0,
 /// then those of layer 1 and so on; where `permute`, a head's widest coefficients come first.
 pub(crate) fn fit_bits(
     geometry: &Geometry,
     side: Side,
-    (bits, permute): (f32, bool),
+    budget: BitBudget,
     heads: &[GridHead],
 ) -> Result<FittedBits, CalibrationError> {
+    let BitBudget { bits, permute } = budget;
     let (dim, kv_heads) = (geometry.head_dim(side), geometry.kv_heads as usize);
     let heads: Vec<HeadSamples<'_>> =
         heads.chunks(kv_heads).flat_map(|layer| layer_heads(layer, dim)).collect();
@@ -59,7 +69,7 @@ pub(crate) fn fit_bits(
         .collect();
     let mut widths = Vec::new();
     for _ in 0..ROUNDS {
-        widths = allocate_widths(&heads, &spreads, &levels, (bits, permute));
+        widths = allocate_widths(&heads, &spreads, &levels, BitBudget { bits, permute });
         let layers = heads.chunks(kv_heads).zip(spreads.chunks(kv_heads));
         let layers = layers.zip(widths.chunks(kv_heads)).zip(&mut levels);
         for (((heads, spreads), widths), levels) in layers {
@@ -190,8 +200,9 @@ fn allocate_widths(
     heads: &[HeadSamples<'_>],
     spreads: &[Vec<f64>],
     levels: &[LayerLevels],
-    (bits, permute): (f32, bool),
+    budget: BitBudget,
 ) -> Vec<Vec<u8>> {
+    let BitBudget { bits, permute } = budget;
     let dim = spreads[0].len();
     let kv_heads = heads.len() / levels.len();
     let groups: Vec<_> =

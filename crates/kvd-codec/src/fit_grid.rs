@@ -44,14 +44,22 @@ struct GridTrial {
     bits: f64,
 }
 
+/// A side, and the median row lengths of its heads under `gain`; empty without.
+#[derive(Clone, Copy)]
+pub(crate) struct FittedGains<'a> {
+    pub(crate) side: Side,
+    pub(crate) gains: &'a [f32],
+}
+
 /// Finds the finest step at which the samples take at most `rate` bits per value, pages and
 /// stream lengths counted. `heads` are those of layer 0, then those of layer 1 and so on.
 pub(crate) fn fit_grid(
     geometry: &Geometry,
-    (side, gains): (Side, &[f32]),
+    fitted: FittedGains<'_>,
     rate: f32,
     heads: &[GridHead],
 ) -> Result<GridTensors, CalibrationError> {
+    let FittedGains { side, gains } = fitted;
     let (dim, kv_heads) = (geometry.head_dim(side), geometry.kv_heads as usize);
     let heads: Vec<HeadSamples<'_>> =
         heads.chunks(kv_heads).flat_map(|layer| layer_heads(layer, dim)).collect();

@@ -42,6 +42,7 @@ mod quantizer;
 mod queries;
 mod reader;
 mod rotation;
+mod row_block;
 mod samples;
 mod simd;
 mod spec;
@@ -78,6 +79,7 @@ pub use quantizer::vq::{Codebook, VectorQuantizer};
 pub use quantizer::{HeadCodec, HybridLayout, UniformGroups};
 pub use queries::LayerQueries;
 pub use reader::{FixedCodes, PageReader, RowSpace};
+pub use row_block::LayerSide;
 pub use samples::{SampleKind, Samples, SetAside};
 pub use simd::{RegisterWidth, limit_width};
 pub use spec::{

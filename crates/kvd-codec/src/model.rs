@@ -7,6 +7,7 @@ use crate::huffman::streams::StreamTable;
 use crate::quantizer::bind::HeadPlace;
 use crate::quantizer::float::{all_within, largest_finite, largest_within};
 use crate::quantizer::vq::codebook_bytes;
+use crate::row_block::LayerSide;
 use crate::{Calibration, CodecError, CodecSpec, HeadCodec, LayerQueries};
 use kvd_core::{Geometry, LayerIndex, Side};
 use std::collections::BTreeMap;
@@ -122,7 +123,7 @@ impl ModelCodec {
         let mut heads = Vec::new();
         for layer in 0..geometry.layers {
             for side in Side::BOTH {
-                let place = (LayerIndex(layer), side);
+                let place = LayerSide { layer: LayerIndex(layer), side };
                 heads.extend(HeadCodec::bind_heads(&geometry, &spec, calibration, place)?);
             }
         }
@@ -230,10 +231,11 @@ impl ModelCodec {
     /// The Huffman table of that version, as a page header of that head names it.
     pub(crate) fn huffman_table(
         &self,
-        (layer, side): (LayerIndex, Side),
+        place: LayerSide,
         head: &HeadCodec,
         version: u16,
     ) -> Option<&StreamTable> {
+        let LayerSide { layer, side } = place;
         self.tables.get(self.table_index(layer, side, head))?.versions.get(usize::from(version))
     }
 

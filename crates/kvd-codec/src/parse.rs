@@ -164,6 +164,23 @@ struct Argument<'a> {
     value: &'a str,
 }
 
+/// The words that were expected: their kind and a list.
+#[derive(Clone, Copy)]
+struct ExpectedWords<'a> {
+    what: &'a str,
+    known: &'a str,
+}
+
+/// The syntax of a quantizer with one number.
+#[derive(Clone, Copy)]
+struct SingleArgument<'a> {
+    quantizer: &'a str,
+    /// Name of the argument.
+    argument: &'a str,
+    /// The quantity that it counts.
+    what: &'a str,
+}
+
 struct SpecCursor<'a> {
     text: &'a str,
     /// Byte offset of what comes next.
@@ -214,8 +231,9 @@ impl<'a> SpecCursor<'a> {
         &self,
         start: usize,
         word: &str,
-        (what, known): (&str, &str),
+        expected: ExpectedWords<'_>,
     ) -> ParseResult<T> {
+        let ExpectedWords { what, known } = expected;
         self.fail_at(start, format!("{word:?} is no {what}; expected {known}"))
     }
 
@@ -313,7 +331,13 @@ impl<'a> SpecCursor<'a> {
                 _ if transforms.is_empty() && self.peek_char() != Some('+') => {
                     break self.parse_quantizer(start, word)?;
                 }
-                _ => return self.unknown_word(start, word, ("transform", TRANSFORMS)),
+                _ => {
+                    return self.unknown_word(
+                        start,
+                        word,
+                        ExpectedWords { what: "transform", known: TRANSFORMS },
+                    );
+                }
             };
             transforms.push(transform);
             if !self.take_char('+') {
@@ -348,20 +372,32 @@ impl<'a> SpecCursor<'a> {
             "uniform" => return self.parse_uniform(start),
             "vq" => return self.parse_vq(start),
             "grid" => {
-                return self.parse_single(start, ("grid", "rate", "bits per value"), |rate| {
-                    Quantizer::Grid { rate }
-                });
+                return self.parse_single(
+                    start,
+                    SingleArgument { quantizer: "grid", argument: "rate", what: "bits per value" },
+                    |rate| Quantizer::Grid { rate },
+                );
             }
             "bitalloc" => {
                 return self.parse_single(
                     start,
-                    ("bitalloc", "b", "bits per coefficient"),
+                    SingleArgument {
+                        quantizer: "bitalloc",
+                        argument: "b",
+                        what: "bits per coefficient",
+                    },
                     |bits| Quantizer::BitAlloc { bits },
                 );
             }
             "polar" => return self.parse_polar(start),
             "lloyd" => return self.parse_lloyd(start),
-            _ => return self.unknown_word(start, word, ("quantizer", QUANTIZERS)),
+            _ => {
+                return self.unknown_word(
+                    start,
+                    word,
+                    ExpectedWords { what: "quantizer", known: QUANTIZERS },
+                );
+            }
         };
         Ok(Quantizer::Float(format))
     }
@@ -469,9 +505,10 @@ impl<'a> SpecCursor<'a> {
     fn parse_single(
         &mut self,
         start: usize,
-        (quantizer, argument, what): (&str, &str, &str),
+        syntax: SingleArgument<'_>,
         make: fn(f32) -> Quantizer,
     ) -> ParseResult<Quantizer> {
+        let SingleArgument { quantizer, argument, what } = syntax;
         let mut number = None;
         for Argument { start, name, value_start, value } in self.parse_arguments()? {
             if name != argument {

@@ -2,15 +2,16 @@
 
 use crate::bits::{self, CodeLayout};
 use crate::gain::RowGains;
-use crate::huffman::streams::{
-    self, CHUNK_TOKENS, StreamCodes, StreamLayout, StreamRun, StreamTable,
-};
+use crate::huffman::streams::CodeTables;
+use crate::huffman::streams::{self, CHUNK_TOKENS, StreamCodes, StreamLayout, StreamTable};
 use crate::page::{Page, PageHeader, id};
 use crate::quantizer::bitalloc::BitAlloc;
+use crate::quantizer::bitalloc::{CodedRows, PayloadCodes};
 use crate::quantizer::grid::Grid;
 use crate::quantizer::uniform::ScaleRow;
 use crate::quantizer::vq::CODES_PER_ROW_MAX;
 use crate::quantizer::{HeadQuantizer, PageScales};
+use crate::row_block::LayerSide;
 use crate::{HeadCodec, ModelCodec, PageError};
 use kvd_core::{DType, LayerIndex, Side};
 use std::ops::Range;
@@ -30,6 +31,13 @@ pub struct PageReader<'a> {
     side: &'a HeadCodec,
     page: Page<'a>,
     payload: PagePayload<'a>,
+}
+
+/// Scales and Huffman codes of a page.
+#[derive(Clone, Copy)]
+struct HuffmanPayload<'a> {
+    scales: &'a [u8],
+    streams: &'a StreamCodes<'a>,
 }
 
 /// The parts of a payload, each of the length that the header implies.
@@ -108,12 +116,12 @@ impl<'a> PageReader<'a> {
             HeadQuantizer::Float(dtype) => rows_payload(dtype, &page, dim)?,
             HeadQuantizer::Grid(ref grid) => {
                 let (runs, tables) = (&grid.runs[..], &grid.tables[..]);
-                let layout = stream_layout(&page, (dim, true), (runs, tables));
+                let layout = stream_layout(&page, (dim, true), CodeTables { runs, tables });
                 PagePayload::Grid { grid, streams: streams::split_chunks(layout, page.payload())? }
             }
             HeadQuantizer::BitAlloc(ref bitalloc) => bitalloc_payload(bitalloc, &page)?,
             _ if huffman => {
-                let table = model.huffman_table((layer, side), head_side, version);
+                let table = model.huffman_table(LayerSide { layer, side }, head_side, version);
                 let table = table.ok_or(PageError::Table(version))?;
                 huffman_payload(head_side, &page, table)?
             }
@@ -147,8 +155,10 @@ impl<'a> PageReader<'a> {
             }
             PagePayload::Rows { .. } | PagePayload::Fixed { .. } => false,
             PagePayload::BitAlloc { bitalloc, codes, outliers } => {
-                let parts =
-                    bitalloc.split_payload((payload, codes.len()), page.header().tokens.into());
+                let parts = bitalloc.split_payload(
+                    PayloadCodes { payload, codes: codes.len() },
+                    page.header().tokens.into(),
+                );
                 parts.map(|parts| (*codes, *outliers) = parts).is_ok()
             }
             PagePayload::Huffman { scales, streams } => {
@@ -294,11 +304,11 @@ impl<'a> PageReader<'a> {
             }
             PagePayload::Grid { grid, streams } => grid.decode_rows(&streams, first..end, out),
             PagePayload::BitAlloc { bitalloc, codes, outliers } => {
-                bitalloc.decode_rows((codes, outliers), (tokens, first), out);
+                bitalloc.decode_rows(CodedRows { codes, outliers }, (tokens, first), out);
                 Ok(())
             }
             PagePayload::Huffman { scales, streams } => {
-                self.decode_streams((scales, &streams), first..end, out)
+                self.decode_streams(HuffmanPayload { scales, streams: &streams }, first..end, out)
             }
         }
     }
@@ -306,10 +316,11 @@ impl<'a> PageReader<'a> {
     /// Decodes the rows `wanted` of a Huffman page.
     fn decode_streams(
         &self,
-        (scales, streams): (&[u8], &StreamCodes<'_>),
+        payload: HuffmanPayload<'_>,
         wanted: Range<usize>,
         out: &mut [f32],
     ) -> Result<(), PageError> {
+        let HuffmanPayload { scales, streams } = payload;
         let (dim, per_row) = (self.side.dim(), streams.per_row());
         let scales = PageScales { bytes: scales, tokens: self.tokens() };
         let (mut scale, mut symbols) = (ScaleRow::default(), vec![0; CHUNK_TOKENS * per_row]);
@@ -364,7 +375,10 @@ fn bitalloc_payload<'a>(
     page: &Page<'a>,
 ) -> Result<PagePayload<'a>, PageError> {
     let tokens = page.header().tokens.into();
-    let parts = bitalloc.split_payload((page.payload(), bitalloc.code_bytes(tokens)), tokens)?;
+    let parts = bitalloc.split_payload(
+        PayloadCodes { payload: page.payload(), codes: bitalloc.code_bytes(tokens) },
+        tokens,
+    )?;
     let (codes, outliers) = parts;
     Ok(PagePayload::BitAlloc { bitalloc, codes, outliers })
 }
@@ -381,16 +395,20 @@ fn huffman_payload<'a>(
         .split_at_checked(side.quantizer.scale_bytes(tokens, side.dim()))
         .ok_or(PageError::Payload("it ends inside the scales"))?;
     let per_row = side.quantizer.symbols_per_row(side.dim());
-    let parts = (std::slice::from_ref(&side.trained_run), std::slice::from_ref(table));
-    let streams = streams::split_chunks(stream_layout(page, (per_row, false), parts), rest)?;
+    let coding = CodeTables {
+        runs: std::slice::from_ref(&side.trained_run),
+        tables: std::slice::from_ref(table),
+    };
+    let streams = streams::split_chunks(stream_layout(page, (per_row, false), coding), rest)?;
     Ok(PagePayload::Huffman { scales, streams })
 }
 
 fn stream_layout<'a>(
     page: &Page<'_>,
     (per_row, outliers): (usize, bool),
-    (runs, tables): (&'a [StreamRun], &'a [StreamTable]),
+    coding: CodeTables<'a>,
 ) -> StreamLayout<'a> {
+    let CodeTables { runs, tables } = coding;
     let (side, tokens) = (page.header().side, page.header().tokens.into());
     StreamLayout { side, tokens, per_row, runs, tables, outliers }
 }

@@ -4,6 +4,7 @@
 //! Every number is made by the same operations in the same order at every width (no fused
 //! multiply-add, no sums over lanes), so that pages do not depend on who wrote them.
 
+use crate::row_block::RowBlockMut;
 use pulp::{Arch, Simd, WithSimd};
 use std::cell::Cell;
 
@@ -150,13 +151,19 @@ impl WithSimd for MatrixRows<'_> {
             for first in (0..whole).step_by(step) {
                 let columns = columns.chunks_exact(dim).map(|column| &column[first..][..step]);
                 if !close {
-                    multiply_strip(simd, columns, inputs, (rows, dim), first);
+                    multiply_strip(simd, columns, inputs, RowBlockMut { rows, dim }, first);
                     continue;
                 }
                 for (to, column) in strip.chunks_exact_mut(step).zip(columns) {
                     to.copy_from_slice(column);
                 }
-                multiply_strip(simd, strip.chunks_exact(step), inputs, (rows, dim), first);
+                multiply_strip(
+                    simd,
+                    strip.chunks_exact(step),
+                    inputs,
+                    RowBlockMut { rows, dim },
+                    first,
+                );
             }
             for (row, out) in rows.chunks_exact_mut(dim).enumerate() {
                 let (start, stride) = input_span(row, inputs.len(), dim);
@@ -176,9 +183,10 @@ fn multiply_strip<'a, S: Simd>(
     simd: S,
     columns: impl Iterator<Item = &'a [f32]> + Clone,
     inputs: &[f32],
-    (rows, dim): (&mut [f32], usize),
+    block: RowBlockMut<'_>,
     first: usize,
 ) {
+    let RowBlockMut { rows, dim } = block;
     let (quads, rest) = inputs.split_at(inputs.len() / (ROWS * dim) * ROWS * dim);
     let (quad_rows, rest_rows) = rows.split_at_mut(quads.len());
     let quads = quads.chunks_exact(ROWS * dim).zip(quad_rows.chunks_exact_mut(ROWS * dim));

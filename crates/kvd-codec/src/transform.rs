@@ -5,6 +5,7 @@
 
 use crate::device_view::{ForwardStep, QueryTransformStep};
 use crate::rotation::RandomRotation;
+use crate::row_block::RowBlockMut;
 use crate::simd::{MatrixRows, dispatch_simd};
 use nalgebra::DMatrix;
 use pulp::{Simd, WithSimd};
@@ -143,15 +144,16 @@ impl TransformStep {
             }
             Self::Matrix(matrix) => {
                 let dim = c.len();
-                multiply_rows(&matrix.inverse, (c, dim));
+                multiply_rows(&matrix.inverse, RowBlockMut { rows: c, dim });
             }
         }
     }
 
     /// [`TransformStep::invert_sum`] of rows (`[n, dim]`), each with its own sum of weights.
-    pub(crate) fn invert_rows(&self, (rows, dim): (&mut [f32], usize), weight_sums: &[f32]) {
+    pub(crate) fn invert_rows(&self, block: RowBlockMut<'_>, weight_sums: &[f32]) {
+        let RowBlockMut { rows, dim } = block;
         if let Self::Matrix(matrix) = self {
-            return multiply_rows(&matrix.inverse, (rows, dim));
+            return multiply_rows(&matrix.inverse, RowBlockMut { rows, dim });
         }
         for (row, weight_sum) in rows.chunks_exact_mut(dim).zip(weight_sums) {
             self.invert_sum(row, *weight_sum);
@@ -159,9 +161,10 @@ impl TransformStep {
     }
 
     /// [`TransformStep::fold_query`] of rows (`[n, dim]`); adds to `offsets`.
-    pub(crate) fn fold_query_rows(&self, (rows, dim): (&mut [f32], usize), offsets: &mut [f32]) {
+    pub(crate) fn fold_query_rows(&self, block: RowBlockMut<'_>, offsets: &mut [f32]) {
+        let RowBlockMut { rows, dim } = block;
         if let Self::Matrix(matrix) = self {
-            return multiply_rows(&matrix.fold, (rows, dim));
+            return multiply_rows(&matrix.fold, RowBlockMut { rows, dim });
         }
         for (row, offset) in rows.chunks_exact_mut(dim).zip(offsets) {
             *offset += self.fold_query(row);
@@ -178,7 +181,7 @@ impl TransformStep {
             Self::Offset { mean } => return q.iter().zip(mean).map(|(q, m)| q * m).sum(),
             Self::Matrix(matrix) => {
                 let dim = q.len();
-                multiply_rows(&matrix.fold, (q, dim));
+                multiply_rows(&matrix.fold, RowBlockMut { rows: q, dim });
             }
         }
         0.0
@@ -215,7 +218,8 @@ impl WithSimd for ForwardRows<'_> {
 }
 
 /// `x = M x` of every row (`[n, dim]`) for `columns` = `Mᵀ`: four rows read the matrix once.
-fn multiply_rows(columns: &[f32], (rows, dim): (&mut [f32], usize)) {
+fn multiply_rows(columns: &[f32], block: RowBlockMut<'_>) {
+    let RowBlockMut { rows, dim } = block;
     dispatch_simd(MatrixRows { columns, dim, rows });
 }
 

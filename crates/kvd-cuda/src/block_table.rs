@@ -32,7 +32,7 @@ use std::collections::BTreeMap;
 
 /// Threads of a block, in warps of 32.
 const THREADS: usize = 128;
-/// Shared memory of two tiles' gains, 4 bits per row wherever they begin: `stops.cuh`.
+/// Shared memory of two tiles' gains, 4 bits per row wherever they begin: `tile_scheduler.cuh`.
 pub(crate) const GAIN_STAGE: usize = 3 * COPY_BYTES;
 /// Value channels that a thread block sums.
 const DIM_MAX: usize = 2 * THREADS;

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 /// Codes of a quad.
 const QUAD: usize = 4;
-/// Chunks of a side that are decoded together at most: `CHUNKS_MAX` of `coded.cuh`.
+/// Chunks of a side that are decoded together at most: `CHUNKS_MAX` of `huffman_pipeline.cuh`.
 const CHUNKS_MAX: usize = 4;
 /// Words on their way to the lanes of a chunk: `RING_BYTES` of `huffman.cuh`.
 const RING_BYTES: usize = 4 * PIECE_BYTES;

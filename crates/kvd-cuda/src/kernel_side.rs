@@ -12,7 +12,7 @@ use kvd_core::{DType, Geometry, RopePairing, Side};
 pub(crate) const TILE_TOKENS: usize = CodeLayout::TILE_TOKENS;
 /// Copies are whole aligned pieces of this size.
 pub(crate) const COPY_BYTES: usize = 16;
-/// Bytes within which pieces of a tile of halves change places: `LINE_BYTES` of `parts.cuh`.
+/// Bytes within which pieces of a tile of halves change places: `LINE_BYTES` of `split_fp.cuh`.
 pub(crate) const LINE_BYTES: usize = 128;
 /// Bits of a code that the kernels read.
 const CODE_BITS_MAX: u32 = 16;

@@ -1,6 +1,5 @@
-//! Pairs that no kernel was compiled for ahead of time and whose own, compiled when a model is
-//! registered, multiplies on tensor cores: which of them are loaded. Launches of the others are for
-//! the kernel that all pairs share. And which pairs a codec wants compiled.
+//! The set of (K, V) pairs whose JIT-compiled tensor-core kernel is loaded, and the pairs that a
+//! codec wants compiled. All other pairs use the generic kernel.
 
 use crate::block_table::LayerShapes;
 use crate::codebook_table::CodebookRoom;

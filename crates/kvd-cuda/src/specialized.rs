@@ -1,4 +1,4 @@
-//! Kernels that have the shapes of one codec as constants: `kernels/include/kvd/fixed.cuh` has the
+//! Kernels that have the shapes of one codec as constants: `kernels/include/kvd/specialized.cuh` has the
 //! same ones. Others take any shape, in more instructions.
 
 use crate::abi::SideShape;

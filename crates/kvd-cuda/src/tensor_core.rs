@@ -34,11 +34,11 @@ const CUT_TERMS_MAX: u32 = 2 * 32 * QUAD;
 const SIGNED_BITS_MAX: u32 = 7;
 /// Words beside digits for each row: unit, base, and what three sums begin with.
 const ROW_WORDS: usize = 5;
-/// Bytes of a `SpreadPosition` of `spread.cuh`.
+/// Bytes of a `SpreadPosition` of `unpack.cuh`.
 const PLACE_BYTES: usize = 8;
 /// Rows whose digits one product takes: `FEW_ROWS` of `tensor.cuh`.
 const FEW_ROWS: usize = 4;
-/// Terms of one product of halves, and the largest head size: `parts.cuh`.
+/// Terms of one product of halves, and the largest head size: `split_fp.cuh`.
 const HALF_TERMS: usize = 16;
 const HALF_DIM_MAX: u32 = 256;
 /// Channels of rows of which a lane takes sixteens of bytes in turn.
@@ -104,7 +104,7 @@ fn multiplies_bytes((pair, variant): (KernelPair, KernelVariant), side: Side) ->
     uses_tensor_cores((pair, variant)) && tensor_factor(kernel, side) == Some(TensorFactor::Bytes)
 }
 
-/// Tiles that it works on together for so many query rows: `TILES` of `stops.cuh`.
+/// Tiles that it works on together for so many query rows: `TILES` of `tile_scheduler.cuh`.
 pub(crate) fn tiles_together((pair, variant): (KernelPair, KernelVariant), rows: usize) -> usize {
     let allocated = [pair.keys, pair.values].contains(&SideKernel::BitAlloc);
     let spreads = allocated && variant != KernelVariant::Groups;
@@ -128,7 +128,7 @@ pub(crate) fn spread_table(
     spreads.then_some(shape.spread_table as usize)
 }
 
-/// Whether a side's codes are in groups that are not spread: `groups.cuh`.
+/// Whether a side's codes are in groups that are not spread: `bit_groups.cuh`.
 fn is_grouped(shape: &SideShape) -> bool {
     shape.kind == SideKernel::BitAlloc as u32 && shape.spread_row > 0 && shape.spread_bytes == 0
 }

@@ -1,6 +1,6 @@
-//! Codes as `kernels/include/kvd/spread.cuh` makes bytes of them. Of bit allocations: the runs of
+//! Codes as `kernels/include/kvd/unpack.cuh` makes bytes of them. Of bit allocations: the runs of
 //! a row, who spreads them, their levels as bytes, and what each byte of a row is worth; the same
-//! of runs in whole groups, which `groups.cuh` does not spread.
+//! of runs in whole groups, which `bit_groups.cuh` does not spread.
 
 use crate::abi::SideShape;
 use crate::kernel_side::{COPY_BYTES, RUNS_MAX, TILE_TOKENS};
@@ -102,7 +102,7 @@ struct UnpackTable {
     /// As they lie in a page.
     runs: Vec<[u32; RUN_WORDS]>,
     jobs: Vec<u32>,
-    /// In place of jobs, of groups that are not spread: `RunGroup` of `groups.cuh`.
+    /// In place of jobs, of groups that are not spread: `RunGroup` of `bit_groups.cuh`.
     groups: Vec<[u32; 4]>,
     positions: Vec<BytePosition>,
     levels: Vec<u8>,

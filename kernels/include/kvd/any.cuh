@@ -1,6 +1,6 @@
 // Any side, chosen when the kernel runs: for the pairs that have no kernel of their own (a page that
 // fell back beside one that did not, keys of one paper with values of another). Slower, never wrong.
-// `Kind` is mirrored by `Kernel` of crates/kvd-cuda/src/side.rs.
+// `Kind` is mirrored by `Kernel` of crates/kvd-cuda/src/kernel_side.rs.
 #pragma once
 
 #include "bitalloc.cuh"

@@ -5,7 +5,7 @@
 // kvd-compute/src/cpu/attend.rs. A codec side is a struct with three verbs: `prepare` once per
 // unit, `scores` (query rows times keys of a tile) and `accumulate` (weighted values of a tile);
 // `span` says which bytes of a page a tile needs, one of `SPANS` pieces at a time. Huffman codes are
-// decoded first, some chunks of 64 tokens at once, each by half a warp (coded.cuh).
+// decoded first, some chunks of 64 tokens at once, each by half a warp (huffman_pipeline.cuh).
 #pragma once
 
 #include "scores.cuh"
@@ -26,7 +26,7 @@ KVD_DEVICE void wait_for_tile(unsigned buffers) {
 }
 
 // How both sides of a unit are stored: as the unit says, or, in a kernel for one codec, with what that
-// fixes as constants (fixed.cuh).
+// fixes as constants (specialized.cuh).
 struct AsGiven {
     KVD_DEVICE static const SideShape& key(const SideShape& side) { return side; }
     KVD_DEVICE static const SideShape& value(const SideShape& side) { return side; }

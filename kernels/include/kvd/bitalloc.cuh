@@ -1,10 +1,10 @@
 // Bit allocation: every coefficient has a width of its own, 0 to 8 bits, and a scale; coefficients of
 // equal width stand together in runs (docs/format.md "Sides"). The table holds the runs, the levels
 // of all widths, f32, and the scales, f32. After the codes come outliers, `{row, coefficient, f16}`,
-// by row: few, so they are read where they are. CPU reference: kvd-codec/src/side/bitalloc.rs.
+// by row: few, so they are read where they are. CPU reference: kvd-codec/src/quantizer/bitalloc.rs.
 #pragma once
 
-#include "spread.cuh"
+#include "unpack.cuh"
 
 namespace kvd {
 

@@ -1,10 +1,10 @@
 // How an attention kernel is declared: `kvd_attend_<keys>_<values>_<rows>`, for one, four and eight
 // query rows at a time, and `kvd_attend_huffman_...` where a side may hold Huffman codes. The host
-// names them so (crates/kvd-cuda/src/side.rs).
+// names them so (crates/kvd-cuda/src/kernel_side.rs).
 #pragma once
 
 #include "attend.cuh"
-#include "fixed.cuh"
+#include "specialized.cuh"
 
 #define KVD_ATTEND(name, Key, Value, rows)                                                       \
     KVD_KERNEL(kvd_attend_##name##_##rows, kvd::ATTEND_THREADS, kvd::AttendParameters,           \

@@ -1,6 +1,6 @@
 // Rows in f32, f16 or bf16 as they came (raw pages, windows, pages that fell back), and FP8 e4m3
 // codes under one power-of-two scale per page (docs/format.md "Sides"; the code is OCP FP8 v1.0:
-// bias 7, no infinity). CPU reference: kvd-codec/src/side/float.rs.
+// bias 7, no infinity). CPU reference: kvd-codec/src/quantizer/float.rs.
 #pragma once
 
 #include "codes.cuh"

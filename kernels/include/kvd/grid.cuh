@@ -1,6 +1,6 @@
 // Codes under one step per head, entropy coded by class of coefficient (docs/adr/0005-grid-codec.md,
 // docs/format.md "Sides"): `(code - bias) * step`, and what the codes do not hold as outliers. Always
-// Huffman codes: huffman.cuh has decoded the tile. CPU reference: kvd-codec/src/side/grid.rs.
+// Huffman codes: huffman.cuh has decoded the tile. CPU reference: kvd-codec/src/quantizer/grid.rs.
 #pragma once
 
 #include "outlier.cuh"

@@ -2,8 +2,8 @@
 // KVComp, 2509.00579 section 3.2). A chunk is 64 tokens, read by half a warp: each of its sixteen
 // lanes has bits of its own, and takes the next 16-bit word of the chunk when it has too few. So a
 // warp reads two chunks of one side in lock step. A look-up gives all codes of a symbol, or several
-// short symbols at once, always as many in every lane. CPU reference: kvd-codec/src/lanes/decode.rs;
-// the tables are made by crates/kvd-cuda/src/lanes.rs. outlier.cuh reads what the codes do not hold.
+// short symbols at once, always as many in every lane. CPU reference: kvd-codec/src/huffman/streams/decode.rs;
+// the tables are made by crates/kvd-cuda/src/huffman_tables.rs. outlier.cuh reads what the codes do not hold.
 #pragma once
 
 #include "codes.cuh"

@@ -2,10 +2,10 @@
 // section 4.1.2). Scales of a page are a mask, a bit per group, set for symmetric ones; then scale
 // rows of all words and all f16 steps. A word holds the zero point of an asymmetric group, an f32, or
 // the signs of a symmetric one, a bit per value (docs/format.md "Sides"). CPU reference:
-// kvd-codec/src/side/hybrid.rs.
+// kvd-codec/src/quantizer/hybrid.rs.
 #pragma once
 
-#include "spread.cuh"
+#include "unpack.cuh"
 #include "uniform.cuh"
 
 namespace kvd {
@@ -163,7 +163,7 @@ struct TokenOrder<Tensor<Hybrid>> {
 };
 
 // With products of bytes, of codes with their signs. Of keys a step of the products is of one group of
-// each token, of values a tile is of one group of each channel (kvd-cuda/src/products.rs sees to it), so
+// each token, of values a tile is of one group of each channel (kvd-cuda/src/tensor_core.rs sees to it), so
 // sums of integers meet steps at once, as floats. Zero points are multiplied with the sums of what their
 // groups' codes are multiplied with, by one lane for each.
 template <>

@@ -1,6 +1,6 @@
 // The best levels for a coordinate of a randomly turned row, and one f16 per row that gives the row
 // its length back: `scale * level[code]` (Lloyd 1982, Max 1960; the scalar stage of TurboQuant). The
-// table holds the levels, f32 (docs/format.md "Sides"). CPU reference: kvd-codec/src/side/lloyd.rs.
+// table holds the levels, f32 (docs/format.md "Sides"). CPU reference: kvd-codec/src/quantizer/lloyd.rs.
 #pragma once
 
 #include "lookup.cuh"

@@ -1,5 +1,5 @@
 // What Huffman codes do not hold: places in a chunk and what is missing there, in words of 12 bits of
-// way and 4 bits of rest (docs/format.md "Sides", grid; CPU reference: kvd-codec/src/lanes/outlier.rs).
+// way and 4 bits of rest (docs/format.md "Sides", grid; CPU reference: kvd-codec/src/huffman/streams/outlier.rs).
 // Sixteen lanes read sixteen words at a time into a list in shared memory; what finds no room there is
 // read word after word where it lies, by whoever needs it.
 #pragma once

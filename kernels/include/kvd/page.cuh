@@ -70,14 +70,14 @@ struct SideShape {
     uint32_t entry_copies;
     uint32_t entry_bytes;
     float entry_unit;
-    // Codes made bytes before they are multiplied (spread.cuh): shared memory for a tile of them, 0 where
-    // they are not; positions of a row, 0 where they are neither spread nor in groups (groups.cuh); of values
+    // Codes made bytes before they are multiplied (unpack.cuh): shared memory for a tile of them, 0 where
+    // they are not; positions of a row, 0 where they are neither spread nor in groups (bit_groups.cuh); of values
     // places in the sums; bytes of `entries` that stand in shared memory.
     uint32_t spread_bytes;
     uint32_t spread_row;
     uint32_t spread_places;
     uint32_t spread_table;
-    // VQ on CUDA cores (books.cuh): entries of each codebook that lanes hold in registers, at most
+    // VQ on CUDA cores (codebook_cache.cuh): entries of each codebook that lanes hold in registers, at most
     // `cached`; pairs of channels of an entry that a lane takes at once, and of values exchanges with
     // its neighbours, 0 where every lane reads its channel. Of values the thread blocks that share
     // the channels, at least 1, and which of them this is.

@@ -1,7 +1,7 @@
 // The two channels that RoPE turns together, as angle and radius: code `radius << a | angle`
 // (PolarQuant, section 3.2). The table holds the directions of the angles, `{cos, sin}`, and, where
 // pages hold no steps, the calibration's step of each pair; pages of `g=` hold f16 steps in scale
-// rows of one per pair (docs/format.md "Sides"). CPU reference: kvd-codec/src/side/polar.rs.
+// rows of one per pair (docs/format.md "Sides"). CPU reference: kvd-codec/src/quantizer/polar.rs.
 #pragma once
 
 #include "lookup.cuh"

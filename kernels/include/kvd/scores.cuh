@@ -3,7 +3,7 @@
 #pragma once
 
 #include "shared.cuh"
-#include "spread.cuh"
+#include "unpack.cuh"
 
 namespace kvd {
 
@@ -28,7 +28,7 @@ struct Scores {
     }
 };
 
-// Shared memory of it, as the host counts it (`work_bytes` of kvd-cuda/src/products.rs): units, bases and
+// Shared memory of it, as the host counts it (`work_bytes` of kvd-cuda/src/tensor_core.rs): units, bases and
 // starts of the rows, in whole sixteens, then the digits of the queries by step, both for each tile that is
 // worked on together where they are cut for every one; and where the sums of a step are scaled, the sums
 // of its channels `[ROWS, steps]`.
@@ -319,7 +319,7 @@ struct Scores<Tensor<Side>, ROWS> {
         finish(shared, side, tile, sums);
     }
 
-    // The same of tiles that are worked on together, of groups (groups.cuh): the queries' digits of a step
+    // The same of tiles that are worked on together, of groups (bit_groups.cuh): the queries' digits of a step
     // are loaded once.
     template <unsigned TILES>
     KVD_DEVICE void groups(const AttendShared<ROWS>& shared, const SideShape& side,

@@ -1,7 +1,7 @@
 // What an attention kernel has in shared memory.
 #pragma once
 
-#include "stops.cuh"
+#include "tile_scheduler.cuh"
 #include "tensor.cuh"
 
 namespace kvd {
@@ -9,7 +9,7 @@ namespace kvd {
 // Tiles in shared memory at most.
 constexpr unsigned BUFFERS_MAX = 4;
 
-// How a unit uses its shared memory; `shared_bytes` of kvd-cuda/src/tables.rs is its size.
+// How a unit uses its shared memory; `shared_bytes` of kvd-cuda/src/block_table.rs is its size.
 template <int ROWS>
 struct AttendShared {
     // The unit's queries: where products are on tensor cores, which take their digits, those of the launch,

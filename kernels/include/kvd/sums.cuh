@@ -3,7 +3,7 @@
 #pragma once
 
 #include "channels.cuh"
-#include "spread.cuh"
+#include "unpack.cuh"
 #include "weights.cuh"
 
 namespace kvd {
@@ -11,7 +11,7 @@ namespace kvd {
 // Sums of integers go on from tile to tile. They are added to the sums in shared memory, and begin
 // anew, when the softmax has found a larger score, when a weight is larger than their unit can tell, or
 // before they could overflow. Shared memory, as the host counts it (`work_bytes` of
-// kvd-cuda/src/products.rs): sums `[ROWS, dim]`, then the side's own.
+// kvd-cuda/src/tensor_core.rs): sums `[ROWS, dim]`, then the side's own.
 template <class Side, int ROWS>
 struct Sums<Tensor<Side>, ROWS> {
     using Value = Tensor<Side>;
@@ -159,7 +159,7 @@ struct Sums<Tensor<Side>, ROWS> {
         }
     }
 
-    // Of groups (groups.cuh); where there is no second tile, its weights are nothing.
+    // Of groups (bit_groups.cuh); where there is no second tile, its weights are nothing.
     template <unsigned TILES>
     KVD_DEVICE void absorb_groups(const SideShape& side, const Tile (&tile)[TILES],
                                   const AttendShared<ROWS>& shared) {

@@ -2,7 +2,7 @@
 // or the page (docs/format.md "Sides"): between minimum and maximum, `minimum + code * step` (KIVI,
 // 2402.02750 section 3; KVComp, 2509.00579 section 3.1.1), or around zero, `(code - top) * step`
 // (InnerQ eq. 13). Scales are f16 in scale rows: all minima, where there are any, then all steps. CPU
-// reference: kvd-codec/src/side/uniform.rs, symmetric.rs. hybrid.cuh mixes both.
+// reference: kvd-codec/src/quantizer/uniform.rs, symmetric.rs. hybrid.cuh mixes both.
 #pragma once
 
 #include "tensor.cuh"
@@ -135,7 +135,7 @@ struct alignas(16) QueryQuad {
 
 // With products of codes: steps go into what the codes are multiplied with, minima into a sum of their
 // own. Of keys either every channel has a scale, one for all tokens of a tile, or all channels of a token
-// share one; of values all channels of a warp share one (kvd-cuda/src/products.rs sees to it).
+// share one; of values all channels of a warp share one (kvd-cuda/src/tensor_core.rs sees to it).
 template <class Levels>
 struct Tensor<Uniform<Levels>> : Uniform<Levels> {
     using Side = Uniform<Levels>;

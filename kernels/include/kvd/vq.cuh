@@ -2,8 +2,8 @@
 // a sub-vector is the sum of one entry of each (VecInfer 2510.06175 section 2.2; VQ-LLM 2503.02236
 // section II-A). One set of codebooks per head, or one per sub-vector. Codebooks are f16, `[sets,
 // stages, entries, book_dim]`, entries most used first: the first `held` of each are in registers
-// (books.cuh), those up to `cached` in shared memory, the others are read where they are (VQ-LLM's
-// codebook cache). CPU reference: kvd-codec/src/side/vq.rs.
+// (codebook_cache.cuh), those up to `cached` in shared memory, the others are read where they are (VQ-LLM's
+// codebook cache). CPU reference: kvd-codec/src/quantizer/vq.rs.
 #pragma once
 
 #include "lookup.cuh"

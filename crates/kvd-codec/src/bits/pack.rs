@@ -51,7 +51,7 @@ impl WithSimd for PackCodes<'_> {
                     pack_elements(parts, &elements, plane.low, bytes);
                     continue;
                 }
-                let from = (rows, per_row, plane.low);
+                let from = PlaneCodes { rows, per_row, low: plane.low };
                 match (layout.side, parts) {
                     (Side::Key, 1) => pack_key_plane::<1>(from, &mut lines, bytes),
                     (Side::Key, 2) => pack_key_plane::<2>(from, &mut lines, bytes),
@@ -67,13 +67,19 @@ impl WithSimd for PackCodes<'_> {
     }
 }
 
+/// The codes of a tile, and the plane of them that is packed.
+#[derive(Clone, Copy)]
+struct PlaneCodes<'a> {
+    rows: &'a [u16],
+    per_row: usize,
+    /// Lowest bit of a code that the plane holds.
+    low: u32,
+}
+
 /// A plane of a tile of keys: a token's bytes, four at a time, to where that token's lie.
 #[inline(always)]
-fn pack_key_plane<const PARTS: usize>(
-    (rows, per_row, low): (&[u16], usize, u32),
-    lines: &mut [u8],
-    bytes: &mut [u8],
-) {
+fn pack_key_plane<const PARTS: usize>(from: PlaneCodes<'_>, lines: &mut [u8], bytes: &mut [u8]) {
+    let PlaneCodes { rows, per_row, low } = from;
     let tokens = rows.len() / per_row;
     let line = &mut lines[..per_row / PARTS];
     let quads = bytes.as_chunks_mut::<GROUP>().0;
@@ -89,11 +95,8 @@ fn pack_key_plane<const PARTS: usize>(
 
 /// A plane of a tile of values: the bytes of four tokens, turned.
 #[inline(always)]
-fn pack_value_plane<const PARTS: usize>(
-    (rows, per_row, low): (&[u16], usize, u32),
-    lines: &mut [u8],
-    bytes: &mut [u8],
-) {
+fn pack_value_plane<const PARTS: usize>(from: PlaneCodes<'_>, lines: &mut [u8], bytes: &mut [u8]) {
+    let PlaneCodes { rows, per_row, low } = from;
     let part_len = rows.len() / PARTS;
     let quads = bytes.as_chunks_mut::<GROUP>().0.chunks_exact_mut(per_row);
     for (group, quads) in quads.enumerate() {

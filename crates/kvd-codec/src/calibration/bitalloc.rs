@@ -32,11 +32,8 @@ impl BitAllocTensors {
     }
 
     /// The tensors as they are written to the file.
-    pub(super) fn to_buffers(
-        &self,
-        index: usize,
-        [layers, heads, dim]: [usize; 3],
-    ) -> Vec<TensorBuffer> {
+    pub(super) fn to_buffers(&self, index: usize, shape: [usize; 3]) -> Vec<TensorBuffer> {
+        let [layers, heads, dim] = shape;
         let buffer = |kind: &str, dtype, shape: &[usize], bytes| {
             let name = format!("{index}.{kind}");
             TensorBuffer { name, dtype, shape: shape.to_vec(), bytes }
@@ -52,8 +49,9 @@ impl BitAllocTensors {
     /// All four tensors or none.
     pub(super) fn read_tensors(
         file: &SideTensors<'_>,
-        [layers, heads, dim]: [usize; 3],
+        shape: [usize; 3],
     ) -> Result<Option<Self>, CalibrationError> {
+        let [layers, heads, dim] = shape;
         let positive = |x: f32| x > 0.0 && x.recip().is_finite();
         let scales = file.read_f32("scale", &[dim], positive)?;
         let bounds = file.read_f32("bound", &[], |x| x > 0.0)?;
@@ -64,13 +62,13 @@ impl BitAllocTensors {
             (false, false, Some(widths), Some(levels)) => (widths.to_vec(), levels),
             _ => {
                 return Err(malformed_error(format!(
-                    "{} has a part of a bitalloc only",
+                    "{}: bitalloc tensors are incomplete (need scale, width, levels and bound); fit it again",
                     file.side
                 )));
             }
         };
         if widths.iter().any(|width| usize::from(*width) > WIDTH_MAX) {
-            return Err(malformed_error(format!("{}.width holds more than 8 bits", file.side)));
+            return Err(malformed_error(format!("{}.width: a width is above 8 bits", file.side)));
         }
         let levels: Vec<f16> =
             levels.as_chunks::<2>().0.iter().map(|b| f16::from_le_bytes(*b)).collect();
@@ -80,7 +78,10 @@ impl BitAllocTensors {
                 (1..=WIDTH_MAX).all(|width| ascending(&layer[levels_at(width)..][..1 << width]))
             });
         if !valid {
-            return Err(malformed_error(format!("{}.levels do not ascend", file.side)));
+            return Err(malformed_error(format!(
+                "{}.levels: the levels of a width must ascend",
+                file.side
+            )));
         }
         Ok(Some(Self { scales, widths, levels, bounds }))
     }

@@ -73,7 +73,9 @@ impl Calibration {
     /// When `other` was fitted for another geometry.
     pub fn merge_parts(&mut self, other: Self) -> Result<(), CalibrationError> {
         if !self.geometry.same_rows(&other.geometry) {
-            return Err(CalibrationError::Shape("the other part has another geometry".to_owned()));
+            return Err(CalibrationError::Shape(
+                "the artefacts have different geometries; fit both to one model".to_owned(),
+            ));
         }
         for part in other.parts {
             if self.part(part.side, &part.fitted).is_none() {
@@ -147,28 +149,39 @@ impl Calibration {
         let (_, header) =
             SafeTensors::read_metadata(bytes).map_err(|e| malformed_error(e.to_string()))?;
         let text = header.metadata().as_ref().and_then(|m| m.get(METADATA_KEY));
-        let text =
-            text.ok_or_else(|| malformed_error(format!("no metadata key {METADATA_KEY}")))?;
+        let text = text.ok_or_else(|| {
+            malformed_error(format!(
+                "metadata key {METADATA_KEY} is missing; the file was not written by kvd calibrate"
+            ))
+        })?;
         let meta: Value = serde_json::from_str(text).map_err(|e| malformed_error(e.to_string()))?;
         let version = &meta["version"];
         if version.as_u64() != Some(VERSION) {
-            return Err(malformed_error(format!("version {version} is not {VERSION}")));
+            return Err(malformed_error(format!(
+                "version is {version}; this kvd reads version {VERSION}"
+            )));
         }
         let geometry = read_geometry(&meta["geometry"])?;
         let tensors =
             SafeTensors::deserialize(bytes).map_err(|e| malformed_error(e.to_string()))?;
         let parts = meta["parts"].as_array().filter(|parts| parts.len() <= PARTS_MAX);
-        let parts =
-            parts.ok_or_else(|| malformed_error(format!("no list of 0 to {PARTS_MAX} parts")))?;
+        let parts = parts.ok_or_else(|| {
+            malformed_error(format!(
+                "metadata field parts must be a list of at most {PARTS_MAX} parts"
+            ))
+        })?;
         let part = |(index, part): (usize, &Value)| {
             let (name, fitted) = (read_string(part, "side")?, read_string(part, "fitted")?);
             let side = Side::BOTH.into_iter().find(|side| side.name() == name);
-            let side =
-                side.ok_or_else(|| malformed_error(format!("part {index} is of side {name:?}")))?;
+            let side = side.ok_or_else(|| {
+                malformed_error(format!("part {index}: side is {name:?}; must be k or v"))
+            })?;
             SideCalibration::read_tensors(&tensors, index, (side, fitted), &geometry)
         };
         let parts = parts.iter().enumerate().map(part).collect::<Result<_, _>>()?;
-        let seed = read_string(&meta, "seed")?.parse().map_err(|_| malformed_error("seed"))?;
+        let seed = read_string(&meta, "seed")?
+            .parse()
+            .map_err(|_| malformed_error("metadata field seed must be a number"))?;
         Ok(Self { geometry, seed, parts })
     }
 }
@@ -181,13 +194,15 @@ fn read_string(object: &Value, name: &str) -> Result<String, CalibrationError> {
     object[name]
         .as_str()
         .map(str::to_owned)
-        .ok_or_else(|| malformed_error(format!("no text {name}")))
+        .ok_or_else(|| malformed_error(format!("metadata field {name} must be a text")))
 }
 
 fn read_geometry(object: &Value) -> Result<Geometry, CalibrationError> {
     let number = |name: &str| {
         let value = object[name].as_u64().and_then(|n| u32::try_from(n).ok());
-        value.ok_or_else(|| malformed_error(format!("no number geometry.{name}")))
+        value.ok_or_else(|| {
+            malformed_error(format!("metadata field geometry.{name} must be a number"))
+        })
     };
     let geometry = Geometry {
         layers: number("layers")?,
@@ -201,7 +216,11 @@ fn read_geometry(object: &Value) -> Result<Geometry, CalibrationError> {
         rope_pairing: match read_string(object, "rope_pairing")?.as_str() {
             "half" => RopePairing::Half,
             "interleaved" => RopePairing::Interleaved,
-            other => return Err(malformed_error(format!("rope pairing {other:?}"))),
+            other => {
+                return Err(malformed_error(format!(
+                    "metadata field geometry.rope_pairing is {other:?}; must be half or interleaved"
+                )));
+            }
         },
     };
     geometry.validate_fields().map_err(|e| malformed_error(e.to_string()))?;

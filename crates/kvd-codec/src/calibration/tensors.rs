@@ -200,7 +200,9 @@ impl<'a> SideTensors<'a> {
         let name = format!("{}.{kind}", self.index);
         let Ok(tensor) = self.tensors.tensor(&name) else { return Ok(None) };
         if tensor.dtype() != dtype || tensor.shape() != want {
-            return Err(malformed_error(format!("{name} is no {dtype:?} {want:?}")));
+            return Err(malformed_error(format!(
+                "tensor {name} must be {dtype:?} of shape {want:?}"
+            )));
         }
         Ok(Some(tensor.data()))
     }
@@ -222,7 +224,7 @@ impl<'a> SideTensors<'a> {
         if values.iter().all(|x| x.is_finite() && valid(*x)) {
             return Ok(values);
         }
-        Err(malformed_error(format!("{}.{kind} holds a value outside its range", self.index)))
+        Err(malformed_error(format!("tensor {}.{kind} has a value outside its range", self.index)))
     }
 
     /// An f16 tensor `[layers, kv_heads, ..rest]` of finite values; empty when it is absent.
@@ -236,7 +238,10 @@ impl<'a> SideTensors<'a> {
         if values.iter().all(|x| x.is_finite()) {
             return Ok(values);
         }
-        Err(malformed_error(format!("{}.{kind} holds NaN or infinity", self.index)))
+        Err(malformed_error(format!(
+            "tensor {}.{kind} has a value that is NaN or infinite",
+            self.index
+        )))
     }
 
     fn read_factors(&self, kind: &str) -> Result<Vec<f32>, CalibrationError> {
@@ -252,10 +257,14 @@ impl<'a> SideTensors<'a> {
         let shape = SideCodebooks::check_shape(tensor.shape(), self.geometry, self.side);
         let Some(shape) = shape.filter(|_| is_f16) else {
             let (dtype, shape) = (tensor.dtype(), tensor.shape());
-            return Err(malformed_error(format!("{name} is {dtype:?} {shape:?}: no codebooks")));
+            return Err(malformed_error(format!(
+                "tensor {name} is {dtype:?} of shape {shape:?}; codebooks are F16 of six axes"
+            )));
         };
         let books = SideCodebooks::from_bytes(shape, tensor.data());
-        books.map(Some).ok_or_else(|| malformed_error(format!("{name} holds NaN or infinity")))
+        books.map(Some).ok_or_else(|| {
+            malformed_error(format!("tensor {name} has a value that is NaN or infinite"))
+        })
     }
 
     /// All three tensors or none.
@@ -270,20 +279,24 @@ impl<'a> SideTensors<'a> {
             (false, Some(classes), Some(tables)) => (classes.to_vec(), tables.to_vec()),
             _ => {
                 return Err(malformed_error(format!(
-                    "part {} has a part of a grid only",
+                    "part {}: grid tensors are incomplete (need step, class and table); fit it again",
                     self.index
                 )));
             }
         };
         if !classes.iter().all(|class| usize::from(*class) < CLASSES.len()) {
-            return Err(malformed_error(format!("{}.class names a class that is not", self.index)));
+            return Err(malformed_error(format!(
+                "tensor {}.class: unknown class id (largest is {})",
+                self.index,
+                CLASSES.len() - 1
+            )));
         }
         let grid = GridTensors { steps, classes, tables };
         if (0..layers).all(|layer| grid.layer_tables(layer).is_some()) {
             return Ok(Some(grid));
         }
         Err(malformed_error(format!(
-            "{}.table holds lengths that are no complete code",
+            "tensor {}.table: Huffman code lengths are not a complete code; fit it again",
             self.index
         )))
     }

@@ -13,6 +13,7 @@ use super::{HeadCodec, HeadQuantizer};
 use crate::calibration::SideCalibration;
 use crate::huffman::streams::{StreamRun, StreamTable};
 use crate::rotation::RandomRotation;
+use crate::row_block::LayerSide;
 use crate::transform::TransformStep;
 use crate::{
     Calibration, CodecError, CodecSpec, FloatFormat, Quantizer, SideSpec, Transform, UniformMode,
@@ -53,8 +54,9 @@ impl HeadCodec {
         geometry: &Geometry,
         spec: &CodecSpec,
         calibration: Option<&Calibration>,
-        (layer, side): (LayerIndex, Side),
+        place: LayerSide,
     ) -> Result<Vec<Self>, CodecError> {
+        let LayerSide { layer, side } = place;
         let variants = spec.side_specs(side);
         let binders = variants.iter().enumerate().map(|(variant, side_spec)| {
             let of_head = |head| spec.side_at(side, layer, head) == *side_spec;

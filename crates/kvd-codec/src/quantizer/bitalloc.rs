@@ -51,6 +51,20 @@ pub struct WidthRun {
     pub len: usize,
 }
 
+/// A payload that begins with `codes` bytes of codes; outliers follow.
+#[derive(Clone, Copy)]
+pub(crate) struct PayloadCodes<'a> {
+    pub(crate) payload: &'a [u8],
+    pub(crate) codes: usize,
+}
+
+/// Codes and checked outliers of a page.
+#[derive(Clone, Copy)]
+pub(crate) struct CodedRows<'a> {
+    pub(crate) codes: &'a [u8],
+    pub(crate) outliers: &'a [u8],
+}
+
 /// The difference between an outlier coefficient and its level.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct OutlierResidual {
@@ -63,7 +77,8 @@ pub struct OutlierResidual {
 }
 
 impl OutlierResidual {
-    fn from_bytes([r0, r1, c0, c1, x0, x1]: [u8; OUTLIER_BYTES]) -> Self {
+    fn from_bytes(bytes: [u8; OUTLIER_BYTES]) -> Self {
+        let [r0, r1, c0, c1, x0, x1] = bytes;
         let row = usize::from(u16::from_le_bytes([r0, r1]));
         let coefficient = usize::from(u16::from_le_bytes([c0, c1]));
         Self { row, coefficient, residual: f16::from_le_bytes([x0, x1]).to_f32() }
@@ -142,9 +157,10 @@ impl BitAlloc {
     /// Codes and outliers of a payload that begins with so many bytes of codes.
     pub(crate) fn split_payload<'b>(
         &self,
-        (payload, codes): (&'b [u8], usize),
+        payload: PayloadCodes<'b>,
         tokens: usize,
     ) -> Result<(&'b [u8], &'b [u8]), PageError> {
+        let PayloadCodes { payload, codes } = payload;
         let (codes, outliers) = payload
             .split_at_checked(codes)
             .ok_or(PageError::Payload("it ends inside the codes"))?;
@@ -216,10 +232,11 @@ impl BitAlloc {
     /// `tokens` rows, `outliers` have been checked.
     pub(crate) fn decode_rows(
         &self,
-        (codes, outliers): (&[u8], &[u8]),
+        payload: CodedRows<'_>,
         (tokens, first): (usize, usize),
         out: &mut [f32],
     ) {
+        let CodedRows { codes, outliers } = payload;
         let dim = self.scales.len();
         let (mut start, mut symbols, mut tile) = (0, [0u16; DIM_MAX], Vec::new());
         for run in &self.runs {
@@ -385,9 +402,9 @@ mod tests {
             let mut out = Vec::new();
             let outliers = bitalloc.append_payload(rows, usize::MAX, &mut out).unwrap() as usize;
             prop_assert_eq!(out.len(), bitalloc.code_bytes(tokens) + outliers);
-            let parts = out.split_at(bitalloc.code_bytes(tokens));
+            let (codes, outliers) = out.split_at(bitalloc.code_bytes(tokens));
             let mut back = vec![0f32; dim * (tokens - first)];
-            bitalloc.decode_rows(parts, (tokens, first), &mut back);
+            bitalloc.decode_rows(CodedRows { codes, outliers }, (tokens, first), &mut back);
             for (a, b) in rows[first * dim..].iter().zip(&back) {
                 prop_assert!((a - b).abs() <= bound.max(a.abs() / 1024.0) * 1.001, "{a} {b}");
             }
@@ -404,8 +421,8 @@ mod tests {
             let codes = side.code_bytes(4);
             let payload = &bytes[..codes + count * OUTLIER_BYTES];
             let mut out = vec![0f32; widths.len() * 4];
-            if let Ok(parts) = side.split_payload((payload, codes), 4) {
-                side.decode_rows(parts, (4, 0), &mut out);
+            if let Ok((codes, outliers)) = side.split_payload(PayloadCodes { payload, codes }, 4) {
+                side.decode_rows(CodedRows { codes, outliers }, (4, 0), &mut out);
             }
         }
     }

@@ -16,6 +16,7 @@ use crate::PageError;
 use crate::huffman::streams::{
     self, CHUNK_TOKENS, StreamCodes, StreamRun, StreamTable, SymbolGrouping,
 };
+use crate::huffman::streams::{CodeRows, CodeTables};
 use crate::simd::dispatch_simd;
 use kvd_core::{Geometry, Side};
 use pulp::{Simd, WithSimd};
@@ -232,9 +233,15 @@ impl Grid {
             rests.resize(rows.len(), 0);
             let (step, into) = (self.step, (&mut stored[..], &mut rests[..]));
             dispatch_simd(QuantizeGrid { step, cuts: &cuts, rows, into })?;
-            let tables = (&self.runs[..], &self.tables[..]);
+            let coding = CodeTables { runs: &self.runs, tables: &self.tables };
             let mut rest = |place: usize, missing: i32| rests[place] += missing;
-            let words = streams::encode_chunk(self.side, tables, (&stored, dim), out, &mut rest);
+            let words = streams::encode_chunk(
+                self.side,
+                coding,
+                CodeRows { rows: &stored, per_row: dim },
+                out,
+                &mut rest,
+            );
             let count = streams::write_outliers(&rests, out);
             if out.len() - start > limit || count > usize::from(u16::MAX) {
                 return Err(Unquantizable);

@@ -7,9 +7,12 @@
 //! way. Scales of a page: the mask (a bit per group, set for symmetric ones, in the order of the
 //! scale rows), then scale rows of all words and all f16 steps.
 
+use super::CodeSink;
+use super::ranges::GroupedRows;
 use super::ranges::{group_extremes, largest_magnitudes};
 use super::uniform::{ROUND, ScaleRow, Uniform, UniformGroups, spread_steps};
 use super::{PageScales, Unquantizable, float::largest_magnitude};
+use crate::row_block::RowBlock;
 use crate::simd::dispatch_simd;
 use half::f16;
 use kvd_core::Geometry;
@@ -39,6 +42,14 @@ struct GroupLevels {
     errors: [f32; DIM_MAX],
     /// Sum of the errors of each group.
     sums: [f32; DIM_MAX],
+}
+
+/// The levels of a scale row, and which of its groups are symmetric.
+#[derive(Clone, Copy)]
+struct ChosenModes<'a> {
+    levels: &'a GroupLevels,
+    /// By channel: 1 for the symmetric mode.
+    symmetric: &'a [u8],
 }
 
 /// Where the parts of a page's scales lie: the mask, then scale rows of words and steps.
@@ -87,8 +98,8 @@ impl Hybrid {
         let absmax = largest_magnitude(rows)?;
         let first = symbols.len();
         symbols.resize(first + rows.len(), 0);
-        let into = (&mut symbols[first..], scales);
-        dispatch_simd(QuantizeHybrid { by: self, absmax, rows: (rows, dim), into })
+        let into = CodeSink { symbols: &mut symbols[first..], scales };
+        dispatch_simd(QuantizeHybrid { by: self, absmax, rows: RowBlock { rows, dim }, into })
     }
 
     #[inline(always)]
@@ -96,9 +107,11 @@ impl Hybrid {
         &self,
         simd: S,
         absmax: f32,
-        (rows, dim): (&[f32], usize),
-        (symbols, scales): (&mut [u16], &mut Vec<u8>),
+        block: RowBlock<'_>,
+        into: CodeSink<'_>,
     ) -> Result<(), Unquantizable> {
+        let CodeSink { symbols, scales } = into;
+        let RowBlock { rows, dim } = block;
         let tokens = rows.len() / dim;
         let layout = self.scale_layout(tokens, dim);
         let share = self.base.rows_per_scale(tokens) * dim;
@@ -110,7 +123,13 @@ impl Hybrid {
         let mut symmetric = [0u8; DIM_MAX];
         let parts = rows.chunks(share).zip(symbols.chunks_mut(share));
         for (index, (rows, symbols)) in parts.enumerate() {
-            self.fit_groups(simd, (rows, dim), absmax, &mut ranges, [&mut wide, &mut even]);
+            self.fit_groups(
+                simd,
+                RowBlock { rows, dim },
+                absmax,
+                &mut ranges,
+                [&mut wide, &mut even],
+            );
             wide.sum_errors(dim, span);
             even.sum_errors(dim, span);
             for pair in 0..pairs {
@@ -125,8 +144,13 @@ impl Hybrid {
                 let group = index * pairs + pair;
                 scales[mask_at + group / 8] |= u8::from(is_even) << (group % 8);
             }
-            let into = (symbols, &mut *scales);
-            self.append_scale_row((rows, dim), &layout, (&wide, &symmetric), into);
+            let into = CodeSink { symbols, scales: &mut *scales };
+            self.append_scale_row(
+                RowBlock { rows, dim },
+                &layout,
+                ChosenModes { levels: &wide, symmetric: &symmetric },
+                into,
+            );
         }
         Ok(())
     }
@@ -136,13 +160,16 @@ impl Hybrid {
     fn fit_groups<S: Simd>(
         &self,
         simd: S,
-        (rows, dim): (&[f32], usize),
+        block: RowBlock<'_>,
         absmax: f32,
-        [low, high, most]: &mut [Vec<f32>; 3],
-        [wide, even]: [&mut GroupLevels; 2],
+        ranges: &mut [Vec<f32>; 3],
+        modes: [&mut GroupLevels; 2],
     ) {
+        let [wide, even] = modes;
+        let [low, high, most] = ranges;
+        let RowBlock { rows, dim } = block;
         let (pairs, span) = (self.base.row_pairs(dim), self.base.channels_per_pair(dim));
-        group_extremes(simd, (rows, dim, span), low, high);
+        group_extremes(simd, GroupedRows { rows, dim, span }, low, high);
         largest_magnitudes(rows, dim, span, most);
         for pair in 0..pairs {
             let channels = pair * span..dim.min((pair + 1) * span);
@@ -160,11 +187,14 @@ impl Hybrid {
     #[inline(always)]
     fn append_scale_row(
         &self,
-        (rows, dim): (&[f32], usize),
+        block: RowBlock<'_>,
         layout: &HybridLayout,
-        (levels, symmetric): (&GroupLevels, &[u8]),
-        (symbols, scales): (&mut [u16], &mut Vec<u8>),
+        modes: ChosenModes<'_>,
+        into: CodeSink<'_>,
     ) {
+        let CodeSink { symbols, scales } = into;
+        let ChosenModes { levels, symmetric } = modes;
+        let RowBlock { rows, dim } = block;
         let span = self.base.channels_per_pair(dim);
         let words_at = scales.len();
         scales.resize(words_at + self.base.row_pairs(dim) * layout.word_bytes, 0);
@@ -181,9 +211,9 @@ impl Hybrid {
             }
         }
         if span == 1 {
-            set_column_signs((rows, dim), layout.word_bytes, words);
+            set_column_signs(RowBlock { rows, dim }, layout.word_bytes, words);
         } else {
-            set_row_signs((rows, dim), span, layout.word_bytes, words);
+            set_row_signs(RowBlock { rows, dim }, span, layout.word_bytes, words);
         }
         for (word, channel) in words.chunks_exact_mut(layout.word_bytes).zip((0..).step_by(span)) {
             if symmetric[channel] == 0 {
@@ -242,8 +272,8 @@ impl Hybrid {
 struct QuantizeHybrid<'a> {
     by: &'a Hybrid,
     absmax: f32,
-    rows: (&'a [f32], usize),
-    into: (&'a mut [u16], &'a mut Vec<u8>),
+    rows: RowBlock<'a>,
+    into: CodeSink<'a>,
 }
 
 impl WithSimd for QuantizeHybrid<'_> {
@@ -257,7 +287,8 @@ impl WithSimd for QuantizeHybrid<'_> {
 
 /// Sets a bit for each negative value in the word of its channel, rows in order.
 #[inline(always)]
-fn set_column_signs((rows, dim): (&[f32], usize), word_bytes: usize, words: &mut [u8]) {
+fn set_column_signs(block: RowBlock<'_>, word_bytes: usize, words: &mut [u8]) {
+    let RowBlock { rows, dim } = block;
     let mut buffer = [0u32; DIM_MAX];
     let signs = &mut buffer[..dim];
     for (byte, rows) in rows.chunks(8 * dim).enumerate() {
@@ -275,7 +306,8 @@ fn set_column_signs((rows, dim): (&[f32], usize), word_bytes: usize, words: &mut
 
 /// Sets a bit for each negative value in the word of its group, row after row.
 #[inline(always)]
-fn set_row_signs((rows, dim): (&[f32], usize), span: usize, word_bytes: usize, words: &mut [u8]) {
+fn set_row_signs(block: RowBlock<'_>, span: usize, word_bytes: usize, words: &mut [u8]) {
+    let RowBlock { rows, dim } = block;
     for (index, row) in rows.chunks_exact(dim).enumerate() {
         let first = index * span;
         for (word, part) in words.chunks_exact_mut(word_bytes).zip(row.chunks(span)) {
@@ -419,7 +451,7 @@ mod tests {
                 let mut ranges = [(); 3].map(|()| vec![0f32; mixed.base.row_pairs(32)]);
                 mixed.fit_groups(
                     pulp::Scalar,
-                    (part, 32),
+                    RowBlock { rows: part, dim: 32 },
                     2.0,
                     &mut ranges,
                     [&mut wide, &mut even],

@@ -8,8 +8,10 @@
 //! scale is `|c| / |levels of its codes|`, so that a decoded row is as long as the row was; that
 //! is what vLLM's `_nc` presets do after decoding.
 
+use super::CodeSink;
 use super::Unquantizable;
 use super::float::largest_magnitude;
+use crate::row_block::RowBlock;
 use crate::simd::{count_below, dispatch_simd};
 use half::f16;
 use pulp::{Simd, WithSimd};
@@ -76,8 +78,8 @@ impl LloydMax {
         let absmax = largest_magnitude(rows)?;
         let first = symbols.len();
         symbols.resize(first + rows.len(), 0);
-        let into = (&mut symbols[first..], scales);
-        dispatch_simd(QuantizeLloyd { by: self, absmax, rows: (rows, dim), into })
+        let into = CodeSink { symbols: &mut symbols[first..], scales };
+        dispatch_simd(QuantizeLloyd { by: self, absmax, rows: RowBlock { rows, dim }, into })
     }
 
     #[inline(always)]
@@ -85,9 +87,11 @@ impl LloydMax {
         &self,
         simd: S,
         absmax: f32,
-        (rows, dim): (&[f32], usize),
-        (symbols, scales): (&mut [u16], &mut Vec<u8>),
+        block: RowBlock<'_>,
+        into: CodeSink<'_>,
     ) -> Result<(), Unquantizable> {
+        let CodeSink { symbols, scales } = into;
+        let RowBlock { rows, dim } = block;
         let squared: Vec<f64> = self.levels.iter().map(|x| f64::from(*x) * f64::from(*x)).collect();
         let (mut turned, mut counts) = (vec![0f32; dim], vec![0u32; dim]);
         let parts = rows.chunks(SUMS * dim).zip(symbols.chunks_mut(SUMS * dim));
@@ -161,8 +165,8 @@ impl LloydMax {
 struct QuantizeLloyd<'a> {
     by: &'a LloydMax,
     absmax: f32,
-    rows: (&'a [f32], usize),
-    into: (&'a mut [u16], &'a mut Vec<u8>),
+    rows: RowBlock<'a>,
+    into: CodeSink<'a>,
 }
 
 impl WithSimd for QuantizeLloyd<'_> {

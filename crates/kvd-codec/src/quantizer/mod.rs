@@ -21,6 +21,7 @@ use crate::UniformMode;
 use crate::calibration::LAYER_TABLE_BYTES;
 use crate::huffman::streams::StreamRun;
 use crate::page::id;
+use crate::row_block::RowBlockMut;
 use crate::transform::TransformStep;
 use bit_levels::LEVELS;
 use bitalloc::BitAlloc;
@@ -39,6 +40,22 @@ use vq::VectorQuantizer;
 /// The page's values do not fit the quantizer; the page falls back to raw floats.
 #[derive(Debug)]
 pub(crate) struct Unquantizable;
+
+/// The destination of quantized rows.
+pub(super) struct CodeSink<'a> {
+    /// One code per value.
+    pub(super) symbols: &'a mut [u16],
+    /// Scales are appended here.
+    pub(super) scales: &'a mut Vec<u8>,
+}
+
+/// The scales of some groups.
+#[derive(Clone, Copy)]
+pub(super) struct GroupScales<'a> {
+    pub(super) minima: &'a [f32],
+    /// Reciprocals of steps.
+    pub(super) inverse: &'a [f32],
+}
 
 /// The scales of a page.
 #[derive(Clone, Copy)]
@@ -315,7 +332,7 @@ impl HeadCodec {
         assert!(queries.len().is_multiple_of(self.dim), "fold_queries: length of rows");
         let mut offsets = vec![0.0; queries.len() / self.dim];
         for step in &self.steps {
-            step.fold_query_rows((&mut *queries, self.dim), &mut offsets);
+            step.fold_query_rows(RowBlockMut { rows: &mut *queries, dim: self.dim }, &mut offsets);
         }
         offsets
     }
@@ -328,7 +345,7 @@ impl HeadCodec {
     pub fn unfold_values(&self, sums: &mut [f32], weight_sums: &[f32]) {
         assert_eq!(sums.len(), weight_sums.len() * self.dim, "unfold_values: length of rows");
         for step in self.steps.iter().rev() {
-            step.invert_rows((&mut *sums, self.dim), weight_sums);
+            step.invert_rows(RowBlockMut { rows: &mut *sums, dim: self.dim }, weight_sums);
         }
     }
 

@@ -123,7 +123,7 @@ impl<F: FnMut(usize, &[u32], &[f32])> NearestSearch<'_, F> {
                     }
                 }
             }
-            scan_candidates(simd, || candidates.iter(), (&x, filled), &mut best);
+            scan_candidates(simd, || candidates.iter(), PointBatch { x: &x, filled }, &mut best);
             found(start, &best.at[..filled], &best.scores[..filled]);
         }
     }
@@ -154,6 +154,13 @@ pub(super) fn transpose_points<const D: usize>(
             x[channel][lane] = points[lane][channel];
         }
     }
+}
+
+/// A batch of points, channel by channel, of which the first `filled` are there.
+#[derive(Clone, Copy)]
+pub(super) struct PointBatch<'a, const D: usize> {
+    pub(super) x: &'a [[f32; BATCH_MAX]; D],
+    pub(super) filled: usize,
 }
 
 /// The entry and score that [`scan_candidates`] found for each lane.
@@ -206,9 +213,10 @@ pub(super) fn scan_candidates<
 >(
     simd: S,
     candidates: impl Fn() -> C,
-    (x, filled): (&[[f32; BATCH_MAX]; D], usize),
+    points: PointBatch<'_, D>,
     found: &mut BestEntries,
 ) {
+    let PointBatch { x, filled } = points;
     let mut first = 0;
     while first < filled {
         let places = (&mut found.at[first..], &mut found.scores[first..]);

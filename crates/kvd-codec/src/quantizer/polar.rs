@@ -10,11 +10,13 @@
 //! Without, none: the step follows from the pair's largest radius in the calibration, and what
 //! lies beyond is cut to it (the paper's clamp).
 
+use super::CodeSink;
 use super::Unquantizable;
 use super::float::largest_magnitude;
 use super::ranges::{append_f16, f16_at_least, step_reciprocal};
 use super::stored::StoredLayout;
 use super::uniform::{ROUND, ScaleRow, check_step};
+use crate::row_block::RowBlock;
 use crate::simd::dispatch_simd;
 use half::f16;
 use kvd_core::{DType, Geometry, RopePairing};
@@ -142,7 +144,8 @@ impl Polar {
         Some(Self::new(pairing, bits, RadiusScale::Model { steps, reach }))
     }
 
-    fn new(pairing: RopePairing, [angle, radius]: [u8; 2], scale: RadiusScale) -> Self {
+    fn new(pairing: RopePairing, bits: [u8; 2], scale: RadiusScale) -> Self {
+        let [angle, radius] = bits;
         let angle_bits = u32::from(angle);
         // Of 2^(a+1) directions around the circle the even ones are codes.
         let fine = circle_points(angle_bits + 1);
@@ -216,17 +219,19 @@ impl Polar {
         let absmax = largest_magnitude(rows)?;
         let first = symbols.len();
         symbols.resize(first + rows.len() / 2, 0);
-        let into = (&mut symbols[first..], scales);
-        dispatch_simd(QuantizePolar { by: self, absmax, rows: (rows, dim), into })
+        let into = CodeSink { symbols: &mut symbols[first..], scales };
+        dispatch_simd(QuantizePolar { by: self, absmax, rows: RowBlock { rows, dim }, into })
     }
 
     #[inline(always)]
     fn quantize_within(
         &self,
         absmax: f32,
-        (rows, dim): (&[f32], usize),
-        (symbols, scales): (&mut [u16], &mut Vec<u8>),
+        block: RowBlock<'_>,
+        into: CodeSink<'_>,
     ) -> Result<(), Unquantizable> {
+        let CodeSink { symbols, scales } = into;
+        let RowBlock { rows, dim } = block;
         let mut row = RowPairs::new(dim / 2);
         let mut buffer = [0f32; PAIRS_MAX];
         let inverse = &mut buffer[..dim / 2];
@@ -363,8 +368,8 @@ impl Polar {
 struct QuantizePolar<'a> {
     by: &'a Polar,
     absmax: f32,
-    rows: (&'a [f32], usize),
-    into: (&'a mut [u16], &'a mut Vec<u8>),
+    rows: RowBlock<'a>,
+    into: CodeSink<'a>,
 }
 
 impl WithSimd for QuantizePolar<'_> {

@@ -3,6 +3,7 @@
 //! All of it is arithmetic and choices between two values, inlined, so that a loop over groups
 //! becomes vector instructions of whoever calls it.
 
+use crate::row_block::RowBlock;
 use pulp::Simd;
 
 /// Values of a group that are compared at once.
@@ -18,17 +19,27 @@ const BIAS_BITS: u32 = 112 << 23;
 const INFINITY_BITS: u32 = 0x7C00;
 const SIGN_BIT: u32 = 0x8000;
 
+/// Rows `[n, dim]` whose channels are grouped by `span`.
+#[derive(Clone, Copy)]
+pub(super) struct GroupedRows<'a> {
+    pub(super) rows: &'a [f32],
+    pub(super) dim: usize,
+    /// Channels of a group.
+    pub(super) span: usize,
+}
+
 /// Minimum and maximum of each pair's values over `rows`, of equal ones the first: zeros have
 /// signs. No value is NaN.
 #[inline(always)]
 pub(super) fn group_extremes<S: Simd>(
     simd: S,
-    (rows, dim, span): (&[f32], usize, usize),
+    groups: GroupedRows<'_>,
     low: &mut [f32],
     high: &mut [f32],
 ) {
+    let GroupedRows { rows, dim, span } = groups;
     if span == 1 {
-        return column_extremes(simd, (rows, dim), low, high);
+        return column_extremes(simd, RowBlock { rows, dim }, low, high);
     }
     low.fill(f32::INFINITY);
     high.fill(f32::NEG_INFINITY);
@@ -109,12 +120,8 @@ fn fold_each_row(
 
 /// Minima and maxima of all channels.
 #[inline(always)]
-fn column_extremes<S: Simd>(
-    simd: S,
-    (rows, dim): (&[f32], usize),
-    low: &mut [f32],
-    high: &mut [f32],
-) {
+fn column_extremes<S: Simd>(simd: S, block: RowBlock<'_>, low: &mut [f32], high: &mut [f32]) {
+    let RowBlock { rows, dim } = block;
     let step = COLUMNS * S::F32_LANES;
     let whole = dim / step * step;
     for first in (0..whole).step_by(step) {
@@ -319,7 +326,7 @@ mod tests {
         fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
             let Self { rows, dim, span } = self;
             let [mut low, mut high] = [(); 2].map(|()| vec![0f32; dim.div_ceil(span)]);
-            group_extremes(simd, (rows, dim, span), &mut low, &mut high);
+            group_extremes(simd, GroupedRows { rows, dim, span }, &mut low, &mut high);
             [low, high].map(|values| values.into_iter().map(f32::to_bits).collect())
         }
     }

@@ -7,6 +7,7 @@
 //! margin is far above what rounding can do to scores. Points beyond all boxes are compared with
 //! every entry.
 
+use super::nearest::PointBatch;
 use super::nearest::{BATCH_MAX, BestEntries, CandidateEntry, scan_candidates, transpose_points};
 use super::vq::Codebook;
 use crate::simd::dispatch_simd;
@@ -220,7 +221,7 @@ impl WithSimd for RegionSearch<'_> {
                 }
                 transpose_points(&near, &mut x);
                 let tried = || candidates.iter().map(|entry| &by.entries[usize::from(*entry)]);
-                scan_candidates(simd, tried, (&x, order.len()), &mut best);
+                scan_candidates(simd, tried, PointBatch { x: &x, filled: order.len() }, &mut best);
                 for (point, at) in order.iter().zip(best.at) {
                     codes[*point as usize] = at as u16;
                 }

@@ -3,10 +3,12 @@
 //! `b` bits of magnitude and a sign make `2^(b+1) - 1` levels. A scale row holds one f16 step per
 //! group and nothing else; the step is rounded up, so that the error is at most half of it.
 
+use super::CodeSink;
 use super::Unquantizable;
 use super::float::largest_magnitude;
 use super::ranges::{append_f16, largest_magnitudes, step_reciprocal};
 use super::uniform::{ROUND, ScaleRow, Uniform, spread_steps};
+use crate::row_block::RowBlock;
 use crate::simd::dispatch_simd;
 use kvd_core::Geometry;
 use pulp::{Simd, WithSimd};
@@ -37,17 +39,19 @@ impl Symmetric {
         let absmax = largest_magnitude(rows)?;
         let first = symbols.len();
         symbols.resize(first + rows.len(), 0);
-        let into = (&mut symbols[first..], scales);
-        dispatch_simd(QuantizeSymmetric { by: self, absmax, rows: (rows, dim), into })
+        let into = CodeSink { symbols: &mut symbols[first..], scales };
+        dispatch_simd(QuantizeSymmetric { by: self, absmax, rows: RowBlock { rows, dim }, into })
     }
 
     #[inline(always)]
     fn quantize_within(
         &self,
         absmax: f32,
-        (rows, dim): (&[f32], usize),
-        (symbols, scales): (&mut [u16], &mut Vec<u8>),
+        block: RowBlock<'_>,
+        into: CodeSink<'_>,
     ) -> Result<(), Unquantizable> {
+        let CodeSink { symbols, scales } = into;
+        let RowBlock { rows, dim } = block;
         let base = &self.base;
         let (pairs, span) = (base.row_pairs(dim), base.channels_per_pair(dim));
         let share = base.rows_per_scale(rows.len() / dim) * dim;
@@ -118,8 +122,8 @@ impl Symmetric {
 struct QuantizeSymmetric<'a> {
     by: &'a Symmetric,
     absmax: f32,
-    rows: (&'a [f32], usize),
-    into: (&'a mut [u16], &'a mut Vec<u8>),
+    rows: RowBlock<'a>,
+    into: CodeSink<'a>,
 }
 
 impl WithSimd for QuantizeSymmetric<'_> {

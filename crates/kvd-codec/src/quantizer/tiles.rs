@@ -6,6 +6,7 @@
 
 use super::uniform::{ROUND, Uniform};
 use crate::bits::{CodeLayout, TILE_TOKENS};
+use crate::row_block::RowBlock;
 use kvd_core::{Geometry, Side};
 use pulp::Simd;
 
@@ -18,11 +19,18 @@ pub(super) struct TileEncoder<'a> {
     pub(super) by: &'a Uniform,
     pub(super) side: Side,
     /// `[tokens, dim]`.
-    pub(super) rows: (&'a [f32], usize),
+    pub(super) rows: RowBlock<'a>,
     /// Minima of all groups.
     pub(super) minima: &'a [f32],
     /// Reciprocals of their steps.
     pub(super) inverse: &'a [f32],
+}
+
+/// The bytes of one tile.
+struct TileBytes<'a> {
+    /// Index of the tile in the page.
+    tile: usize,
+    bytes: &'a mut [u8],
 }
 
 /// A row and its scale row.
@@ -80,7 +88,7 @@ impl TileEncoder<'_> {
         layout: &CodeLayout,
         out: &mut Vec<u8>,
     ) -> bool {
-        let (rows, dim) = self.rows;
+        let RowBlock { rows, dim } = self.rows;
         let (bits, tokens) = (layout.code_bits(), layout.tokens());
         let span = self.by.channels_per_pair(dim);
         let line = match (self.side, bits) {
@@ -122,19 +130,23 @@ impl TileEncoder<'_> {
         let mut lanes = [0; DIM_MAX];
         for (tile, bytes) in tiles.enumerate() {
             match self.side {
-                Side::Key => {
-                    self.encode_key_tile::<S, PARTS, SINGLE>(simd, (tile, bytes), &mut lanes)
-                }
-                Side::Value => {
-                    self.encode_value_tile::<S, PARTS, SINGLE>(simd, (tile, bytes), &mut lanes)
-                }
+                Side::Key => self.encode_key_tile::<S, PARTS, SINGLE>(
+                    simd,
+                    TileBytes { tile, bytes },
+                    &mut lanes,
+                ),
+                Side::Value => self.encode_value_tile::<S, PARTS, SINGLE>(
+                    simd,
+                    TileBytes { tile, bytes },
+                    &mut lanes,
+                ),
             }
         }
     }
 
     #[inline(always)]
     fn scaled_row(&self, token: usize) -> ScaledRow<'_> {
-        let (rows, dim) = self.rows;
+        let RowBlock { rows, dim } = self.rows;
         let pairs = self.by.row_pairs(dim);
         let first = self.by.scale_row(token) * pairs;
         ScaledRow {
@@ -150,11 +162,12 @@ impl TileEncoder<'_> {
     fn encode_key_tile<S: Simd, const PARTS: usize, const SINGLE: bool>(
         &self,
         simd: S,
-        (tile, bytes): (usize, &mut [u8]),
+        to: TileBytes<'_>,
         lanes: &mut [u32],
     ) {
-        let span = self.by.channels_per_pair(self.rows.1);
-        let line = self.rows.1 / PARTS;
+        let TileBytes { tile, bytes } = to;
+        let span = self.by.channels_per_pair(self.rows.dim);
+        let line = self.rows.dim / PARTS;
         let lanes = &mut lanes[..line];
         let quads = bytes.as_chunks_mut::<QUAD>().0;
         for token in 0..TILE_TOKENS {
@@ -182,10 +195,11 @@ impl TileEncoder<'_> {
     fn encode_value_tile<S: Simd, const PARTS: usize, const SINGLE: bool>(
         &self,
         simd: S,
-        (tile, bytes): (usize, &mut [u8]),
+        to: TileBytes<'_>,
         lanes: &mut [u32],
     ) {
-        let dim = self.rows.1;
+        let TileBytes { tile, bytes } = to;
+        let dim = self.rows.dim;
         // Registers that share a pair.
         let run = if SINGLE { 1 } else { self.by.channels_per_pair(dim) / S::F32_LANES };
         let lanes = &mut lanes[..dim];
@@ -235,7 +249,14 @@ mod tests {
         let layout = CodeLayout::new(side, rows.len() / dim, dim, by.code_bits());
         let [mut page, mut want] = [vec![7], vec![7]];
         let mut symbols = Vec::new();
-        by.append_page(absmax, (rows, dim), (&layout, side), &mut symbols, &mut page).unwrap();
+        by.append_page(
+            absmax,
+            RowBlock { rows, dim },
+            super::super::uniform::TileLayout { layout: &layout, side },
+            &mut symbols,
+            &mut page,
+        )
+        .unwrap();
         symbols.clear();
         by.quantize_rows(rows, dim, &mut symbols, &mut want).unwrap();
         bits::pack_codes(&layout, &symbols, &mut want);

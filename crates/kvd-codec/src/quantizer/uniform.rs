@@ -6,13 +6,17 @@
 //! group of channels) or the page (block axis: one pair). The minimum is rounded down and the
 //! step up, so the levels cover the group and the error is at most half the stored step.
 
+use super::CodeSink;
+use super::GroupScales;
 use super::Unquantizable;
 use super::float::largest_magnitude;
+use super::ranges::GroupedRows;
 use super::ranges::{
     LANES, append_pairs, f16_at_least, f16_at_most, group_extremes, run_extremes, step_reciprocal,
 };
 use super::tiles::TileEncoder;
 use crate::bits::{self, CodeLayout};
+use crate::row_block::RowBlock;
 use crate::simd::dispatch_simd;
 use crate::{GroupAxis, UniformMode, UniformStep};
 use half::f16;
@@ -150,24 +154,26 @@ impl Uniform {
         let absmax = largest_magnitude(rows)?;
         let first = symbols.len();
         symbols.resize(first + rows.len(), 0);
-        let into = (&mut symbols[first..], scales);
-        dispatch_simd(QuantizeUniform { by: self, absmax, rows: (rows, dim), into })
+        let into = CodeSink { symbols: &mut symbols[first..], scales };
+        dispatch_simd(QuantizeUniform { by: self, absmax, rows: RowBlock { rows, dim }, into })
     }
 
     /// Appends scales and codes of a page of fixed width; `absmax` is the largest magnitude.
     pub(crate) fn append_page(
         &self,
         absmax: f32,
-        (rows, dim): (&[f32], usize),
-        (layout, side): (&CodeLayout, Side),
+        block: RowBlock<'_>,
+        to: TileLayout<'_>,
         symbols: &mut Vec<u16>,
         out: &mut Vec<u8>,
     ) -> Result<(), Unquantizable> {
+        let TileLayout { layout, side } = to;
+        let RowBlock { rows, dim } = block;
         let in_tiles = dispatch_simd(EncodeUniform {
             by: self,
             absmax,
-            rows: (rows, dim),
-            to: (layout, side),
+            rows: RowBlock { rows, dim },
+            to: TileLayout { layout, side },
             out,
         })?;
         if let Some((minima, inverse)) = in_tiles {
@@ -175,8 +181,8 @@ impl Uniform {
             symbols.resize(rows.len(), 0);
             dispatch_simd(QuantizeGroups {
                 by: self,
-                rows: (rows, dim),
-                pairs: (&minima, &inverse),
+                rows: RowBlock { rows, dim },
+                pairs: GroupScales { minima: &minima, inverse: &inverse },
                 symbols,
             });
             bits::pack_codes(layout, symbols, out);
@@ -190,9 +196,10 @@ impl Uniform {
         &self,
         simd: S,
         absmax: f32,
-        (rows, dim): (&[f32], usize),
+        block: RowBlock<'_>,
         scales: &mut Vec<u8>,
     ) -> Result<(Vec<f32>, Vec<f32>), Unquantizable> {
+        let RowBlock { rows, dim } = block;
         let tokens = rows.len() / dim;
         let share = self.rows_per_scale(tokens) * dim;
         let (pairs, span) = (self.row_pairs(dim), self.channels_per_pair(dim));
@@ -202,7 +209,7 @@ impl Uniform {
         } else {
             let groups = minima.chunks_exact_mut(pairs).zip(steps.chunks_exact_mut(pairs));
             for (rows, (low, high)) in rows.chunks(share).zip(groups) {
-                group_extremes(simd, (rows, dim, span), low, high);
+                group_extremes(simd, GroupedRows { rows, dim, span }, low, high);
             }
         }
         self.fit_steps(&mut minima, &mut steps, absmax)?;
@@ -218,12 +225,9 @@ impl Uniform {
 
     /// The codes of all rows, from minima and the reciprocals of steps.
     #[inline(always)]
-    fn quantize_all_rows(
-        &self,
-        (rows, dim): (&[f32], usize),
-        (minima, inverse): (&[f32], &[f32]),
-        symbols: &mut [u16],
-    ) {
+    fn quantize_all_rows(&self, block: RowBlock<'_>, groups: GroupScales<'_>, symbols: &mut [u16]) {
+        let GroupScales { minima, inverse } = groups;
+        let RowBlock { rows, dim } = block;
         let (pairs, span) = (self.row_pairs(dim), self.channels_per_pair(dim));
         if self.in_runs(dim) {
             let groups = minima.iter().zip(inverse);
@@ -235,6 +239,7 @@ impl Uniform {
         }
         let share = self.rows_per_scale(rows.len() / dim) * dim;
         let groups = minima.chunks_exact(pairs).zip(inverse.chunks_exact(pairs));
+        let groups = groups.map(|(minima, inverse)| GroupScales { minima, inverse });
         let rows = rows.chunks(share).zip(symbols.chunks_mut(share));
         for ((rows, symbols), groups) in rows.zip(groups) {
             for (row, symbols) in rows.chunks_exact(dim).zip(symbols.chunks_exact_mut(dim)) {
@@ -278,13 +283,8 @@ impl Uniform {
 
     /// The codes of one row, from minima and the reciprocals of steps.
     #[inline(always)]
-    fn quantize_row(
-        &self,
-        row: &[f32],
-        span: usize,
-        (minima, inverse): (&[f32], &[f32]),
-        symbols: &mut [u16],
-    ) {
+    fn quantize_row(&self, row: &[f32], span: usize, groups: GroupScales<'_>, symbols: &mut [u16]) {
+        let GroupScales { minima, inverse } = groups;
         let top = f32::from(self.top);
         let pairs = minima.iter().zip(inverse);
         if span == 1 {
@@ -362,8 +362,8 @@ fn quantize_value(x: f32, (minimum, inverse): (f32, f32), top: f32) -> u16 {
 struct QuantizeUniform<'a> {
     by: &'a Uniform,
     absmax: f32,
-    rows: (&'a [f32], usize),
-    into: (&'a mut [u16], &'a mut Vec<u8>),
+    rows: RowBlock<'a>,
+    into: CodeSink<'a>,
 }
 
 impl WithSimd for QuantizeUniform<'_> {
@@ -371,19 +371,26 @@ impl WithSimd for QuantizeUniform<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
-        let Self { by, absmax, rows, into: (symbols, scales) } = self;
+        let Self { by, absmax, rows, into: CodeSink { symbols, scales } } = self;
         let (minima, inverse) = by.fit_group_pairs(simd, absmax, rows, scales)?;
-        by.quantize_all_rows(rows, (&minima, &inverse), symbols);
+        by.quantize_all_rows(rows, GroupScales { minima: &minima, inverse: &inverse }, symbols);
         Ok(())
     }
+}
+
+/// The side whose codes are packed, and their layout in the page.
+#[derive(Clone, Copy)]
+pub(crate) struct TileLayout<'a> {
+    pub(crate) layout: &'a CodeLayout,
+    pub(crate) side: Side,
 }
 
 /// [`Uniform::append_page`] but for codes that are no whole tiles: of those, what makes them.
 struct EncodeUniform<'a> {
     by: &'a Uniform,
     absmax: f32,
-    rows: (&'a [f32], usize),
-    to: (&'a CodeLayout, Side),
+    rows: RowBlock<'a>,
+    to: TileLayout<'a>,
     out: &'a mut Vec<u8>,
 }
 
@@ -392,7 +399,7 @@ impl WithSimd for EncodeUniform<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
-        let Self { by, absmax, rows, to: (layout, side), out } = self;
+        let Self { by, absmax, rows, to: TileLayout { layout, side }, out } = self;
         let (minima, inverse) = by.fit_group_pairs(simd, absmax, rows, out)?;
         let tiles = TileEncoder { by, side, rows, minima: &minima, inverse: &inverse };
         let appended = tiles.append_tiles(simd, layout, out);
@@ -403,8 +410,8 @@ impl WithSimd for EncodeUniform<'_> {
 /// The codes of rows whose groups are known.
 struct QuantizeGroups<'a> {
     by: &'a Uniform,
-    rows: (&'a [f32], usize),
-    pairs: (&'a [f32], &'a [f32]),
+    rows: RowBlock<'a>,
+    pairs: GroupScales<'a>,
     symbols: &'a mut [u16],
 }
 

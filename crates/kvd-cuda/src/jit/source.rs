@@ -60,9 +60,9 @@ fn side_struct(kernel: SideKernel) -> (&'static str, &'static str) {
 fn tensor_side(kernel: SideKernel, which: Side) -> (&'static str, String) {
     let (header, name) = side_struct(kernel);
     match kernel {
-        SideKernel::Fp8 if which == Side::Value => ("half.cuh", "kvd::Fp8Values".to_owned()),
+        SideKernel::Fp8 if which == Side::Value => ("mma_f16.cuh", "kvd::Fp8Values".to_owned()),
         SideKernel::F16 | SideKernel::Bf16 | SideKernel::Fp8 => {
-            ("half.cuh", format!("kvd::Halves<{name}>"))
+            ("mma_f16.cuh", format!("kvd::Halves<{name}>"))
         }
         _ => (header, format!("kvd::Tensor<{name}>")),
     }

@@ -29,7 +29,7 @@ pub(super) struct HeadCodebooks {
 pub(super) enum LookupKernels {
     /// Entries are bytes, held several times, for tensor cores.
     Bytes,
-    /// Entries are f16, lanes may hold and exchange them: `books.cuh`.
+    /// Entries are f16, lanes may hold and exchange them: `codebook_cache.cuh`.
     Floats,
     /// Entries are f16: a pair of sides without a kernel of its own.
     Any,

@@ -9,7 +9,7 @@ pub use abi::{AnswerParameters, QueryParameters, TransformUnit};
 use kvd_codec::{ModelCodec, QueryTransformStep};
 use kvd_core::{LayerIndex, Side};
 
-/// Rows of a unit at most: `TURN_ROWS` of `turn.cuh`.
+/// Rows of a unit at most: `TURN_ROWS` of `query_transform.cuh`.
 pub(crate) const TURN_ROWS: usize = 8;
 /// Threads of a thread block.
 const TURN_THREADS: usize = 128;

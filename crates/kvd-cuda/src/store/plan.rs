@@ -185,7 +185,7 @@ impl<'a> StorePlanBuilder<'a> {
         let (tokens, dim) = (block.rows as usize, store.side.dim as usize);
         let layout = geometry.raw_layout(block.capacity_rows);
         let rows = layout.row_offset(side, head as u64, u64::from(block.first_row));
-        let place = (self.layer, side);
+        let place = kvd_codec::LayerSide { layer: self.layer, side };
         let header = if store.steps == 0 {
             self.codec.fallback_header(place, head, tokens).0
         } else {

@@ -15,7 +15,7 @@ use std::collections::BTreeSet;
 pub(crate) const SHARED: SharedMemory =
     SharedMemory { block: 227 << 10, multiprocessor: 228 << 10, under_way: 18 << 10 };
 
-/// `GAIN_STAGE` of `stops.cuh`.
+/// `GAIN_STAGE` of `tile_scheduler.cuh`.
 const GAIN_STAGE: usize = 48;
 
 thread_local! {

@@ -135,7 +135,7 @@ fn print_quality(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
 
 fn window_note(windows: &str) -> String {
     if windows == "own" {
-        return "Every codec has windows of its own: what wider ones gain is no merit of a codec."
+        return "Windows differ between codecs, so the rows are not directly comparable."
             .to_owned();
     }
     format!("The same windows for every codec, in the stored precision: {windows}.")

@@ -256,7 +256,7 @@ pub fn report_text(report: &EvalReport, width: LineWidth) -> String {
             block.without_kvd.scored_tokens
         )));
         if block.windows == "own" {
-            let own = "Each codec has its own windows: what wider ones gain is no merit of it.";
+            let own = "Windows differ between codecs, so the rows are not directly comparable.";
             text.push_str(&wrap_paragraph(own));
         }
         for (label, codec) in codec_legend(block) {

@@ -2,7 +2,7 @@
 // (CPU: crates/kvd-cuda/src/finish.rs). One thread block takes a unit's rows.
 #pragma once
 
-#include "turn.cuh"
+#include "query_transform.cuh"
 
 namespace kvd {
 

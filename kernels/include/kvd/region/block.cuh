@@ -2,7 +2,7 @@
 // it has read.
 #pragma once
 
-#include "turn.cuh"
+#include "query_transform.cuh"
 
 namespace kvd {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "block.cuh"
-#include "turn.cuh"
+#include "query_transform.cuh"
 
 namespace kvd {
 

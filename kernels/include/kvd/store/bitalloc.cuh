@@ -1,7 +1,7 @@
 // The level nearest to each coefficient over its scale, of as many as the coefficient's width has, the
 // lower of two; what a level lacks by more than the head's bound follows the codes. A warp takes
 // consecutive rows, so that its outliers stand in the order of their places behind those of the warps
-// before it. Reference: kvd-codec/src/side/bitalloc.rs, bit_levels.rs.
+// before it. Reference: kvd-codec/src/quantizer/bitalloc.rs, bit_levels.rs.
 #pragma once
 
 #include "../bitalloc.cuh"

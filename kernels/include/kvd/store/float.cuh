@@ -1,5 +1,5 @@
 // Coefficients in a format, and FP8 e4m3 codes under one power-of-two scale per page. Reference:
-// kvd-codec/src/side/float.rs.
+// kvd-codec/src/quantizer/float.rs.
 #pragma once
 
 #include "../float.cuh"

@@ -1,6 +1,6 @@
 // `round(c / step)` for every coefficient, cut to what its class has room for; what is cut off, and what
 // the codes of symbols without one lack, follows the words of each chunk as outliers. Reference:
-// kvd-codec/src/side/grid.rs.
+// kvd-codec/src/quantizer/grid.rs.
 #pragma once
 
 #include "huffman.cuh"

@@ -6,7 +6,7 @@
 // and `n` needed it has then taken `max(before, ceil((C + n) / 16))` words, so that sums and largest
 // numbers of segments say where each begins: lengths first, then a scan of them, then the words. A thread
 // writes those that its lane takes in its segment, and reads on behind it until they are full. Reference:
-// kvd-codec/src/lanes/encode.rs; tables: crates/kvd-cuda/src/store/lanes.rs.
+// kvd-codec/src/huffman/streams/encode.rs; tables: crates/kvd-cuda/src/store/streams.rs.
 #pragma once
 
 #include "../huffman.cuh"

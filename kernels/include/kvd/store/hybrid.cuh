@@ -1,5 +1,5 @@
 // Asymmetric or symmetric levels, group by group, whichever err less. A thread has a group; neighbours'
-// choices are a ballot, which is the mask. Reference: kvd-codec/src/side/hybrid.rs.
+// choices are a ballot, which is the mask. Reference: kvd-codec/src/quantizer/hybrid.rs.
 #pragma once
 
 #include "../hybrid.cuh"

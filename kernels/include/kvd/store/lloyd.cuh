@@ -1,6 +1,6 @@
 // The nearest of fixed levels to each coordinate of a row of root mean square 1, and the f16 that gives
 // the decoded row its length back. A thread per row, sums in f64 in the host's order. Reference:
-// kvd-codec/src/side/lloyd.rs.
+// kvd-codec/src/quantizer/lloyd.rs.
 #pragma once
 
 #include "../lloyd.cuh"

@@ -1,7 +1,7 @@
 // What Huffman codes do not hold, as words of 16 bits behind those of the codes (docs/format.md, "Sides":
 // grid): how many places on, and what is missing there. A warp takes consecutive places: it counts its
 // words first, and writes them when it knows how many there are before and where the last of them is.
-// Reference: kvd-codec/src/lanes/outlier.rs.
+// Reference: kvd-codec/src/huffman/streams/outlier.rs.
 #pragma once
 
 #include "../outlier.cuh"

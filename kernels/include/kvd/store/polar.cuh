@@ -1,7 +1,7 @@
 // The two channels that RoPE turns together, as the nearest of fixed directions and a radius in steps of
 // the page or of the calibration. Directions are found without an arctangent, which the host would not
 // round alike: those halfway between two codes of the first octant are counted, then octants unfolded.
-// Reference: kvd-codec/src/side/polar.rs.
+// Reference: kvd-codec/src/quantizer/polar.rs.
 #pragma once
 
 #include "../polar.cuh"

@@ -1,11 +1,11 @@
 // Equidistant levels, asymmetric or symmetric: extremes of each group, its minimum and step, then its
 // codes in place of its coefficients, all by the thread that has the group; where a page has few groups,
 // by all threads. The page's largest magnitude is known last, from all extremes. Reference:
-// kvd-codec/src/side/uniform.rs, symmetric.rs.
+// kvd-codec/src/quantizer/uniform.rs, symmetric.rs.
 #pragma once
 
 #include "../uniform.cuh"
-#include "group.cuh"
+#include "scale_group.cuh"
 #include "pack.cuh"
 
 namespace kvd {

@@ -7,6 +7,7 @@
 //! for the word, and has two at most that it has not filled. Words leave together with their
 //! places, squeezed, and are put there when a part of the steps is done.
 
+use super::RunTable;
 use super::whole::WholeChunk;
 use super::{CHUNK_TOKENS, QUAD, STREAMS, StreamRun, StreamTable, WORD_BITS};
 use crate::simd;
@@ -45,9 +46,10 @@ impl<'a> Avx512Encoder<'a> {
     /// None where no such registers are at hand, or the table does not fit into one.
     pub(super) fn new(
         chunk: WholeChunk<'a>,
-        (run, table): (&'a StreamRun, &StreamTable),
+        of: RunTable<'a>,
         out: &'a mut Vec<u8>,
     ) -> Option<Self> {
+        let RunTable { run, table } = of;
         let (by, units, batch) = (simd::of_512_bits()?, &table.units, table.batch_size());
         let tokens = chunk.rows.len() / chunk.per_row;
         if units.len() > SYMBOLS || batch.0 < 2 || tokens > CHUNK_TOKENS {

@@ -5,6 +5,7 @@
 //! order. So sixteen streams move together, and loops over them become vector instructions.
 
 use super::whole::WholeChunk;
+use super::{CodeRows, CodeTables, RunTable};
 use super::{QUAD, QuadStep, STREAMS, StreamRun, StreamTable, WORD_BITS, quad_steps};
 use crate::simd::dispatch_simd;
 use kvd_core::Side;
@@ -138,15 +139,17 @@ struct CodeIndices {
 /// places of codes that have no symbol, and what is missing of them.
 pub(crate) fn append_chunk(
     side: Side,
-    (runs, tables): (&[StreamRun], &[StreamTable]),
-    (rows, per_row): (&[u16], usize),
+    coding: CodeTables<'_>,
+    codes: CodeRows<'_>,
     out: &mut Vec<u8>,
     rest: &mut impl FnMut(usize, i32),
 ) -> usize {
+    let CodeRows { rows, per_row } = codes;
+    let CodeTables { runs, tables } = coding;
     let whole = WholeChunk { side, rows, per_row };
     if whole.is_whole(runs, tables) {
         let run = &runs[0];
-        return whole.append_words((run, &tables[run.table]), out);
+        return whole.append_words(RunTable { run, table: &tables[run.table] }, out);
     }
     dispatch_simd(ChunkEncoder { side, runs, tables, rows, per_row, out, rest })
 }
@@ -184,13 +187,14 @@ impl<F: FnMut(usize, i32)> WithSimd for ChunkEncoder<'_, F> {
                 let mut units = StreamUnits::default();
                 look_up(table, rows, step.code_indices(first, per_row), whole, &mut units);
                 for stream in whole..active {
-                    let (codes, count) = step.quad_codes(stream, first, (rows, per_row));
+                    let (codes, count) = step.quad_codes(stream, first, CodeRows { rows, per_row });
                     look_up_part(table, &codes[..count.min(width)], stream, &mut units);
                 }
                 let (symbols, flags) = join_symbols(&units[..batch]);
                 if flags & StreamTable::SUBSTITUTED != 0 {
                     for stream in 0..active {
-                        let (codes, count) = step.quad_codes(stream, first, (rows, per_row));
+                        let (codes, count) =
+                            step.quad_codes(stream, first, CodeRows { rows, per_row });
                         report_missing(table, &codes[..count.min(width)], |index, missing| {
                             rest(step.code_index(stream, first + index, per_row), missing);
                         });
@@ -221,12 +225,8 @@ impl QuadStep {
     }
 
     /// The codes of a stream's quad from `first` on.
-    fn quad_codes(
-        &self,
-        stream: usize,
-        first: usize,
-        (rows, per_row): (&[u16], usize),
-    ) -> ([u16; QUAD], usize) {
+    fn quad_codes(&self, stream: usize, first: usize, codes: CodeRows<'_>) -> ([u16; QUAD], usize) {
+        let CodeRows { rows, per_row } = codes;
         let count = self.quad_codes_count(stream) - first;
         let mut codes = [0; QUAD];
         for (index, code) in codes[..count].iter_mut().enumerate() {

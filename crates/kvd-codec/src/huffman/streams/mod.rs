@@ -55,6 +55,27 @@ pub struct StreamRun {
     pub len: usize,
 }
 
+/// The runs of a row and the tables that they name.
+#[derive(Clone, Copy)]
+pub(crate) struct CodeTables<'a> {
+    pub(crate) runs: &'a [StreamRun],
+    pub(crate) tables: &'a [StreamTable],
+}
+
+/// Codes `[tokens, per_row]`, row-major.
+#[derive(Clone, Copy)]
+pub(crate) struct CodeRows<'a> {
+    pub(crate) rows: &'a [u16],
+    pub(crate) per_row: usize,
+}
+
+/// A run and its table.
+#[derive(Clone, Copy)]
+struct RunTable<'a> {
+    run: &'a StreamRun,
+    table: &'a StreamTable,
+}
+
 /// A Huffman table, and what its symbols stand for.
 #[derive(Clone, Debug)]
 pub struct StreamTable {

@@ -59,14 +59,15 @@ fn rows(runs: &[StreamRun], per_row: usize, tables: &[StreamTable], picks: &[u32
     rows
 }
 
-fn encoded(
-    side: Side,
-    runs: &[StreamRun],
-    tables: &[StreamTable],
-    rows: (&[u16], usize),
-) -> Vec<u8> {
+fn encoded(side: Side, runs: &[StreamRun], tables: &[StreamTable], rows: CodeRows<'_>) -> Vec<u8> {
     let mut bytes = Vec::new();
-    let words = encode_chunk(side, (runs, tables), rows, &mut bytes, &mut |_, _| unreachable!());
+    let words = encode_chunk(
+        side,
+        CodeTables { runs, tables },
+        rows,
+        &mut bytes,
+        &mut |_, _| unreachable!(),
+    );
     assert_eq!(bytes.len(), 2 * words);
     let mut page = (words as u16).to_le_bytes().to_vec();
     page.extend(bytes);
@@ -90,7 +91,7 @@ proptest! {
         let tables = tables(skew);
         let (runs, per_row) = runs(&parts);
         let rows = rows(&runs, per_row, &tables, &picks[..tokens * per_row]);
-        let page = encoded(side, &runs, &tables, (&rows, per_row));
+        let page = encoded(side, &runs, &tables, CodeRows { rows: &rows, per_row });
         let layout =
             StreamLayout { side, tokens, per_row, runs: &runs, tables: &tables, outliers: false };
         let codes = split_chunks(layout, &page).unwrap();
@@ -157,12 +158,12 @@ proptest! {
         });
         let by_stream = each_width(|| {
             let mut out = vec![1, 2, 3];
-            (whole.stream_by_stream((&runs[0], &tables[0]), &mut out), out)
+            (whole.stream_by_stream(RunTable { run: &runs[0], table: &tables[0] }, &mut out), out)
         });
         prop_assert_eq!(&by_stream, &plain);
         prop_assert!(in_registers.is_none_or(|words| words == plain));
         let (mut out, rest) = (vec![1, 2, 3], &mut |_, _| unreachable!());
-        let count = encode_chunk(side, (runs, tables), (&rows, per_row), &mut out, rest);
+        let count = encode_chunk(side, CodeTables { runs, tables }, CodeRows { rows: &rows, per_row }, &mut out, rest);
         prop_assert_eq!((count, out), plain);
     }
 }
@@ -176,7 +177,7 @@ fn in_registers(
     #[cfg(target_arch = "x86_64")]
     {
         let mut out = vec![1, 2, 3];
-        let registers = avx512::Avx512Encoder::new(whole, (run, table), &mut out);
+        let registers = avx512::Avx512Encoder::new(whole, RunTable { run, table }, &mut out);
         let has = pulp::x86::V4::try_new().is_some();
         let fits = table.units.len() <= 32 && table.batch_size().0 > 1;
         assert_eq!(registers.is_some(), has && fits, "{table:?}");
@@ -224,7 +225,7 @@ proptest! {
         let (mut bytes, mut rests) = (Vec::new(), vec![0; rows.len()]);
         let mut rest = |place: usize, missing: i32| rests[place] += missing;
         let words =
-            encode_chunk(side, (&runs, &tables), (&rows, per_row), &mut bytes, &mut rest) as u16;
+            encode_chunk(side, CodeTables { runs: &runs, tables: &tables }, CodeRows { rows: &rows, per_row }, &mut bytes, &mut rest) as u16;
         let page = [&words.to_le_bytes()[..], &bytes].concat();
         let layout =
             StreamLayout { side, tokens, per_row, runs: &runs, tables: &tables, outliers: false };

@@ -6,6 +6,7 @@
 //! reservoirs stay in registers. Who takes a word at a top-up follows from the lengths, which are
 //! kept by top-up: one pass makes masks of them, one the order of streams, one hands words out.
 
+use super::RunTable;
 use super::{QUAD, STREAMS, StreamRun, StreamTable, WORD_BITS};
 use crate::simd::dispatch_simd;
 use kvd_core::Side;
@@ -88,7 +89,7 @@ impl WholeChunk<'_> {
     }
 
     /// Appends the words and returns how many.
-    pub(super) fn append_words(self, of: (&StreamRun, &StreamTable), out: &mut Vec<u8>) -> usize {
+    pub(super) fn append_words(self, of: RunTable<'_>, out: &mut Vec<u8>) -> usize {
         #[cfg(target_arch = "x86_64")]
         if let Some(registers) = super::avx512::Avx512Encoder::new(self, of, out) {
             return registers.append_words();
@@ -97,16 +98,13 @@ impl WholeChunk<'_> {
     }
 
     /// As [`WholeChunk::append_words`], on any machine.
-    pub(super) fn stream_by_stream(
-        self,
-        of: (&StreamRun, &StreamTable),
-        out: &mut Vec<u8>,
-    ) -> usize {
-        dispatch_simd(LaneByLane { chunk: self, of, out })
+    pub(super) fn stream_by_stream(self, of: RunTable<'_>, out: &mut Vec<u8>) -> usize {
+        dispatch_simd(StreamByStream { chunk: self, of, out })
     }
 
     #[inline(always)]
-    fn append_streams(self, (run, table): (&StreamRun, &StreamTable), out: &mut Vec<u8>) -> usize {
+    fn append_streams(self, of: RunTable<'_>, out: &mut Vec<u8>) -> usize {
+        let RunTable { run, table } = of;
         let (batch, need) = table.batch_size();
         let codes = run.len * self.rows.len() / self.per_row / STREAMS;
         let stream_bytes = codes * WORD_BYTES + HELD_BYTES;
@@ -164,13 +162,13 @@ impl WholeChunk<'_> {
 }
 
 /// [`WholeChunk::stream_by_stream`].
-struct LaneByLane<'a> {
+struct StreamByStream<'a> {
     chunk: WholeChunk<'a>,
-    of: (&'a StreamRun, &'a StreamTable),
+    of: RunTable<'a>,
     out: &'a mut Vec<u8>,
 }
 
-impl WithSimd for LaneByLane<'_> {
+impl WithSimd for StreamByStream<'_> {
     type Output = usize;
 
     #[inline(always)]

@@ -1,7 +1,7 @@
 // Rows of one head through the steps of its side's transform, by one thread block: queries into
 // coefficient space, sums of values out of it (kvd-codec/src/transform.rs). A step is four words, then
 // what it reads: kind, a number, an offset from the head's first step in bytes, and a float. Host side:
-// crates/kvd-cuda/src/turn/.
+// crates/kvd-cuda/src/query_transform/.
 #pragma once
 
 #include "../device.cuh"

@@ -4,7 +4,7 @@
 // once. Levels of up to 16 codes are found in registers, others in shared memory; levels that no byte
 // holds are two. Bytes of keys are in fours of neighbouring positions, `[positions / 4, tokens, 4]`,
 // where tokens change places so that the lanes of a step meet no bank twice; of values in fours of
-// tokens, `[tokens / 4, positions, 4]`. The host lays runs, jobs and levels out (kvd-cuda/src/spread.rs).
+// tokens, `[tokens / 4, positions, 4]`. The host lays runs, jobs and levels out (kvd-cuda/src/unpack.rs).
 #pragma once
 
 #include "tensor.cuh"
@@ -15,7 +15,7 @@ namespace kvd {
 template <class Side>
 struct Spreads {
     static constexpr bool value = false;
-    // Whether they are those of runs, which have units in the sums. Of runs that are not spread: groups.cuh.
+    // Whether they are those of runs, which have units in the sums. Of runs that are not spread: bit_groups.cuh.
     static constexpr bool of_runs = false;
 };
 template <class Side>

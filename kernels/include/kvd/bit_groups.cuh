@@ -1,10 +1,10 @@
 // Bit allocations whose runs are whole groups of sixteen coefficients, in pages of 64 tokens: what fits have
 // for head sizes that are multiples of sixteen. Their codes go from the staged planes to the words of products
-// without being spread (spread.cuh): a word of a full tile's plane is of whole quads, and a lane's part of a
+// without being spread (unpack.cuh): a word of a full tile's plane is of whole quads, and a lane's part of a
 // group is nibbles of one word of each plane, in the same order for every width. Nibbles select bytes of levels
 // that registers hold. Terms of products stand in the order of the nibbles, which queries and weights are cut
 // in; levels of two bytes are two groups. The page's codes are one piece, and its two tiles are worked on
-// together. The host lays groups out (kvd-cuda/src/spread.rs).
+// together. The host lays groups out (kvd-cuda/src/unpack.rs).
 #pragma once
 
 #include "bitalloc.cuh"

@@ -5,7 +5,7 @@
 // entries, each of other tokens, and exchange them by shuffles until each has the channels that it
 // sums; where that would take five shuffles or more, or entries are not two, four or eight channels,
 // every lane reads its channel from where the entry is. Which of these the host says in `SideShape`
-// (kvd-cuda/src/plan/books.rs).
+// (kvd-cuda/src/plan/codebook_cache.rs).
 #pragma once
 
 #include "scores.cuh"

@@ -1,13 +1,13 @@
-// Scores and sums of what parts.cuh makes factors of products of halves.
+// Scores and sums of what split_fp.cuh makes factors of products of halves.
 #pragma once
 
-#include "parts.cuh"
+#include "split_fp.cuh"
 #include "scores.cuh"
 #include "sums.cuh"
 
 namespace kvd {
 
-// Shared memory of it, as the host counts it (`work_bytes` of kvd-cuda/src/products.rs): units of
+// Shared memory of it, as the host counts it (`work_bytes` of kvd-cuda/src/tensor_core.rs): units of
 // the rows, in whole sixteens, then parts of the queries `[steps, ROWS, 4 lanes]` of four words, and of
 // bf16 third parts `[steps, ROWS, 4 lanes]` of two.
 template <class Side, bool IS_KEY, int ROWS>

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "outlier.cuh"
-#include "place.cuh"
+#include "mask.cuh"
 
 namespace kvd {
 

@@ -3,8 +3,8 @@
 // spans where that says, so that a tile costs them no arithmetic of layouts.
 #pragma once
 
-#include "coded.cuh"
-#include "spread.cuh"
+#include "huffman_pipeline.cuh"
+#include "unpack.cuh"
 
 namespace kvd {
 

@@ -1,6 +1,6 @@
 // Groups of coefficients that share a scale, and what they span. Values of a group of a usual shape stay in
 // registers from the walk for their extremes to the one for their codes. Reference:
-// kvd-codec/src/side/ranges.rs.
+// kvd-codec/src/quantizer/ranges.rs.
 #pragma once
 
 #include "work.cuh"
