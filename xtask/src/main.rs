@@ -1,9 +1,9 @@
-//! Repository chores: `cargo xtask gen | tidy | ci | cross | kernels | count | gpu`.
+//! Repository chores: `cargo xtask gen | tidy | ci | cross | kernels | fused | gpu`.
 #![forbid(unsafe_code)]
 
 mod ci;
-mod count;
 mod cross;
+mod fused;
 mod generate;
 mod gpu;
 mod kernels;
@@ -40,8 +40,8 @@ enum Chore {
     /// Compiles the CUDA kernels for each target, with a compiler from Python wheels; needs the
     /// network the first time, no GPU.
     Kernels(kernels::Arguments),
-    /// Counts the instructions of attention kernels in their disassembly for sm_90; no GPU.
-    Count(count::Arguments),
+    /// Checks that kernels which write pages fuse no product with a sum, in their disassembly.
+    Fused(fused::Arguments),
     /// What a machine with a GPU runs, without Rust: conformance, sanitizer, shared memory,
     /// benchmark.
     Gpu {
@@ -70,7 +70,7 @@ fn run(chore: Chore, root: &Path, report: &Report) -> Result<()> {
         Chore::Ci => ci::run(root, report),
         Chore::Cross => cross::run(root, report),
         Chore::Kernels(arguments) => kernels::asked(root, &arguments, report),
-        Chore::Count(arguments) => count::run(root, &arguments, report),
+        Chore::Fused(arguments) => fused::run(root, &arguments, report),
         Chore::Gpu { step } => gpu::run(root, step, report),
     }
 }
