@@ -36,7 +36,7 @@ enum Chore {
     /// What must pass before a commit: fmt, clippy, gen --check, tidy.
     Ci,
     /// Runs the tests of codecs and kernels as aarch64 code, with qemu.
-    Cross,
+    Cross(cross::Arguments),
     /// Compiles the CUDA kernels for each target, with a compiler from Python wheels; needs the
     /// network the first time, no GPU.
     Kernels(kernels::Arguments),
@@ -68,7 +68,7 @@ fn run(chore: Chore, root: &Path, report: &Report) -> Result<()> {
         Chore::Gen { check: true } => check_generated(root),
         Chore::Tidy => tidy::run(root, report),
         Chore::Ci => ci::run(root, report),
-        Chore::Cross => cross::run(root, report),
+        Chore::Cross(arguments) => cross::run(root, &arguments, report),
         Chore::Kernels(arguments) => kernels::asked(root, &arguments, report),
         Chore::Fused(arguments) => fused::run(root, &arguments, report),
         Chore::Gpu { step } => gpu::run(root, step, report),
