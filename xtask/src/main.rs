@@ -8,11 +8,13 @@ mod generate;
 mod gpu;
 mod kernels;
 mod report;
+mod results;
 mod tidy;
 
 use anyhow::{Result, bail};
 use clap::{Parser, Subcommand};
 use report::Report;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -25,9 +27,9 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Chore {
-    /// Regenerates the code that is made from `proto/`.
+    /// Regenerates the code that is made from `proto/`, and the page of benchmark results.
     Gen {
-        /// Only says whether the checked-in code is up to date.
+        /// Only says whether what is checked in is up to date.
         #[arg(long)]
         check: bool,
     },
@@ -64,7 +66,10 @@ fn main() -> ExitCode {
 
 fn run(chore: Chore, root: &Path, report: &Report) -> Result<()> {
     match chore {
-        Chore::Gen { check: false } => generate::generate(root, &root.join(generate::OUTPUT)),
+        Chore::Gen { check: false } => {
+            fs::write(root.join(results::PAGE), results::page(root)?)?;
+            generate::generate(root, &root.join(generate::OUTPUT))
+        }
         Chore::Gen { check: true } => check_generated(root),
         Chore::Tidy => tidy::run(root, report),
         Chore::Ci => ci::run(root, report),
@@ -81,8 +86,12 @@ fn root() -> PathBuf {
     package.parent().unwrap_or(package).to_owned()
 }
 
-/// Fails when the checked-in code is not what `proto/` generates.
+/// Fails when what is checked in is not what it is generated from.
 fn check_generated(root: &Path) -> Result<()> {
+    let page = fs::read_to_string(root.join(results::PAGE)).unwrap_or_default();
+    if page != results::page(root)? {
+        bail!("{} differs from bench/results: run `cargo xtask gen`", results::PAGE);
+    }
     let scratch = tempfile::tempdir()?;
     let stale = generate::stale(root, &root.join(generate::OUTPUT), scratch.path())?;
     if stale.is_empty() {
