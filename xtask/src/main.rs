@@ -33,8 +33,8 @@ enum Chore {
         #[arg(long)]
         check: bool,
     },
-    /// Checks sizes, dependency directions, left-overs and the unsafe fence.
-    Tidy,
+    /// Checks sizes, words, dependency directions, left-overs and the unsafe fence.
+    Tidy(tidy::Arguments),
     /// What must pass before a commit: fmt, clippy, gen --check, tidy.
     Ci,
     /// Runs the tests of codecs and kernels as aarch64 code, with qemu.
@@ -71,7 +71,7 @@ fn run(chore: Chore, root: &Path, report: &Report) -> Result<()> {
             generate::generate(root, &root.join(generate::OUTPUT))
         }
         Chore::Gen { check: true } => check_generated(root),
-        Chore::Tidy => tidy::run(root, report),
+        Chore::Tidy(arguments) => tidy::run(root, &arguments, report),
         Chore::Ci => ci::run(root, report),
         Chore::Cross(arguments) => cross::run(root, &arguments, report),
         Chore::Kernels(arguments) => kernels::asked(root, &arguments, report),
