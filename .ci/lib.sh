@@ -24,10 +24,6 @@ why_due() {
     fi
 }
 
-why_not() {
-    if [ -z "$(why_due "$1")" ]; then echo "unchanged since $(green_of "$1")"; else echo "not asked for"; fi
-}
-
 # On a runner with a network a step that cannot be done is a failure.
 is_strict() { [ -n "${KVD_REQUIRE_KERNELS:-}" ] || { [ -n "${CI:-}" ] && [ "${KVD_CI_OFFLINE:-0}" != 1 ]; }; }
 
