@@ -43,9 +43,10 @@ has() {
 }
 
 # What is compiled is linted: clippy's driver is the compiler of the workspace's members, so that
-# nothing is compiled once for lints and once more to be run. Warnings are errors.
+# nothing is compiled once for lints and once more to be run. Warnings are errors. A clean clone has
+# nothing to be incremental with, and a panic names its line without debug information.
 linted() {
-    RUSTC_WORKSPACE_WRAPPER=$(rustup which clippy-driver) \
+    CARGO_INCREMENTAL=0 CARGO_PROFILE_DEV_DEBUG=0 RUSTC_WORKSPACE_WRAPPER=$(rustup which clippy-driver) \
         CLIPPY_ARGS=-Dwarnings__CLIPPY_HACKERY__ "$@"
 }
 
