@@ -45,10 +45,7 @@ pub use jit::{
 };
 pub use lanes::SharedMemory;
 pub use late::LatePairs;
-pub use plan::{
-    Block, Bound, Choices, CodebookPlan, Counted, Exchange, Limits, Occupancy, Pipes, Plan,
-    Workload, plan,
-};
+pub use plan::{Block, Choices, CodebookPlan, Exchange, Limits, Occupancy, Plan, Workload, plan};
 pub use room::LayerRoom;
 pub use rows::{RowsParameters, RowsUnit, StageCheck, StageParameters, StageSide};
 pub use side::Kernel;

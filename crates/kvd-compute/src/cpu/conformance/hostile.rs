@@ -268,8 +268,11 @@ fn assert_served(name: &str, dim: u32, kind: Hostile, ask: Ask) {
     }
 }
 
+/// Errors over the reference's, by kind of data and by instruction set.
+type ErrorsByKind = Vec<Vec<(Simd, f64)>>;
+
 /// The page `docs/perf/fast-bound.md`, but for what is said there once.
-fn page(found: &[(&str, Vec<Vec<(Simd, f64)>>)]) -> String {
+fn page(found: &[(&str, ErrorsByKind)]) -> String {
     let sets: Vec<_> = CpuBackend::instruction_sets();
     let mut page = String::from("| codec |");
     for heading in
