@@ -296,6 +296,8 @@ struct Truth {
     largest_term: f64,
     /// The largest weight, as part of their sum.
     largest_weight: f64,
+    /// The largest magnitude of a value that the row sees.
+    largest_seen: f64,
 }
 
 /// Answers by query row over decoded rows, in f64; `round` rounds a row of queries or weights.
@@ -329,17 +331,19 @@ fn reference(
         let mut weights: Vec<f64> = scores.iter().map(|score| (score - most).exp()).collect();
         let sum: f64 = weights.iter().sum();
         round(&mut weights);
-        let (mut out, mut largest_value) = (vec![0f64; dim_v], 0f64);
+        let (mut out, mut largest_value, mut largest_seen) = (vec![0f64; dim_v], 0f64, 0f64);
         for (t, weight) in visible.zip(&weights) {
             let weight = weight / sum;
             for (out, v) in out.iter_mut().zip(of(t, head, &v, dim_v)) {
                 *out += weight * v;
                 largest_value = largest_value.max((weight * v).abs());
+                largest_seen = largest_seen.max(v.abs());
             }
         }
         let largest_term = largest_term / (dim as f64).sqrt();
         let lse = most + sum.ln();
-        Truth { out, lse, largest_value, largest_term, largest_weight: 1.0 / sum }
+        let largest_weight = 1.0 / sum;
+        Truth { out, lse, largest_value, largest_term, largest_weight, largest_seen }
     };
     q.chunks_exact(dim).enumerate().map(one).collect()
 }

@@ -68,6 +68,7 @@ mod parts;
 mod peak;
 mod place;
 mod polar;
+mod probe;
 mod products;
 mod rows;
 mod score_tables;

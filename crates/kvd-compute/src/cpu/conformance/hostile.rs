@@ -1,6 +1,6 @@
 //! Inputs that are bad for integers: under `fast` no error of an output or a log-sum-exp is more
 //! than four times that of a plain reference with f16 queries and weights and f32 sums, over the
-//! same rows (`docs/adr/0019-rows-that-integers-do-not-serve.md`).
+//! same rows, row by row (`docs/adr/0019-rows-that-integers-do-not-serve.md`).
 
 use super::*;
 use proptest::prelude::*;
@@ -17,6 +17,18 @@ enum Hostile {
     QueryChannel(f32, f32),
     /// Three channels are, of different sizes.
     QueryChannels,
+    /// Three channels of the queries are so many times the others, and keep more bits than f16 has;
+    /// keys are so many times the others there.
+    QueryChannelsBy(f32, f32),
+    /// Channels of queries grow over so many decades as those of keys get smaller.
+    ChannelDecades(f32),
+    /// The first channel of the queries is so large, the others are all so large; keys are ones but
+    /// in the first channel.
+    AlikeChannels(f32, f32),
+    /// The channels of each half are alike, with signs of their own; keys follow the signs.
+    AlikeHalves(f32, f32),
+    /// Two pairs of channels of the keys have biases of that norm, turned by RoPE.
+    KeyPairs(f32),
     /// A bias of that norm on the keys, turned by RoPE.
     KeyBias(f32),
     /// Logits of about that.
@@ -42,15 +54,24 @@ const KINDS: &[Hostile] = &[
     Hostile::QueryChannel(4096.0, 0.0),
     Hostile::QueryChannel(1e6, 1e-3),
     Hostile::QueryChannels,
+    Hostile::QueryChannelsBy(3000.0, 1e-4),
+    Hostile::QueryChannelsBy(3000.0, 1.0),
+    Hostile::ChannelDecades(8.0),
+    Hostile::AlikeChannels(5.0, 0.469),
+    Hostile::AlikeHalves(5.0, 0.469),
     Hostile::KeyBias(1000.0),
+    Hostile::KeyPairs(1000.0),
     Hostile::Logits(1e5),
     Hostile::Logits(-1e5),
     Hostile::ValueChannel(1e4),
     Hostile::ValueRow(1e4),
     Hostile::EmptySink,
     Hostile::EqualWeights(5.7),
+    Hostile::EqualWeights(7.0),
     Hostile::Tiny(1e-4),
     Hostile::Decades(1),
+    Hostile::Decades(2),
+    Hostile::Decades(3),
 ];
 
 /// `10^u` for `u` between -6 and 6.
@@ -71,6 +92,18 @@ impl Hostile {
         if matches!(self, Self::Decades(_)) { DType::F32 } else { DType::F16 }
     }
 
+    /// Whether queries come as an engine hands them over in f16.
+    fn has_half_queries(self) -> bool {
+        !matches!(
+            self,
+            Self::QueryChannelsBy(..)
+                | Self::ChannelDecades(_)
+                | Self::AlikeChannels(..)
+                | Self::AlikeHalves(..)
+                | Self::KeyPairs(_)
+        )
+    }
+
     fn queries(self, dim: usize, rows: usize) -> Vec<f32> {
         let mut q = values(rows * dim, 5);
         for row in q.chunks_exact_mut(dim) {
@@ -78,6 +111,23 @@ impl Hostile {
                 Self::QueryChannel(large, _) => row[3] = large,
                 Self::QueryChannels => {
                     (row[1], row[dim / 2], row[dim - 3]) = (700.0, -2500.0, 90.0);
+                }
+                Self::QueryChannelsBy(factor, _) => {
+                    [3, dim / 2 + 8, dim - 3].into_iter().for_each(|at| row[at] *= factor);
+                }
+                Self::ChannelDecades(decades) => {
+                    for (at, q) in row.iter_mut().enumerate() {
+                        *q *= 10f32.powf(decades * (at as f32 / (dim - 1) as f32 - 0.5));
+                    }
+                }
+                Self::AlikeChannels(first, others) => {
+                    row.fill(others);
+                    row[0] = first;
+                }
+                Self::AlikeHalves(first, others) => {
+                    row.iter_mut().for_each(|q| *q = others.copysign(*q));
+                    row[dim / 2..].iter_mut().for_each(|q| *q *= 0.731);
+                    row[0] = first;
                 }
                 Self::Logits(size) => {
                     let sign = if size < 0.0 { -1.0 } else { 1.0 };
@@ -92,8 +142,9 @@ impl Hostile {
                 _ => {}
             }
         }
-        // What an engine hands over in f16.
-        to_half_all(&mut q);
+        if self.has_half_queries() {
+            to_half_all(&mut q);
+        }
         q
     }
 
@@ -107,6 +158,26 @@ impl Hostile {
                 Self::QueryChannel(_, factor) => key[3] *= factor,
                 Self::QueryChannels => {
                     [1, dim_k / 2, dim_k - 3].into_iter().for_each(|at| key[at] *= 0.01);
+                }
+                Self::QueryChannelsBy(_, factor) => {
+                    [3, dim_k / 2 + 8, dim_k - 3].into_iter().for_each(|at| key[at] *= factor);
+                }
+                Self::ChannelDecades(decades) => {
+                    for (at, k) in key.iter_mut().enumerate() {
+                        *k *= 10f32.powf(decades * (0.5 - at as f32 / (dim_k - 1) as f32));
+                    }
+                }
+                Self::AlikeChannels(..) => key[1..].fill(1.0),
+                Self::AlikeHalves(..) => {
+                    let signs = self.queries(dim_k, 1);
+                    key.iter_mut().zip(signs).for_each(|(k, q)| *k = k.abs().copysign(q));
+                }
+                Self::KeyPairs(norm) => {
+                    for (pair, share) in [(dim_k / 2 - 4, 0.8), (dim_k / 2 - 14, 0.6)] {
+                        let angle = token as f32 * 1e6f32.powf(-2.0 * pair as f32 / dim_k as f32);
+                        key[pair] += share * norm * angle.cos();
+                        key[pair + dim_k / 2] += share * norm * angle.sin();
+                    }
                 }
                 Self::KeyBias(norm) => {
                     let bias = norm / (dim_k as f32).sqrt();
@@ -208,24 +279,50 @@ fn plain(
     q.chunks_exact(dim).enumerate().map(one).collect()
 }
 
-/// One error of the reference: of outputs, and of log-sum-exps.
-fn units(geometry: &Geometry, plan: &AttendPlan, rows: &LoadedRows, truth: &[Truth]) -> (f64, f64) {
-    let errors = |half| {
-        let rows = plain(geometry, plan, rows, half);
-        worst(truth, rows.iter().map(|(out, lse)| (&out[..], *lse)))
-    };
-    let ((out, lse), (half_out, half_lse)) = (errors(false), errors(true));
-    let most = |of: fn(&Truth) -> f64| truth.iter().map(of).fold(0.0, f64::max);
-    let largest = floats(&rows.v).iter().fold(0f64, |most, v| most.max(v.abs()));
-    let (epsilon, rounding) = (f64::from(f32::EPSILON), 2f64.powi(-11));
-    let of_lse = most(|row| row.lse.abs()).max(1.0);
-    (
-        out.max(half_out).max(epsilon * largest).max(rounding * most(|row| row.largest_value)),
-        lse.max(half_lse).max(epsilon * of_lse).max(rounding * most(|row| row.largest_term)),
-    )
+/// Errors of a row: of its output and of its log-sum-exp.
+#[derive(Clone, Copy, Debug, Default)]
+struct Errors {
+    out: f64,
+    lse: f64,
 }
 
-/// Errors over the reference's by instruction set: of outputs, and of log-sum-exps.
+impl Errors {
+    /// An answer's.
+    fn new(truth: &Truth, out: impl Iterator<Item = f64>, lse: f64) -> Self {
+        let errors = truth.out.iter().zip(out).map(|(a, b)| (a - b).abs());
+        let errors = errors.map(|error| if error.is_nan() { f64::INFINITY } else { error });
+        Self { out: errors.fold(0.0, f64::max), lse: (truth.lse - lse).abs() }
+    }
+
+    /// The larger of both; NaN is larger than all.
+    fn larger(self, other: Self) -> Self {
+        let larger = |a: f64, b: f64| if b <= a { a } else { b };
+        Self { out: larger(self.out, other.out), lse: larger(self.lse, other.lse) }
+    }
+}
+
+/// One error of the reference, by row.
+fn units(
+    geometry: &Geometry,
+    plan: &AttendPlan,
+    rows: &LoadedRows,
+    truth: &[Truth],
+) -> Vec<Errors> {
+    let [single, half] = [false, true].map(|half| plain(geometry, plan, rows, half));
+    let (epsilon, rounding) = (f64::from(f32::EPSILON), 2f64.powi(-11));
+    let one = |(row, truth): (usize, &Truth)| {
+        let floor = Errors {
+            out: (epsilon * truth.largest_seen).max(rounding * truth.largest_value),
+            lse: (epsilon * truth.lse.abs().max(1.0)).max(rounding * truth.largest_term),
+        };
+        let errors = [&single[row], &half[row]]
+            .map(|(out, lse)| Errors::new(truth, out.iter().copied(), *lse));
+        errors.into_iter().fold(floor, Errors::larger)
+    };
+    truth.iter().enumerate().map(one).collect()
+}
+
+/// Errors over the reference's by instruction set, of the row where they are largest.
 fn errors(name: &str, dim: u32, kind: Hostile, ask: Ask) -> Vec<(Simd, f64, f64)> {
     let geometry = Geometry { dtype: kind.dtype(), ..geometry(dim) };
     let codec = codec(&geometry, name);
@@ -238,15 +335,18 @@ fn errors(name: &str, dim: u32, kind: Hostile, ask: Ask) -> Vec<(Simd, f64, f64)
     let count = ask.n_q as usize * HEADS * ask.group;
     plan.q = payload(DType::F32, &kind.queries(dim_k, count));
     let truth = reference(&geometry, &plan, &rows, |_| {});
-    let (unit_out, unit_lse) = units(&geometry, &plan, &rows, &truth);
+    let units = units(&geometry, &plan, &rows, &truth);
     let mut errors = Vec::new();
     for simd in Simd::available() {
         (backend.simd, backend.precision) = (simd, Precision::Fast);
         let answer = backend.attend(&plan).unwrap();
         let got = floats(&answer.out);
-        let got = got.chunks_exact(dim_v).zip(answer.lse.iter().map(|x| f64::from(*x)));
-        let (out, lse) = worst(&truth, got);
-        errors.push((simd, out / unit_out, lse / unit_lse));
+        let got = got.chunks_exact(dim_v).zip(&answer.lse).zip(truth.iter().zip(&units));
+        let worst = got.fold(Errors::default(), |worst, ((out, lse), (truth, unit))| {
+            let Errors { out, lse } = Errors::new(truth, out.iter().copied(), f64::from(*lse));
+            worst.larger(Errors { out: out / unit.out, lse: lse / unit.lse })
+        });
+        errors.push((simd, worst.out, worst.lse));
     }
     errors
 }
