@@ -25,11 +25,11 @@ const OF_LARGEST_SUM: f32 = OF_LARGEST_TERM / 4.0;
 const PEAK: f32 = 1.5;
 /// The error of a score that was measured stands for those of others up to so many times it.
 const MEASURED: f32 = 2.0;
-/// What weights lose together is taken for chance up to so many root mean squares.
-const CHANCE: f32 = 2.5;
-/// Weights are alike where their mean is such a part of the largest ones beside them: the integers
-/// of most have eleven bits or more then.
-const ALIKE: f32 = 1.0 / 16.0;
+/// What weights lose together is taken for chance up to so many root mean squares of what they lose
+/// each by itself, and up to so many times the mean weight over the largest ones: smaller weights
+/// lose digits.
+const CHANCE: f32 = 4.0;
+const CHANCE_OF_SMALL: f32 = 32.0;
 /// Scores and queries beyond it leave f32 no room to add them up.
 const SCORE_MAX: f32 = 1.0e30;
 /// Integers are told apart by so many bits of a hash.
@@ -121,17 +121,30 @@ impl Rounding {
     }
 }
 
+/// Losses that a kernel of values tells of a row.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct ValueLosses {
+    /// The largest magnitude that weights were multiplied with after they were rounded.
+    pub(super) magnitude: f32,
+    /// The most that a sum lost for the residuals of all of those weights together.
+    pub(super) lost: f32,
+    /// Losses for weights that were rounded times the scale of their token.
+    pub(super) folded: Rounding,
+}
+
 /// Costs of rounding for one query row, over some tokens.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RowLoss {
     /// Loss of a score, in logits.
     pub(super) score: f32,
-    /// The sum over tokens of the square of the largest weight beside them, on the scale of the
-    /// state's `weight_sum`, and how many tokens.
+    /// The sum over tokens of a unit of the square of the largest weight beside them, on the scale
+    /// of the state's `weight_sum`, and how many tokens.
     weights: f32,
     tokens: f32,
     /// Loss of a sum, on the scale of the state's sums.
     rounding: Rounding,
+    /// Whether the weights of some unit have lost more together than by chance.
+    beyond_chance: bool,
     /// Keys that were decoded beside.
     pub(super) probed: Probed,
     /// Position of the token with the largest score.
@@ -151,12 +164,14 @@ impl RowLoss {
         self.weights *= factor * factor;
     }
 
-    /// At the end of a unit: loss of a score, and of sums for weights that were rounded before they
-    /// met values of that magnitude (signed residuals `lost`), or times the scale of their token.
-    pub(super) fn close(&mut self, score: f32, (magnitude, lost): (f32, f32), folded: Rounding) {
-        self.score = score;
+    /// At the end of a unit whose weights come to `sum`: takes the losses of its values.
+    pub(super) fn close(&mut self, sum: f32, losses: ValueLosses) {
+        let ValueLosses { magnitude, lost, folded } = losses;
         let square = f64::from(magnitude / TOP).powi(2) * f64::from(self.weights) / 12.0;
         self.rounding = Rounding { square, lost }.larger(&folded);
+        let most = (self.weights * self.tokens).sqrt();
+        let chance = if most > 0.0 { CHANCE.min(CHANCE_OF_SMALL * sum / most) } else { 0.0 };
+        self.beyond_chance = self.rounding.lost > chance * self.rounding.square.sqrt() as f32;
     }
 
     /// Joins `other` as [`PartialState::merge`] joins the states that have these largest scores;
@@ -171,16 +186,9 @@ impl RowLoss {
         let (this, that) = (self.rounding.times(mine), other.rounding.times(theirs));
         self.rounding =
             Rounding { square: this.square + that.square, lost: this.lost.abs() + that.lost.abs() };
-        self.weights = self.weights * mine * mine + other.weights * theirs * theirs;
-        self.tokens += other.tokens;
+        self.beyond_chance |= other.beyond_chance;
         self.score = self.score.max(other.score);
         self.probed = self.probed.larger(&other.probed);
-    }
-
-    /// Whether weights that come to `sum` are alike, so that rounding to integers takes from each
-    /// about what f16 does.
-    fn has_alike_weights(&self, sum: f32) -> bool {
-        sum >= ALIKE * (self.weights * self.tokens).sqrt()
     }
 }
 
@@ -262,10 +270,7 @@ impl Merged<'_> {
             return Ok(true);
         }
         let sums = largest(&state.raw).max(largest(&state.coefficients));
-        if lost <= CHANCE * apart
-            && PEAK * apart <= OF_LARGEST_SUM * sums
-            && loss.has_alike_weights(state.weight_sum)
-        {
+        if !loss.beyond_chance && PEAK * apart <= OF_LARGEST_SUM * sums {
             return Ok(true);
         }
         // The weight of the token with the largest score is one.
@@ -323,6 +328,7 @@ mod tests {
             score,
             weights: 8.0,
             tokens: 32.0,
+            beyond_chance: largest_at == 9,
             rounding: Rounding { square: 4.0, lost: -1.0 },
             probed: Probed { term: score, error: 0.0 },
             largest_at,
@@ -330,14 +336,13 @@ mod tests {
         let (a, b) = (of(1e-4, 3), of(2e-4, 9));
         let mut merged = a;
         merged.merge(&b, [1.0, 1.0 + 2f32.ln()]);
-        assert_eq!((merged.score, merged.largest_at, merged.tokens), (2e-4, 9, 64.0));
+        assert_eq!((merged.score, merged.largest_at, merged.beyond_chance), (2e-4, 9, true));
         assert_eq!(merged.probed.term, 2e-4);
-        assert!((merged.weights - (8.0 / 4.0 + 8.0)).abs() < 1e-4);
         assert!((merged.rounding.square - (4.0 / 4.0 + 4.0)).abs() < 1e-4);
         assert!((merged.rounding.lost - (0.5 + 1.0)).abs() < 1e-4);
         let mut merged = a;
         merged.merge(&RowLoss::default(), [1.0, f32::NEG_INFINITY]);
-        assert_eq!((merged.weights, merged.largest_at), (8.0, 3));
+        assert_eq!((merged.rounding.lost, merged.largest_at), (1.0, 3));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use crate::cpu::float::ROWS;
 use crate::cpu::fused::{Keys, Values};
 use crate::cpu::huffman::{self, LaneTiles, TOGETHER, Wanted};
 use crate::cpu::job::{Job, Unit, group};
-use crate::cpu::loss::{Rounding, RowLoss};
+use crate::cpu::loss::{RowLoss, ValueLosses};
 use crate::cpu::place::{Place, room};
 use crate::cpu::probe::Probe;
 use crate::cpu::scores::{SPAN, Scores, TILE};
@@ -450,13 +450,15 @@ impl<'a> Walk<'a> {
 
     fn finish(mut self, side: &HeadSide) -> Result<UnitAnswer, BackendError> {
         if effective((self.job.simd, self.job.precision), self.states.len()) == Precision::Fast {
-            let values = self.values.as_ref();
-            let magnitude = values.map_or(0.0, Values::magnitude);
+            let magnitude = self.values.as_ref().map_or(0.0, Values::magnitude);
             for (row, loss) in self.losses.iter_mut().enumerate() {
-                let score = self.keys.as_ref().map_or(0.0, |keys| keys.loss(row));
-                let lost = values.map_or(0.0, |values| values.lost(row));
-                let folded = values.map_or_else(Rounding::default, |values| values.folded(row));
-                loss.close(score, (magnitude, lost), folded);
+                loss.score = self.keys.as_ref().map_or(0.0, |keys| keys.loss(row));
+                let losses = self.values.as_ref().map(|values| ValueLosses {
+                    magnitude,
+                    lost: values.lost(row),
+                    folded: values.folded(row),
+                });
+                loss.close(self.states[row].weight_sum, losses.unwrap_or_default());
             }
         }
         if let Some(probe) = &self.probe {
