@@ -9,15 +9,16 @@ use crate::cpu::fused::{Keys, Values};
 use crate::cpu::huffman::{self, LaneTiles, TOGETHER, Wanted};
 use crate::cpu::job::{Job, Unit, group};
 use crate::cpu::loss::{RowLoss, ValueLosses};
+use crate::cpu::part::Part;
 use crate::cpu::place::{Place, room};
 use crate::cpu::probe::Probe;
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, InstructionSet, Precision};
 use crate::cpu::softmax::{self, Seen, Sums};
 use crate::cpu::span::{Span, spans};
-use crate::cpu::tile::{Reader, Rows};
+use crate::cpu::tile::Rows;
 use crate::cpu::unit_queries::Queries;
-use crate::{BackendError, PartialState, PlanPart};
+use crate::{BackendError, PartialState};
 use kvd_codec::{HeadSide, PageReader, Space};
 use kvd_core::Side;
 use std::ops::Range;
@@ -109,41 +110,6 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<UnitAnswer, BackendE
         walk.accumulate(values, span)
     })?;
     walk.finish(job.reader.codec.head(job.reader.layer, Side::Value, unit.head))
-}
-
-/// A part of the plan, and where its rows or pages lie, by side.
-struct Part<'a> {
-    plan: &'a PlanPart,
-    bytes: [&'a [u8]; 2],
-}
-
-impl<'a> Part<'a> {
-    /// With the bytes of some sides.
-    fn new(plan: &'a PlanPart, reader: Reader<'a>, head: usize, sides: &[Side]) -> Self {
-        let mut bytes: [&[u8]; 2] = [&[]; 2];
-        for side in sides {
-            bytes[side.index()] = reader.bytes(&plan.source, plan.rows, *side, head);
-        }
-        Self { plan, bytes }
-    }
-
-    /// Opens those sides in place of what was in `slot` before.
-    fn open(
-        &self,
-        reader: Reader<'a>,
-        (head, sides): (usize, &[Side]),
-        slot: usize,
-        opened: &mut Vec<Rows<'a>>,
-    ) -> Result<(), BackendError> {
-        for (at, side) in (slot * sides.len()..).zip(sides) {
-            let of = (&self.plan.source, self.bytes[side.index()]);
-            match opened.get_mut(at) {
-                Some(old) => reader.turn_to(old, of, *side, head)?,
-                None => opened.push(reader.open_bytes(of, *side, head)?),
-            }
-        }
-        Ok(())
-    }
 }
 
 impl<'a> Walk<'a> {
