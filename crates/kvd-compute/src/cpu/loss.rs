@@ -116,8 +116,10 @@ impl Rounding {
 
     /// The larger of both, each way.
     pub(super) fn larger(&self, other: &Self) -> Self {
-        let lost = self.lost.abs().max(other.lost.abs());
-        Self { square: self.square.max(other.square), lost }
+        // `max` of both in a loop is a reduction that LLVM 22 crashes on.
+        let (lost, other_lost) = (self.lost.abs(), other.lost.abs());
+        let square = if self.square > other.square { self.square } else { other.square };
+        Self { square, lost: if lost > other_lost { lost } else { other_lost } }
     }
 }
 
