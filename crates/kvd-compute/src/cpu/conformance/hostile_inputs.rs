@@ -152,77 +152,86 @@ impl Hostile {
     ) -> [Vec<f32>; 2] {
         let mut keys = values(tokens as usize * HEADS * dim_k, 2 * block);
         let mut rows = values(tokens as usize * HEADS * dim_v, 2 * block + 1);
+        let token = |index: usize| block as usize * 64 + index / HEADS;
         for (index, key) in keys.chunks_exact_mut(dim_k).enumerate() {
-            let token = block as usize * 64 + index / HEADS;
-            match self {
-                Self::QueryChannel(_, factor) => key[3] *= factor,
-                Self::QueryChannels => {
-                    [1, dim_k / 2, dim_k - 3].into_iter().for_each(|at| key[at] *= 0.01);
-                }
-                Self::QueryChannelsBy(_, factor) => {
-                    [3, dim_k / 2 + 8, dim_k - 3].into_iter().for_each(|at| key[at] *= factor);
-                }
-                Self::ChannelDecades(decades) => {
-                    for (at, k) in key.iter_mut().enumerate() {
-                        *k *= 10f32.powf(decades * (0.5 - at as f32 / (dim_k - 1) as f32));
-                    }
-                }
-                Self::AlikeChannels(..) => key[1..].fill(1.0),
-                Self::AlikeHalves(..) => {
-                    let signs = self.queries(dim_k, 1);
-                    key.iter_mut().zip(signs).for_each(|(k, q)| *k = k.abs().copysign(q));
-                }
-                Self::KeyPairs(norm) => {
-                    for (pair, share) in [(dim_k / 2 - 4, 0.8), (dim_k / 2 - 14, 0.6)] {
-                        let angle = token as f32 * 1e6f32.powf(-2.0 * pair as f32 / dim_k as f32);
-                        key[pair] += share * norm * angle.cos();
-                        key[pair + dim_k / 2] += share * norm * angle.sin();
-                    }
-                }
-                Self::KeyBias(norm) => {
-                    let bias = norm / (dim_k as f32).sqrt();
-                    for pair in 0..dim_k / 2 {
-                        let angle = token as f32 * 10000f32.powf(-2.0 * pair as f32 / dim_k as f32);
-                        let (sin, cos) = (angle + pair as f32).sin_cos();
-                        key[pair] += bias * 2f32.sqrt() * cos;
-                        key[pair + dim_k / 2] += bias * 2f32.sqrt() * sin;
-                    }
-                }
-                Self::Logits(size) => {
-                    let factor = (size.abs() / (dim_k as f32).sqrt()).sqrt();
-                    key.iter_mut().for_each(|k| *k = factor * (1.0 + 0.1 * *k));
-                }
-                Self::EmptySink => key[0] = if token == 20 { 12.0 } else { -1.0 },
-                Self::EqualWeights(above) => {
-                    key.iter_mut().zip(values(dim_k, 9)).for_each(|(key, alike)| *key = alike);
-                    key[0] = if token == 20 { above - 1.0 } else { -1.0 };
-                }
-                Self::Tiny(size) => key.iter_mut().for_each(|k| *k *= size),
-                Self::Decades(seed) => {
-                    key.iter_mut().zip(decades(dim_k, seed + 1)).for_each(|(k, size)| *k *= size);
-                }
-                _ => {}
-            }
+            self.shape_key(token(index), key);
         }
         for (index, row) in rows.chunks_exact_mut(dim_v).enumerate() {
-            let token = block as usize * 64 + index / HEADS;
-            match self {
-                Self::ValueChannel(factor) => row[7] *= factor,
-                Self::ValueRow(factor) if token == 33 => {
-                    row.iter_mut().for_each(|v| *v *= factor);
-                }
-                Self::EmptySink | Self::EqualWeights(_) if token == 20 => row.fill(0.0),
-                Self::EqualWeights(_) => row.iter_mut().for_each(|v| *v = 1.0 + 0.1 * v.abs()),
-                Self::Tiny(size) => row.iter_mut().for_each(|v| *v *= size),
-                Self::Decades(seed) => {
-                    let factor = decades(TOKENS * 2, seed + 2)[token];
-                    let sizes = decades(dim_v, seed + 3);
-                    row.iter_mut().zip(sizes).for_each(|(v, size)| *v *= size * factor);
-                }
-                _ => {}
-            }
+            self.shape_value(token(index), row);
         }
         [keys, rows]
+    }
+
+    fn shape_key(self, token: usize, key: &mut [f32]) {
+        let dim = key.len();
+        match self {
+            Self::QueryChannel(_, factor) => key[3] *= factor,
+            Self::QueryChannels => {
+                [1, dim / 2, dim - 3].into_iter().for_each(|at| key[at] *= 0.01);
+            }
+            Self::QueryChannelsBy(_, factor) => {
+                [3, dim / 2 + 8, dim - 3].into_iter().for_each(|at| key[at] *= factor);
+            }
+            Self::ChannelDecades(decades) => {
+                for (at, k) in key.iter_mut().enumerate() {
+                    *k *= 10f32.powf(decades * (0.5 - at as f32 / (dim - 1) as f32));
+                }
+            }
+            Self::AlikeChannels(..) => key[1..].fill(1.0),
+            Self::AlikeHalves(..) => {
+                let signs = self.queries(dim, 1);
+                key.iter_mut().zip(signs).for_each(|(k, q)| *k = k.abs().copysign(q));
+            }
+            Self::KeyPairs(norm) => {
+                for (pair, share) in [(dim / 2 - 4, 0.8), (dim / 2 - 14, 0.6)] {
+                    let angle = token as f32 * 1e6f32.powf(-2.0 * pair as f32 / dim as f32);
+                    key[pair] += share * norm * angle.cos();
+                    key[pair + dim / 2] += share * norm * angle.sin();
+                }
+            }
+            Self::KeyBias(norm) => {
+                let bias = norm / (dim as f32).sqrt();
+                for pair in 0..dim / 2 {
+                    let angle = token as f32 * 10000f32.powf(-2.0 * pair as f32 / dim as f32);
+                    let (sin, cos) = (angle + pair as f32).sin_cos();
+                    key[pair] += bias * 2f32.sqrt() * cos;
+                    key[pair + dim / 2] += bias * 2f32.sqrt() * sin;
+                }
+            }
+            Self::Logits(size) => {
+                let factor = (size.abs() / (dim as f32).sqrt()).sqrt();
+                key.iter_mut().for_each(|k| *k = factor * (1.0 + 0.1 * *k));
+            }
+            Self::EmptySink => key[0] = if token == 20 { 12.0 } else { -1.0 },
+            Self::EqualWeights(above) => {
+                key.iter_mut().zip(values(dim, 9)).for_each(|(key, alike)| *key = alike);
+                key[0] = if token == 20 { above - 1.0 } else { -1.0 };
+            }
+            Self::Tiny(size) => key.iter_mut().for_each(|k| *k *= size),
+            Self::Decades(seed) => {
+                key.iter_mut().zip(decades(dim, seed + 1)).for_each(|(k, size)| *k *= size);
+            }
+            _ => {}
+        }
+    }
+
+    fn shape_value(self, token: usize, row: &mut [f32]) {
+        let dim = row.len();
+        match self {
+            Self::ValueChannel(factor) => row[7] *= factor,
+            Self::ValueRow(factor) if token == 33 => {
+                row.iter_mut().for_each(|v| *v *= factor);
+            }
+            Self::EmptySink | Self::EqualWeights(_) if token == 20 => row.fill(0.0),
+            Self::EqualWeights(_) => row.iter_mut().for_each(|v| *v = 1.0 + 0.1 * v.abs()),
+            Self::Tiny(size) => row.iter_mut().for_each(|v| *v *= size),
+            Self::Decades(seed) => {
+                let factor = decades(TOKENS * 2, seed + 2)[token];
+                let sizes = decades(dim, seed + 3);
+                row.iter_mut().zip(sizes).for_each(|(v, size)| *v *= size * factor);
+            }
+            _ => {}
+        }
     }
 }
 
