@@ -350,7 +350,7 @@ def refusal(name, multiprocessors, fixture):
     planned = set(fixture["device"].upper().split()) - {"SXM"}
     if planned <= words and not words & OTHER_FORMS and multiprocessors == fixture["multiprocessors"]:
         return None
-    return (f"plans and rooflines are of {fixture['device']} with {fixture['multiprocessors']} multiprocessors, and "
+    return (f"plans are of {fixture['device']} with {fixture['multiprocessors']} multiprocessors, and "
             f"this GPU is {name} with {multiprocessors}: nothing is launched")
 
 

@@ -19,7 +19,7 @@ pub(crate) fn run(root: &Path, report: &Report) -> Result<()> {
     report.step("xtask gen --check");
     check_generated(root)?;
     report.step("xtask tidy");
-    tidy::run(root, report)
+    tidy::run(root, &tidy::Arguments::default(), report)
 }
 
 /// Runs cargo with `arguments`, its output passed through.

@@ -15,35 +15,44 @@ const EMULATED: &str = "qemu-aarch64 -cpu max -L /usr/aarch64-linux-gnu";
 /// An emulator takes minutes for kernels that no compiler has optimised.
 const OPTIMISED: &str = "profile.dev.package.kvd-compute.opt-level=3";
 
-/// What is compiled, and what is run.
-const STEPS: &[&[&str]] = &[
-    &["check", "--package", "kvd", "--target", TARGET],
-    &[
-        "test",
-        "--config",
-        OPTIMISED,
-        "--package",
-        "kvd-core",
-        "--package",
-        "kvd-codec",
-        "--package",
-        "kvd-compute",
-        "--target",
-        TARGET,
-    ],
+/// The daemon compiles.
+const CHECK: &[&str] = &["check", "--package", "kvd", "--target", TARGET];
+/// Unit tests of formats and codecs: minutes.
+const QUICK: &[&str] =
+    &["test", "--package", "kvd-core", "--package", "kvd-codec", "--lib", "--target", TARGET];
+/// All tests of formats, codecs and attention: an hour or more.
+const ALL: &[&str] = &[
+    "test",
+    "--config",
+    OPTIMISED,
+    "--package",
+    "kvd-core",
+    "--package",
+    "kvd-codec",
+    "--package",
+    "kvd-compute",
+    "--target",
+    TARGET,
 ];
 
+#[derive(clap::Args)]
+pub(crate) struct Arguments {
+    /// Unit tests of formats and codecs alone.
+    #[arg(long)]
+    quick: bool,
+}
+
 /// Runs every step; the first failure ends the run.
-pub(crate) fn run(root: &Path, report: &Report) -> Result<()> {
+pub(crate) fn run(root: &Path, arguments: &Arguments, report: &Report) -> Result<()> {
     for tool in [LINKER, EMULATOR] {
         ensure!(starts(tool), "{tool} is missing: CONTRIBUTING.md says what to install");
     }
-    for arguments in STEPS {
+    for arguments in [CHECK, if arguments.quick { QUICK } else { ALL }] {
         report.step(&format!("cargo {}", arguments.join(" ")));
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let variable = |name: &str| format!("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_{name}");
         let status = Command::new(cargo)
-            .args(*arguments)
+            .args(arguments)
             .env(variable("LINKER"), LINKER)
             .env(variable("RUNNER"), EMULATED)
             // Tests leave out what would only be longer.

@@ -138,11 +138,6 @@ pub(crate) fn are_stale(root: &Path, out: &Path) -> Result<bool> {
     Ok(false)
 }
 
-/// Whether a file is there and no kernel or header of a folder is newer.
-pub(crate) fn is_newer(file: &Path, kernels: &Path) -> Result<bool> {
-    Ok(is_made_after(file, newest(kernels)?))
-}
-
 fn is_made_after(file: &Path, time: SystemTime) -> bool {
     let made = fs::metadata(file).and_then(|made| made.modified());
     made.is_ok_and(|made| made >= time)

@@ -1,18 +1,20 @@
-//! Repository chores: `cargo xtask gen | tidy | ci | cross | kernels | count | gpu`.
+//! Repository chores: `cargo xtask gen | tidy | ci | cross | kernels | fused | gpu`.
 #![forbid(unsafe_code)]
 
 mod ci;
-mod count;
 mod cross;
+mod fused;
 mod generate;
 mod gpu;
 mod kernels;
 mod report;
+mod results;
 mod tidy;
 
 use anyhow::{Result, bail};
 use clap::{Parser, Subcommand};
 use report::Report;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -25,23 +27,23 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Chore {
-    /// Regenerates the code that is made from `proto/`.
+    /// Regenerates the code that is made from `proto/`, and the page of benchmark results.
     Gen {
-        /// Only says whether the checked-in code is up to date.
+        /// Only says whether what is checked in is up to date.
         #[arg(long)]
         check: bool,
     },
-    /// Checks sizes, dependency directions, left-overs and the unsafe fence.
-    Tidy,
+    /// Checks sizes, words, dependency directions, left-overs and the unsafe fence.
+    Tidy(tidy::Arguments),
     /// What must pass before a commit: fmt, clippy, gen --check, tidy.
     Ci,
     /// Runs the tests of codecs and kernels as aarch64 code, with qemu.
-    Cross,
+    Cross(cross::Arguments),
     /// Compiles the CUDA kernels for each target, with a compiler from Python wheels; needs the
     /// network the first time, no GPU.
     Kernels(kernels::Arguments),
-    /// Counts the instructions of attention kernels in their disassembly for sm_90; no GPU.
-    Count(count::Arguments),
+    /// Checks that kernels which write pages fuse no product with a sum, in their disassembly.
+    Fused(fused::Arguments),
     /// What a machine with a GPU runs, without Rust: conformance, sanitizer, shared memory,
     /// benchmark.
     Gpu {
@@ -64,13 +66,16 @@ fn main() -> ExitCode {
 
 fn run(chore: Chore, root: &Path, report: &Report) -> Result<()> {
     match chore {
-        Chore::Gen { check: false } => generate::generate(root, &root.join(generate::OUTPUT)),
+        Chore::Gen { check: false } => {
+            fs::write(root.join(results::PAGE), results::page(root)?)?;
+            generate::generate(root, &root.join(generate::OUTPUT))
+        }
         Chore::Gen { check: true } => check_generated(root),
-        Chore::Tidy => tidy::run(root, report),
+        Chore::Tidy(arguments) => tidy::run(root, &arguments, report),
         Chore::Ci => ci::run(root, report),
-        Chore::Cross => cross::run(root, report),
+        Chore::Cross(arguments) => cross::run(root, &arguments, report),
         Chore::Kernels(arguments) => kernels::asked(root, &arguments, report),
-        Chore::Count(arguments) => count::run(root, &arguments, report),
+        Chore::Fused(arguments) => fused::run(root, &arguments, report),
         Chore::Gpu { step } => gpu::run(root, step, report),
     }
 }
@@ -81,8 +86,12 @@ fn root() -> PathBuf {
     package.parent().unwrap_or(package).to_owned()
 }
 
-/// Fails when the checked-in code is not what `proto/` generates.
+/// Fails when what is checked in is not what it is generated from.
 fn check_generated(root: &Path) -> Result<()> {
+    let page = fs::read_to_string(root.join(results::PAGE)).unwrap_or_default();
+    if page != results::page(root)? {
+        bail!("{} differs from bench/results: run `cargo xtask gen`", results::PAGE);
+    }
     let scratch = tempfile::tempdir()?;
     let stale = generate::stale(root, &root.join(generate::OUTPUT), scratch.path())?;
     if stale.is_empty() {

@@ -49,7 +49,9 @@ pub fn fit_calibration(
 ) -> Result<Calibration, CalibrationError> {
     geometry.validate_fields().map_err(|error| Box::new(CodecError::Geometry(error)))?;
     if !geometry.same_rows(samples.geometry()) {
-        return Err(CalibrationError::Shape("the samples have a different geometry than the model".to_owned()));
+        return Err(CalibrationError::Shape(
+            "the samples have a different geometry than the model".to_owned(),
+        ));
     }
     let heads = geometry.layers as usize * geometry.kv_heads as usize;
     let mut parts: Vec<(Side, &SideSpec)> = Vec::new();

@@ -82,7 +82,8 @@ fn store(codec: &mut ModelCodec, k: &[f32], v: &[f32]) -> (CheckedBlock, [Vec<f3
         reader.decode_rows(0, reader.tokens(), &mut rows).unwrap();
         if reader.space() == RowSpace::Coefficient {
             for row in rows.chunks_exact_mut(DIM) {
-                codec.head_codec(LAYER, side, 0).invert_row(&row.to_vec(), row);
+                let coefficients = row.to_vec();
+                codec.head_codec(LAYER, side, 0).invert_row(&coefficients, row);
             }
         }
         rows
@@ -193,7 +194,7 @@ fn every_preset_keeps_its_bound_of_scores() {
             let k = biased(TOKENS, common, 1e6, seed);
             let v = normal(TOKENS, 1.0, 9);
             let queries = looking(common.0, 8.0);
-            codec.set_queries(LAYER, &[queries.clone()]).unwrap();
+            codec.set_queries(LAYER, std::slice::from_ref(&queries)).unwrap();
             let (checked, held) = store(&mut codec, &k, &v);
             let left = relative(&outputs(&queries, &held[0], &held[1]), &outputs(&queries, &k, &v));
             assert!(left < 0.3, "{} {common:?}: {left}, {checked:?}", preset.name);
@@ -269,7 +270,9 @@ fn queries_must_fit_the_model() {
     let mut codec = codec("fp8; k.bound=0.1");
     let message = |result: Result<(), kvd_codec::CodecError>| result.unwrap_err().to_string();
     let one = vec![1.0; LayerQueries::FEWEST * DIM];
-    assert!(message(codec.set_queries(LayerIndex(1), &[one.clone()])).contains("layer 1"));
+    assert!(
+        message(codec.set_queries(LayerIndex(1), std::slice::from_ref(&one))).contains("layer 1")
+    );
     assert!(message(codec.set_queries(LAYER, &[])).contains("KV heads"));
     assert!(message(codec.set_queries(LAYER, &[one[1..].to_vec()])).contains("whole rows"));
     codec.set_queries(LAYER, &[one]).unwrap();

@@ -76,7 +76,8 @@ fn whatever_comes_first_later_blocks_take_what_they_would() {
         rows[17] = 1e4;
         rows
     };
-    let warm_ups: [(&str, &dyn Fn(usize) -> Vec<f32>); 6] = [
+    type Rows<'a> = &'a dyn Fn(usize) -> Vec<f32>;
+    let warm_ups: [(&str, Rows<'_>); 6] = [
         ("zeros", &|_| vec![0.0; VALUES]),
         ("a constant", &constant),
         ("constant channels", &per_channel),

@@ -1,8 +1,8 @@
 //! The host side of the kernels in `kernels/`: an attention plan becomes block tables and launches
 //! ([`AttendTables`]), and merged partial results become a reply.
 //!
-//! The structs are what a device is given, and the CPU lane (`crates/kvd-emu`) gives the same to
-//! the same kernels. [`devices`] finds the GPUs of a machine, [`CudaBackend`] serves from one.
+//! The structs are what a device is given, and the CPU emulator (`crates/kvd-emu`) gives the same to
+//! the same kernels. [`probe_devices`] finds the GPUs of a machine, [`CudaBackend`] serves from one.
 //! Not yet measured on a GPU.
 //!
 //! Unsafe code stands in `driver/` alone: calls of the driver's C functions.
@@ -50,8 +50,8 @@ pub use kernel_side::SideKernel;
 pub use late_pairs::LatePairs;
 pub use layer_memory::LayerMemory;
 pub use plan::{
-    BlockResources, CodebookPlan, EntryExchange, GpuLimits, InstructionCounts, KernelPlan,
-    LaunchChoices, Occupancy, PipeCounts, StepBound, StepWorkload, plan_kernel,
+    BlockResources, CodebookPlan, EntryExchange, GpuLimits, KernelPlan, LaunchChoices, Occupancy,
+    StepWorkload, plan_kernel,
 };
 pub use query_transform::{AnswerParameters, QueryParameters, QueryTransforms, TransformUnit};
 pub use region_copy_plan::{RowsParameters, RowsUnit, StageCheck, StageParameters, StageSide};

@@ -103,12 +103,7 @@ fn planned(
         "heads": kv_heads,
         "units": plan.splits * batch * kv_heads,
         "parts_per_unit": plan.parts_per_unit,
-        "plan": {
-            "roofline_seconds": plan.roofline_seconds(),
-            "predicted_seconds": plan.predict_seconds().map(|(seconds, _)| seconds),
-            "f16_roofline_seconds": plan.raw_seconds(),
-            "blocks_per_sm": plan.occupancy.blocks,
-        },
+        "plan": { "blocks_per_sm": plan.occupancy.blocks },
     });
     (of_workload, plan)
 }

@@ -1,5 +1,5 @@
-//! Bytes that attention reads of pages, counted: each byte once for all query rows of a unit, in
-//! whole copies of 16 bytes. With `--nocapture` it prints the table of docs/perf/gpu-plan.md.
+//! What attention reads of pages, counted: each byte once for all query rows of a unit, in whole
+//! copies of 16 bytes. With `--nocapture` it prints them as a table.
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 mod common;

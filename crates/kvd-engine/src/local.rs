@@ -35,6 +35,8 @@ impl LocalAttention {
 
 impl LayerAttention for LocalAttention {
     async fn attend_layer(&mut self, layer: usize, step: AttentionInput<'_>) -> Result<Vec<f32>> {
+        // A signal that ends the command is waited for on this thread.
+        tokio::task::yield_now().await;
         let cache = &mut self.layers[layer];
         let stored = cache.k.len() / self.heads.kv_width();
         ensure!(
@@ -53,4 +55,25 @@ impl LayerAttention for LocalAttention {
 #[must_use]
 pub(crate) fn round_to_f16(value: f32) -> f32 {
     f16::from_f32(value.clamp(-f16::MAX.to_f32(), f16::MAX.to_f32())).to_f32()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    #[tokio::test]
+    async fn tasks_of_the_same_thread_run_between_layers() {
+        let heads = HeadCounts { query: 1, kv: 1, dim: 2 };
+        let mut attention = LocalAttention::new(heads, 1);
+        let ran = Arc::new(AtomicBool::new(false));
+        let flag = ran.clone();
+        tokio::spawn(async move { flag.store(true, Ordering::Relaxed) });
+        let row = [1.0, 2.0];
+        let (q, k, v) = (&row[..], &row[..], &row[..]);
+        let input = AttentionInput { position: 0, n_tokens: 1, window: None, q, k, v };
+        assert_eq!(attention.attend_layer(0, input).await.unwrap(), row);
+        assert!(ran.load(Ordering::Relaxed));
+    }
 }

@@ -176,7 +176,6 @@ fn wrong_arguments_are_refused_at_once() {
         (&["plan", "--codec", "zip"], "kvd codecs"),
         (&["plan", "--head-dim", "7"], "head"),
         (&["plan", "--group", "0"], "--group"),
-        (&["plan", "--wide"], "--table"),
         (&["serve", "--pool", "lots"], "a size such as 4 GiB"),
         (&["serve", "--listen", "localhost"], "localhost:7070"),
         (&["serve", "--set", "device.threads"], "section.key=value"),

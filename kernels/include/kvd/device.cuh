@@ -33,7 +33,7 @@
 // Tested in the CPU lane only: sizes that the host promised.
 #define KVD_EXPECT(condition) ((void)0)
 // A condition that full tiles of a long sequence do not meet, or hardly ever: what is behind it is laid
-// out of the way, and not counted (`cargo xtask count`).
+// out of the way.
 #define KVD_RARELY(condition) __builtin_expect(!!(condition), 0)
 // Keeps a word in a register, where the compiler would compute it anew for every tile.
 #define KVD_KEEP(word) asm volatile("" : "+r"(word))

@@ -99,7 +99,7 @@ impl Subject {
             }
         };
         Some(format!(
-            "the folder's plans and rooflines are of {packed}, and this GPU is {name}: measure \
+            "the folder's plans are of {packed}, and this GPU is {name}: measure \
              with {what}; steps without plans run"
         ))
     }

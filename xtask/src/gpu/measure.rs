@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn plans_of_another_gpu_are_not_launched_and_no_roofline_of_it_is_reported() {
+    fn plans_of_another_gpu_are_not_launched() {
         let (folder, smi) = packed();
         let pack = |device: &str| {
             let facts = json!({ "commit": "1", "device": device, "packed": 1 }).to_string();

@@ -146,31 +146,23 @@ fn codec_table(text: &mut String, bench: &Value, workload: &Value) {
         let _ = writeln!(text, "\nThe fastest FP16 attention, `x f16` of which is 1: {name}.");
     }
     text.push_str(
-        "\n| codec | us, median | best | MB of pages | GB/s | of the read bandwidth | roofline, \
-         us | predicted, us | predicted of it | x f16 | registers | blocks per SM, planned |\n\
-         |---|---|---|---|---|---|---|---|---|---|---|---|\n",
+        "\n| codec | us, median | best | MB of pages | GB/s | of the read bandwidth | x f16 \
+         | registers | blocks per SM, planned |\n|---|---|---|---|---|---|---|---|---|\n",
     );
     for row in rows(workload, "codecs") {
         let codec = row["codec"].as_str().unwrap_or("?");
         let Some([median, fastest]) = micros(&row["seconds"]) else {
-            let _ = writeln!(text, "| {codec} | {} | | | | | | | | | | |", reason(row));
+            let _ = writeln!(text, "| {codec} | {} | | | | | | | |", reason(row));
             continue;
         };
         let bytes = row["page_bytes"].as_f64().unwrap_or(0.0);
         let speed = bytes / median * 1e6;
-        let planned = |what: &str| row["plan"][what].as_f64().map(|seconds| seconds * 1e6);
-        let [roofline, planned] = ["roofline_seconds", "predicted_seconds"].map(planned);
-        let whole = |micros: Option<f64>| micros.map_or(NONE.to_owned(), |us| format!("{us:.1}"));
         let _ = writeln!(
             text,
-            "| {codec} | {median:.1} | {fastest:.1} | {:.1} | {:.0} | {} | {} | {} | {} | {} | {} \
-             | {}, {} |",
+            "| {codec} | {median:.1} | {fastest:.1} | {:.1} | {:.0} | {} | {} | {} | {}, {} |",
             bytes / 1e6,
             speed / 1e9,
             percent(read.map(|read| speed / read)),
-            whole(roofline),
-            whole(planned),
-            percent(planned.map(|planned| planned / median)),
             best.map_or(NONE.to_owned(), |(_, best)| format!("{:.2}", best / median)),
             row["registers"],
             row["blocks_per_sm"],
@@ -344,8 +336,7 @@ mod tests {
 
     #[test]
     fn figures_stand_against_what_the_run_reads_and_the_best_f16() {
-        let plan = json!({ "roofline_seconds": 24e-6, "predicted_seconds": 32e-6,
-                           "blocks_per_sm": 4 });
+        let plan = json!({ "blocks_per_sm": 4 });
         let bench = json!({
             "device": "G", "planned_for": "H200 SXM", "group": 4, "dim": 128, "rounds": 20,
             "launches": 30,
@@ -383,9 +374,9 @@ mod tests {
                 "| PyTorch 2.9 cudnn_attention | refused: no plan | |",
                 "| slow, no graph | 1000.0 | 1000.0 |",
                 "The fastest FP16 attention, `x f16` of which is 1: FlashInfer.",
-                "| raw | 160.0 | 80.0 | 536.0 | 3350 | 84 % | 24.0 | 32.0 | 20 % | 0.88 | 72 | 4, 4 |",
-                "| kivi-2 | 40.0 | 20.0 | 100.0 | 2500 | 62 % | 24.0 | 32.0 | 80 % | 3.50 | 74 | 3, 4 |",
-                "| kvd-2 | outputs by 2/3 | | | | | | | | | | |",
+                "| raw | 160.0 | 80.0 | 536.0 | 3350 | 84 % | 0.88 | 72 | 4, 4 |",
+                "| kivi-2 | 40.0 | 20.0 | 100.0 | 2500 | 62 % | 3.50 | 74 | 3, 4 |",
+                "| kvd-2 | outputs by 2/3 | | | | | | | |",
                 "| raw, of the read bandwidth | 88 % | 84 % | missed |",
                 "| kivi-4, x f16 | 2.6 | 2.80 | met |",
                 "| kivi-2, x f16 | 3.7 | 3.50 | missed |",
@@ -455,7 +446,7 @@ mod tests {
         let text = markdown("passed", [&bench, &Value::Null, &Value::Null]);
         assert_lines(
             &text,
-            &["| raw | not measured | | | | | | | | | | |", "| raw | not measured | | | | |"],
+            &["| raw | not measured | | | | | | | |", "| raw | not measured | | | | |"],
         );
         assert!(
             !text.contains("NaN") && !text.contains("met |") && !text.contains("missed"),

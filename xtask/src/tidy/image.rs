@@ -26,7 +26,7 @@ pub(super) fn check(root: &Path, metadata: &Value) -> Result<Vec<String>> {
     let texts = Texts {
         toolchain: read("rust-toolchain.toml")?,
         manifest: read("Cargo.toml")?,
-        ci: read(".ci/run")?,
+        ci: read(".ci/parts/nvrtc.sh")?,
         compiler: read("crates/kvd-cuda/src/driver/nvrtc.rs")?,
     };
     Ok(findings(&read(DOCKERFILE)?, &texts, metadata))

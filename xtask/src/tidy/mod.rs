@@ -1,5 +1,5 @@
-//! House rules that no lint knows: sizes, dependency directions, left-overs, the unsafe fence, what
-//! the container image is built from.
+//! House rules that no lint knows: sizes, words, dependency directions, left-overs, the unsafe
+//! fence, what the container image is built from.
 //!
 //! Each rule is a pure function from text to findings; this file feeds them.
 
@@ -8,15 +8,27 @@ mod fence;
 mod image;
 mod mask;
 mod size;
+mod words;
 
 use crate::report::Report;
 use anyhow::{Context, Result, bail};
 use std::fs;
 use std::path::Path;
 use std::process::Command;
+use words::Measured;
 
 /// Written by a generator: sizes and left-overs are not ours to fix.
 const GENERATED: &[&str] = &["crates/kvd-proto/src/gen/"];
+
+#[derive(Default, clap::Args)]
+pub(crate) struct Arguments {
+    /// Prints the figures of words by crate, and checks nothing.
+    #[arg(long)]
+    measure: bool,
+    /// Lowers the maxima of xtask/src/tidy/words.toml to what is measured.
+    #[arg(long)]
+    lower: bool,
+}
 
 /// One broken rule.
 #[derive(Debug, PartialEq, Eq)]
@@ -33,9 +45,21 @@ impl Finding {
 }
 
 /// Checks the tree under `root`.
-pub(crate) fn run(root: &Path, report: &Report) -> Result<()> {
+pub(crate) fn run(root: &Path, arguments: &Arguments, report: &Report) -> Result<()> {
+    let measured = measure(root)?;
+    if arguments.lower {
+        measured.lower(root)?;
+    }
+    if arguments.measure {
+        report.line(measured.table()?.trim_end());
+        return Ok(());
+    }
+    check(root, &measured, report)
+}
+
+fn check(root: &Path, measured: &Measured, report: &Report) -> Result<()> {
     let mut broken = 0;
-    let files = source_files(root)?;
+    let files = listed_files(root, "*.rs")?;
     for path in &files {
         let text = fs::read_to_string(root.join(path)).with_context(|| format!("read {path}"))?;
         for finding in check_file(path, &text) {
@@ -44,7 +68,7 @@ pub(crate) fn run(root: &Path, report: &Report) -> Result<()> {
         }
     }
     let metadata = metadata(root)?;
-    let others = [edges::check(&metadata)?, fence::roots(root, &metadata)?];
+    let others = [edges::check(&metadata)?, fence::roots(root, &metadata)?, measured.check(root)?];
     for text in others.into_iter().flatten().chain(image::check(root, &metadata)?) {
         broken += 1;
         report.line(&text);
@@ -54,6 +78,22 @@ pub(crate) fn run(root: &Path, report: &Report) -> Result<()> {
     }
     report.line(&format!("tidy: {} files, no findings", files.len()));
     Ok(())
+}
+
+/// The figures of words.
+fn measure(root: &Path) -> Result<Measured> {
+    let mut measured = Measured::default();
+    let read =
+        |path: &str| fs::read_to_string(root.join(path)).with_context(|| format!("read {path}"));
+    for path in listed_files(root, "*.rs")? {
+        if !GENERATED.iter().any(|prefix| path.starts_with(prefix)) {
+            measured.add_rust(&path, &read(&path)?);
+        }
+    }
+    for path in listed_files(root, "*.md")? {
+        measured.add_markdown(&path, &read(&path)?);
+    }
+    Ok(measured)
 }
 
 fn check_file(path: &str, text: &str) -> Vec<Finding> {
@@ -67,9 +107,9 @@ fn check_file(path: &str, text: &str) -> Vec<Finding> {
     findings
 }
 
-/// Every Rust file that git knows or could be told of.
-fn source_files(root: &Path) -> Result<Vec<String>> {
-    let arguments = ["ls-files", "--cached", "--others", "--exclude-standard", "*.rs"];
+/// Every file of a kind that git knows or could be told of.
+fn listed_files(root: &Path, pattern: &str) -> Result<Vec<String>> {
+    let arguments = ["ls-files", "--cached", "--others", "--exclude-standard", pattern];
     let output = Command::new("git").args(arguments).current_dir(root).output();
     let output = output.context("start git ls-files")?;
     if !output.status.success() {

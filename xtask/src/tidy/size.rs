@@ -44,7 +44,7 @@ fn is_long_literal(line: &str) -> bool {
 }
 
 /// Lines before the module of unit tests.
-fn production_lines(code: &str) -> usize {
+pub(super) fn production_lines(code: &str) -> usize {
     let lines: Vec<&str> = code.lines().map(str::trim).collect();
     let begins_tests = |index: &usize| {
         lines[*index] == "#[cfg(test)]"

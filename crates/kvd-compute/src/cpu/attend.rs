@@ -102,7 +102,7 @@ fn first_pass<'a>(
         units.par_iter().map(|unit| run(job, unit)).collect::<Result<_, _>>()?
     };
     let mut reply = Reply::new(job);
-    let mut again = Vec::new();
+    let mut groups = Vec::new();
     let mut pending = units.iter().zip(answers).enumerate().peekable();
     while let Some((first, (unit, mut merged))) = pending.next() {
         let mut end = first + 1;
@@ -110,21 +110,34 @@ fn first_pass<'a>(
             merged.merge(&split);
             end = at + 1;
         }
-        let UnitAnswer { queries, states, losses } = &merged;
-        let of = Merged { job, unit, queries, states, losses };
-        let mut rows = of.not_served()?;
-        for row in reply.write(unit, states) {
-            if of.has_small_values(row, LEFT_LEAST)? {
-                rows.push(row);
-            }
-        }
-        if !rows.is_empty() {
-            rows.sort_unstable();
-            rows.dedup();
-            again.push(Again { units: first..end, rows });
-        }
+        let cancelled = reply.write(unit, &merged.states);
+        groups.push(Group { units: first..end, merged, cancelled });
     }
-    Ok((reply, again))
+    let again = |group: &Group| group.again(job, units);
+    let again: Vec<Again> = if let [group] = &groups[..] {
+        vec![again(group)?]
+    } else {
+        groups.par_iter().map(again).collect::<Result<_, _>>()?
+    };
+    Ok((reply, again.into_iter().filter(|again| !again.rows.is_empty()).collect()))
+}
+
+/// Units of the same rows, merged.
+struct Group {
+    units: Range<usize>,
+    merged: UnitAnswer,
+    /// Rows of which transforms left little.
+    cancelled: Vec<usize>,
+}
+
+impl Group {
+    /// Finds the rows that the kernels do not serve.
+    fn again(&self, job: &Job<'_>, units: &[Unit<'_>]) -> Result<Again, BackendError> {
+        let UnitAnswer { queries, states, losses } = &self.merged;
+        let merged = Merged { job, unit: &units[self.units.start], queries, states, losses };
+        let rows = merged.not_served(&self.cancelled, LEFT_LEAST)?;
+        Ok(Again { units: self.units.clone(), rows })
+    }
 }
 
 /// Attends to rows in f64, and writes them in place of what the reply has.

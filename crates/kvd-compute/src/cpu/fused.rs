@@ -2,6 +2,7 @@
 
 use crate::cpu::dots::{TileCodes, wants_bytes};
 use crate::cpu::huffman::{LaneTiles, Rest};
+use crate::cpu::loss::Rounding;
 use crate::cpu::place::{Place, room};
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Precision, Simd, per_level};
@@ -86,6 +87,15 @@ impl Keys {
             Self::Polar(keys) => keys.loss(row),
             // The first rounds nothing, others round to bytes, whose bound is another.
             Self::Fp8(_) | Self::Tables(_) | Self::Bf16(_) | Self::Nibbles(_) => 0.0,
+        }
+    }
+
+    /// Whether queries are rounded to words.
+    pub(super) fn round(&self) -> bool {
+        match self {
+            Self::Vq(_) | Self::Uniform(_) | Self::ByToken(_) | Self::Grid(_) => true,
+            Self::BitAlloc(_) | Self::Lloyd(_) | Self::Polar(_) => true,
+            Self::Fp8(_) | Self::Tables(_) | Self::Bf16(_) | Self::Nibbles(_) => false,
         }
     }
 
@@ -176,7 +186,7 @@ impl Values {
     }
 
     /// The largest magnitude that weights rounded to words are multiplied with, so far; 0 where
-    /// those are weights times the scale of their token, so that the largest has large values.
+    /// those are weights times the scale of their token: see [`Values::folded`].
     pub(super) fn magnitude(&self) -> f32 {
         match self {
             Self::Vq(values) => values.magnitude(),
@@ -196,6 +206,15 @@ impl Values {
             Self::Grid(values) => values.lost(row),
             Self::BitAlloc(values) => values.lost(row),
             Self::Fp8(_) | Self::Bf16(_) | Self::Nibbles(_) | Self::Lloyd(_) => 0.0,
+        }
+    }
+
+    /// Losses of a sum of a row for weights that are rounded times the scale of their token.
+    pub(super) fn folded(&self, row: usize) -> Rounding {
+        match self {
+            Self::Uniform(values) => values.folded(row),
+            Self::Lloyd(values) => values.folded(row),
+            _ => Rounding::default(),
         }
     }
 

@@ -4,11 +4,10 @@
 
 use crate::cpu::dots::{Lookup, ROWS, SETTLED_TILES, Target, TileCodes, key_dots, value_dots};
 use crate::cpu::huffman::{LaneTiles, Rest};
-use crate::cpu::loss::rounding_loss;
+use crate::cpu::loss::{alike, rounding_loss};
 use crate::cpu::parts::{self, Parts};
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd};
-use crate::cpu::uniform::sum;
 use kvd_codec::{Grid, HeadCodec};
 use std::ops::Range;
 
@@ -38,6 +37,20 @@ fn largest_codes(grid: &Grid, positions: &[(i32, usize)]) -> (f32, f32) {
     largest.fold((0.0, 0.0), |(most, energy), code| (most.max(code), energy + code * code))
 }
 
+/// One row of a page as coefficients, from the tiles that hold it.
+pub(super) fn decode_row(grid: &Grid, tiles: &LaneTiles, token: usize, row: &mut [f32]) {
+    row.fill(0.0);
+    for (at, (bias, coefficient)) in positions(grid, tiles).into_iter().enumerate() {
+        if let Some(value) = row.get_mut(coefficient) {
+            *value = (i32::from(tiles.code(token, at)) - bias) as f32;
+        }
+    }
+    for rest in tiles.rests.iter().filter(|rest| rest.token == token) {
+        row[rest.position] += rest.rest;
+    }
+    row.iter_mut().for_each(|value| *value *= grid.step());
+}
+
 /// Queries of a unit, without the coefficients that are in no tile.
 pub(crate) struct Keys {
     lookup: Lookup,
@@ -48,8 +61,8 @@ pub(crate) struct Keys {
     /// Queries `[rows, dim]`, times the step.
     queries: Vec<f32>,
     dim: usize,
-    /// The sum of the squares of the largest codes.
-    energy: f32,
+    /// See [`Keys::loss`].
+    losses: Vec<f32>,
 }
 
 impl Keys {
@@ -68,7 +81,8 @@ impl Keys {
             return None;
         }
         let mut parts = Parts::of_queries(how).meeting(meets);
-        let (mut units, mut bases) = (Vec::new(), Vec::new());
+        let (_, energy) = largest_codes(grid, &positions);
+        let (mut units, mut bases, mut losses) = (Vec::new(), Vec::new(), Vec::new());
         parts.reset(positions.len());
         let mut row = vec![0f32; positions.len()];
         for (index, query) in queries.chunks_exact(dim).enumerate() {
@@ -82,14 +96,14 @@ impl Keys {
             let bias = bias.map(|(at, (bias, _))| i64::from(part.value(how.0, 0, at) * bias));
             bases.push(-(bias.sum::<i64>() as f32) * unit);
             units.push(unit);
+            losses.push(rounding_loss(unit, energy) * alike(&row, unit));
         }
-        let (_, energy) = largest_codes(grid, &positions);
-        Some(Self { lookup: Lookup::identity(), parts, units, bases, queries, dim, energy })
+        Some(Self { lookup: Lookup::identity(), parts, units, bases, queries, dim, losses })
     }
 
     /// How far rounding may take a score of that row: see [`rounding_loss`].
     pub(crate) fn loss(&self, row: usize) -> f32 {
-        rounding_loss(self.units[row], self.energy)
+        self.losses[row]
     }
 
     /// Scores all rows against a few tiles.
@@ -198,8 +212,9 @@ impl Values {
             let mut units = [0f32; ROWS];
             let sums = &mut self.sums[rows.start * count..rows.end * count];
             for (index, row) in rows.clone().enumerate() {
+                let total = weights.total(row, &tiles);
                 let (weights, largest) = weights.tiles(row, tiles.clone());
-                let pushed = self.parts.push(simd, weights, largest, Some(sum(weights)));
+                let pushed = self.parts.push(simd, weights, largest, Some(total));
                 self.lost[row] += pushed.lost;
                 let unit = pushed.unit * self.step;
                 units[index] = unit;

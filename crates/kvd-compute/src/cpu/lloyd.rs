@@ -4,8 +4,8 @@
 
 use crate::cpu::dots::{ROWS, Target, TileCodes, value_dots};
 use crate::cpu::levels::LevelBytes;
-use crate::cpu::loss::largest;
-use crate::cpu::parts::{Parts, Pushed};
+use crate::cpu::loss::{Rounding, largest as largest_of_all, largest_of};
+use crate::cpu::parts::{Parts, Pushed, TOP};
 use crate::cpu::score_tables;
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd};
@@ -16,6 +16,11 @@ use std::ops::Range;
 
 /// Bytes of a level.
 const BYTES: usize = 2;
+/// Two bytes of a level are off by so much of the largest.
+const LEVEL_ERROR: f32 = 0.5 / TOP;
+/// Most tokens of a unit whose values may be alike, so that their levels are off alike; in longer
+/// ones f16 loses as much.
+const ALIKE_TOKENS: usize = 1024;
 
 /// The levels as a codebook of two channels, and the factor of each.
 fn book((simd, _): How, side: &HeadCodec, rows: usize) -> Option<(Book, [f32; BYTES])> {
@@ -86,7 +91,7 @@ impl Keys {
         let (mut scales, tokens) = ([0f32; SPAN], tiles.len() * TILE);
         let scales = &mut scales[..tokens];
         DType::F16.widen_values(&page.scales[2 * TILE * in_page..][..2 * tokens], scales);
-        self.largest_scale = self.largest_scale.max(largest(scales));
+        self.largest_scale = self.largest_scale.max(largest_of(simd, scales));
         for row in 0..scores.rows() {
             let scores = &mut scores.row_mut(row)[tiles.start * TILE..][..tokens];
             scores.iter_mut().zip(&*scales).for_each(|(score, scale)| *score *= scale);
@@ -105,6 +110,14 @@ pub(crate) struct Values {
     /// `[rows, bytes of a level, dim]`.
     sums: Vec<f32>,
     dim: usize,
+    /// For rounding of weights times scales, by row.
+    rounding: Vec<Rounding>,
+    /// Weights times scales, by row.
+    scaled: Vec<f32>,
+    /// Tokens so far.
+    tokens: usize,
+    /// The largest magnitude of a level.
+    largest: f32,
 }
 
 impl Values {
@@ -112,7 +125,32 @@ impl Values {
         let (book, factors) = book(how, side, rows)?;
         let (parts, dim) = (Parts::of_weights(how), side.dim());
         let sums = vec![0.0; rows * BYTES * dim];
-        Some(Self { book, spread: Vec::new(), factors, parts, zeros: Vec::new(), sums, dim })
+        Some(Self {
+            book,
+            spread: Vec::new(),
+            factors,
+            parts,
+            zeros: Vec::new(),
+            sums,
+            dim,
+            rounding: vec![Rounding::default(); rows],
+            scaled: vec![0.0; rows],
+            tokens: 0,
+            largest: side.lloyd_levels()?.iter().fold(0f32, |most, level| most.max(level.abs())),
+        })
+    }
+
+    /// Losses of a sum for rounding of weights times scales, and of levels where sums are so large
+    /// that values must be alike.
+    pub(crate) fn folded(&self, row: usize) -> Rounding {
+        let mut rounding = self.rounding[row].times(self.largest);
+        let most = self.scaled[row].abs() * self.largest;
+        let mut sums = vec![0f32; self.dim];
+        self.unfold(row, &mut sums);
+        if self.tokens <= ALIKE_TOKENS && 2.0 * largest_of_all(&sums) >= most {
+            rounding.lost = rounding.lost.abs() + LEVEL_ERROR * most;
+        }
+        rounding
     }
 
     /// Adds the weighted codes of tiles; the first is tile `in_page` of its page.
@@ -126,6 +164,7 @@ impl Values {
         let (codes, lookup) = self.book.values(simd, codes, (Side::Value, &mut self.spread));
         let (tokens, width) = (tiles.len() * TILE, BYTES * self.dim);
         let scales = &page.scales[2 * TILE * in_page..][..2 * tokens];
+        self.tokens += tokens;
         self.zeros.resize(2 * tokens, 0);
         for first in (0..weights.rows()).step_by(ROWS) {
             let rows = first..weights.rows().min(first + ROWS);
@@ -137,6 +176,13 @@ impl Values {
             let mut pushed = [Pushed::default(); ROWS];
             let scales = (scales, &self.zeros[..]);
             self.parts.push_folded(simd, &values[..rows.len()], scales, &mut pushed);
+            for (rounding, pushed) in self.rounding[rows.clone()].iter_mut().zip(&pushed) {
+                rounding.add(pushed, tokens);
+            }
+            let factors = self.parts.rows(0);
+            for (at, scaled) in self.scaled[rows.clone()].iter_mut().enumerate() {
+                *scaled += factors.sums[at] as f32 * pushed[at].unit;
+            }
             let units = pushed.map(|row| row.unit);
             let units = &units[..rows.len()];
             let target = Target { units, factors: &[], first: 0, count: codes.per_row };
@@ -148,6 +194,8 @@ impl Values {
     /// Scales the sums of a row.
     pub(crate) fn scale(&mut self, row: usize, factor: f32) {
         let width = BYTES * self.dim;
+        self.rounding[row].scale(factor);
+        self.scaled[row] *= factor;
         self.sums[row * width..][..width].iter_mut().for_each(|sum| *sum *= factor);
     }
 

@@ -2,12 +2,14 @@
 //! ([ADR 19](../../../../docs/adr/0019-rows-that-integers-do-not-serve.md)): estimates that kernels
 //! make on the way, and their comparison with what f16 would cost, once per query row.
 
-use crate::cpu::job::{Job, Unit, group, payload_row};
-use crate::cpu::parts::TOP;
-use crate::cpu::rows::restore;
+use crate::cpu::job::{Job, Unit};
+use crate::cpu::parts::{Pushed, TOP};
+use crate::cpu::probe::{Probed, RowDecoder, largest_product};
 use crate::cpu::scores::TILE;
+use crate::cpu::simd::per_level;
 use crate::cpu::unit_queries::Queries;
-use crate::{BackendError, PartialState, PlanPart, Source};
+use crate::cpu::wide;
+use crate::{BackendError, PartialState};
 use kvd_codec::RowSpace;
 use kvd_core::Side;
 
@@ -16,13 +18,22 @@ use kvd_core::Side;
 const SCORE_LOSS_MAX: f32 = 8.0e-4;
 /// Four times one rounding to f16, of the largest product that takes part.
 const OF_LARGEST_TERM: f32 = 4.0 / 2048.0;
-/// Outputs that are so much larger than what was lost stand for the largest product: it is not
-/// looked for then.
+/// Sums of weights that are alike are so much larger than what was lost of each by itself: f16
+/// loses as much.
 const OF_LARGEST_SUM: f32 = OF_LARGEST_TERM / 4.0;
 /// An error over its root mean square by the largest codes, which it hardly ever exceeds.
 const PEAK: f32 = 1.5;
+/// The error of a score that was measured stands for those of others up to so many times it.
+const MEASURED: f32 = 2.0;
+/// What weights lose together is taken for chance up to so many root mean squares of what they lose
+/// each by itself, and up to so many times the mean weight over the largest ones: smaller weights
+/// lose digits.
+const CHANCE: f32 = 4.0;
+const CHANCE_OF_SMALL: f32 = 32.0;
 /// Scores and queries beyond it leave f32 no room to add them up.
 const SCORE_MAX: f32 = 1.0e30;
+/// Integers are told apart by so many bits of a hash.
+const BUCKET_BITS: u32 = 8;
 
 /// The root mean square of what a sum of products loses by rounding factors to integers of so large
 /// a unit, where `energy` is the sum of the squares that they are multiplied with.
@@ -30,7 +41,27 @@ pub(super) fn rounding_loss(unit: f32, energy: f32) -> f32 {
     unit * (energy / 12.0).sqrt()
 }
 
+/// How many times [`rounding_loss`] the loss of these factors may be, since those that become the
+/// same integer round alike and add up; at least 1.
+pub(super) fn alike(factors: &[f32], unit: f32) -> f32 {
+    if unit <= 0.0 {
+        return 1.0;
+    }
+    let inverse = unit.recip();
+    let mut buckets = [0f32; 1 << BUCKET_BITS];
+    for factor in factors {
+        let scaled = (factor * inverse).abs();
+        let integer = scaled.round_ties_even();
+        let hash = (integer as u32).wrapping_mul(0x9E37_79B1) >> (u32::BITS - BUCKET_BITS);
+        buckets[hash as usize] += (scaled - integer).abs();
+    }
+    let squares: f32 = buckets.iter().map(|lost| lost * lost).sum();
+    let factor = (12.0 * squares / factors.len() as f32).sqrt();
+    if factor > 1.0 { factor } else { 1.0 }
+}
+
 /// The largest magnitude. NaN counts as nothing.
+#[inline(always)]
 pub(super) fn largest(values: &[f32]) -> f32 {
     let (chunks, rest) = values.as_chunks::<16>();
     let mut lanes = [0f32; 16];
@@ -43,6 +74,8 @@ pub(super) fn largest(values: &[f32]) -> f32 {
     lanes.iter().chain(rest).fold(0f32, |most, value| most.max(value.abs()))
 }
 
+per_level!(pub(super) fn largest_of(values: &[f32]) -> f32 = largest);
+
 /// The sum of squares, which f32 holds neither of tiny values nor of huge ones.
 pub(super) fn squares(values: impl Iterator<Item = f32>) -> f64 {
     values.map(|value| f64::from(value).powi(2)).sum()
@@ -54,19 +87,68 @@ pub(super) fn all_finite(values: &[f32]) -> bool {
     values.iter().fold(true, |all, value| all & (value.to_bits() << 1 < 0xFF00_0000))
 }
 
+/// Loss of a weighted sum for what rounding took from its weights.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Rounding {
+    /// Square of the root mean square, of weights that round each its own way.
+    square: f64,
+    /// Signed sum: equal weights round equally.
+    pub(super) lost: f32,
+}
+
+impl Rounding {
+    /// Takes a row of so many weights.
+    pub(super) fn add(&mut self, pushed: &Pushed, tokens: usize) {
+        self.square += f64::from(pushed.unit).powi(2) * tokens as f64 / 12.0;
+        self.lost += pushed.lost;
+    }
+
+    /// As the sums are scaled.
+    pub(super) fn scale(&mut self, factor: f32) {
+        *self = self.times(factor);
+    }
+
+    /// Where weights are multiplied with values of that magnitude.
+    pub(super) fn times(&self, magnitude: f32) -> Self {
+        let square = self.square * f64::from(magnitude).powi(2);
+        Self { square, lost: self.lost * magnitude }
+    }
+
+    /// The larger of both, each way.
+    pub(super) fn larger(&self, other: &Self) -> Self {
+        // `max` of both in a loop is a reduction that LLVM 22 crashes on.
+        let (lost, other_lost) = (self.lost.abs(), other.lost.abs());
+        let square = if self.square > other.square { self.square } else { other.square };
+        Self { square, lost: if lost > other_lost { lost } else { other_lost } }
+    }
+}
+
+/// Losses that a kernel of values tells of a row.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct ValueLosses {
+    /// The largest magnitude that weights were multiplied with after they were rounded.
+    pub(super) magnitude: f32,
+    /// The most that a sum lost for the residuals of all of those weights together.
+    pub(super) lost: f32,
+    /// Losses for weights that were rounded times the scale of their token.
+    pub(super) folded: Rounding,
+}
+
 /// Costs of rounding for one query row, over some tokens.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RowLoss {
     /// Loss of a score, in logits.
     pub(super) score: f32,
-    /// Loss of rounded weights: the sum over tokens of the square of the largest weight beside
-    /// them, on the scale of the state's `weight_sum`.
+    /// The sum over tokens of a unit of the square of the largest weight beside them, on the scale
+    /// of the state's `weight_sum`, and how many tokens.
     weights: f32,
-    /// The largest magnitude that those weights were multiplied with.
-    magnitude: f32,
-    /// Loss of a sum for what rounding took from all weights together, on the scale of the state's
-    /// sums: equal weights round equally.
-    lost: f32,
+    tokens: f32,
+    /// Loss of a sum, on the scale of the state's sums.
+    rounding: Rounding,
+    /// Whether the weights of some unit have lost more together than by chance.
+    beyond_chance: bool,
+    /// Keys that were decoded beside.
+    pub(super) probed: Probed,
     /// Position of the token with the largest score.
     pub(super) largest_at: u32,
 }
@@ -74,7 +156,9 @@ pub(super) struct RowLoss {
 impl RowLoss {
     /// Takes the weights of some tiles, of which the largest is given.
     pub(super) fn add_weights(&mut self, largest: f32, tiles: usize) {
-        self.weights += largest * largest * (tiles * TILE) as f32;
+        let tokens = if largest > 0.0 { (tiles * TILE) as f32 } else { 0.0 };
+        self.weights += largest * largest * tokens;
+        self.tokens += tokens;
     }
 
     /// As the state's sums are scaled.
@@ -82,9 +166,14 @@ impl RowLoss {
         self.weights *= factor * factor;
     }
 
-    /// At the end of a unit: what its kernels estimate.
-    pub(super) fn close(&mut self, score: f32, magnitude: f32, lost: f32) {
-        (self.score, self.magnitude, self.lost) = (score, magnitude, lost);
+    /// At the end of a unit whose weights come to `sum`: takes the losses of its values.
+    pub(super) fn close(&mut self, sum: f32, losses: ValueLosses) {
+        let ValueLosses { magnitude, lost, folded } = losses;
+        let square = f64::from(magnitude / TOP).powi(2) * f64::from(self.weights) / 12.0;
+        self.rounding = Rounding { square, lost }.larger(&folded);
+        let most = (self.weights * self.tokens).sqrt();
+        let chance = if most > 0.0 { CHANCE.min(CHANCE_OF_SMALL * sum / most) } else { 0.0 };
+        self.beyond_chance = self.rounding.lost > chance * self.rounding.square.sqrt() as f32;
     }
 
     /// Joins `other` as [`PartialState::merge`] joins the states that have these largest scores;
@@ -95,28 +184,14 @@ impl RowLoss {
             self.largest_at = other.largest_at;
         }
         let factor = |from: f32| if from > f32::NEG_INFINITY { (from - max).exp() } else { 0.0 };
-        self.lost = self.lost * factor(mine) + other.lost * factor(theirs);
-        let square =
-            |from: f32| if from > f32::NEG_INFINITY { (2.0 * (from - max)).exp() } else { 0.0 };
-        self.weights = self.weights * square(mine) + other.weights * square(theirs);
+        let (mine, theirs) = (factor(mine), factor(theirs));
+        let (this, that) = (self.rounding.times(mine), other.rounding.times(theirs));
+        self.rounding =
+            Rounding { square: this.square + that.square, lost: this.lost.abs() + that.lost.abs() };
+        self.beyond_chance |= other.beyond_chance;
         self.score = self.score.max(other.score);
-        self.magnitude = self.magnitude.max(other.magnitude);
+        self.probed = self.probed.larger(&other.probed);
     }
-
-    /// Loss of a weighted sum of values, on the scale of the state's sums: as of weights that round
-    /// each its own way, and as values of one sign add up what all of them lost together.
-    fn sum(&self) -> f32 {
-        // The sum is of squares of weights: each unit is one over `TOP` of them.
-        let apart = self.magnitude / TOP * (self.weights / 12.0).sqrt();
-        // What rounds each its own way comes to about as much together.
-        (PEAK * apart).max(self.lost - apart)
-    }
-}
-
-/// A row of K or V of a part, and the space that it is in.
-struct Row {
-    space: RowSpace,
-    values: Vec<f32>,
 }
 
 /// The rows of one query and KV head, merged, and what they lost.
@@ -130,132 +205,94 @@ pub(super) struct Merged<'a> {
 }
 
 impl Merged<'_> {
-    /// The rows whose answers are not what `fast` promises, or no numbers.
-    pub(super) fn not_served(&self) -> Result<Vec<usize>, BackendError> {
-        let mut key = None;
+    /// The rows whose answers are not what `fast` promises, or no numbers; `cancelled` are those of
+    /// whose coefficients transforms left little, which are not served where their values are less
+    /// than `share` of the squares of those.
+    pub(super) fn not_served(
+        &self,
+        cancelled: &[usize],
+        share: f64,
+    ) -> Result<Vec<usize>, BackendError> {
+        let mut decoder = RowDecoder::new(self.job, self.unit.head);
         let mut rows = Vec::new();
         for row in 0..self.states.len() {
-            if self.states[row].weight_sum != 0.0 && !self.is_served(row, &mut key)? {
+            if self.states[row].weight_sum == 0.0 {
+                continue;
+            }
+            let is_served = self.is_served(row, &mut decoder)?;
+            let cancelled = is_served && cancelled.contains(&row);
+            if !is_served || cancelled && self.has_small_values(row, share, &mut decoder)? {
                 rows.push(row);
             }
         }
         Ok(rows)
     }
 
-    fn is_served(&self, row: usize, key: &mut Option<(u32, Row)>) -> Result<bool, BackendError> {
-        let (state, loss) = (&self.states[row], &self.losses[row]);
+    fn is_served(&self, row: usize, decoder: &mut RowDecoder<'_>) -> Result<bool, BackendError> {
+        let state = &self.states[row];
         let numbers = state.weight_sum.is_finite()
             && state.max.abs() < SCORE_MAX
             && self.queries.largest(row) < SCORE_MAX
             && all_finite(&state.raw)
             && all_finite(&state.coefficients);
-        Ok(numbers && self.scores_are(row, loss, key)? && self.sums_are(state, loss)?)
+        Ok(numbers && self.scores_are(row, decoder)? && self.sums_are(row, decoder)?)
     }
 
     /// Whether rounded queries cost no more than f16 ones.
-    fn scores_are(
-        &self,
-        row: usize,
-        loss: &RowLoss,
-        known: &mut Option<(u32, Row)>,
-    ) -> Result<bool, BackendError> {
+    fn scores_are(&self, row: usize, decoder: &mut RowDecoder<'_>) -> Result<bool, BackendError> {
+        let (state, loss) = (&self.states[row], &self.losses[row]);
         // An offset and the score that it is added to round as they do, however little is left.
         let offset = self.queries.offsets_of(RowSpace::Coefficient)[row].abs();
         if loss.score == 0.0 && offset == 0.0 {
             return Ok(true);
         }
-        let state = &self.states[row];
-        let exact = self.is_exact_in_f16(row);
-        if loss.score > SCORE_LOSS_MAX && exact {
-            return Ok(false);
+        let lost = loss.score + f32::EPSILON * offset;
+        let lse = 4.0 * f32::EPSILON * state.lse().abs().max(1.0);
+        let within = |probed: &Probed| {
+            probed.error <= PEAK * SCORE_LOSS_MAX
+                && lost + MEASURED * probed.error <= lse.max(OF_LARGEST_TERM * probed.term)
+        };
+        if loss.score > SCORE_LOSS_MAX || within(&loss.probed) {
+            return Ok(loss.score <= SCORE_LOSS_MAX);
         }
-        let lost = PEAK * loss.score + f32::EPSILON * offset;
-        let within = loss.score <= SCORE_LOSS_MAX;
-        if within && lost <= 4.0 * f32::EPSILON * state.lse().abs().max(1.0) {
-            return Ok(true);
-        }
-        // Any token will do that the row sees: one of raw rows, which need no decoding, or else the
-        // one that was decoded for another row.
-        let first = known.as_ref().map_or_else(|| self.raw_token(row), |(at, _)| Some(*at));
-        for at in [first, Some(loss.largest_at)] {
-            let Some(at) = at.filter(|at| self.sees(row, *at)) else { continue };
-            if known.as_ref().is_none_or(|(known, _)| *known != at) {
-                *known = Some((at, self.row_at(Side::Key, at)?));
-            }
-            let Some((_, key)) = known else { continue };
-            let query = self.queries.row(key.space, row);
-            let terms = || query.iter().zip(&key.values).map(|(q, k)| (q * k).abs());
-            let largest = terms().fold(0f32, f32::max);
-            // What f16 costs a score of a query that it rounds.
-            let spread = squares(terms()).sqrt() as f32;
-            let allowed = SCORE_LOSS_MAX * if exact { 1.0 } else { spread.max(1.0) };
-            if loss.score <= allowed && lost <= OF_LARGEST_TERM * largest {
-                return Ok(true);
-            }
-        }
-        Ok(false)
+        let key = decoder.row(Side::Key, &self.unit.query.parts, loss.largest_at)?;
+        let term = largest_product(self.queries.row(RowSpace::Raw, row), key);
+        let score = wide::scores(self.job, self.unit, row, key).first().copied();
+        let error = score.map_or(0.0, |score| (f64::from(state.max) - score).abs() as f32);
+        // Scores of other precisions err as theirs do.
+        let error = if loss.score > 0.0 { error } else { 0.0 };
+        Ok(within(&loss.probed.larger(&Probed { term, error })))
     }
 
     /// Whether rounded weights cost no more than f16 ones.
-    fn sums_are(&self, state: &PartialState, loss: &RowLoss) -> Result<bool, BackendError> {
-        let lost = loss.sum();
+    fn sums_are(&self, row: usize, decoder: &mut RowDecoder<'_>) -> Result<bool, BackendError> {
+        let (state, loss) = (&self.states[row], &self.losses[row]);
+        let (apart, lost) = (loss.rounding.square.sqrt() as f32, loss.rounding.lost.abs());
+        if apart == 0.0 && lost == 0.0 {
+            return Ok(true);
+        }
         let sums = largest(&state.raw).max(largest(&state.coefficients));
-        if lost <= OF_LARGEST_SUM * sums {
+        if !loss.beyond_chance && PEAK * apart <= OF_LARGEST_SUM * sums {
             return Ok(true);
         }
         // The weight of the token with the largest score is one.
-        let value = self.row_at(Side::Value, loss.largest_at)?;
-        Ok(lost <= OF_LARGEST_TERM * largest(&value.values))
-    }
-
-    /// Whether f16 would hold the query row as it came.
-    fn is_exact_in_f16(&self, row: usize) -> bool {
-        let dim = self.queries.dim();
-        let first = payload_row(self.job, self.unit, row) * dim;
-        self.job.q[first..first + dim].iter().all(|q| q.to_bits() & 0x1FFF == 0)
-    }
-
-    fn sees(&self, row: usize, at: u32) -> bool {
-        let token = self.unit.q.start + (row / group(self.job)) as u32;
-        self.unit.query.visible(token).contains(&at)
+        let value = decoder.row(Side::Value, &self.unit.query.parts, loss.largest_at)?;
+        Ok(lost.max(PEAK * apart) <= OF_LARGEST_TERM * largest(value))
     }
 
     /// Whether the value of the token with the largest score has less than that share of the
     /// squares of the row's coefficients: then what f32 loses of those is much beside any value.
-    pub(super) fn has_small_values(&self, row: usize, share: f64) -> Result<bool, BackendError> {
-        let (reader, state) = (self.job.reader, &self.states[row]);
-        let Row { space, mut values } = self.row_at(Side::Value, self.losses[row].largest_at)?;
-        restore(
-            reader.codec.head_codec(reader.layer, Side::Value, self.unit.head),
-            space,
-            &mut values,
-        );
+    fn has_small_values(
+        &self,
+        row: usize,
+        share: f64,
+        decoder: &mut RowDecoder<'_>,
+    ) -> Result<bool, BackendError> {
+        let (state, at) = (&self.states[row], self.losses[row].largest_at);
+        let value = decoder.row(Side::Value, &self.unit.query.parts, at)?;
         let squares = |values: &[f32]| squares(values.iter().copied());
         let coefficients = squares(&state.coefficients) / f64::from(state.weight_sum).powi(2);
-        Ok(squares(&values) < share * coefficients)
-    }
-
-    /// A token of raw rows that the row sees.
-    fn raw_token(&self, row: usize) -> Option<u32> {
-        let mut parts = self.unit.query.parts.iter();
-        let is_raw = |part: &&PlanPart| matches!(part.source, Source::Raw { .. });
-        let raw = parts.find(|part| is_raw(part) && self.sees(row, part.first_token));
-        raw.map(|part| part.first_token)
-    }
-
-    /// Decodes the row of the token at that position.
-    fn row_at(&self, side: Side, at: u32) -> Result<Row, BackendError> {
-        let (reader, head) = (self.job.reader, self.unit.head);
-        let dim = reader.codec.geometry().head_dim(side);
-        let mut values = vec![0f32; dim];
-        let parts = &self.unit.query.parts;
-        let part = parts.partition_point(|part| part.end_token() <= at);
-        let Some(part) = parts.get(part).filter(|part| part.first_token <= at) else {
-            return Ok(Row { space: RowSpace::Raw, values });
-        };
-        let rows = reader.open(&part.source, part.rows, side, head)?;
-        rows.decode(at - part.first_token, 1, &mut values)?;
-        Ok(Row { space: rows.space(), values })
+        Ok(squares(value) < share * coefficients)
     }
 }
 
@@ -292,18 +329,34 @@ mod tests {
         let of = |score, largest_at| RowLoss {
             score,
             weights: 8.0,
-            magnitude: 2.0,
-            lost: 1.0,
+            tokens: 32.0,
+            beyond_chance: largest_at == 9,
+            rounding: Rounding { square: 4.0, lost: -1.0 },
+            probed: Probed { term: score, error: 0.0 },
             largest_at,
         };
         let (a, b) = (of(1e-4, 3), of(2e-4, 9));
         let mut merged = a;
         merged.merge(&b, [1.0, 1.0 + 2f32.ln()]);
-        assert_eq!((merged.score, merged.largest_at), (2e-4, 9));
-        assert!((merged.weights - (8.0 / 4.0 + 8.0)).abs() < 1e-4);
-        assert!((merged.lost - (0.5 + 1.0)).abs() < 1e-4);
+        assert_eq!((merged.score, merged.largest_at, merged.beyond_chance), (2e-4, 9, true));
+        assert_eq!(merged.probed.term, 2e-4);
+        assert!((merged.rounding.square - (4.0 / 4.0 + 4.0)).abs() < 1e-4);
+        assert!((merged.rounding.lost - (0.5 + 1.0)).abs() < 1e-4);
         let mut merged = a;
         merged.merge(&RowLoss::default(), [1.0, f32::NEG_INFINITY]);
-        assert_eq!((merged.weights, merged.largest_at), (8.0, 3));
+        assert_eq!((merged.rounding.lost, merged.largest_at), (1.0, 3));
+    }
+
+    #[test]
+    fn factors_that_round_alike_count_together() {
+        let unit = 5.0 / TOP;
+        let apart: Vec<f32> = (0..128).map(|i| 5.0 * (i as f32 * 0.37).sin()).collect();
+        assert!(alike(&apart, unit) < 1.5, "{}", alike(&apart, unit));
+        // 0.469 is 3061.54 units: 0.46 of one is lost of each, one way.
+        let mut same = [0.469f32; 128];
+        (0..128).step_by(3).for_each(|at| same[at] = -0.469);
+        let (all, one) = (128.0 * 0.46, (128f32 / 12.0).sqrt());
+        assert!((alike(&same, unit) - all / one).abs() < 0.5, "{}", alike(&same, unit));
+        assert_eq!(alike(&[0.0; 8], 0.0), 1.0);
     }
 }

@@ -64,10 +64,12 @@ mod loss;
     not(any(target_arch = "x86_64", target_arch = "aarch64")),
     allow(unused, reason = "kernels of instruction sets take it")
 )]
+mod part;
 mod parts;
 mod peak;
 mod place;
 mod polar;
+mod probe;
 mod products;
 mod rows;
 mod score_tables;

@@ -1,5 +1,6 @@
 //! Scores, then weights, of a unit's rows over a span of tokens.
 
+use crate::cpu::uniform::sum;
 use std::ops::Range;
 
 /// Tokens of a tile of codes.
@@ -14,11 +15,18 @@ pub(crate) struct Scores {
     seen: Vec<Range<usize>>,
     /// Largest weight of each row, 0 when it sees nothing of the span.
     pub(crate) largest: Vec<f32>,
+    /// Sum of the weights of each row.
+    sums: Vec<f32>,
 }
 
 impl Scores {
     pub(crate) fn new(rows: usize) -> Self {
-        Self { values: vec![0.0; rows * SPAN], seen: vec![0..0; rows], largest: vec![0.0; rows] }
+        Self {
+            values: vec![0.0; rows * SPAN],
+            seen: vec![0..0; rows],
+            largest: vec![0.0; rows],
+            sums: vec![0.0; rows],
+        }
     }
 
     pub(crate) fn rows(&self) -> usize {
@@ -30,8 +38,24 @@ impl Scores {
         let values = self.row_mut(row);
         values[tiles.start * TILE..seen.start.max(tiles.start * TILE)].fill(0.0);
         values[seen.end..(tiles.end * TILE).max(seen.end)].fill(0.0);
-        self.largest[row] = 0.0;
+        (self.largest[row], self.sums[row]) = (0.0, 0.0);
         self.seen[row] = seen;
+    }
+
+    /// Takes the largest weights and the sums of weights of some rows.
+    pub(crate) fn take_sums(&mut self, rows: Range<usize>, largest: &[f32], sums: &[f32]) {
+        let count = rows.len();
+        self.largest[rows.clone()].copy_from_slice(&largest[..count]);
+        self.sums[rows].copy_from_slice(&sums[..count]);
+    }
+
+    /// The sum of the weights of a row in some tiles.
+    pub(crate) fn total(&self, row: usize, tiles: &Range<usize>) -> f32 {
+        let (tokens, seen) = (tiles.start * TILE..tiles.end * TILE, &self.seen[row]);
+        if seen.is_empty() || tokens.start <= seen.start && seen.end <= tokens.end {
+            return self.sums[row];
+        }
+        sum(&self.row(row)[tokens])
     }
 
     /// Which tokens `row` sees.
@@ -72,12 +96,14 @@ impl Scores {
     /// Multiplies the weights of all rows for `tokens`, of which kernels see no others then.
     pub(crate) fn multiply(&mut self, tokens: Range<usize>, factors: &[f32; SPAN]) {
         let rows = self.values.as_chunks_mut::<SPAN>().0.iter_mut();
-        for (weights, largest) in rows.zip(&mut self.largest) {
-            let weights = weights[tokens.clone()].iter_mut();
-            *largest = weights.zip(&factors[tokens.clone()]).fold(0.0, |largest, (weight, f)| {
-                *weight *= f;
+        for (weights, (largest, total)) in rows.zip(self.largest.iter_mut().zip(&mut self.sums)) {
+            let weights = &mut weights[tokens.clone()];
+            let factors = &factors[tokens.clone()];
+            *largest = weights.iter_mut().zip(factors).fold(0.0, |largest, (weight, factor)| {
+                *weight *= factor;
                 largest.max(*weight)
             });
+            *total = sum(weights);
         }
     }
 

@@ -8,15 +8,17 @@ use crate::cpu::float::ROWS;
 use crate::cpu::fused::{Keys, Values};
 use crate::cpu::huffman::{self, LaneTiles, TOGETHER, Wanted};
 use crate::cpu::job::{Job, Unit, group};
-use crate::cpu::loss::RowLoss;
+use crate::cpu::loss::{RowLoss, ValueLosses};
+use crate::cpu::part::Part;
 use crate::cpu::place::{Place, room};
+use crate::cpu::probe::Probe;
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, InstructionSet, Precision};
 use crate::cpu::softmax::{self, Seen, Sums};
 use crate::cpu::span::{Span, spans};
-use crate::cpu::tile::{Reader, Rows};
+use crate::cpu::tile::Rows;
 use crate::cpu::unit_queries::Queries;
-use crate::{BackendError, PartialState, PlanPart};
+use crate::{BackendError, PartialState};
 use kvd_codec::{HeadCodec, PageReader, RowSpace};
 use kvd_core::Side;
 use std::ops::Range;
@@ -76,6 +78,8 @@ pub(super) struct Walk<'a> {
     /// Rows of a tile, decoded.
     tile: Vec<f32>,
     next: Next<'a>,
+    /// Where queries are rounded.
+    probe: Option<Probe>,
 }
 
 /// Results of a unit.
@@ -105,42 +109,7 @@ pub(super) fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<UnitAnswer, BackendE
         walk.weigh(span, keys.space(), values.space());
         walk.accumulate(values, span)
     })?;
-    Ok(walk.finish(job.reader.codec.head_codec(job.reader.layer, Side::Value, unit.head)))
-}
-
-/// A part of the plan, and where its rows or pages lie, by side.
-struct Part<'a> {
-    plan: &'a PlanPart,
-    bytes: [&'a [u8]; 2],
-}
-
-impl<'a> Part<'a> {
-    /// With the bytes of some sides.
-    fn new(plan: &'a PlanPart, reader: Reader<'a>, head: usize, sides: &[Side]) -> Self {
-        let mut bytes: [&[u8]; 2] = [&[]; 2];
-        for side in sides {
-            bytes[side.index()] = reader.bytes(&plan.source, plan.rows, *side, head);
-        }
-        Self { plan, bytes }
-    }
-
-    /// Opens those sides in place of what was in `slot` before.
-    fn open(
-        &self,
-        reader: Reader<'a>,
-        (head, sides): (usize, &[Side]),
-        slot: usize,
-        opened: &mut Vec<Rows<'a>>,
-    ) -> Result<(), BackendError> {
-        for (at, side) in (slot * sides.len()..).zip(sides) {
-            let of = (&self.plan.source, self.bytes[side.index()]);
-            match opened.get_mut(at) {
-                Some(old) => reader.turn_to(old, of, *side, head)?,
-                None => opened.push(reader.open_bytes(of, *side, head)?),
-            }
-        }
-        Ok(())
-    }
+    walk.finish(job.reader.codec.head_codec(job.reader.layer, Side::Value, unit.head))
 }
 
 impl<'a> Walk<'a> {
@@ -165,6 +134,8 @@ impl<'a> Walk<'a> {
         let tiles = |side: Side| lanes.first().and_then(|tiles| tiles[side.index()].as_ref());
         let keys = Keys::new(how, key_side, tiles(Side::Key), &queries.folded);
         let values = Values::new(how, value_side, tiles(Side::Value), rows);
+        let rounds = precision == Precision::Fast && keys.as_ref().is_some_and(Keys::round);
+        let probe = if rounds { Probe::choose(unit, key_side, rows) } else { None };
         Ok(Self {
             job,
             unit,
@@ -179,6 +150,7 @@ impl<'a> Walk<'a> {
             codes: Vec::new(),
             tile: Vec::new(),
             next: Next::default(),
+            probe,
         })
     }
 
@@ -316,13 +288,16 @@ impl<'a> Walk<'a> {
                 let scores = self.scores.some_mut(rows.start, rows.len());
                 let some = Seen { rows: scores, tokens: seen.clone() };
                 softmax::finish(simd, some, offsets, cap, &mut maxima);
+                if let Some(probe) = &mut self.probe {
+                    probe.keep(rows.clone(), span, &self.scores);
+                }
                 self.raise((rows.clone(), span), &mut maxima, &mut sums.largest);
                 self.next.ask();
                 let scores = self.scores.some_mut(rows.start, rows.len());
                 let some = Seen { rows: scores, tokens: seen.clone() };
                 softmax::weigh(simd, some, &maxima, &mut sums);
                 let Sums { weights, largest } = sums;
-                self.scores.largest[rows.clone()].copy_from_slice(&largest[..rows.len()]);
+                self.scores.take_sums(rows.clone(), &largest, &weights);
                 for (state, sum) in self.states[rows].iter_mut().zip(weights) {
                     state.weight_sum += sum;
                     if value_space == RowSpace::Coefficient {
@@ -439,13 +414,23 @@ impl<'a> Walk<'a> {
         Ok(())
     }
 
-    fn finish(mut self, side: &HeadCodec) -> UnitAnswer {
+    fn finish(mut self, side: &HeadCodec) -> Result<UnitAnswer, BackendError> {
         if effective((self.job.simd, self.job.precision), self.states.len()) == Precision::Fast {
             let magnitude = self.values.as_ref().map_or(0.0, Values::magnitude);
             for (row, loss) in self.losses.iter_mut().enumerate() {
-                let score = self.keys.as_ref().map_or(0.0, |keys| keys.loss(row));
-                let lost = self.values.as_ref().map_or(0.0, |values| values.lost(row));
-                loss.close(score, magnitude, lost);
+                loss.score = self.keys.as_ref().map_or(0.0, |keys| keys.loss(row));
+                let losses = self.values.as_ref().map(|values| ValueLosses {
+                    magnitude,
+                    lost: values.lost(row),
+                    folded: values.folded(row),
+                });
+                loss.close(self.states[row].weight_sum, losses.unwrap_or_default());
+            }
+        }
+        if let Some(probe) = &self.probe {
+            let found = probe.measure(self.job, self.unit, &self.queries)?;
+            for (loss, found) in self.losses.iter_mut().zip(found) {
+                loss.probed = found;
             }
         }
         if let Some(values) = &self.values {
@@ -456,7 +441,7 @@ impl<'a> Walk<'a> {
                 values.unfold(index, sums, row);
             }
         }
-        UnitAnswer { queries: self.queries, states: self.states, losses: self.losses }
+        Ok(UnitAnswer { queries: self.queries, states: self.states, losses: self.losses })
     }
 }
 

@@ -43,11 +43,6 @@ impl Queries {
         })
     }
 
-    /// Channels of a key.
-    pub(super) fn dim(&self) -> usize {
-        self.dim
-    }
-
     /// One row, as keys of that space meet it.
     pub(super) fn row(&self, space: RowSpace, row: usize) -> &[f32] {
         let rows = match space {

@@ -6,11 +6,10 @@
 
 use crate::cpu::dots::{Lookup, ROWS, Target, TileCodes, key_dots, value_dots, wants_bytes};
 use crate::cpu::expand::Expand;
-use crate::cpu::loss::rounding_loss;
+use crate::cpu::loss::{alike, rounding_loss};
 use crate::cpu::parts::{Parts, fits};
 use crate::cpu::scores::{Scores, TILE};
 use crate::cpu::simd::{How, Simd};
-use crate::cpu::uniform::sum;
 use kvd_codec::{Codebook, HeadCodec};
 use kvd_core::Side;
 use std::ops::Range;
@@ -73,6 +72,8 @@ pub(crate) struct Keys {
     parts: Parts,
     /// What one unit of a score is, by row.
     units: Vec<f32>,
+    /// See [`alike`]; by row, of the first queries.
+    alikes: Vec<f32>,
     /// See [`Keys::loss`].
     losses: Vec<f32>,
 }
@@ -110,7 +111,14 @@ impl Keys {
     /// Has no queries yet.
     pub(super) fn empty(parts: Parts, book: Book) -> Self {
         let parts = parts.meeting(book.lookup.largest());
-        Self { book, spread: Vec::new(), parts, units: Vec::new(), losses: Vec::new() }
+        Self {
+            book,
+            spread: Vec::new(),
+            parts,
+            units: Vec::new(),
+            alikes: Vec::new(),
+            losses: Vec::new(),
+        }
     }
 
     /// Takes other queries; whether all are finite.
@@ -120,22 +128,25 @@ impl Keys {
         queries: impl Iterator<Item = &'q [f32]>,
         planes: impl Fn(&[f32], &mut [f32]),
     ) -> bool {
-        let Self { book, parts, units, losses, .. } = self;
+        let Self { book, parts, units, alikes, losses, .. } = self;
         let mut planar = vec![0f32; book.dims * book.per_row];
         parts.reset(planar.len());
         units.clear();
+        let energy = book.energy * book.per_row as f32;
         let mut finite = true;
-        for query in queries {
+        for (row, query) in queries.enumerate() {
             planes(query, &mut planar);
             let largest = planar.iter().fold(0f32, |m, q| m.max(q.abs()));
             finite &= largest.is_finite() && !planar.iter().any(|q| q.is_nan());
             let largest = if largest.is_finite() { largest } else { 0.0 };
-            units.push(parts.push(simd, &planar, largest, None).unit * book.lookup.scale);
-        }
-        let energy = book.energy * book.per_row as f32;
-        losses.resize(units.len(), 0.0);
-        for (loss, unit) in losses.iter_mut().zip(&*units) {
-            *loss = loss.max(rounding_loss(*unit, energy));
+            let unit = parts.push(simd, &planar, largest, None).unit;
+            units.push(unit * book.lookup.scale);
+            if alikes.len() == row {
+                alikes.push(alike(&planar, unit));
+                losses.push(0.0);
+            }
+            let loss = rounding_loss(unit * book.lookup.scale, energy) * alikes[row];
+            losses[row] = losses[row].max(loss);
         }
         finite
     }
@@ -213,8 +224,9 @@ impl Values {
             self.parts.reset(tiles.len() * TILE);
             let mut units = [0f32; ROWS];
             for (row, unit) in rows.clone().zip(&mut units) {
+                let total = weights.total(row, &tiles);
                 let (weights, largest) = weights.tiles(row, tiles.clone());
-                let pushed = self.parts.push(simd, weights, largest, Some(sum(weights)));
+                let pushed = self.parts.push(simd, weights, largest, Some(total));
                 *unit = pushed.unit * lookup.scale;
                 self.lost[row] += pushed.lost;
             }

@@ -30,8 +30,6 @@ pub(super) struct BlockFit {
     pub(super) codebooks: [Option<CodebookPlan>; 2],
     /// Shared memory for the codebooks of each side.
     pub(super) table_bytes: [u32; 2],
-    /// Whether the kernel has the codec's shape as constants.
-    pub(super) is_fixed: bool,
     /// Why products are not on tensor cores.
     pub(super) products: [Option<&'static str>; 2],
     /// Whether the kernel is compiled when a model is registered.
@@ -89,7 +87,6 @@ impl BlockFit {
             codebooks,
             table_bytes,
             occupancy,
-            is_fixed: kernel.is_fixed,
             products: products.map(|of_side| of_side.not),
             is_late: kernel.is_late,
         })

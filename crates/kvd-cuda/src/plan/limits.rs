@@ -3,12 +3,7 @@
 use crate::SharedMemory;
 
 /// Round trip of a memory access, seconds: what must be under way in the meantime hides it.
-pub(super) const LATENCY_SECONDS: f64 = 700e-9;
-
-/// The share of its highest clock that a GPU is taken to hold under load: 1.7 GHz of an H100's or
-/// H200's 1.98, as budgets for Hopper reckon. No figure is at hand for the others, which are taken
-/// to hold as much: 1.21 GHz of an A100, 2.16 of an RTX 4090 or L40S.
-const SUSTAINED: f64 = 1.7 / 1.98;
+const LATENCY_SECONDS: f64 = 700e-9;
 
 /// Limits of one GPU. Per multiprocessor unless said otherwise.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,8 +24,6 @@ pub struct GpuLimits {
     pub threads: u32,
     /// Resident thread blocks.
     pub blocks: u32,
-    /// Highest clock, MHz, which is not held under load; 0 where the driver does not say.
-    pub clock_mhz: u32,
     /// Bandwidth of the device's memory, GB/s, on paper; 0 where the driver does not say.
     pub memory_gbps: u32,
 }
@@ -39,31 +32,31 @@ impl GpuLimits {
     /// A100 80 GB (Ampere).
     #[must_use]
     pub fn a100() -> Self {
-        Self::from_datasheet("A100 80GB", [8, 0], 108, (164, 163), (2048, 32), (1410, 2039))
+        Self::from_datasheet("A100 80GB", [8, 0], 108, (164, 163), (2048, 32), 2039)
     }
 
     /// RTX 4090 (Ada).
     #[must_use]
     pub fn rtx4090() -> Self {
-        Self::from_datasheet("RTX 4090", [8, 9], 128, (100, 99), (1536, 24), (2520, 1008))
+        Self::from_datasheet("RTX 4090", [8, 9], 128, (100, 99), (1536, 24), 1008)
     }
 
     /// L40S (Ada).
     #[must_use]
     pub fn l40s() -> Self {
-        Self::from_datasheet("L40S", [8, 9], 142, (100, 99), (1536, 24), (2520, 864))
+        Self::from_datasheet("L40S", [8, 9], 142, (100, 99), (1536, 24), 864)
     }
 
     /// H100 SXM (Hopper).
     #[must_use]
     pub fn h100() -> Self {
-        Self::from_datasheet("H100 SXM", [9, 0], 132, (228, 227), (2048, 32), (1980, 3350))
+        Self::from_datasheet("H100 SXM", [9, 0], 132, (228, 227), (2048, 32), 3350)
     }
 
     /// H200 SXM (Hopper).
     #[must_use]
     pub fn h200() -> Self {
-        Self::from_datasheet("H200 SXM", [9, 0], 132, (228, 227), (2048, 32), (1980, 4800))
+        Self::from_datasheet("H200 SXM", [9, 0], 132, (228, 227), (2048, 32), 4800)
     }
 
     /// Its shared memory, and what must be on its way there.
@@ -83,20 +76,8 @@ impl GpuLimits {
         self.memory_bandwidth() * LATENCY_SECONDS / f64::from(self.multiprocessors)
     }
 
-    /// Whether there are clocks and a bandwidth to reckon times with: a virtual GPU's driver may
-    /// say none, which is 0.
-    #[must_use]
-    pub fn has_speeds(&self) -> bool {
-        self.clock_mhz > 0 && self.memory_gbps > 0
-    }
-
-    /// Clocks per second under load, assumed.
-    pub(super) fn clock_hz(&self) -> f64 {
-        f64::from(self.clock_mhz) * 1e6 * SUSTAINED
-    }
-
     /// Bytes of memory per second, on paper.
-    pub(super) fn memory_bandwidth(&self) -> f64 {
+    fn memory_bandwidth(&self) -> f64 {
         f64::from(self.memory_gbps) * 1e9
     }
 
@@ -113,7 +94,7 @@ impl GpuLimits {
         })
     }
 
-    /// Names that [`GpuLimits::named`] takes.
+    /// Names that [`GpuLimits::find_limits`] takes.
     pub const NAMES: [&'static str; 5] = ["a100", "rtx4090", "l40s", "h100", "h200"];
 
     fn from_datasheet(
@@ -122,7 +103,7 @@ impl GpuLimits {
         multiprocessors: u32,
         (shared_kib, block_shared_kib): (u32, u32),
         (threads, blocks): (u32, u32),
-        (clock_mhz, memory_gbps): (u32, u32),
+        memory_gbps: u32,
     ) -> Self {
         Self {
             name: name.to_owned(),
@@ -133,7 +114,6 @@ impl GpuLimits {
             registers: 65_536,
             threads,
             blocks,
-            clock_mhz,
             memory_gbps,
         }
     }

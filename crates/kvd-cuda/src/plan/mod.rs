@@ -1,6 +1,5 @@
-//! Plans of kernel launches on a GPU: a pure function of codec, workload and the GPU's limits, with
-//! its reasons. Nothing in it is measured on a GPU yet: times are what the memory's bandwidth and
-//! latency on paper and the counted instructions allow.
+//! Launch choices for a GPU: a pure function of codec, question and the GPU's limits, with its
+//! reasons. No times are predicted: how fast a launch is, a GPU says.
 //!
 //! The choices are VQ-LLM's (2503.02236 §V and §VI): entries of codebooks cached from the slack of
 //! occupancy, a split that balances reduction and codebook traffic, and exchange through registers
@@ -8,24 +7,17 @@
 
 mod choices;
 mod codebook_cache;
-mod counts;
 mod fit;
 mod limits;
 mod occupancy;
-mod parts;
-mod pipes;
 mod report;
 
 pub use choices::LaunchChoices;
-pub use counts::InstructionCounts;
 pub use limits::GpuLimits;
-use limits::LATENCY_SECONDS;
 pub(crate) use occupancy::SHARED_RESERVED;
 pub use occupancy::{BlockResources, Occupancy};
-pub use pipes::PipeCounts;
 
 use crate::codebook_table::CodebookRoom;
-use crate::kernel_side::rows_of;
 use crate::late_pairs::LatePairs;
 use crate::store::encoded_on_host;
 use fit::BlockFit;
@@ -34,9 +26,6 @@ use kvd_core::{Geometry, Side};
 
 /// Query rows that a thread block takes at most.
 const ROWS_MAX: u32 = 8;
-/// Instructions that a multiprocessor issues per clock, in lanes.
-const LANES_PER_CLOCK: f64 = 128.0;
-
 /// The workload of the kernels: one layer, one decode step.
 #[derive(Clone, Debug)]
 pub struct StepWorkload {
@@ -86,19 +75,6 @@ pub enum EntryExchange {
     SharedMemory,
 }
 
-/// The resource that bounds a step, as far as is known before it is measured.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StepBound {
-    /// Bytes at the memory's bandwidth: the roofline.
-    Bytes,
-    /// Instructions, at one per scheduler and clock that is held under load.
-    Instructions,
-    /// Those of them that one pipe takes, at its rate: which.
-    Pipe(&'static str),
-    /// Bytes under way, each for the latency of memory.
-    Latency,
-}
-
 /// The choices for one codec on one GPU.
 #[derive(Clone, Debug)]
 pub struct KernelPlan {
@@ -125,16 +101,12 @@ pub struct KernelPlan {
     /// Whether the kernel multiplies on tensor cores and is none that is compiled ahead of time:
     /// NVRTC compiles it when a model is registered, and until then the one for all pairs serves.
     pub is_late: bool,
-    /// Lane instructions that a value takes; none where the kernel was not counted.
-    pub counted: Option<InstructionCounts>,
     /// Units over the stored tokens of one head.
     pub splits: u32,
     /// [`crate::TableOptions::parts_per_unit`].
     pub parts_per_unit: u32,
     /// Bytes of pages that one step reads.
     pub page_bytes: f64,
-    /// Bytes beside pages: codebooks once per unit, partial results written and read.
-    pub other_bytes: f64,
     /// Why the host encodes keys and values; none where store kernels do. They encode only layers
     /// of which they can write both.
     pub host_encoding: [Option<&'static str>; 2],
@@ -199,9 +171,6 @@ pub fn plan_kernel(
         values.split_channels(channel_split, fit.table_bytes[1]);
     }
     let (splits, parts_per_unit) = split_units(resident, heads * channel_split, parts);
-    let units = f64::from(heads * splits * channel_split);
-    let partial = f64::from(rows * (dim_v + 2) * 4);
-    let tables: u32 = codebooks.iter().flatten().map(CodebookPlan::loaded_bytes).sum();
     Some(KernelPlan {
         limits: limits.clone(),
         workload: workload.clone(),
@@ -214,21 +183,9 @@ pub fn plan_kernel(
         table_bytes: fit.table_bytes,
         products: fit.products,
         is_late: fit.is_late,
-        counted: counts::count_pair(
-            sides,
-            counts::LaunchedKernel {
-                on_tensor_cores: fit.products == [None; 2],
-                is_fixed: fit.is_fixed,
-                is_late: fit.is_late,
-                rows: rows_of(rows),
-                compute: limits.compute,
-            },
-            codebooks.map(|books| books.is_none_or(|books| books.shared == books.entries)),
-        ),
         splits,
         parts_per_unit,
         page_bytes,
-        other_bytes: units * (2.0 * partial + f64::from(tables)),
         host_encoding: Side::BOTH.map(|side| host_encoding(codec, side)),
         host_tables: Side::BOTH.into_iter().any(|side| host_tables(codec, side)),
     })
@@ -260,11 +217,6 @@ impl CodebookPlan {
         self.shared * (self.entry_bytes / self.channel_split)
     }
 
-    /// Bytes of the entries that a thread block loads before it begins.
-    fn loaded_bytes(&self) -> u32 {
-        self.shared_bytes() + self.registers * (self.entry_bytes / self.channel_split)
-    }
-
     /// Where they are kept, in so many bytes of shared memory.
     fn codebook_room(&self, bytes: u32) -> CodebookRoom {
         CodebookRoom {
@@ -290,65 +242,6 @@ impl KernelPlan {
             let books = self.codebooks[side].as_ref();
             books.map_or(CodebookRoom::NONE, |books| books.codebook_room(self.table_bytes[side]))
         })
-    }
-
-    /// Seconds that reading takes at the bandwidth on paper.
-    #[must_use]
-    pub fn roofline_seconds(&self) -> f64 {
-        (self.page_bytes + self.other_bytes) / self.limits.memory_bandwidth()
-    }
-
-    /// Seconds, on paper, to read the rows in f16.
-    #[must_use]
-    pub fn raw_seconds(&self) -> f64 {
-        let geometry = &self.workload.geometry;
-        let tokens = f64::from(self.workload.batch) * f64::from(self.workload.tokens);
-        let row = f64::from(2 * (geometry.head_dim_k + geometry.head_dim_v));
-        let bytes = tokens * f64::from(geometry.kv_heads) * row;
-        bytes / self.limits.memory_bandwidth()
-    }
-
-    /// Lane instructions per stored value that the GPU issues while the value is read.
-    #[must_use]
-    pub fn instructions_per_value(&self) -> f64 {
-        self.roofline_seconds() / self.instruction_seconds()
-    }
-
-    /// Seconds that one lane instruction for every stored value takes to issue.
-    fn instruction_seconds(&self) -> f64 {
-        let geometry = &self.workload.geometry;
-        let tokens = f64::from(self.workload.batch) * f64::from(self.workload.tokens);
-        let row = f64::from(geometry.head_dim_k + geometry.head_dim_v);
-        let values = tokens * f64::from(geometry.kv_heads) * row;
-        let lanes = f64::from(self.limits.multiprocessors) * LANES_PER_CLOCK;
-        // Heads of more query rows than the counted kernels' have more units.
-        let units = f64::from(self.workload.group.div_ceil(ROWS_MAX));
-        units * values / (lanes * self.limits.clock_hz())
-    }
-
-    /// Seconds of a step, predicted, and what they are: the most of what bytes, counted
-    /// instructions or the slowest of their pipes, and bytes under way take, as if each were hidden
-    /// behind the others. None where no instructions were counted: bytes alone would promise what
-    /// kernels on CUDA cores are far from.
-    #[must_use]
-    pub fn predict_seconds(&self) -> Option<(f64, StepBound)> {
-        let (slots, pipe) = self.counted?.scheduler_slots(self.limits.compute);
-        let resident = self.limits.multiprocessors * self.occupancy.blocks;
-        let units = self.splits
-            * self.workload.batch
-            * self.workload.geometry.kv_heads
-            * self.workload.group.div_ceil(ROWS_MAX);
-        let under_way = f64::from(self.block_under_way) * f64::from(units.min(resident));
-        let bounds = [
-            (self.roofline_seconds(), StepBound::Bytes),
-            (
-                slots * self.instruction_seconds(),
-                pipe.map_or(StepBound::Instructions, StepBound::Pipe),
-            ),
-            (self.page_bytes * LATENCY_SECONDS / under_way, StepBound::Latency),
-        ];
-        let longer = |a: (f64, StepBound), b: (f64, StepBound)| if b.0 > a.0 { b } else { a };
-        Some(bounds.into_iter().fold((0.0, StepBound::Bytes), longer))
     }
 
     /// Bytes of pages under way on a multiprocessor, and those that hide the latency.

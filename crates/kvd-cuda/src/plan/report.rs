@@ -1,6 +1,6 @@
 //! A plan in words, for `kvd plan`.
 
-use super::{CodebookPlan, EntryExchange, InstructionCounts, KernelPlan, StepBound};
+use super::{CodebookPlan, EntryExchange, KernelPlan};
 use kvd_core::Side;
 use std::fmt;
 
@@ -33,7 +33,7 @@ impl fmt::Display for KernelPlan {
             limits.multiprocessors * self.occupancy.blocks
         )?;
         write_encoding(f, self.host_encoding, self.host_tables)?;
-        write_times(f, self)
+        writeln!(f, "bytes: {:.3e} of pages", self.page_bytes)
     }
 }
 
@@ -41,10 +41,9 @@ impl fmt::Display for KernelPlan {
 fn write_loads(f: &mut fmt::Formatter<'_>, plan: &KernelPlan) -> fmt::Result {
     let [have, needed] = plan.bytes_under_way();
     let enough = if have >= needed { "enough" } else { "too few, the latency shows" };
-    let enough = if plan.limits.has_speeds() {
-        format!("{needed:.0} hide the latency: {enough}")
-    } else {
-        "how many hide the latency is not known".to_owned()
+    let enough = match plan.limits.memory_gbps {
+        0 => "how many hide the latency is not known".to_owned(),
+        _ => format!("{needed:.0} hide the latency: {enough}"),
     };
     writeln!(
         f,
@@ -59,15 +58,13 @@ fn write_block(f: &mut fmt::Formatter<'_>, plan: &KernelPlan) -> fmt::Result {
     let limits = &plan.limits;
     writeln!(
         f,
-        "{} ({}.{}): {} multiprocessors, {} KiB shared memory each, {} GB/s, {:.2} GHz assumed \
-         under load",
+        "{} ({}.{}): {} multiprocessors, {} KiB shared memory each, {} GB/s",
         limits.name,
         limits.compute[0],
         limits.compute[1],
         limits.multiprocessors,
         limits.shared_bytes >> 10,
-        limits.memory_gbps,
-        limits.clock_hz() / 1e9
+        limits.memory_gbps
     )?;
     let KernelPlan { block, occupancy, .. } = plan;
     writeln!(
@@ -79,52 +76,6 @@ fn write_block(f: &mut fmt::Formatter<'_>, plan: &KernelPlan) -> fmt::Result {
         occupancy.blocks,
         occupancy.limit,
         occupancy.shared_slack
-    )
-}
-
-/// Bytes, the roofline and the prediction.
-fn write_times(f: &mut fmt::Formatter<'_>, plan: &KernelPlan) -> fmt::Result {
-    writeln!(
-        f,
-        "bytes: {:.3e} of pages, {:.3e} of codebooks and partial results",
-        plan.page_bytes, plan.other_bytes
-    )?;
-    if !plan.limits.has_speeds() {
-        return writeln!(
-            f,
-            "no roofline and no prediction: the driver does not say this GPU's clocks"
-        );
-    }
-    writeln!(
-        f,
-        "roofline: {:.1} us per layer and step at the bandwidth on paper, {:.2}x f16's {:.1} \
-         us; {:.1} lane instructions per value fit in",
-        plan.roofline_seconds() * 1e6,
-        plan.raw_seconds() / plan.roofline_seconds(),
-        plan.raw_seconds() * 1e6,
-        plan.instructions_per_value()
-    )?;
-    let (Some((seconds, bound)), Some(counted)) = (plan.predict_seconds(), plan.counted) else {
-        return writeln!(
-            f,
-            "no prediction: the instructions of this pair's kernel were not counted"
-        );
-    };
-    let InstructionCounts { per_value, is_all, .. } = counted;
-    let part = if is_all { "" } else { ", not all" };
-    let counted = format!("{per_value:.1} lane instructions per value were counted{part}");
-    let by = match bound {
-        StepBound::Bytes => "the bandwidth",
-        StepBound::Instructions => "instructions",
-        StepBound::Pipe(pipe) => pipe,
-        StepBound::Latency => "the bytes under way",
-    };
-    writeln!(
-        f,
-        "prediction, not yet measured on a GPU: {:.1} us, {:.2}x the f16 roofline, held up by \
-         {by}; {counted}",
-        seconds * 1e6,
-        plan.raw_seconds() / seconds,
     )
 }
 
@@ -233,7 +184,7 @@ mod tests {
     use kvd_core::{DType, Geometry, RopePairing};
 
     #[test]
-    fn a_gpu_whose_clocks_are_not_known_has_a_plan_and_no_prediction() {
+    fn a_gpu_whose_bandwidth_is_not_known_has_a_plan() {
         let geometry = Geometry {
             layers: 1,
             kv_heads: 8,
@@ -247,13 +198,9 @@ mod tests {
         let spec = kvd_codec::resolve_spec("kivi-2").unwrap();
         let known = GpuLimits::h100();
         let text = |limits: GpuLimits| plan_kernel(&spec, &workload, &limits).unwrap().to_string();
-        assert!(text(known.clone()).contains("prediction, not yet measured"));
-        for limits in
-            [GpuLimits { clock_mhz: 0, ..known.clone() }, GpuLimits { memory_gbps: 0, ..known }]
-        {
-            let text = text(limits);
-            assert!(text.contains("no roofline and no prediction: the driver does not"), "{text}");
-            assert!(!text.contains(" inf ") && !text.contains("NaN"), "{text}");
-        }
+        assert!(text(known.clone()).contains("hide the latency: enough"));
+        let text = text(GpuLimits { memory_gbps: 0, ..known });
+        assert!(text.contains("how many hide the latency is not known"), "{text}");
+        assert!(!text.contains(" inf ") && !text.contains("NaN"), "{text}");
     }
 }

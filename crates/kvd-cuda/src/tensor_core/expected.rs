@@ -38,8 +38,6 @@ pub(crate) struct ExpectedKernel {
     pub(crate) fixed_bytes: usize,
     /// As [`tiles_together`].
     pub(crate) tiles: usize,
-    /// Whether it has the codec's shape as constants.
-    pub(crate) is_fixed: bool,
     /// As [`resident`].
     pub(crate) resident: (usize, u32),
     /// Whether it is compiled when a model is registered.
@@ -97,7 +95,6 @@ pub(crate) fn expected_kernel(
         sides: [of_side(Side::Key, &key), of_side(Side::Value, &value)],
         fixed_bytes: fixed_bytes((pair, variant), rows as usize, dim),
         tiles: tiles_together((pair, variant), rows as usize),
-        is_fixed,
         resident: resident_blocks((pair, variant), is_fixed),
         is_late: variant == KernelVariant::Late,
     }

@@ -63,7 +63,7 @@ enum Command {
     /// Measure attention, encoding and storing on this machine.
     #[command(subcommand, after_help = help::BENCH)]
     Bench(bench::BenchCommand),
-    /// Print how the CUDA kernels would be launched on a GPU, and why: predictions.
+    /// Print how the CUDA kernels would be launched on a GPU, and why.
     #[command(after_help = help::PLAN)]
     Plan(plan::PlanArgs),
     /// Print the Grafana dashboard (deploy/grafana/kvd.json).

@@ -1,5 +1,4 @@
-//! `kvd plan`: how the CUDA kernels would be launched on a GPU, with the reasons. A prediction: not
-//! yet measured on a GPU.
+//! `kvd plan`: how the CUDA kernels would be launched on a GPU, with the reasons.
 
 use super::bench::flags::count;
 use super::table::{Column, Labels, table};
@@ -8,7 +7,7 @@ use crate::bench::limits;
 use clap::Args;
 use kvd_codec::{presets, resolve_spec};
 use kvd_core::{DType, Geometry, RopePairing};
-use kvd_cuda::{GpuLimits, KernelPlan, StepBound, StepWorkload, plan_kernel};
+use kvd_cuda::{GpuLimits, KernelPlan, StepWorkload, plan_kernel};
 use std::fmt::Write;
 
 /// Shapes of one layer of Llama-3.1-8B unless told otherwise.
@@ -41,9 +40,6 @@ pub(super) struct PlanArgs {
     /// One line per codec.
     #[arg(long)]
     table: bool,
-    /// Every figure, as a Markdown table.
-    #[arg(long, requires = "table")]
-    wide: bool,
 }
 
 /// What `kvd plan` prints.
@@ -80,16 +76,12 @@ fn written(
     plans: &[(&str, Option<KernelPlan>)],
 ) -> Result<String, std::fmt::Error> {
     let mut text = String::new();
-    if args.table && !args.wide {
-        return Ok(narrow_table(plans));
-    }
     if args.table {
-        text.push_str(TABLE_HEAD);
+        return Ok(narrow_table(plans));
     }
     for (name, plan) in plans {
         match plan {
             None => writeln!(text, "{name}: no thread block fits {}", limits.name)?,
-            Some(plan) if args.table => write_row(&mut text, name, plan)?,
             Some(plan) => writeln!(text, "== {name}\n{plan}")?,
         }
     }
@@ -103,44 +95,33 @@ fn narrow_table(plans: &[(&str, Option<KernelPlan>)]) -> String {
     let cells = |cell: &dyn Fn(&KernelPlan) -> Option<String>| -> Vec<String> {
         rows.clone().map(|(_, plan)| plan.and_then(cell).unwrap_or_else(none)).collect()
     };
-    let speeds = |plan: &KernelPlan| plan.limits.has_speeds();
-    let us = |seconds: f64| format!("{:.1}", seconds * 1e6);
     let numbers = Column::numbers;
     let names = rows.clone().map(|(name, _)| name.to_owned());
     let Labels { cells: labels, legend } = Labels::new(names, CODEC_COLUMNS);
     let columns = [
         Column::text("codec", labels),
-        numbers("MB read", cells(&|p| Some(format!("{:.1}", read_bytes(p) / 1e6)))),
-        numbers("roofline us", cells(&|p| speeds(p).then(|| us(p.roofline_seconds())))),
-        numbers("predicted us", cells(&|p| Some(us(p.predict_seconds()?.0)))),
-        numbers(
-            "x f16",
-            cells(&|p| Some(format!("{:.2}", p.raw_seconds() / p.predict_seconds()?.0))),
-        ),
-        Column::text("bound by", cells(&|p| Some(bound_text(p).to_owned()))),
+        numbers("MB read", cells(&|p| Some(format!("{:.1}", p.page_bytes / 1e6)))),
+        Column::text("tensor cores", cells(&|p| Some(tensor_cores(p).to_owned()))),
+        numbers("buffers", cells(&|p| Some(p.buffers.to_string()))),
         numbers("blocks/SM", cells(&|p| Some(p.occupancy.blocks.to_string()))),
         numbers("units/head", cells(&|p| Some(p.splits.to_string()))),
     ];
     table(&columns)
         + &legend
-        + "\nPredictions of one layer. x f16: how much sooner than with f16 rows. --wide has more, \
-           as Markdown.\n"
+        + "\nOne layer, one decode step. MB read: of pages. tensor cores: products of which side.\n"
 }
 
 /// Longest codec in a table.
 const CODEC_COLUMNS: usize = 24;
 
-fn read_bytes(plan: &KernelPlan) -> f64 {
-    plan.page_bytes + plan.other_bytes
-}
-
-fn bound_text(plan: &KernelPlan) -> &str {
-    plan.predict_seconds().map_or("-", |(_, bound)| match bound {
-        StepBound::Bytes => "bytes",
-        StepBound::Instructions => "instructions",
-        StepBound::Pipe(pipe) => pipe,
-        StepBound::Latency => "latency",
-    })
+/// The sides whose products are on tensor cores.
+fn tensor_cores(plan: &KernelPlan) -> &'static str {
+    match plan.products.map(|not| not.is_none()) {
+        [true, true] => "k, v",
+        [true, false] => "k",
+        [false, true] => "v",
+        [false, false] => "-",
+    }
 }
 
 /// A GPU by the name of its kind, or one that is there.
@@ -155,52 +136,4 @@ fn limits_of(name: &str) -> Result<GpuLimits, CliError> {
     };
     let devices = kvd_cuda::probe_devices().map_err(anyhow::Error::from)?;
     Ok(gpu.find_gpu(&devices).map_err(anyhow::Error::from)?.limits)
-}
-
-const TABLE_HEAD: &str = "\
-| codec | MB read | roofline, us | x f16 | predicted, us | x f16 | by | instructions per value: \
-fit | counted | buffers | thread blocks per SM | units per head | \
-codebook entries in shared memory, k / v |
-|---|---|---|---|---|---|---|---|---|---|---|---|---|
-";
-
-fn write_row(text: &mut String, name: &str, plan: &KernelPlan) -> std::fmt::Result {
-    let entries = plan.codebooks.map(|books| {
-        books.map_or("–".to_owned(), |books| match (books.in_registers, books.copies) {
-            (true, _) => format!("{} in registers", books.entries),
-            (_, 1) if books.registers > 0 => {
-                format!("{} in registers, {} of {}", books.registers, books.shared, books.entries)
-            }
-            (_, 1) => format!("{} of {}", books.shared, books.entries),
-            (_, copies) => format!("{} of {}, {copies} times", books.shared, books.entries),
-        })
-    });
-    let none = || "–".to_owned();
-    let by = bound_text(plan);
-    let predicted = plan.predict_seconds().map(|(seconds, _)| seconds);
-    let counted = plan.counted.map_or_else(none, |counted| {
-        format!("{:.1}{}", counted.per_value, if counted.is_all { "" } else { "+" })
-    });
-    let times = if plan.limits.has_speeds() {
-        format!(
-            "{:.1} | {:.2} | {} | {} | {by} | {:.1}",
-            plan.roofline_seconds() * 1e6,
-            plan.raw_seconds() / plan.roofline_seconds(),
-            predicted.map_or_else(none, |seconds| format!("{:.1}", seconds * 1e6)),
-            predicted.map_or_else(none, |seconds| format!("{:.2}", plan.raw_seconds() / seconds)),
-            plan.instructions_per_value(),
-        )
-    } else {
-        "– | – | – | – | – | –".to_owned()
-    };
-    writeln!(
-        text,
-        "| {name} | {:.1} | {times} | {counted} | {} | {} | {} | {} / {} |",
-        read_bytes(plan) / 1e6,
-        plan.buffers,
-        plan.occupancy.blocks,
-        plan.splits,
-        entries[0],
-        entries[1]
-    )
 }

@@ -35,5 +35,5 @@ pub(super) const RATIO: &[Threshold] = &[base("red"), from(1.0, "yellow"), from(
 pub(super) const POOL: &[Threshold] = &[base("green"), from(0.8, "yellow"), from(0.9, "red")];
 pub(super) const REFUSALS: &[Threshold] = &[base("green"), from(0.001, "yellow"), from(1.0, "red")];
 /// The second is where `KvdCodecError` begins.
-pub(super) const ERRORS: &[Threshold] = &[base("green"), from(0.35, "yellow"), from(0.5, "red")];
+pub(super) const ERRORS: &[Threshold] = &[base("green"), from(0.5, "yellow"), from(0.75, "red")];
 pub(super) const READY: &[Threshold] = &[base("red"), from(1.0, "green")];

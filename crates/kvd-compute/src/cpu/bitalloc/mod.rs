@@ -16,12 +16,11 @@ use crate::cpu::dots::{Lookup, ROWS, Target, TileCodes, key_dots, value_dots};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::dots::{VECTOR_ROWS, wants_bytes};
 use crate::cpu::levels::{LevelBytes, LevelTable, Places, RunCodes, SPILL, look_up};
-use crate::cpu::loss::rounding_loss;
+use crate::cpu::loss::{alike, rounding_loss};
 use crate::cpu::parts::{self, Parts};
 use crate::cpu::place::Place;
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd};
-use crate::cpu::uniform::sum;
 use kvd_codec::{BitAlloc, CodeLayout, HeadCodec, WidthRun};
 use kvd_core::Side;
 use std::ops::Range;
@@ -98,7 +97,7 @@ impl Book {
                 if self.direct { Parts::of_queries(how) } else { Parts::of_scaled_queries(how) };
             parts = parts.meeting(Lookup::bytes().largest());
             parts.reset(positions.len());
-            Cut { positions, parts, units: Vec::new() }
+            Cut { positions, parts, units: Vec::new(), losses: Vec::new() }
         };
         if !self.direct {
             return vec![cut(0..self.positions.len())];
@@ -212,6 +211,8 @@ struct Cut {
     positions: Range<usize>,
     parts: Parts,
     units: Vec<f32>,
+    /// See [`Keys::loss`].
+    losses: Vec<f32>,
 }
 
 /// Keys of a unit.
@@ -234,6 +235,7 @@ impl Keys {
         if !cuts.iter().all(|cut| parts::fits(cut.positions.len(), lookup.largest())) {
             return None;
         }
+        let level = (lookup.largest() as f32).powi(2);
         let mut row = vec![0f32; book.positions.len()];
         for query in queries.chunks_exact(side.dim()) {
             for (value, position) in row.iter_mut().zip(&book.positions) {
@@ -242,10 +244,12 @@ impl Keys {
             if !row.iter().chain(query).all(|value| value.is_finite()) {
                 return None;
             }
-            for Cut { positions, parts, units } in &mut cuts {
+            for Cut { positions, parts, units, losses } in &mut cuts {
                 let row = &row[positions.clone()];
                 let largest = row.iter().fold(0f32, |m, q| m.max(q.abs()));
-                units.push(parts.push(how.0, row, largest, None).unit);
+                let unit = parts.push(how.0, row, largest, None).unit;
+                losses.push(rounding_loss(unit, level * row.len() as f32) * alike(row, unit));
+                units.push(unit);
             }
         }
         Some(Self { book, lookup, cuts, queries: queries.to_vec(), dim: side.dim() })
@@ -253,12 +257,7 @@ impl Keys {
 
     /// How far rounding may take a score of that row: see [`rounding_loss`].
     pub(crate) fn loss(&self, row: usize) -> f32 {
-        let level = (self.lookup.largest() as f32).powi(2);
-        let squares = self
-            .cuts
-            .iter()
-            .map(|cut| rounding_loss(cut.units[row], level * cut.positions.len() as f32).powi(2));
-        squares.sum::<f32>().sqrt()
+        self.cuts.iter().map(|cut| cut.losses[row]).fold(0f32, f32::hypot)
     }
 
     /// Scores all rows against `count` tiles.
@@ -332,8 +331,9 @@ fn cut(
     parts.reset(tiles.len() * TILE);
     let mut units = [0f32; ROWS];
     for (row, unit) in rows.zip(&mut units) {
+        let total = weights.total(row, &tiles);
         let (weights, largest) = weights.tiles(row, tiles.clone());
-        let pushed = parts.push(simd, weights, largest, Some(sum(weights)));
+        let pushed = parts.push(simd, weights, largest, Some(total));
         *unit = pushed.unit;
         lost[row] += pushed.lost;
     }

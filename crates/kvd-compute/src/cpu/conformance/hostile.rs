@@ -1,168 +1,14 @@
 //! Inputs that are bad for integers: under `fast` no error of an output or a log-sum-exp is more
 //! than four times that of a plain reference with f16 queries and weights and f32 sums, over the
-//! same rows (`docs/adr/0019-rows-that-integers-do-not-serve.md`).
+//! same rows, row by row (`docs/adr/0019-rows-that-integers-do-not-serve.md`).
 
+use super::hostile_inputs::{Hostile, KINDS, TOKENS, to_half_all};
 use super::*;
 use proptest::prelude::*;
 use std::fmt::Write as _;
 
 /// Errors over the reference's.
 const SLACK: f64 = 4.0;
-const TOKENS: usize = 176;
-
-/// How an input is bad.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Hostile {
-    /// One channel of the queries is so large; keys are so much smaller there.
-    QueryChannel(f32, f32),
-    /// Three channels are, of different sizes.
-    QueryChannels,
-    /// A bias of that norm on the keys, turned by RoPE.
-    KeyBias(f32),
-    /// Logits of about that.
-    Logits(f32),
-    /// One channel of the values is so large.
-    ValueChannel(f32),
-    /// One row of the values is so large.
-    ValueRow(f32),
-    /// The token that has most of the weight has a value of zeros.
-    EmptySink,
-    /// Beside such a token all others are alike, and all values of one sign.
-    EqualWeights(f32),
-    /// Everything is so small.
-    Tiny(f32),
-    /// Magnitudes over twelve decades: of channels of queries, keys and values, of rows of values.
-    Decades(u64),
-}
-
-const KINDS: &[Hostile] = &[
-    Hostile::QueryChannel(128.0, 0.01),
-    Hostile::QueryChannel(448.0, 0.01),
-    Hostile::QueryChannel(4096.0, 0.01),
-    Hostile::QueryChannel(4096.0, 0.0),
-    Hostile::QueryChannel(1e6, 1e-3),
-    Hostile::QueryChannels,
-    Hostile::KeyBias(1000.0),
-    Hostile::Logits(1e5),
-    Hostile::Logits(-1e5),
-    Hostile::ValueChannel(1e4),
-    Hostile::ValueRow(1e4),
-    Hostile::EmptySink,
-    Hostile::EqualWeights(5.7),
-    Hostile::Tiny(1e-4),
-    Hostile::Decades(1),
-];
-
-/// `10^u` for `u` between -6 and 6.
-fn decades(count: usize, seed: u64) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    let mut draw = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 40) as f32 / (1 << 24) as f32
-    };
-    (0..count).map(|_| 10f32.powf(12.0 * draw() - 6.0)).collect()
-}
-
-impl Hostile {
-    /// Rows that f16 has no room for.
-    fn dtype(self) -> DType {
-        if matches!(self, Self::Decades(_)) { DType::F32 } else { DType::F16 }
-    }
-
-    fn queries(self, dim: usize, rows: usize) -> Vec<f32> {
-        let mut q = values(rows * dim, 5);
-        for row in q.chunks_exact_mut(dim) {
-            match self {
-                Self::QueryChannel(large, _) => row[3] = large,
-                Self::QueryChannels => {
-                    (row[1], row[dim / 2], row[dim - 3]) = (700.0, -2500.0, 90.0);
-                }
-                Self::Logits(size) => {
-                    let sign = if size < 0.0 { -1.0 } else { 1.0 };
-                    let factor = sign * (size.abs() / (dim as f32).sqrt()).sqrt();
-                    row.iter_mut().for_each(|q| *q = factor * (1.0 + 0.1 * *q));
-                }
-                Self::EmptySink | Self::EqualWeights(_) => row[0] = 8.0,
-                Self::Tiny(size) => row.iter_mut().for_each(|q| *q *= size),
-                Self::Decades(seed) => {
-                    row.iter_mut().zip(decades(dim, seed)).for_each(|(q, size)| *q *= size);
-                }
-                _ => {}
-            }
-        }
-        // What an engine hands over in f16.
-        to_half_all(&mut q);
-        q
-    }
-
-    /// Rows of K and V of a block's tokens.
-    fn rows(self, (dim_k, dim_v): (usize, usize), block: u64, tokens: u32) -> [Vec<f32>; 2] {
-        let mut keys = values(tokens as usize * HEADS * dim_k, 2 * block);
-        let mut rows = values(tokens as usize * HEADS * dim_v, 2 * block + 1);
-        for (index, key) in keys.chunks_exact_mut(dim_k).enumerate() {
-            let token = block as usize * 64 + index / HEADS;
-            match self {
-                Self::QueryChannel(_, factor) => key[3] *= factor,
-                Self::QueryChannels => {
-                    [1, dim_k / 2, dim_k - 3].into_iter().for_each(|at| key[at] *= 0.01);
-                }
-                Self::KeyBias(norm) => {
-                    let bias = norm / (dim_k as f32).sqrt();
-                    for pair in 0..dim_k / 2 {
-                        let angle = token as f32 * 10000f32.powf(-2.0 * pair as f32 / dim_k as f32);
-                        let (sin, cos) = (angle + pair as f32).sin_cos();
-                        key[pair] += bias * 2f32.sqrt() * cos;
-                        key[pair + dim_k / 2] += bias * 2f32.sqrt() * sin;
-                    }
-                }
-                Self::Logits(size) => {
-                    let factor = (size.abs() / (dim_k as f32).sqrt()).sqrt();
-                    key.iter_mut().for_each(|k| *k = factor * (1.0 + 0.1 * *k));
-                }
-                Self::EmptySink => key[0] = if token == 20 { 12.0 } else { -1.0 },
-                Self::EqualWeights(above) => {
-                    key.iter_mut().zip(values(dim_k, 9)).for_each(|(key, alike)| *key = alike);
-                    key[0] = if token == 20 { above - 1.0 } else { -1.0 };
-                }
-                Self::Tiny(size) => key.iter_mut().for_each(|k| *k *= size),
-                Self::Decades(seed) => {
-                    key.iter_mut().zip(decades(dim_k, seed + 1)).for_each(|(k, size)| *k *= size);
-                }
-                _ => {}
-            }
-        }
-        for (index, row) in rows.chunks_exact_mut(dim_v).enumerate() {
-            let token = block as usize * 64 + index / HEADS;
-            match self {
-                Self::ValueChannel(factor) => row[7] *= factor,
-                Self::ValueRow(factor) if token == 33 => {
-                    row.iter_mut().for_each(|v| *v *= factor);
-                }
-                Self::EmptySink | Self::EqualWeights(_) if token == 20 => row.fill(0.0),
-                Self::EqualWeights(_) => row.iter_mut().for_each(|v| *v = 1.0 + 0.1 * v.abs()),
-                Self::Tiny(size) => row.iter_mut().for_each(|v| *v *= size),
-                Self::Decades(seed) => {
-                    let factor = decades(TOKENS * 2, seed + 2)[token];
-                    let sizes = decades(dim_v, seed + 3);
-                    row.iter_mut().zip(sizes).for_each(|(v, size)| *v *= size * factor);
-                }
-                _ => {}
-            }
-        }
-        [keys, rows]
-    }
-}
-
-/// Rounds to eleven bits each.
-fn to_half_all(values: &mut [f32]) {
-    for value in values {
-        let mut wide = [f64::from(*value)];
-        to_half(&mut wide);
-        *value = wide[0] as f32;
-    }
-}
 
 /// Answers of a plain implementation in f32: scores, then weights, then sums, one after the other;
 /// with queries and weights of eleven bits where `half`.
@@ -208,24 +54,50 @@ fn plain(
     q.chunks_exact(dim).enumerate().map(one).collect()
 }
 
-/// One error of the reference: of outputs, and of log-sum-exps.
-fn units(geometry: &Geometry, plan: &AttendPlan, rows: &LoadedRows, truth: &[Truth]) -> (f64, f64) {
-    let errors = |half| {
-        let rows = plain(geometry, plan, rows, half);
-        worst(truth, rows.iter().map(|(out, lse)| (&out[..], *lse)))
-    };
-    let ((out, lse), (half_out, half_lse)) = (errors(false), errors(true));
-    let most = |of: fn(&Truth) -> f64| truth.iter().map(of).fold(0.0, f64::max);
-    let largest = floats(&rows.v).iter().fold(0f64, |most, v| most.max(v.abs()));
-    let (epsilon, rounding) = (f64::from(f32::EPSILON), 2f64.powi(-11));
-    let of_lse = most(|row| row.lse.abs()).max(1.0);
-    (
-        out.max(half_out).max(epsilon * largest).max(rounding * most(|row| row.largest_value)),
-        lse.max(half_lse).max(epsilon * of_lse).max(rounding * most(|row| row.largest_term)),
-    )
+/// Errors of a row: of its output and of its log-sum-exp.
+#[derive(Clone, Copy, Debug, Default)]
+struct Errors {
+    out: f64,
+    lse: f64,
 }
 
-/// Errors over the reference's by instruction set: of outputs, and of log-sum-exps.
+impl Errors {
+    /// An answer's.
+    fn new(truth: &Truth, out: impl Iterator<Item = f64>, lse: f64) -> Self {
+        let errors = truth.out.iter().zip(out).map(|(a, b)| (a - b).abs());
+        let errors = errors.map(|error| if error.is_nan() { f64::INFINITY } else { error });
+        Self { out: errors.fold(0.0, f64::max), lse: (truth.lse - lse).abs() }
+    }
+
+    /// The larger of both; NaN is larger than all.
+    fn larger(self, other: Self) -> Self {
+        let larger = |a: f64, b: f64| if b <= a { a } else { b };
+        Self { out: larger(self.out, other.out), lse: larger(self.lse, other.lse) }
+    }
+}
+
+/// One error of the reference, by row.
+fn units(
+    geometry: &Geometry,
+    plan: &AttendPlan,
+    rows: &LoadedRows,
+    truth: &[Truth],
+) -> Vec<Errors> {
+    let [single, half] = [false, true].map(|half| plain(geometry, plan, rows, half));
+    let (epsilon, rounding) = (f64::from(f32::EPSILON), 2f64.powi(-11));
+    let one = |(row, truth): (usize, &Truth)| {
+        let floor = Errors {
+            out: (epsilon * truth.largest_seen).max(rounding * truth.largest_value),
+            lse: (epsilon * truth.lse.abs().max(1.0)).max(rounding * truth.largest_term),
+        };
+        let errors = [&single[row], &half[row]]
+            .map(|(out, lse)| Errors::new(truth, out.iter().copied(), *lse));
+        errors.into_iter().fold(floor, Errors::larger)
+    };
+    truth.iter().enumerate().map(one).collect()
+}
+
+/// Errors over the reference's by instruction set, of the row where they are largest.
 fn errors(name: &str, dim: u32, kind: Hostile, ask: Ask) -> Vec<(Simd, f64, f64)> {
     let geometry = Geometry { dtype: kind.dtype(), ..geometry(dim) };
     let codec = codec(&geometry, name);
@@ -238,15 +110,18 @@ fn errors(name: &str, dim: u32, kind: Hostile, ask: Ask) -> Vec<(Simd, f64, f64)
     let count = ask.n_q as usize * HEADS * ask.group;
     plan.q = payload(DType::F32, &kind.queries(dim_k, count));
     let truth = reference(&geometry, &plan, &rows, |_| {});
-    let (unit_out, unit_lse) = units(&geometry, &plan, &rows, &truth);
+    let units = units(&geometry, &plan, &rows, &truth);
     let mut errors = Vec::new();
     for simd in Simd::available() {
         (backend.simd, backend.precision) = (simd, Precision::Fast);
         let answer = backend.attend(&plan).unwrap();
         let got = floats(&answer.out);
-        let got = got.chunks_exact(dim_v).zip(answer.lse.iter().map(|x| f64::from(*x)));
-        let (out, lse) = worst(&truth, got);
-        errors.push((simd, out / unit_out, lse / unit_lse));
+        let got = got.chunks_exact(dim_v).zip(&answer.lse).zip(truth.iter().zip(&units));
+        let worst = got.fold(Errors::default(), |worst, ((out, lse), (truth, unit))| {
+            let Errors { out, lse } = Errors::new(truth, out.iter().copied(), f64::from(*lse));
+            worst.larger(Errors { out: out / unit.out, lse: lse / unit.lse })
+        });
+        errors.push((simd, worst.out, worst.lse));
     }
     errors
 }
@@ -268,8 +143,11 @@ fn assert_served(name: &str, dim: u32, kind: Hostile, ask: Ask) {
     }
 }
 
+/// Errors over the reference's, by kind of data and by instruction set.
+type ErrorsByKind = Vec<Vec<(Simd, f64)>>;
+
 /// The page `docs/perf/fast-bound.md`, but for what is said there once.
-fn page(found: &[(&str, Vec<Vec<(Simd, f64)>>)]) -> String {
+fn page(found: &[(&str, ErrorsByKind)]) -> String {
     let sets: Vec<_> = CpuBackend::instruction_sets();
     let mut page = String::from("| codec |");
     for heading in

@@ -163,3 +163,25 @@ fn keys_of_256_channels_have_a_kernel_though_their_runs_fill_more_positions() {
     let ask = Ask { group: 3, n_q: 1, position: 175, window: None, cap: None };
     check_codec(codec, name, Data::Normal, &[ask]);
 }
+
+#[test]
+fn narrow_uniform_codes_are_multiplied_as_bf16_or_bytes_where_the_machine_can() {
+    let codec = codec(&geometry(64), "kivi-4");
+    let [k, v] = Side::BOTH.map(|side| codec.head_codec(LAYER, side, 0));
+    for simd in Simd::available() {
+        for (precision, rows) in [(Precision::Int8, 1), (Precision::Int8, 5), (Precision::Fast, 1)]
+        {
+            let how = (simd, precision);
+            let keys = fused::Keys::new(how, k, None, &vec![1.0; 64 * rows]);
+            let values = fused::Values::new(how, v, None, rows);
+            // AMX multiplies bytes of more rows than vectors take.
+            let wanted = simd.has_bf16() && precision == Precision::Int8;
+            let wanted = wanted && !(simd.has_amx() && rows > 4);
+            assert_eq!(matches!(keys, Some(fused::Keys::Bf16(_))), wanted, "{how:?} {rows}");
+            assert_eq!(matches!(values, Some(fused::Values::Bf16(_))), wanted, "{how:?} {rows}");
+            let wanted = simd.level() == InstructionSet::Avx2 && precision == Precision::Int8;
+            assert_eq!(matches!(keys, Some(fused::Keys::Nibbles(_))), wanted, "{how:?} {rows}");
+            assert_eq!(matches!(values, Some(fused::Values::Nibbles(_))), wanted, "{how:?} {rows}");
+        }
+    }
+}

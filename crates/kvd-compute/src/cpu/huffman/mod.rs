@@ -148,6 +148,23 @@ impl LaneTiles {
         FixedCodes { layout, scales, codes: &self.bytes }
     }
 
+    /// The code of a row of the page, which lies in a full tile, at a position.
+    pub(super) fn code(&self, token: usize, position: usize) -> u8 {
+        let (quad, within) = match self.side {
+            Side::Key => {
+                let (tile, row) = (token / TILE * TILE, token % TILE);
+                (tile * self.per_row / QUAD + position / QUAD * TILE + row, position % QUAD)
+            }
+            Side::Value => (token / QUAD * self.per_row + position, token % QUAD),
+        };
+        self.bytes[quad * QUAD + within]
+    }
+
+    /// Whether a row of the page lies in a full tile.
+    pub(super) fn holds(&self, token: usize) -> bool {
+        token < self.rows
+    }
+
     /// What tiles do not hold of the rows that a span wants, and their rows in the span.
     pub(super) fn rests_of(&self, span: &Span) -> impl Iterator<Item = (&Rest, usize)> {
         let rows = span.rows();

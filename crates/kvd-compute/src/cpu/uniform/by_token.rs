@@ -4,7 +4,7 @@
 use crate::cpu::ahead::Ahead;
 use crate::cpu::dots::{Lookup, ROWS, TileCodes, VECTOR_ROWS, key_dots};
 use crate::cpu::hybrid::{self, Groups, ScaleRows};
-use crate::cpu::loss::{largest as largest_magnitude, rounding_loss};
+use crate::cpu::loss::{alike, largest_of, rounding_loss};
 use crate::cpu::parts::{self, Parts, Pushed};
 use crate::cpu::place::Place;
 use crate::cpu::scores::{SPAN, Scores, TILE};
@@ -19,6 +19,8 @@ struct Group {
     channels: Range<usize>,
     parts: Parts,
     units: Vec<f32>,
+    /// Losses of a score for steps of one, by row.
+    losses: Vec<f32>,
     /// What a centre and a minimum of one add to a score, by row.
     adds: Vec<[f32; 2]>,
 }
@@ -58,7 +60,8 @@ impl Keys {
         }
         let group = |first: usize| {
             let channels = first..dim.min(first + span);
-            let mut units = Vec::new();
+            let (mut units, mut losses) = (Vec::new(), Vec::new());
+            let energy = channels.len() as f32 * spread(groups).powi(2);
             let mut parts = Parts::of_queries(how).meeting(largest(groups));
             let mut adds = Vec::new();
             parts.reset(channels.len());
@@ -68,9 +71,10 @@ impl Keys {
                 let total: f32 = query.iter().sum();
                 let Pushed { unit, lost, .. } = parts.push(how.0, query, largest, Some(total));
                 units.push(unit);
+                losses.push(rounding_loss(unit, energy) * alike(query, unit));
                 adds.push([lost * middle(groups), total]);
             }
-            Group { channels, parts, units, adds }
+            Group { channels, parts, units, losses, adds }
         };
         Some(Self {
             groups,
@@ -88,11 +92,8 @@ impl Keys {
 
     /// How far rounding may take a score of that row, so far: see [`rounding_loss`].
     pub(crate) fn loss(&self, row: usize) -> f32 {
-        let squares = self.queries.iter().map(|group| {
-            let energy = group.channels.len() as f32 * spread(self.groups).powi(2);
-            rounding_loss(group.units[row], energy).powi(2)
-        });
-        squares.sum::<f32>().sqrt() * self.largest_step
+        let losses = self.queries.iter().map(|group| group.losses[row]);
+        losses.fold(0f32, f32::hypot) * self.largest_step
     }
 
     /// Scores all rows against one tile.
@@ -105,7 +106,7 @@ impl Keys {
     ) {
         let Place { page, in_page, in_span, ahead } = place;
         self.load(simd, &page, in_page);
-        self.largest_step = self.largest_step.max(largest_magnitude(&self.scales.steps));
+        self.largest_step = self.largest_step.max(largest_of(simd, &self.scales.steps));
         let Self { groups, lookup, queries, scales, codes: bytes, dots, .. } = self;
         let pairs = queries.len();
         if groups.mode == UniformMode::Hybrid {

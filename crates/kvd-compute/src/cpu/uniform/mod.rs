@@ -21,7 +21,7 @@ pub(super) mod nibbles;
 pub(super) mod values;
 
 use crate::cpu::dots::{Lookup, ROWS, TileCodes, key_dots};
-use crate::cpu::loss::rounding_loss;
+use crate::cpu::loss::{alike, rounding_loss};
 use crate::cpu::parts::{self, Parts, Pushed};
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd};
@@ -71,6 +71,8 @@ pub(crate) struct Keys {
     units: Vec<f32>,
     /// What the minima add to a score, by row.
     bases: Vec<f32>,
+    /// See [`alike`]; by row, of queries times the first steps.
+    alikes: Vec<f32>,
     /// See [`Keys::loss`].
     losses: Vec<f32>,
 }
@@ -101,6 +103,7 @@ impl Keys {
             whole: Vec::new(),
             units: Vec::new(),
             bases: Vec::new(),
+            alikes: Vec::new(),
             losses: vec![0.0; queries.len() / dim],
         })
     }
@@ -124,8 +127,9 @@ impl Keys {
             self.folded = Some(key);
             self.fold(simd, page.scales, key.1);
             let energy = self.dim as f32 * spread(self.groups).powi(2);
-            for (loss, unit) in self.losses.iter_mut().zip(&self.units) {
-                *loss = loss.max(rounding_loss(*unit, energy));
+            let rows = self.losses.iter_mut().zip(self.units.iter().zip(&self.alikes));
+            for (loss, (unit, alike)) in rows {
+                *loss = loss.max(rounding_loss(*unit, energy) * alike);
             }
         }
         for first in (0..self.units.len()).step_by(ROWS) {
@@ -163,6 +167,15 @@ impl Keys {
                 self.bases.push(row.base + middle(self.groups) * row.lost);
             }
         }
+        if self.alikes.is_empty() {
+            let mut steps = vec![0f32; self.dim];
+            DType::F16.widen_values(scales.0, &mut steps);
+            let rows = self.queries.chunks_exact(self.dim).zip(&self.units);
+            self.alikes.extend(rows.map(|(query, unit)| {
+                let folded: Vec<f32> = query.iter().zip(&steps).map(|(q, s)| q * s).collect();
+                alike(&folded, *unit)
+            }));
+        }
     }
 
     /// Takes the page's only pair into units and bases: the queries are cut once for all pages.
@@ -172,6 +185,7 @@ impl Keys {
             for query in self.queries.chunks_exact(self.dim) {
                 let (largest, total) = (query.iter().fold(0f32, |m, q| m.max(q.abs())), sum(query));
                 let pushed = self.parts.push(simd, query, largest, Some(total));
+                self.alikes.push(alike(query, pushed.unit));
                 self.whole.push(Pushed { base: total, ..pushed });
             }
         }

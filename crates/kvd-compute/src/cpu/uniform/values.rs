@@ -4,7 +4,7 @@
 use crate::cpu::ahead::Ahead;
 use crate::cpu::dots::{Lookup, ROWS, SETTLED_TILES, Target, TileCodes, VECTOR_ROWS, value_dots};
 use crate::cpu::hybrid;
-use crate::cpu::loss::largest;
+use crate::cpu::loss::{Rounding, largest_of};
 use crate::cpu::parts::{Parts, Pushed};
 use crate::cpu::scores::{Scores, TILE};
 use crate::cpu::simd::{How, Simd, per_level};
@@ -97,6 +97,8 @@ pub(crate) struct Values {
     magnitude: f32,
     /// Signed sums of the rounding residuals of weights without steps, by row.
     lost: Vec<f32>,
+    /// For rounding of weights times steps, `[rows, groups of channels]`.
+    folded: Vec<Rounding>,
 }
 
 impl Values {
@@ -130,6 +132,10 @@ impl Values {
             signed: Vec::new(),
             magnitude: 0.0,
             lost: vec![0.0; rows],
+            folded: match groups.axis {
+                GroupAxis::Token => vec![Rounding::default(); rows * pairs],
+                GroupAxis::Channel | GroupAxis::Block => Vec::new(),
+            },
         })
     }
 
@@ -143,6 +149,15 @@ impl Values {
     /// together: values meet that with their distance from where it is put back.
     pub(crate) fn lost(&self, row: usize) -> f32 {
         self.lost[row].abs() * self.magnitude
+    }
+
+    /// Losses of a sum for rounding of weights times steps, of the group of channels that lost
+    /// most; none where steps do not go into the weights.
+    pub(crate) fn folded(&self, row: usize) -> Rounding {
+        let pairs = self.dim.div_ceil(channels(self.groups, self.dim));
+        let groups = self.folded.get(row * pairs..(row + 1) * pairs).unwrap_or_default();
+        let most = groups.iter().fold(Rounding::default(), |most, group| most.larger(group));
+        most.times(spread(self.groups))
     }
 
     /// Adds the weighted codes of tiles to `sums` (`[rows, dim]`); the first is tile `in_page` of
@@ -180,7 +195,7 @@ impl Values {
                     UniformMode::Hybrid => &self.scales.hybrid.steps,
                     UniformMode::Asym | UniformMode::Sym => &self.scales.steps,
                 };
-                self.magnitude = self.magnitude.max(largest(steps) * spread(self.groups));
+                self.magnitude = self.magnitude.max(largest_of(simd, steps) * spread(self.groups));
             }
             let (hybrid, quads) = (self.groups.mode == UniformMode::Hybrid, TILE / hybrid::QUAD);
             if hybrid {
@@ -232,6 +247,7 @@ impl Values {
             for (row, pushed) in rows.clone().zip(&pushed) {
                 let base = pushed.base + middle(self.groups) * pushed.lost;
                 self.bases[row * pairs + group] += base;
+                self.folded[row * pairs + group].add(pushed, tokens);
             }
             let units = pushed.map(|row| row.unit);
             let count = channels.min(self.dim - first);
@@ -319,6 +335,8 @@ impl Values {
         let pairs = self.dim.div_ceil(channels(self.groups, self.dim));
         let bases = &mut self.bases[row * pairs..][..pairs];
         self.lost[row] *= factor;
+        let folded = self.folded.iter_mut().skip(row * pairs).take(pairs);
+        folded.for_each(|group| group.scale(factor));
         sums.iter_mut().chain(bases).for_each(|sum| *sum *= factor);
     }
 

@@ -1,0 +1,21 @@
+# Each fuzz target for some seconds, from its corpus, with AddressSanitizer. What `cargo fuzz run`
+# does, without having to compile cargo-fuzz first.
+# guards: crates/kvd-core crates/kvd-codec fuzz
+set -euo pipefail
+source .ci/lib.sh
+nightly=nightly
+cargo "+$nightly" --version >/dev/null 2>&1 || rustup toolchain install --profile minimal "$nightly" ||
+    { lacking fuzz: a nightly compiler cannot be installed; exit; }
+export RUSTFLAGS="--cfg fuzzing -Zsanitizer=address -Cpasses=sancov-module \
+    -Cllvm-args=-sanitizer-coverage-level=4 -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
+    -Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares"
+export ASAN_OPTIONS=detect_leaks=0
+target=x86_64-unknown-linux-gnu
+cargo "+$nightly" build --manifest-path fuzz/Cargo.toml --target "$target" --release --bins
+for binary in page_decode spec_parse calibration_read; do
+    # New inputs go beside the corpus, which is committed.
+    found=$(mktemp -d)
+    "fuzz/target/$target/release/$binary" -max_total_time="${KVD_FUZZ_SECONDS:-20}" \
+        -artifact_prefix=fuzz/ "$found" "fuzz/corpus/$binary"
+    rm -rf "$found"
+done

@@ -1,0 +1,245 @@
+//! Queries, keys and values that are bad for integers.
+
+use super::*;
+
+/// Tokens of all blocks.
+pub(super) const TOKENS: usize = 176;
+
+/// How an input is bad.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Hostile {
+    /// One channel of the queries is so large; keys are so much smaller there.
+    QueryChannel(f32, f32),
+    /// Three channels are, of different sizes.
+    QueryChannels,
+    /// Three channels of the queries are so many times the others, and keep more bits than f16 has;
+    /// keys are so many times the others there.
+    QueryChannelsBy(f32, f32),
+    /// Channels of queries grow over so many decades as those of keys get smaller.
+    ChannelDecades(f32),
+    /// The first channel of the queries is so large, the others are all so large; keys are ones but
+    /// in the first channel.
+    AlikeChannels(f32, f32),
+    /// The channels of each half are alike, with signs of their own; keys follow the signs.
+    AlikeHalves(f32, f32),
+    /// Two pairs of channels of the keys have biases of that norm, turned by RoPE.
+    KeyPairs(f32),
+    /// A bias of that norm on the keys, turned by RoPE.
+    KeyBias(f32),
+    /// Logits of about that.
+    Logits(f32),
+    /// One channel of the values is so large.
+    ValueChannel(f32),
+    /// One row of the values is so large.
+    ValueRow(f32),
+    /// The token that has most of the weight has a value of zeros.
+    EmptySink,
+    /// Beside such a token all others are alike, and all values of one sign.
+    EqualWeights(f32),
+    /// Everything is so small.
+    Tiny(f32),
+    /// Magnitudes over twelve decades: of channels of queries, keys and values, of rows of values.
+    Decades(u64),
+}
+
+pub(super) const KINDS: &[Hostile] = &[
+    Hostile::QueryChannel(128.0, 0.01),
+    Hostile::QueryChannel(448.0, 0.01),
+    Hostile::QueryChannel(4096.0, 0.01),
+    Hostile::QueryChannel(4096.0, 0.0),
+    Hostile::QueryChannel(1e6, 1e-3),
+    Hostile::QueryChannels,
+    Hostile::QueryChannelsBy(3000.0, 1e-4),
+    Hostile::QueryChannelsBy(3000.0, 1.0),
+    Hostile::ChannelDecades(8.0),
+    Hostile::AlikeChannels(5.0, 0.469),
+    Hostile::AlikeHalves(5.0, 0.469),
+    Hostile::KeyBias(1000.0),
+    Hostile::KeyPairs(1000.0),
+    Hostile::Logits(1e5),
+    Hostile::Logits(-1e5),
+    Hostile::ValueChannel(1e4),
+    Hostile::ValueRow(1e4),
+    Hostile::EmptySink,
+    Hostile::EqualWeights(5.7),
+    Hostile::EqualWeights(7.0),
+    Hostile::Tiny(1e-4),
+    Hostile::Decades(1),
+    Hostile::Decades(2),
+    Hostile::Decades(3),
+];
+
+/// `10^u` for `u` between -6 and 6.
+fn decades(count: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut draw = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1 << 24) as f32
+    };
+    (0..count).map(|_| 10f32.powf(12.0 * draw() - 6.0)).collect()
+}
+
+impl Hostile {
+    /// Rows that f16 has no room for.
+    pub(super) fn dtype(self) -> DType {
+        if matches!(self, Self::Decades(_)) { DType::F32 } else { DType::F16 }
+    }
+
+    /// Whether queries come as an engine hands them over in f16.
+    fn has_half_queries(self) -> bool {
+        !matches!(
+            self,
+            Self::QueryChannelsBy(..)
+                | Self::ChannelDecades(_)
+                | Self::AlikeChannels(..)
+                | Self::AlikeHalves(..)
+                | Self::KeyPairs(_)
+        )
+    }
+
+    pub(super) fn queries(self, dim: usize, rows: usize) -> Vec<f32> {
+        let mut q = values(rows * dim, 5);
+        for row in q.chunks_exact_mut(dim) {
+            match self {
+                Self::QueryChannel(large, _) => row[3] = large,
+                Self::QueryChannels => {
+                    (row[1], row[dim / 2], row[dim - 3]) = (700.0, -2500.0, 90.0);
+                }
+                Self::QueryChannelsBy(factor, _) => {
+                    [3, dim / 2 + 8, dim - 3].into_iter().for_each(|at| row[at] *= factor);
+                }
+                Self::ChannelDecades(decades) => {
+                    for (at, q) in row.iter_mut().enumerate() {
+                        *q *= 10f32.powf(decades * (at as f32 / (dim - 1) as f32 - 0.5));
+                    }
+                }
+                Self::AlikeChannels(first, others) => {
+                    row.fill(others);
+                    row[0] = first;
+                }
+                Self::AlikeHalves(first, others) => {
+                    row.iter_mut().for_each(|q| *q = others.copysign(*q));
+                    row[dim / 2..].iter_mut().for_each(|q| *q *= 0.731);
+                    row[0] = first;
+                }
+                Self::Logits(size) => {
+                    let sign = if size < 0.0 { -1.0 } else { 1.0 };
+                    let factor = sign * (size.abs() / (dim as f32).sqrt()).sqrt();
+                    row.iter_mut().for_each(|q| *q = factor * (1.0 + 0.1 * *q));
+                }
+                Self::EmptySink | Self::EqualWeights(_) => row[0] = 8.0,
+                Self::Tiny(size) => row.iter_mut().for_each(|q| *q *= size),
+                Self::Decades(seed) => {
+                    row.iter_mut().zip(decades(dim, seed)).for_each(|(q, size)| *q *= size);
+                }
+                _ => {}
+            }
+        }
+        if self.has_half_queries() {
+            to_half_all(&mut q);
+        }
+        q
+    }
+
+    /// Rows of K and V of a block's tokens.
+    pub(super) fn rows(
+        self,
+        (dim_k, dim_v): (usize, usize),
+        block: u64,
+        tokens: u32,
+    ) -> [Vec<f32>; 2] {
+        let mut keys = values(tokens as usize * HEADS * dim_k, 2 * block);
+        let mut rows = values(tokens as usize * HEADS * dim_v, 2 * block + 1);
+        let token = |index: usize| block as usize * 64 + index / HEADS;
+        for (index, key) in keys.chunks_exact_mut(dim_k).enumerate() {
+            self.shape_key(token(index), key);
+        }
+        for (index, row) in rows.chunks_exact_mut(dim_v).enumerate() {
+            self.shape_value(token(index), row);
+        }
+        [keys, rows]
+    }
+
+    fn shape_key(self, token: usize, key: &mut [f32]) {
+        let dim = key.len();
+        match self {
+            Self::QueryChannel(_, factor) => key[3] *= factor,
+            Self::QueryChannels => {
+                [1, dim / 2, dim - 3].into_iter().for_each(|at| key[at] *= 0.01);
+            }
+            Self::QueryChannelsBy(_, factor) => {
+                [3, dim / 2 + 8, dim - 3].into_iter().for_each(|at| key[at] *= factor);
+            }
+            Self::ChannelDecades(decades) => {
+                for (at, k) in key.iter_mut().enumerate() {
+                    *k *= 10f32.powf(decades * (0.5 - at as f32 / (dim - 1) as f32));
+                }
+            }
+            Self::AlikeChannels(..) => key[1..].fill(1.0),
+            Self::AlikeHalves(..) => {
+                let signs = self.queries(dim, 1);
+                key.iter_mut().zip(signs).for_each(|(k, q)| *k = k.abs().copysign(q));
+            }
+            Self::KeyPairs(norm) => {
+                for (pair, share) in [(dim / 2 - 4, 0.8), (dim / 2 - 14, 0.6)] {
+                    let angle = token as f32 * 1e6f32.powf(-2.0 * pair as f32 / dim as f32);
+                    key[pair] += share * norm * angle.cos();
+                    key[pair + dim / 2] += share * norm * angle.sin();
+                }
+            }
+            Self::KeyBias(norm) => {
+                let bias = norm / (dim as f32).sqrt();
+                for pair in 0..dim / 2 {
+                    let angle = token as f32 * 10000f32.powf(-2.0 * pair as f32 / dim as f32);
+                    let (sin, cos) = (angle + pair as f32).sin_cos();
+                    key[pair] += bias * 2f32.sqrt() * cos;
+                    key[pair + dim / 2] += bias * 2f32.sqrt() * sin;
+                }
+            }
+            Self::Logits(size) => {
+                let factor = (size.abs() / (dim as f32).sqrt()).sqrt();
+                key.iter_mut().for_each(|k| *k = factor * (1.0 + 0.1 * *k));
+            }
+            Self::EmptySink => key[0] = if token == 20 { 12.0 } else { -1.0 },
+            Self::EqualWeights(above) => {
+                key.iter_mut().zip(values(dim, 9)).for_each(|(key, alike)| *key = alike);
+                key[0] = if token == 20 { above - 1.0 } else { -1.0 };
+            }
+            Self::Tiny(size) => key.iter_mut().for_each(|k| *k *= size),
+            Self::Decades(seed) => {
+                key.iter_mut().zip(decades(dim, seed + 1)).for_each(|(k, size)| *k *= size);
+            }
+            _ => {}
+        }
+    }
+
+    fn shape_value(self, token: usize, row: &mut [f32]) {
+        let dim = row.len();
+        match self {
+            Self::ValueChannel(factor) => row[7] *= factor,
+            Self::ValueRow(factor) if token == 33 => {
+                row.iter_mut().for_each(|v| *v *= factor);
+            }
+            Self::EmptySink | Self::EqualWeights(_) if token == 20 => row.fill(0.0),
+            Self::EqualWeights(_) => row.iter_mut().for_each(|v| *v = 1.0 + 0.1 * v.abs()),
+            Self::Tiny(size) => row.iter_mut().for_each(|v| *v *= size),
+            Self::Decades(seed) => {
+                let factor = decades(TOKENS * 2, seed + 2)[token];
+                let sizes = decades(dim, seed + 3);
+                row.iter_mut().zip(sizes).for_each(|(v, size)| *v *= size * factor);
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Rounds to eleven bits each.
+pub(super) fn to_half_all(values: &mut [f32]) {
+    for value in values {
+        let mut wide = [f64::from(*value)];
+        to_half(&mut wide);
+        *value = wide[0] as f32;
+    }
+}

@@ -1,0 +1,190 @@
+//! Single rows decoded beside what kernels do, to see how far those are off.
+
+use crate::BackendError;
+use crate::cpu::grid;
+use crate::cpu::huffman::{self, LaneTiles, Wanted};
+use crate::cpu::job::{Job, Unit};
+use crate::cpu::loss::largest;
+use crate::cpu::rows::restore;
+use crate::cpu::scores::Scores;
+use crate::cpu::span::Span;
+use crate::cpu::tile::Rows;
+use crate::cpu::unit_queries::Queries;
+use crate::cpu::wide;
+use crate::{PlanPart, Source};
+use kvd_codec::{HeadCodec, PageReader, RowSpace};
+use kvd_core::Side;
+use std::ops::Range;
+
+/// Tokens of a unit that are looked at, and those of pages whose transforms take long.
+const TOKENS: u32 = 2;
+const TOKENS_OF_GRID: u32 = 1;
+
+/// Findings about a query row at the keys of a few tokens.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Probed {
+    /// The largest product of a query's and a key's channel.
+    pub(super) term: f32,
+    /// The largest error of a score.
+    pub(super) error: f32,
+}
+
+impl Probed {
+    /// The larger of both, each way.
+    pub(super) fn larger(&self, other: &Self) -> Self {
+        Self { term: self.term.max(other.term), error: self.error.max(other.error) }
+    }
+}
+
+/// Decodes rows of one KV head, one at a time and back to K or V; keeps the last of each side.
+pub(super) struct RowDecoder<'a> {
+    job: &'a Job<'a>,
+    head: usize,
+    rows: [Vec<f32>; 2],
+    /// Positions of those.
+    known: [Option<u32>; 2],
+    lanes: [Option<LaneTiles>; 2],
+}
+
+impl<'a> RowDecoder<'a> {
+    pub(super) fn new(job: &'a Job<'a>, head: usize) -> Self {
+        Self { job, head, rows: Default::default(), known: [None; 2], lanes: [None, None] }
+    }
+
+    /// The row of the token at that position, of one of the parts.
+    pub(super) fn row(
+        &mut self,
+        side: Side,
+        parts: &[PlanPart],
+        at: u32,
+    ) -> Result<&[f32], BackendError> {
+        if self.known[side.index()] != Some(at) {
+            self.decode(side, parts, at)?;
+            self.known[side.index()] = Some(at);
+        }
+        Ok(&self.rows[side.index()])
+    }
+
+    fn decode(&mut self, side: Side, parts: &[PlanPart], at: u32) -> Result<(), BackendError> {
+        let reader = self.job.reader;
+        let head = reader.codec.head_codec(reader.layer, side, self.head);
+        let mut row = std::mem::take(&mut self.rows[side.index()]);
+        row.clear();
+        row.resize(head.dim(), 0.0);
+        let part = parts.get(parts.partition_point(|part| part.end_token() <= at));
+        if let Some(part) = part.filter(|part| part.first_token <= at) {
+            let rows = reader.open(&part.source, part.rows, side, self.head)?;
+            let first = at - part.first_token;
+            if !self.decode_coded(side, (&rows, first), &mut row)? {
+                rows.decode(first, 1, &mut row)?;
+            }
+            restore(head, rows.space(), &mut row);
+        }
+        self.rows[side.index()] = row;
+        Ok(())
+    }
+
+    /// Decodes a row of an entropy-coded page of a grid by the kernel for those; whether it is one.
+    fn decode_coded(
+        &mut self,
+        side: Side,
+        (rows, first): (&Rows<'_>, u32),
+        row: &mut [f32],
+    ) -> Result<bool, BackendError> {
+        let reader = self.job.reader;
+        let head = reader.codec.head_codec(reader.layer, side, self.head);
+        let Rows::Page { page, first_row } = rows else { return Ok(false) };
+        let coded = !page.header().fallback && PageReader::gains(page).is_none();
+        let (Some(grid), true) = (head.grid(), coded) else { return Ok(false) };
+        let token = first_row + first as usize;
+        let tiles = &mut self.lanes[side.index()];
+        if tiles.is_none() {
+            *tiles = LaneTiles::new(head, side);
+        }
+        let Some(tiles) = tiles else { return Ok(false) };
+        let mut decoded = false;
+        let wanted =
+            Wanted { tiles: &mut *tiles, page, rows: token..token + 1, decoded: &mut decoded };
+        huffman::decode(self.job.simd, vec![wanted])?;
+        let decoded = decoded && tiles.holds(token);
+        if decoded {
+            grid::decode_row(grid, tiles, token, row);
+        }
+        Ok(decoded)
+    }
+}
+
+/// A few tokens that all rows of a unit see, and their scores.
+pub(super) struct Probe {
+    tokens: Range<u32>,
+    /// `[rows, tokens]`.
+    scores: Vec<f32>,
+}
+
+impl Probe {
+    /// Chooses the tokens: those of a page first, whose kernel rounds. `None` where none is seen by
+    /// all rows, or rows would take long to decode.
+    pub(super) fn choose(unit: &Unit<'_>, side: &HeadCodec, rows: usize) -> Option<Self> {
+        let (first, last) = (unit.query.visible(unit.q.start), unit.query.visible(unit.q.end - 1));
+        let seen = last.start..first.end;
+        let in_part =
+            |part: &PlanPart| part.first_token.max(seen.start)..part.end_token().min(seen.end);
+        let is_page = |part: &&PlanPart| matches!(part.source, Source::Pages { .. });
+        let is_seen = |part: &&PlanPart| !in_part(part).is_empty();
+        let slow = side.stream_runs().is_some() && side.grid().is_none();
+        let page = unit.parts.iter().find(|part| !slow && is_page(part) && is_seen(part));
+        let raw = || unit.parts.iter().find(|part| !is_page(part) && is_seen(part));
+        let tokens = in_part(page.or_else(raw)?);
+        let most = if side.grid().is_some() { TOKENS_OF_GRID } else { TOKENS };
+        let tokens = tokens.start..tokens.end.min(tokens.start + most);
+        let scores = vec![0.0; rows * tokens.len()];
+        Some(Self { tokens, scores })
+    }
+
+    /// Keeps the scores of some rows, where the span holds the tokens.
+    pub(super) fn keep(&mut self, rows: Range<usize>, span: &Span, scores: &Scores) {
+        for at in span.visible(&self.tokens) {
+            let token = span.token(at) - self.tokens.start as usize;
+            for row in rows.clone() {
+                self.scores[row * self.tokens.len() + token] = scores.row(row)[at];
+            }
+        }
+    }
+
+    /// Decodes the tokens' keys, and compares each row's scores with those in f64.
+    pub(super) fn measure(
+        &self,
+        job: &Job<'_>,
+        unit: &Unit<'_>,
+        queries: &Queries,
+    ) -> Result<Vec<Probed>, BackendError> {
+        let count = self.tokens.len();
+        let mut found = vec![Probed::default(); self.scores.len() / count.max(1)];
+        let mut decoder = RowDecoder::new(job, unit.head);
+        for (index, at) in self.tokens.clone().enumerate() {
+            let key = decoder.row(Side::Key, unit.parts, at)?;
+            for (row, found) in found.iter_mut().enumerate() {
+                let query = queries.row(RowSpace::Raw, row);
+                let term = largest_product(query, key);
+                let exact = wide::scores(job, unit, row, key).first().copied();
+                let score = f64::from(self.scores[row * count + index]);
+                let error = exact.map_or(0.0, |exact| (score - exact).abs() as f32);
+                *found = found.larger(&Probed { term, error });
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// The largest magnitude of a product of two rows' channels.
+pub(super) fn largest_product(a: &[f32], b: &[f32]) -> f32 {
+    let mut products = [0f32; 64];
+    let chunks = a.chunks(products.len()).zip(b.chunks(products.len()));
+    chunks.fold(0f32, |most, (a, b)| {
+        let products = &mut products[..a.len().min(b.len())];
+        for (product, (a, b)) in products.iter_mut().zip(a.iter().zip(b)) {
+            *product = a * b;
+        }
+        most.max(largest(products))
+    })
+}
