@@ -2,8 +2,8 @@
 //!
 //! One worker thread owns a backend and calls it; a backend may use more threads inside a call.
 //! The worker promises that extents it passes are reserved (to write) or pinned (to read) for the
-//! length of the call; those of an attend in slices ([`Backend::attend_slice`]) until it is answered
-//! or given up.
+//! length of the call; those of an attend in slices ([`Backend::attend_slice`]) until it is
+//! answered or given up.
 
 use crate::region::none;
 use crate::{
@@ -260,9 +260,9 @@ pub trait Backend: Send {
     /// When the model is unknown, a query is not finite, or a page is corrupt.
     fn attend(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError>;
 
-    /// Goes on with [`Backend::attend`] until it is answered or, `None`, until `stop` says that its
-    /// slice is over; any other call may come before the next slice. What the plan names stays as it
-    /// is meanwhile. A backend looks at `stop` every few milliseconds of its own work.
+    /// Goes on with [`Backend::attend`] until it is answered or, `None`, until `stop` says that
+    /// its slice is over; any other call may come before the next slice. What the plan names stays
+    /// as it is meanwhile. A backend looks at `stop` every few milliseconds of its own work.
     ///
     /// # Errors
     /// As [`Backend::attend`], or [`BackendError::Stopped`].

@@ -1,6 +1,6 @@
 //! Attention over raw rows and pages: one loop for every codec, FlashDecoding-style split over
-//! the stored range, and a merge of the partial states; in slices, between which others may have the
-//! device.
+//! the stored range, and a merge of the partial states; in slices, between which others may have
+//! the device.
 
 use crate::cpu::job::{Job, Unit, group, payload_row};
 use crate::cpu::loss::Merged;
