@@ -1,4 +1,4 @@
-//! Packing: the lane's part of a store that turns blocks which leave the window into pages.
+//! Packing: the worker's part of a store that turns blocks which leave the window into pages.
 
 use super::{Model, ServiceError, plan};
 use kvd_compute::{Backend, EncodedPages};
