@@ -201,7 +201,7 @@ fn execute(
     }
     for copy in ticket.copies() {
         let count = copy.from.rows.end - copy.from.rows.start;
-        let (from, to) = (plan::source(&copy.from), plan::target(&copy.to, copy.to_row));
+        let (from, to) = (plan::source(&copy.from.borrow()), plan::target(&copy.to, copy.to_row));
         backend.copy(id, ticket.layer(), &from, count, to)?;
     }
     match rows {
