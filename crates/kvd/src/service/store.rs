@@ -6,7 +6,7 @@ use super::{Call, Model, Seat, Service, ServiceError, plan};
 use kvd_compute::{Backend, IncomingRows, RegionRows, StagedRows, content_hash};
 use kvd_core::{Coded, ErrorCode, Namespace, SequenceId};
 use kvd_proto::domain::StoreChunk;
-use kvd_store::{Append, AppendTicket, Pool, Store, StoreError};
+use kvd_store::{Append, AppendClaim, AppendTicket, Pool, Store, StoreError};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -52,15 +52,26 @@ impl Service {
         let bytes = [&chunk.k, &chunk.v].map(|payload| payload.len() as u64);
         let Admitted { seat, model, inflight } = self.admit_store(call, &chunk, bytes)?;
         let hash = content_hash(&chunk.k, &chunk.v);
-        let ticket = match begin(&seat.store, &call.namespace, &chunk, hash)? {
-            Append::Replayed { length } => return Ok(StoreReply::replayed(length)),
-            Append::Ticket(ticket) => ticket,
+        let StoreChunk { sequence, layer, start, tokens, .. } = chunk;
+        let claim = seat.store.claim_append(&call.namespace, sequence, layer, start, tokens)?;
+        // One that waits holds no memory: it is reserved when the job begins. A range that was
+        // stored before needs none.
+        let append = match claim {
+            Some(claim) => AskedAppend::Claim(claim),
+            None => AskedAppend::Begun(begin(&seat.store, &call.namespace, &chunk, hash)?),
         };
+        if let AskedAppend::Begun(Append::Replayed { length }) = append {
+            return Ok(StoreReply::replayed(length));
+        }
         let rows = IncomingRows { tokens: chunk.tokens, k: chunk.k, v: chunk.v };
-        let (pool, of_store) = (seat.store.pool().clone(), model.clone());
+        let (store, of_store) = (seat.store.clone(), model.clone());
         let work = move |backend: &mut dyn Backend| {
             let (_inflight, began) = (inflight, Instant::now());
-            let reply = execute(backend, &pool, &model, ticket, &Rows::Host(rows))?;
+            let ticket = match append.begin_append(&store, hash)? {
+                Append::Replayed { length } => return Ok(StoreReply::replayed(length)),
+                Append::Ticket(ticket) => ticket,
+            };
+            let reply = execute(backend, store.pool(), &model, ticket, &Rows::Host(rows))?;
             model.metrics.store.record(began.elapsed());
             Ok(reply)
         };
@@ -168,6 +179,24 @@ impl StoreReply {
     /// A range that was there before.
     fn replayed(length: u32) -> Self {
         Self { length, replayed: true, packed_blocks: 0 }
+    }
+}
+
+/// An append before its job begins.
+enum AskedAppend {
+    /// The right to append: what it needs is not reserved yet.
+    Claim(AppendClaim),
+    /// Answered already.
+    Begun(Append),
+}
+
+impl AskedAppend {
+    /// Reserves what the append needs.
+    fn begin_append(self, store: &Store, content_hash: u64) -> Result<Append, StoreError> {
+        match self {
+            Self::Claim(claim) => Ok(Append::Ticket(store.begin_claimed(claim, content_hash)?)),
+            Self::Begun(append) => Ok(append),
+        }
     }
 }
 
