@@ -89,6 +89,8 @@ pub struct Config {
     pub tokens_per_sequence_max: u32,
     /// Layers of all open sequences.
     pub sequence_layers_max: u64,
+    /// Views that all open sequences have of their blocks.
+    pub sequence_views_max: u64,
     /// Calibration artefact of one model.
     pub calibration_bytes_max: usize,
     /// Queries that a model whose keys are kept exactly keeps a sample of, all layers; 0 for none.
@@ -214,12 +216,9 @@ impl Config {
             queue_jobs_max: queue_jobs(device.queue_jobs_max)?,
             models_max: at_least("limits.models_max", limits.models_max, 1)?,
             sequences_max: at_least("limits.sequences_max", limits.sequences_max, 1)?,
-            tokens_per_sequence_max: at_least(
-                "limits.tokens_per_sequence_max",
-                limits.tokens_per_sequence_max,
-                1,
-            )?,
+            tokens_per_sequence_max: sequence_tokens(limits.tokens_per_sequence_max)?,
             sequence_layers_max: sequence_layers(limits.sequence_layers_max)?,
+            sequence_views_max: sequence_views(limits.sequence_views_max)?,
             calibration_bytes_max: size(
                 "limits.calibration_bytes_max",
                 limits.calibration_bytes_max,
@@ -354,6 +353,14 @@ fn size(key: &'static str, value: Size) -> Result<usize, ConfigError> {
 
 fn sequence_layers(value: u64) -> Result<u64, ConfigError> {
     at_least("limits.sequence_layers_max", value, 1)
+}
+
+fn sequence_views(value: u64) -> Result<u64, ConfigError> {
+    at_least("limits.sequence_views_max", value, 1)
+}
+
+fn sequence_tokens(value: u32) -> Result<u32, ConfigError> {
+    at_least("limits.tokens_per_sequence_max", value, 1)
 }
 
 /// HTTP/2 windows are 31-bit (RFC 9113, section 6.9.1).

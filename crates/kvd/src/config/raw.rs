@@ -109,6 +109,7 @@ pub struct Limits {
     pub sequences_max: usize,
     pub tokens_per_sequence_max: u32,
     pub sequence_layers_max: u64,
+    pub sequence_views_max: u64,
     pub calibration_bytes_max: Size,
     pub query_sample_bytes_max: Size,
     pub inflight_bytes_max: Size,

@@ -100,6 +100,7 @@ fn errors_name_the_key() {
         ("[limits]\nattend_parts_max = 0\n", "limits.attend_parts_max"),
         ("[limits]\nattend_work_max = 0\n", "limits.attend_work_max"),
         ("[limits]\nsequence_layers_max = 0\n", "limits.sequence_layers_max"),
+        ("[limits]\nsequence_views_max = 0\n", "limits.sequence_views_max"),
     ];
     for (file, key) in cases {
         let error = load(file, &[]).expect_err(file);

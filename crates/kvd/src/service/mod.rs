@@ -90,6 +90,7 @@ impl Service {
         let limits = Limits {
             sequences_max: config.sequences_max as u64,
             sequence_layers_max: config.sequence_layers_max,
+            sequence_views_max: config.sequence_views_max,
             tokens_per_sequence_max: config.tokens_per_sequence_max,
             ..Limits::default()
         };

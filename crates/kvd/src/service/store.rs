@@ -54,16 +54,24 @@ impl Service {
         let bytes = [&chunk.k, &chunk.v].map(|payload| payload.len() as u64);
         let Admitted { shard, model, inflight } = self.admit_store(call, &chunk, bytes)?;
         let hash = content_hash(&chunk.k, &chunk.v);
-        let ticket = match begin(&shard.store, &call.namespace, &chunk, hash)? {
-            Append::Replayed { length } => return Ok(StoreReply::replayed(length)),
-            Append::Ticket(ticket) => ticket,
+        let StoreChunk { sequence, layer, start, tokens, .. } = chunk;
+        let claim = shard.store.claim_append(&call.namespace, sequence, layer, start, tokens)?;
+        // One that waits holds no memory: it is reserved when the job begins. A range that was
+        // stored before needs none.
+        let append = match claim {
+            Some(claim) => AskedAppend::Claim(claim),
+            None => AskedAppend::Begun(begin(&shard.store, &call.namespace, &chunk, hash)?),
         };
+        if let AskedAppend::Begun(Append::Replayed { length }) = append {
+            return Ok(StoreReply::replayed(length));
+        }
         let rows = IncomingRows { tokens: chunk.tokens, k: chunk.k, v: chunk.v };
-        let (pool, of_store) = (shard.store.pool().clone(), model.clone());
+        let (store, of_store) = (shard.store.clone(), model.clone());
         let job = Store {
-            pool,
+            store,
             model,
-            ticket: Some(ticket),
+            append: Some(append),
+            content_hash: hash,
             rows: Rows::Host(rows),
             _inflight: inflight,
         };
@@ -168,6 +176,24 @@ impl StoreReply {
     }
 }
 
+/// An append before its job begins.
+enum AskedAppend {
+    /// The right to append: what it needs is not reserved yet.
+    Claim(AppendClaim),
+    /// Answered already.
+    Begun(Append),
+}
+
+impl AskedAppend {
+    /// Reserves what the append needs.
+    fn begin_append(self, store: &Sequences, content_hash: u64) -> Result<Append, StoreError> {
+        match self {
+            Self::Claim(claim) => Ok(Append::Ticket(store.begin_claimed(claim, content_hash)?)),
+            Self::Begun(append) => Ok(append),
+        }
+    }
+}
+
 /// Asks for the range of a chunk with that content.
 fn begin(
     store: &Sequences,
@@ -181,10 +207,11 @@ fn begin(
 
 /// The job of a store whose rows came to the daemon.
 pub(crate) struct Store {
-    pool: Arc<Pool>,
+    store: Arc<Sequences>,
     model: Arc<Model>,
     /// None once it has begun.
-    ticket: Option<AppendTicket>,
+    append: Option<AskedAppend>,
+    content_hash: u64,
     rows: Rows,
     _inflight: InFlight,
 }
@@ -202,8 +229,12 @@ impl Work for Store {
         _: &Stop,
     ) -> Result<Option<StoreReply>, ServiceError> {
         let began = Instant::now();
-        let Some(ticket) = self.ticket.take() else { return Ok(None) };
-        let reply = execute(backend, &self.pool, &self.model, ticket, &self.rows)?;
+        let Some(append) = self.append.take() else { return Ok(None) };
+        let ticket = match append.begin_append(&self.store, self.content_hash)? {
+            Append::Replayed { length } => return Ok(Some(StoreReply::replayed(length))),
+            Append::Ticket(ticket) => ticket,
+        };
+        let reply = execute(backend, self.store.pool(), &self.model, ticket, &self.rows)?;
         self.model.metrics.store.record(began.elapsed());
         Ok(Some(reply))
     }
@@ -271,7 +302,7 @@ fn execute(
     }
     for copy in ticket.copies() {
         let count = copy.from.rows.end - copy.from.rows.start;
-        let (from, to) = (plan::source(&copy.from), plan::target(&copy.to, copy.to_row));
+        let (from, to) = (plan::source(&copy.from.borrow()), plan::target(&copy.to, copy.to_row));
         backend.copy(id, ticket.layer(), &from, count, to)?;
     }
     match rows {
