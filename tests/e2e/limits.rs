@@ -48,7 +48,7 @@ async fn a_full_pool_refuses_until_something_is_closed() {
     assert_eq!(daemon.pool_stats().await.used_bytes, 1 << 20);
     let more = LayerRows::random_rows(&engine.shape, 1, &mut rng);
     let refused = engine.store_rows(&mut first, 0, &more).await;
-    assert_refused(refused, ErrorCode::PoolFull, "32768 bytes needed, 0 of 1048576 free");
+    assert_refused(refused, ErrorCode::PoolFull, "32768 bytes needed for rows, 0 of 1048576 free");
     assert_eq!(daemon.pool_stats().await.used_bytes, 1 << 20);
     assert_answers(&engine, &first, &mut rng).await;
     engine.close_sequence(second).await;

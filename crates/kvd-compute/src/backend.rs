@@ -1,13 +1,14 @@
-//! The contract between a lane and its device.
+//! The contract between a device worker and its device.
 //!
-//! One lane thread owns a backend and calls it; a backend may use more threads inside a call.
-//! The lane promises that extents it passes are reserved (to write) or pinned (to read) for the
-//! length of the call.
+//! One worker thread owns a backend and calls it; a backend may use more threads inside a call.
+//! The worker promises that extents it passes are reserved (to write) or pinned (to read) for the
+//! length of the call; those of an attend in slices ([`Backend::attend_slice`]) until it is
+//! answered or given up.
 
 use crate::region::none;
 use crate::{
-    AttendPlan, BackendError, DeviceRegion, LoadPlan, OpenedRegion, RegionHandle, RegionPlaces,
-    RegionRows, Source, StagedRows, StagedWrite,
+    AttendPlan, AttendTask, BackendError, DeviceRegion, LoadPlan, OpenedRegion, RegionHandle,
+    RegionPlaces, RegionRows, Source, StagedRows, StagedWrite, Stop,
 };
 use bytes::Bytes;
 use kvd_codec::{CheckedBlock, ModelCodec, PageBytes};
@@ -108,7 +109,7 @@ impl EncodedPages {
 }
 
 /// Output of attention.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Attended {
     /// `[sum of n_q, q_heads, head_dim_v]` in the plan's dtype.
     pub out: Vec<u8>,
@@ -168,7 +169,7 @@ pub trait Backend: Send {
         Ok(())
     }
 
-    /// Why the device must not be called any more; `None` while it works. The lane asks after
+    /// Why the device must not be called any more; `None` while it works. The worker asks after
     /// every job, and closes for good.
     fn failure(&self) -> Option<&str> {
         None
@@ -258,6 +259,20 @@ pub trait Backend: Send {
     /// # Errors
     /// When the model is unknown, a query is not finite, or a page is corrupt.
     fn attend(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError>;
+
+    /// Goes on with [`Backend::attend`] until it is answered or, `None`, until `stop` says that
+    /// its slice is over; any other call may come before the next slice. What the plan names stays
+    /// as it is meanwhile. A backend looks at `stop` every few milliseconds of its own work.
+    ///
+    /// # Errors
+    /// As [`Backend::attend`], or [`BackendError::Stopped`].
+    fn attend_slice(
+        &mut self,
+        task: &mut AttendTask,
+        stop: &Stop,
+    ) -> Result<Option<Attended>, BackendError> {
+        task.attend_by_pieces(stop, |plan| self.attend(plan))
+    }
 
     /// Decodes rows back.
     ///

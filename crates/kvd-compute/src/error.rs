@@ -1,6 +1,6 @@
 //! What a backend can answer instead of a result.
 
-use crate::AttendPlan;
+use crate::{AttendPlan, StopReason};
 use kvd_codec::{CodecError, PageError};
 use kvd_core::{Coded, ErrorCode, Geometry, ModelId, Side};
 
@@ -65,6 +65,17 @@ pub enum BackendError {
     /// A page in the arena is not what its header says.
     #[error("read page: {0}")]
     Page(#[from] PageError),
+    /// The work ended before it was done.
+    #[error(
+        "{}",
+        match .0 {
+            StopReason::Cancelled => "nobody waits for the answer any more",
+            StopReason::DeadlinePassed => "the deadline passed before the answer was ready",
+            StopReason::ShuttingDown =>
+                "the daemon has stopped its device; retry on its successor",
+        }
+    )]
+    Stopped(StopReason),
 }
 
 impl BackendError {
@@ -107,6 +118,9 @@ impl Coded for BackendError {
             Self::Device { code, .. } => *code,
             Self::Codec(error) => error.code(),
             Self::Page(error) => error.code(),
+            Self::Stopped(StopReason::Cancelled) => ErrorCode::Cancelled,
+            Self::Stopped(StopReason::DeadlinePassed) => ErrorCode::DeadlineExceeded,
+            Self::Stopped(StopReason::ShuttingDown) => ErrorCode::ShuttingDown,
         }
     }
 }

@@ -12,6 +12,8 @@ mod plan;
 mod region;
 mod sampling;
 mod state;
+mod stop;
+mod task;
 
 pub use backend::{
     Attended, Backend, DeviceInfo, EncodeSource, EncodedPages, HeldPages, IncomingRows, Launches,
@@ -28,3 +30,5 @@ pub use region::{
 };
 pub use sampling::Sampling;
 pub use state::PartialState;
+pub use stop::{Slice, Stop, StopReason};
+pub use task::AttendTask;

@@ -118,11 +118,24 @@ impl AttendPlan {
         self.scale.unwrap_or_else(|| 1.0 / (dim as f32).sqrt())
     }
 
+    /// Query tokens of all queries.
+    #[must_use]
+    pub fn query_tokens(&self) -> usize {
+        self.queries.iter().map(|query| query.n_q as usize).sum()
+    }
+
     /// Query rows: tokens times query heads.
     #[must_use]
     pub fn rows(&self) -> u64 {
-        let tokens: u64 = self.queries.iter().map(|query| u64::from(query.n_q)).sum();
-        tokens * u64::from(self.q_heads)
+        self.query_tokens() as u64 * u64::from(self.q_heads)
+    }
+
+    /// Scores to compute, at most: query rows times the tokens that they may read.
+    #[must_use]
+    pub fn scores(&self) -> u64 {
+        let of = |query: &PlanQuery| query.tokens().saturating_mul(u64::from(query.n_q));
+        let scores = self.queries.iter().map(of).fold(0, u64::saturating_add);
+        scores.saturating_mul(u64::from(self.q_heads))
     }
 }
 

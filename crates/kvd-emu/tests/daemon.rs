@@ -283,7 +283,7 @@ async fn a_gpu_that_is_lost_is_named_its_calls_fail_and_the_other_lane_lives() {
             assert_eq!(refused.code, Some(ErrorCode::DeviceFailed), "{fail:?}: {refused}");
             assert!(refused.message.contains("must be started again"), "{refused}");
         }
-        while !daemon.running.service().lane().failed() {
+        while !daemon.running.service().worker().failed() {
             tokio::task::yield_now().await;
         }
         assert_eq!(daemon.readyz(), (503, "failed: cuda emulation\n".to_owned()));

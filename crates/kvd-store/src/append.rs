@@ -1,15 +1,16 @@
 //! An append in flight: what the lane must do, and how it becomes visible.
 //!
-//! Owns the plan (reservations, copy on write, which blocks to pack) and [`AppendTicket`]. The
-//! plan is made and published under the sequence's mutex; in between no lock is held. Until
-//! [`AppendTicket::commit`] nothing of it can be seen, and dropping the ticket gives back every
-//! byte and the right to append (no lock but the pool's).
+//! Owns [`AppendTicket`]. What it does is planned in `append_plan` and published here under the
+//! layer's mutex; in between no lock is held. Until [`AppendTicket::commit`] nothing of it can be
+//! seen, and dropping the ticket gives back every byte and the right to append (no lock but the
+//! pool's).
 
-use crate::cell::{Packed, Pages, Part, PartKind, RawCell, RawSlot, View};
-use crate::layer::{Layer, Remembered};
-use crate::ledger::{Ledger, Tally};
+use crate::append_plan::{AppendDraft, AppendPlan};
+use crate::layer::Remembered;
+use crate::layer_block::{LayerBlock, PackedBlock, Pages, RawSlot, RowExtent};
+use crate::ledger::{Ledger, SlotAccount};
 use crate::pool::{Pool, PoolFull};
-use crate::sequence::Claim;
+use crate::sequence::LayerClaim;
 use crate::shape::ModelShape;
 use kvd_core::{LayerIndex, SequenceId};
 use std::ops::Range;
@@ -34,7 +35,7 @@ pub enum Append {
 #[derive(Debug)]
 #[must_use = "dropping a claim lets others append"]
 pub struct AppendClaim {
-    pub(crate) claim: Claim,
+    pub(crate) claim: LayerClaim,
     /// Where the layer ends until this is dropped.
     pub(crate) start: u32,
     pub(crate) tokens: u32,
@@ -44,7 +45,7 @@ pub struct AppendClaim {
 #[derive(Clone, Debug)]
 pub struct RowCopy {
     /// The rows and where they are.
-    pub from: Part,
+    pub from: RowExtent,
     /// Where they go.
     pub to: RawSlot,
     /// Row of `to` that receives `from.rows.start`.
@@ -87,26 +88,25 @@ pub struct PackTask {
 #[derive(Debug)]
 #[must_use = "dropping a ticket takes the append back"]
 pub struct AppendTicket {
-    plan: Plan,
+    plan: AppendPlan,
     offered: Remembered,
     length_after: u32,
-    // Holds the sequence's entry, and with it the cell that is written in place: a fork made
-    // meanwhile cannot take that cell for its own alone, even when the sequence is closed.
+    // Holds the sequence's entry, and with it the block that is written in place: a fork made
+    // meanwhile cannot take that block for its own alone, even when the sequence is closed.
     // The last field, so that the next append finds the slots released (fields drop in order).
-    claim: Claim,
+    claim: LayerClaim,
 }
 
 impl AppendTicket {
-    /// Makes the plan for `offered`, which begins at the end of `layer`.
+    /// Reserves what `draft` needs to append `offered`, which begins at the end of the layer.
     pub(crate) fn new(
-        claim: Claim,
-        layer: &mut Layer,
+        claim: LayerClaim,
+        draft: AppendDraft,
         pool: &Arc<Pool>,
         offered: Remembered,
     ) -> Result<Self, PoolFull> {
-        let length_after = layer.length + offered.tokens;
-        let room = Room { pool, shape: &claim.entry.model, ledger: &claim.entry.ledger };
-        let plan = Plan::new(layer, &room, length_after)?;
+        let length_after = draft.length_after;
+        let plan = AppendPlan::new(draft, pool, &claim.entry.model, &claim.entry.ledger)?;
         Ok(Self { plan, offered, length_after, claim })
     }
 
@@ -135,7 +135,7 @@ impl AppendTicket {
     /// # Panics
     /// When there is no such task.
     pub fn give_up(&self, index: usize) {
-        self.plan.pack_cells[index].unpackable.store(true, Relaxed);
+        self.plan.pack_blocks[index].unpackable.store(true, Relaxed);
     }
 
     /// Tokens the layer will have.
@@ -188,159 +188,40 @@ impl AppendTicket {
         let Self { plan, offered, length_after, claim } = self;
         let entry = &claim.entry;
         let gone = {
-            let mut layers = entry.layers.lock();
-            let layer = &mut layers[claim.layer];
+            let mut layer = entry.layer(claim.layer).lock();
             for write in &plan.writes {
                 write.to.set_filled(write.to_row + write.rows);
             }
-            let replaced = layer.views.split_off(plan.first_view);
-            layer.views.extend(plan.views);
+            let mut gone = layer.views.truncate_to(plan.first_view);
+            plan.views.into_iter().for_each(|view| layer.views.push(view));
             layer.length = length_after;
             layer.remember(offered);
-            let tasks = plan.packs.into_iter().zip(plan.pack_cells);
+            let tasks = plan.packs.into_iter().zip(plan.pack_blocks);
             let answers = packed.into_iter().chain(std::iter::repeat_with(|| None));
-            for ((task, cell), pages) in tasks.zip(answers) {
+            for ((task, block), pages) in tasks.zip(answers) {
                 match pages {
-                    Some(pages) => publish(task, &cell, pages, &entry.ledger),
-                    None => cell.deferred.store(true, Relaxed),
+                    Some(pages) => set_packed(task, &block, pages, &entry.ledger),
+                    None => block.deferred.store(true, Relaxed),
                 }
             }
-            (replaced, layer.settle(&entry.model))
+            layer.settle_blocks(&entry.model, &mut gone);
+            gone
         };
-        drop(gone);
+        entry.discard_views(gone);
         length_after
     }
 }
 
-/// Gives a cell its packed form. Another sequence may have been faster: then this one is dropped.
-fn publish(task: PackTask, cell: &RawCell, pages: Pages, ledger: &Arc<Ledger>) {
+/// Gives a block its packed form. Another sequence may have been faster: then this one is dropped.
+fn set_packed(task: PackTask, block: &LayerBlock, pages: Pages, ledger: &Arc<Ledger>) {
     let slot = pages.slot();
-    slot.attach(|| Tally::packed(ledger, pages.accounting(), slot.reserved_bytes()));
+    slot.attach_account(|| {
+        SlotAccount::new_packed(ledger, pages.accounting(), slot.reserved_bytes())
+    });
     let sink = task.keep.map(|keep| {
         keep.to.set_filled(keep.to.rows());
         keep.to
     });
-    // Lost races are the other's gain: the cell has a packed form either way.
-    let _lost = cell.packed.set(Arc::new(Packed { sink, pages }));
-}
-
-/// Where a plan's memory comes from, and on whose account.
-struct Room<'a> {
-    pool: &'a Arc<Pool>,
-    shape: &'a ModelShape,
-    ledger: &'a Arc<Ledger>,
-}
-
-impl Room<'_> {
-    fn raw(&self, rows: u32) -> Result<RawSlot, PoolFull> {
-        let size_bytes = self.shape.geometry.raw_layout(rows).size_bytes();
-        let slot = self.pool.reserve(size_bytes)?.seal();
-        let values_per_row = self.shape.geometry.values_per_token();
-        slot.attach(|| Tally::raw(self.ledger, values_per_row, slot.reserved_bytes()));
-        Ok(RawSlot::new(slot, rows))
-    }
-}
-
-/// What an append does.
-#[derive(Debug)]
-struct Plan {
-    copies: Vec<RowCopy>,
-    writes: Vec<RowWrite>,
-    packs: Vec<PackTask>,
-    /// The cell of each of `packs`.
-    pack_cells: Vec<Arc<RawCell>>,
-    /// On commit, `views` replace the layer's views from this one on.
-    first_view: usize,
-    views: Vec<View>,
-}
-
-impl Plan {
-    fn new(layer: &mut Layer, room: &Room<'_>, length_after: u32) -> Result<Self, PoolFull> {
-        let mut plan = Self {
-            copies: Vec::new(),
-            writes: Vec::new(),
-            packs: Vec::new(),
-            pack_cells: Vec::new(),
-            first_view: layer.views.len(),
-            views: Vec::new(),
-        };
-        let start = layer.length;
-        for (block, rows) in room.shape.rows_by_block(start..length_after) {
-            let to = if rows.start == 0 {
-                plan.fresh(room)?
-            } else {
-                plan.tail(&mut layer.views[block], block, rows.start, room)?
-            };
-            let first = block as u32 * room.shape.block_tokens() + rows.start;
-            let count = rows.end - rows.start;
-            let source_row = first - start;
-            plan.writes.push(RowWrite { to, to_row: rows.start, rows: count, source_row });
-        }
-        plan.pack_due(layer, room, length_after);
-        Ok(plan)
-    }
-
-    /// A new cell at the end.
-    fn fresh(&mut self, room: &Room<'_>) -> Result<RawSlot, PoolFull> {
-        let raw = room.raw(room.shape.block_tokens())?;
-        self.views.push(View::fresh(raw.clone()));
-        Ok(raw)
-    }
-
-    /// The slot for what follows the first `rows` rows of the last cell: its own when that can be
-    /// written in place, else a new one to which they are copied.
-    fn tail(
-        &mut self,
-        view: &mut View,
-        block: usize,
-        rows: u32,
-        room: &Room<'_>,
-    ) -> Result<RawSlot, PoolFull> {
-        if view.is_appendable(rows)
-            && let View::Raw { raw, .. } = view
-        {
-            return Ok(raw.clone());
-        }
-        let to = self.fresh(room)?;
-        self.first_view = block;
-        let mut parts = Vec::with_capacity(2);
-        view.parts(0..rows, &mut parts);
-        self.copies.extend(parts.into_iter().map(|from| {
-            let to_row = from.rows.start;
-            RowCopy { from, to: to.clone(), to_row }
-        }));
-        Ok(to)
-    }
-
-    /// Adds a task for each cell that will have left the window and has no packed form yet. A
-    /// cell whose sink rows find no room waits for the next append: packing is what makes room,
-    /// so the want of it must not refuse the append.
-    fn pack_due(&mut self, layer: &Layer, room: &Room<'_>, length_after: u32) {
-        let shape = room.shape;
-        for block in layer.settled..shape.blocks_due(length_after) {
-            let sink_rows = shape.sink_rows(block);
-            let view = match block.checked_sub(self.first_view) {
-                Some(new) => &self.views[new],
-                None => &layer.views[block],
-            };
-            let View::Raw { raw, cell } = view else {
-                continue;
-            };
-            let done = cell.packed.get().is_some() || cell.is_unpackable();
-            if done || sink_rows == shape.block_tokens() {
-                continue;
-            }
-            let Ok(to) = (sink_rows > 0).then(|| room.raw(sink_rows)).transpose() else {
-                continue;
-            };
-            let keep = to.map(|to| {
-                let kind = PartKind::Raw(raw.clone());
-                RowCopy { from: Part { rows: 0..sink_rows, origin: 0, kind }, to, to_row: 0 }
-            });
-            let rows = sink_rows..shape.block_tokens();
-            let (block, retried) = (block as u32, cell.deferred.load(Relaxed));
-            self.packs.push(PackTask { block, from: raw.clone(), rows, keep, retried });
-            self.pack_cells.push(Arc::clone(cell));
-        }
-    }
+    // Lost races are the other's gain: the block has a packed form either way.
+    let _lost = block.packed.set(Arc::new(PackedBlock { sink, pages }));
 }

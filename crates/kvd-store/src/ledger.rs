@@ -1,10 +1,10 @@
 //! Live totals by model: what slots of a model hold, kept by the slots themselves.
 //!
-//! Owns [`Ledger`] (atomic counters of one model) and [`Tally`] (one slot's share of them, taken
-//! off in its drop). A slot that several sequences share has one tally, so it is counted once.
-//! No locks: a snapshot taken while others work may mix moments, at rest it is exact.
+//! Owns [`Ledger`] (atomic counters of one model) and [`SlotAccount`] (one slot's share of them,
+//! taken off in its drop). A slot that several sequences share has one account, so it is counted
+//! once. No locks: a snapshot taken while others work may mix moments, at rest it is exact.
 
-use std::ops::AddAssign;
+use std::ops::{AddAssign, SubAssign};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
@@ -65,7 +65,7 @@ const FIELDS: usize = 10;
 
 impl StoredBytes {
     /// A packed block that takes `reserved_bytes` from the pool.
-    pub(crate) fn packed(parts: &PackedBytes, reserved_bytes: u64) -> Self {
+    pub(crate) fn count_packed(parts: &PackedBytes, reserved_bytes: u64) -> Self {
         Self {
             packed_values: parts.values,
             packed_bytes: reserved_bytes,
@@ -80,7 +80,7 @@ impl StoredBytes {
     }
 
     /// A raw slot that takes `reserved_bytes` and holds `values` values.
-    pub(crate) fn raw(values: u64, reserved_bytes: u64) -> Self {
+    pub(crate) fn count_raw(values: u64, reserved_bytes: u64) -> Self {
         Self { raw_values: values, raw_bytes: reserved_bytes, ..Self::default() }
     }
 
@@ -137,6 +137,16 @@ impl AddAssign for StoredBytes {
     }
 }
 
+impl SubAssign for StoredBytes {
+    fn sub_assign(&mut self, other: Self) {
+        let mut rest = self.to_array();
+        for (r, o) in rest.iter_mut().zip(other.to_array()) {
+            *r -= o;
+        }
+        *self = Self::from_array(rest);
+    }
+}
+
 /// The counters of one model.
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
@@ -161,42 +171,50 @@ impl Ledger {
         }
     }
 
-    fn add(&self, amount: StoredBytes) {
+    fn add_bytes(&self, amount: StoredBytes) {
         for (part, n) in self.parts.iter().zip(amount.to_array()) {
-            part.fetch_add(n, Relaxed);
+            if n > 0 {
+                part.fetch_add(n, Relaxed);
+            }
         }
     }
 
-    fn take(&self, amount: StoredBytes) {
+    fn subtract_bytes(&self, amount: StoredBytes) {
         for (part, n) in self.parts.iter().zip(amount.to_array()) {
-            part.fetch_sub(n, Relaxed);
+            if n > 0 {
+                part.fetch_sub(n, Relaxed);
+            }
         }
     }
 }
 
 /// One slot's share of a ledger.
 #[derive(Debug)]
-pub(crate) struct Tally {
+pub(crate) struct SlotAccount {
     ledger: Arc<Ledger>,
-    /// What never changes: everything but the values of a raw slot's rows.
+    /// The part that never changes: everything but the values of a raw slot's rows.
     fixed: StoredBytes,
     values_per_row: u64,
     rows: AtomicU32,
 }
 
-impl Tally {
+impl SlotAccount {
     /// A packed block.
-    pub(crate) fn packed(ledger: &Arc<Ledger>, parts: &PackedBytes, reserved_bytes: u64) -> Self {
-        Self::new(ledger, StoredBytes::packed(parts, reserved_bytes), 0)
+    pub(crate) fn new_packed(
+        ledger: &Arc<Ledger>,
+        parts: &PackedBytes,
+        reserved_bytes: u64,
+    ) -> Self {
+        Self::new(ledger, StoredBytes::count_packed(parts, reserved_bytes), 0)
     }
 
     /// A raw slot without rows so far.
-    pub(crate) fn raw(ledger: &Arc<Ledger>, values_per_row: u64, reserved_bytes: u64) -> Self {
-        Self::new(ledger, StoredBytes::raw(0, reserved_bytes), values_per_row)
+    pub(crate) fn new_raw(ledger: &Arc<Ledger>, values_per_row: u64, reserved_bytes: u64) -> Self {
+        Self::new(ledger, StoredBytes::count_raw(0, reserved_bytes), values_per_row)
     }
 
     fn new(ledger: &Arc<Ledger>, fixed: StoredBytes, values_per_row: u64) -> Self {
-        ledger.add(fixed);
+        ledger.add_bytes(fixed);
         Self { ledger: Arc::clone(ledger), fixed, values_per_row, rows: AtomicU32::new(0) }
     }
 
@@ -205,21 +223,26 @@ impl Tally {
         self.rows.load(Relaxed)
     }
 
-    /// Sets [`Tally::rows`].
+    /// Sets [`SlotAccount::rows`].
     pub(crate) fn set_rows(&self, rows: u32) {
         let before = self.rows.swap(rows, Relaxed);
-        self.ledger.add(self.row_values(rows));
-        self.ledger.take(self.row_values(before));
+        self.ledger.add_bytes(self.count_rows(rows));
+        self.ledger.subtract_bytes(self.count_rows(before));
     }
 
-    fn row_values(&self, rows: u32) -> StoredBytes {
-        StoredBytes::raw(u64::from(rows) * self.values_per_row, 0)
+    /// Values of [`SlotAccount::rows`], in number.
+    pub(crate) fn row_values(&self) -> u64 {
+        u64::from(self.rows()) * self.values_per_row
+    }
+
+    fn count_rows(&self, rows: u32) -> StoredBytes {
+        StoredBytes::count_raw(u64::from(rows) * self.values_per_row, 0)
     }
 }
 
-impl Drop for Tally {
+impl Drop for SlotAccount {
     fn drop(&mut self) {
-        self.ledger.take(self.row_values(self.rows()));
-        self.ledger.take(self.fixed);
+        self.ledger.subtract_bytes(self.count_rows(self.rows()));
+        self.ledger.subtract_bytes(self.fixed);
     }
 }

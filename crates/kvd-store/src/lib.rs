@@ -7,33 +7,45 @@
 //! An append is a ticket: [`Store::begin_append`] decides and reserves, the lane executes
 //! [`AppendTicket::copies`], [`AppendTicket::writes`] and [`AppendTicket::packs`], and
 //! [`AppendTicket::commit`] publishes. A ticket that is dropped leaves no trace. Who does not know
-//! the content yet holds an [`AppendClaim`] before. A read is a
-//! [`Pinned`]: it names the parts of a range and keeps their bytes alive.
+//! the content yet, or is to wait before anything is reserved, holds an [`AppendClaim`] before. A
+//! read is a [`Pinned`]: it names the rows of a range and keeps their bytes alive.
 //!
-//! Locks: the sequence map's shards, one mutex per sequence, one mutex in the pool. The order is
-//! sequence, then pool; a shard's lock is never held together with a sequence's. The drop of a
-//! guard ([`Reserved`], [`Slot`], [`AppendClaim`], [`AppendTicket`], [`Pinned`]) takes the pool's
-//! lock at most.
+//! A layer's blocks are seen through chunks of 64 views that forks and readers share, so that a
+//! fork or a read copies a pointer for 64 blocks. Totals are kept where they change.
+//!
+//! Locks: the sequence map's shards, one mutex per layer of a sequence, the mutex of what waits to
+//! be freed, one mutex in the pool. A layer's mutex is held to copy pointers, never to reserve
+//! or to free; no other of these is taken under it. Only who truncates, forks or describes takes
+//! several layers' (`sequence`). The drop of a guard ([`Reserved`], [`Slot`], [`AppendClaim`],
+//! [`AppendTicket`], [`Pinned`]) takes the last two at most, one after the other. A long sequence
+//! is freed by the pool's thread, in batches; who finds the pool full helps it.
 #![forbid(unsafe_code)]
 
 mod allocator;
 mod append;
-mod cell;
+mod append_plan;
 mod error;
+mod free_ranges;
 mod layer;
+mod layer_block;
 mod ledger;
+mod pinned;
 mod pool;
+mod reclaim;
 mod sequence;
 mod shape;
 mod store;
 #[cfg(test)]
 mod tests;
+mod view_list;
 
+pub use allocator::Region;
 pub use append::{Append, AppendClaim, AppendTicket, PackTask, RowCopy, RowWrite};
-pub use cell::{Pages, Part, PartKind, RawSlot};
 pub use error::StoreError;
+pub use layer_block::{Pages, RawSlot, RowExtent, RowExtentRef, RowForm, RowFormRef};
 pub use ledger::{ModelUsage, PackedBytes, StoredBytes};
+pub use pinned::{Pinned, PinnedRows};
 pub use pool::{Pool, PoolFull, PoolUsage, Reserved, Slot};
-pub use sequence::{Pinned, PinnedPart, SequenceUsage};
+pub use sequence::SequenceUsage;
 pub use shape::{Limits, ModelShape};
 pub use store::Store;

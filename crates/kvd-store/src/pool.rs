@@ -4,8 +4,10 @@
 //! clone = pin); dropping either is the way back. One mutex guards the allocator; it is the last
 //! lock of the crate's order and no guard is ever dropped while it is held.
 
-use crate::allocator::{Allocator, taken_bytes};
-use crate::ledger::Tally;
+use crate::allocator::{Allocator, Region, taken_bytes};
+use crate::ledger::SlotAccount;
+use crate::reclaim::ReclaimQueue;
+use crate::view_list::DiscardedViews;
 use kvd_core::Extent;
 use parking_lot::Mutex;
 use std::fmt;
@@ -15,6 +17,7 @@ use std::sync::{Arc, OnceLock};
 pub struct Pool {
     tier: &'static str,
     allocator: Mutex<Allocator>,
+    reclaim: Arc<ReclaimQueue>,
 }
 
 /// What a pool holds right now.
@@ -24,10 +27,13 @@ pub struct PoolUsage {
     pub tier: &'static str,
     /// Bytes in all.
     pub capacity_bytes: u64,
-    /// Bytes handed out, rounding to granules included.
+    /// Bytes handed out, rounding to granules included. Those of a long sequence go down soon
+    /// after it was closed: a thread gives them back in batches.
     pub used_bytes: u64,
-    /// Bytes of the largest free range: the largest reservation that can succeed.
+    /// Bytes of the largest reservation that can succeed, of rows or of pages.
     pub largest_free_bytes: u64,
+    /// Free bytes that only rows can have, in slots of the sizes that they have now.
+    pub idle_row_bytes: u64,
     /// Extents handed out.
     pub slots: u64,
 }
@@ -35,12 +41,16 @@ pub struct PoolUsage {
 /// No free range is large enough.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "pool {tier} is full: {needed} bytes needed, {free} of {capacity} free, the largest range has \
-     {largest_free}; close or truncate sequences and try again, or give the daemon a larger pool"
+    "pool {tier} is full: {needed} bytes needed for {}, {free} of {capacity} free, the largest \
+     range has {largest_free}; close or truncate sequences and try again, or give the \
+     daemon a larger pool",
+    match region { Region::Rows => "rows", Region::Pages => "pages" }
 )]
 pub struct PoolFull {
     /// Name of the tier.
     pub tier: &'static str,
+    /// Use of the bytes.
+    pub region: Region,
     /// Bytes asked for, rounded to granules.
     pub needed: u64,
     /// Free bytes in all.
@@ -55,31 +65,74 @@ impl Pool {
     /// A pool over an arena of `capacity_bytes` bytes, rounded down to 64-byte granules.
     #[must_use]
     pub fn new(tier: &'static str, capacity_bytes: u64) -> Arc<Self> {
-        Arc::new(Self { tier, allocator: Mutex::new(Allocator::new(capacity_bytes)) })
+        let allocator = Mutex::new(Allocator::new(capacity_bytes));
+        Arc::new(Self { tier, allocator, reclaim: Arc::default() })
     }
 
-    /// Takes `len_bytes` bytes, for the caller alone.
+    /// Takes `len_bytes` bytes for pages, for the caller alone.
+    ///
+    /// # Errors
+    /// As [`Pool::reserve_in`].
+    pub fn reserve(self: &Arc<Self>, len_bytes: u64) -> Result<Reserved, PoolFull> {
+        self.reserve_in(Region::Pages, len_bytes)
+    }
+
+    /// Takes `len_bytes` bytes, for the caller alone. A pool that is full first frees what was
+    /// closed before: call without a lock.
     ///
     /// # Errors
     /// When no free range holds them; nothing changes.
-    pub fn reserve(self: &Arc<Self>, len_bytes: u64) -> Result<Reserved, PoolFull> {
-        let mut allocator = self.allocator.lock();
-        match allocator.take(len_bytes) {
-            Some(offset) => {
-                let extent = Extent { offset, len: len_bytes };
-                Ok(Reserved { pool: Arc::clone(self), extent })
+    pub fn reserve_in(
+        self: &Arc<Self>,
+        region: Region,
+        len_bytes: u64,
+    ) -> Result<Reserved, PoolFull> {
+        loop {
+            let seen = self.reclaim.count_batches();
+            let full = {
+                let mut allocator = self.allocator.lock();
+                if let Some(offset) = allocator.take_slot(region, len_bytes) {
+                    let extent = Extent { offset, len: len_bytes };
+                    return Ok(Reserved {
+                        pool: Arc::clone(self),
+                        region,
+                        extent,
+                        returned: false,
+                    });
+                }
+                PoolFull {
+                    tier: self.tier,
+                    region,
+                    needed: taken_bytes(len_bytes).unwrap_or(u64::MAX),
+                    free: allocator.capacity_bytes() - allocator.used_bytes(),
+                    largest_free: allocator.largest_range_bytes(),
+                    capacity: allocator.capacity_bytes(),
+                }
+            };
+            if !self.reclaim.free_or_wait(seen) {
+                return Err(full);
             }
-            None => Err(PoolFull {
-                tier: self.tier,
-                needed: taken_bytes(len_bytes).unwrap_or(u64::MAX),
-                free: allocator.capacity_bytes() - allocator.used_bytes(),
-                largest_free: allocator.largest_free_bytes(),
-                capacity: allocator.capacity_bytes(),
-            }),
         }
     }
 
-    /// What is handed out and what is free.
+    /// Frees views: at once when they are few, else on the pool's thread.
+    pub(crate) fn discard_views(&self, views: DiscardedViews) {
+        self.reclaim.discard_views(views);
+    }
+
+    /// The queue of what waits to be freed.
+    #[cfg(test)]
+    pub(crate) fn reclaim(&self) -> &Arc<ReclaimQueue> {
+        &self.reclaim
+    }
+
+    /// Waits until all that was closed is free.
+    #[cfg(test)]
+    pub(crate) fn finish_reclaim(&self) {
+        while self.reclaim.free_or_wait(self.reclaim.count_batches()) {}
+    }
+
+    /// Says what is handed out and what is free.
     #[must_use]
     pub fn usage(&self) -> PoolUsage {
         let allocator = self.allocator.lock();
@@ -88,8 +141,15 @@ impl Pool {
             capacity_bytes: allocator.capacity_bytes(),
             used_bytes: allocator.used_bytes(),
             largest_free_bytes: allocator.largest_free_bytes(),
-            slots: allocator.slots(),
+            idle_row_bytes: allocator.idle_bytes(),
+            slots: allocator.count_slots(),
         }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.reclaim.end_thread();
     }
 }
 
@@ -105,7 +165,10 @@ impl fmt::Debug for Pool {
 #[must_use = "dropping a reservation gives the bytes back"]
 pub struct Reserved {
     pool: Arc<Pool>,
+    region: Region,
     extent: Extent,
+    /// The bytes were given back already.
+    returned: bool,
 }
 
 impl Reserved {
@@ -118,13 +181,15 @@ impl Reserved {
     /// Makes the bytes readable by whoever holds the slot.
     #[must_use]
     pub fn seal(self) -> Slot {
-        Slot(Arc::new(SlotInner { tally: OnceLock::new(), reserved: self }))
+        Slot(Arc::new(SlotInner { account: OnceLock::new(), reserved: self }))
     }
 }
 
 impl Drop for Reserved {
     fn drop(&mut self) {
-        self.pool.allocator.lock().give(self.extent.offset, self.extent.len);
+        if !self.returned {
+            self.pool.allocator.lock().give_slot(self.region, self.extent.offset, self.extent.len);
+        }
     }
 }
 
@@ -135,7 +200,7 @@ pub struct Slot(Arc<SlotInner>);
 #[derive(Debug)]
 struct SlotInner {
     /// Set once a sequence holds the slot: takes its bytes off the model's ledger in its drop.
-    tally: OnceLock<Tally>,
+    account: OnceLock<SlotAccount>,
     reserved: Reserved,
 }
 
@@ -153,19 +218,47 @@ impl Slot {
     }
 
     /// Counts the slot on a ledger from now to its end; a slot is counted once.
-    pub(crate) fn attach(&self, tally: impl FnOnce() -> Tally) {
-        self.0.tally.get_or_init(tally);
+    pub(crate) fn attach_account(&self, account: impl FnOnce() -> SlotAccount) {
+        self.0.account.get_or_init(account);
     }
 
     /// How the slot is counted, once it is.
-    pub(crate) fn tally(&self) -> Option<&Tally> {
-        self.0.tally.get()
+    pub(crate) fn account(&self) -> Option<&SlotAccount> {
+        self.0.account.get()
     }
 
     /// Whether nobody else holds the slot. Exclusive access makes the answer last: what nobody
     /// else holds can only be cloned from here.
     pub(crate) fn is_unshared(&mut self) -> bool {
         Arc::get_mut(&mut self.0).is_some()
+    }
+}
+
+/// Slots that nobody holds any more, to be given back under one lock.
+#[derive(Debug, Default)]
+pub(crate) struct FreedSlots(Vec<Reserved>);
+
+impl FreedSlots {
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Takes a slot when nobody else holds it.
+    pub(crate) fn take_slot(&mut self, slot: Slot) {
+        self.0.extend(Arc::into_inner(slot.0).map(|inner| inner.reserved));
+    }
+
+    /// Gives the bytes back. Those of another pool than the first's go one by one.
+    pub(crate) fn give_back(mut self) {
+        let Some(pool) = self.0.first().map(|reserved| Arc::clone(&reserved.pool)) else {
+            return;
+        };
+        let mut allocator = pool.allocator.lock();
+        for reserved in self.0.iter_mut().filter(|reserved| Arc::ptr_eq(&reserved.pool, &pool)) {
+            let Extent { offset, len } = reserved.extent;
+            allocator.give_slot(reserved.region, offset, len);
+            reserved.returned = true;
+        }
     }
 }
 
@@ -176,10 +269,10 @@ mod tests {
     #[test]
     fn drop_is_the_way_back() {
         let pool = Pool::new("host", 1024);
-        let first = pool.reserve(100).unwrap();
+        let first = pool.reserve_in(Region::Rows, 100).unwrap();
         assert_eq!(first.extent(), Extent { offset: 0, len: 100 });
         let slot = pool.reserve(64).unwrap().seal();
-        assert_eq!(slot.extent().offset, 128);
+        assert_eq!(slot.extent().offset, 1024 - 64);
         assert_eq!((slot.reserved_bytes(), pool.usage().used_bytes), (64, 192));
         let pin = slot.clone();
         drop(slot);
@@ -195,10 +288,19 @@ mod tests {
         let pool = Pool::new("host", 256);
         let _held = pool.reserve(128).unwrap();
         let error = pool.reserve(129).unwrap_err();
-        let wanted =
-            PoolFull { tier: "host", needed: 192, free: 128, largest_free: 128, capacity: 256 };
+        let wanted = PoolFull {
+            tier: "host",
+            region: Region::Pages,
+            needed: 192,
+            free: 128,
+            largest_free: 128,
+            capacity: 256,
+        };
         assert_eq!(error, wanted);
-        assert!(error.to_string().contains("192 bytes needed, 128 of 256 free"), "{error}");
+        assert!(
+            error.to_string().contains("192 bytes needed for pages, 128 of 256 free"),
+            "{error}"
+        );
         assert_eq!(pool.usage().slots, 1);
         assert!(pool.reserve(128).is_ok());
     }

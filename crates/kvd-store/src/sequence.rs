@@ -1,21 +1,25 @@
-//! A sequence: its model, its layers behind one mutex, and who is appending.
+//! A sequence: its model, its layers each behind a mutex, and who is appending.
 //!
-//! Owns [`SequenceEntry`]. Lock story: `layers` is the sequence's mutex. `busy` is set under it
-//! and cleared without it, by the drop of a [`Claim`], so that a ticket can be dropped
-//! anywhere. Every holder keeps the entry alive by `Arc`: closing only takes it off the map, and
-//! the last holder's drop gives the bytes back.
+//! Owns [`SequenceEntry`]. Lock story: each layer has a mutex; who needs several takes them in
+//! ascending order. `cuts` comes before them: a truncation holds it alone, so that a fork or a
+//! description, which holds it with others and takes one layer after another, sees every layer
+//! before the cut or every layer after it. `busy` is set under the layer's mutex and cleared
+//! without it, by the drop of a [`LayerClaim`], so that a ticket can be dropped anywhere. Every
+//! holder keeps the entry alive by `Arc`: closing only takes it off the map, and the last holder's
+//! drop gives the bytes back.
 
-use crate::cell::Part;
 use crate::layer::Layer;
 use crate::ledger::{Ledger, StoredBytes};
+use crate::pool::Pool;
 use crate::shape::ModelShape;
+use crate::view_list::DiscardedViews;
 use kvd_core::{LayerIndex, ModelId, SequenceId};
-use parking_lot::Mutex;
-use std::ops::Range;
+use parking_lot::{Mutex, RwLock};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What a sequence holds. Shared cells are counted in full for each sequence that sees them.
+/// Contents of a sequence. Shared blocks are counted in full for each sequence that sees them, in
+/// the form in which it reads them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SequenceUsage {
     /// Its model.
@@ -28,31 +32,15 @@ pub struct SequenceUsage {
     pub packed_blocks: u64,
     /// The other blocks: wholly or partly read in the stored precision.
     pub raw_blocks: u64,
-    /// What the cells hold; a block kept raw for this sequence and packed for another is counted
-    /// in both forms.
+    /// What the blocks hold.
     pub stored: StoredBytes,
 }
 
-/// A range of one layer, readable and kept alive until this is dropped.
-#[derive(Clone, Debug)]
-pub struct Pinned {
-    /// The sequence's model.
-    pub model: Arc<ModelShape>,
-    /// Tokens the read sees: as asked, or all that the layer had.
-    pub length: u32,
-    /// Tokens that the parts cover.
-    pub range: Range<u32>,
-    /// Where they lie: in order, disjoint, without gaps.
-    pub parts: Vec<PinnedPart>,
-}
-
-/// One part of a [`Pinned`] range.
-#[derive(Clone, Debug)]
-pub struct PinnedPart {
-    /// Token of the sequence at `part.rows.start`.
-    pub first_token: u32,
-    /// Its rows and their place.
-    pub part: Part,
+/// A layer, and whether somebody appends to it.
+#[derive(Debug)]
+struct LayerEntry {
+    layer: Mutex<Layer>,
+    busy: AtomicBool,
 }
 
 /// A sequence as the store and its tickets hold it.
@@ -61,8 +49,9 @@ pub(crate) struct SequenceEntry {
     pub(crate) id: SequenceId,
     pub(crate) model: Arc<ModelShape>,
     pub(crate) ledger: Arc<Ledger>,
-    pub(crate) layers: Mutex<Vec<Layer>>,
-    busy: Box<[AtomicBool]>,
+    pub(crate) cuts: RwLock<()>,
+    layers: Box<[LayerEntry]>,
+    pool: Arc<Pool>,
 }
 
 impl SequenceEntry {
@@ -70,43 +59,65 @@ impl SequenceEntry {
         id: SequenceId,
         model: Arc<ModelShape>,
         ledger: Arc<Ledger>,
+        pool: Arc<Pool>,
         layers: Vec<Layer>,
     ) -> Self {
-        let busy = layers.iter().map(|_| AtomicBool::new(false)).collect();
-        Self { id, model, ledger, layers: Mutex::new(layers), busy }
+        let entry = |layer| LayerEntry { layer: Mutex::new(layer), busy: AtomicBool::new(false) };
+        let layers = layers.into_iter().map(entry).collect();
+        Self { id, model, ledger, cuts: RwLock::new(()), layers, pool }
     }
 
-    /// The right to append to `layer`; `None` while another has it. Call under the mutex.
-    pub(crate) fn claim(self: &Arc<Self>, layer: usize) -> Option<Claim> {
-        let was_busy = self.busy[layer].swap(true, Ordering::Acquire);
-        (!was_busy).then(|| Claim { entry: Arc::clone(self), layer })
+    /// A layer's mutex.
+    pub(crate) fn layer(&self, layer: usize) -> &Mutex<Layer> {
+        &self.layers[layer].layer
+    }
+
+    /// The mutexes of all layers, in the order in which they are taken.
+    pub(crate) fn layers(&self) -> impl Iterator<Item = &Mutex<Layer>> {
+        self.layers.iter().map(|entry| &entry.layer)
+    }
+
+    /// The right to append to `layer`; `None` while another has it. Call under the layer's mutex.
+    pub(crate) fn claim(self: &Arc<Self>, layer: usize) -> Option<LayerClaim> {
+        let was_busy = self.layers[layer].busy.swap(true, Ordering::Acquire);
+        (!was_busy).then(|| LayerClaim { entry: Arc::clone(self), layer })
     }
 
     /// Whether somebody appends to `layer`.
     pub(crate) fn is_busy(&self, layer: usize) -> bool {
-        self.busy[layer].load(Ordering::Acquire)
+        self.layers[layer].busy.load(Ordering::Acquire)
     }
 
     /// The first layer that somebody appends to.
     pub(crate) fn busy_layer(&self) -> Option<LayerIndex> {
-        (0..self.busy.len()).find(|&l| self.is_busy(l)).map(|l| LayerIndex(l as u32))
+        (0..self.layers.len()).find(|&l| self.is_busy(l)).map(|l| LayerIndex(l as u32))
+    }
+
+    /// Frees views that were this sequence's. Takes the pool's lock: call without a layer's.
+    pub(crate) fn discard_views(&self, views: DiscardedViews) {
+        self.pool.discard_views(views);
     }
 }
 
-/// Tokens that every one of `layers` has.
-pub(crate) fn common_length(layers: &[Layer]) -> u32 {
-    layers.iter().map(|l| l.length).min().unwrap_or(0)
+impl Drop for SequenceEntry {
+    fn drop(&mut self) {
+        let mut all = DiscardedViews::default();
+        for entry in &mut self.layers {
+            all.append_all(entry.layer.get_mut().views.take_all());
+        }
+        self.pool.discard_views(all);
+    }
 }
 
 /// The exclusive right to append to one layer; dropping it is giving it back.
 #[derive(Debug)]
-pub(crate) struct Claim {
+pub(crate) struct LayerClaim {
     pub(crate) entry: Arc<SequenceEntry>,
     pub(crate) layer: usize,
 }
 
-impl Drop for Claim {
+impl Drop for LayerClaim {
     fn drop(&mut self) {
-        self.entry.busy[self.layer].store(false, Ordering::Release);
+        self.entry.layers[self.layer].busy.store(false, Ordering::Release);
     }
 }

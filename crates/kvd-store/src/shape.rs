@@ -14,6 +14,10 @@ pub struct Limits {
     /// Layers of all open sequences together: each takes book-keeping of its own, also while it
     /// is empty. Default 4 194 304 (2^22).
     pub sequence_layers_max: u64,
+    /// Views of all sequences together: one for each block that a sequence stored or copied, and
+    /// for a fork one for every 64 blocks that it shares and one for each of its last 64. Each
+    /// takes 24 bytes. Default 33 554 432 (2^25).
+    pub sequence_views_max: u64,
     /// Tokens of one sequence. Default 4 194 304 (2^22).
     pub tokens_per_sequence_max: u32,
     /// Tokens of one append, which bounds the work of one lane job. Default 65 536.
@@ -25,6 +29,7 @@ impl Default for Limits {
         Self {
             sequences_max: 65_536,
             sequence_layers_max: 1 << 22,
+            sequence_views_max: 1 << 25,
             tokens_per_sequence_max: 1 << 22,
             tokens_per_append_max: 65_536,
         }

@@ -1,16 +1,19 @@
 //! The store: sequences by id, and totals by model.
 //!
 //! Owns the sequence map and the ledgers. A look-up clones the entry's `Arc` and lets the shard
-//! go before the sequence's mutex is taken; no shard lock is held while anything else is locked
+//! go before a layer's mutex is taken; no shard lock is held while anything else is locked
 //! or while an entry drops.
 
 use crate::append::{Append, AppendClaim, AppendTicket};
+use crate::append_plan::AppendDraft;
 use crate::error::StoreError;
-use crate::layer::{Fit, Layer, Remembered};
+use crate::layer::{Layer, RangeFit, Remembered};
 use crate::ledger::{Ledger, ModelUsage, StoredBytes};
+use crate::pinned::Pinned;
 use crate::pool::Pool;
-use crate::sequence::{Pinned, SequenceEntry, SequenceUsage, common_length};
+use crate::sequence::{SequenceEntry, SequenceUsage};
 use crate::shape::{Limits, ModelShape};
+use crate::view_list::{DiscardedViews, ViewList};
 use dashmap::DashMap;
 use kvd_core::{IdCounter, LayerIndex, ModelId, Namespace, SequenceId};
 use std::ops::{Bound, RangeBounds};
@@ -25,6 +28,8 @@ pub struct Store {
     pub(crate) ids: IdCounter<SequenceId>,
     open: AtomicU64,
     open_layers: AtomicU64,
+    /// Views of all sequences: the lists count themselves.
+    view_count: Arc<AtomicU64>,
     sequences: DashMap<SequenceId, Arc<SequenceEntry>>,
     ledgers: DashMap<ModelId, Arc<Ledger>>,
 }
@@ -39,6 +44,7 @@ impl Store {
             ids,
             open: AtomicU64::new(0),
             open_layers: AtomicU64::new(0),
+            view_count: Arc::default(),
             sequences: DashMap::new(),
             ledgers: DashMap::new(),
         }
@@ -56,8 +62,8 @@ impl Store {
     /// [`StoreError::LimitExceeded`], or [`StoreError::Geometry`] when the shape is out of range.
     pub fn open(&self, model: Arc<ModelShape>) -> Result<SequenceId, StoreError> {
         model.geometry.validate_fields()?;
-        let id = self.admit(&model)?;
-        let layers = (0..model.geometry.layers).map(|_| Layer::default()).collect();
+        let id = self.admit_sequence(&model)?;
+        let layers = (0..model.geometry.layers).map(|_| Layer::new(&self.view_count)).collect();
         let ledger = Arc::clone(&self.ledgers.entry(model.id).or_default());
         Ok(self.insert(id, model, ledger, layers))
     }
@@ -76,17 +82,19 @@ impl Store {
         length: Option<u32>,
     ) -> Result<(SequenceId, u32), StoreError> {
         let parent = self.entry(ns, id)?;
-        let (forked, length, layers) = {
-            let layers = parent.layers.lock();
-            let stored = common_length(&layers);
-            let length = length.unwrap_or(stored);
-            if length > stored {
-                return Err(StoreError::RangeNotStored { asked: length, stored });
-            }
-            let forked = self.admit(&parent.model)?;
-            let shared = layers.iter().map(|l| l.fork(&parent.model, length)).collect();
-            (forked, length, shared)
-        };
+        // Appends go on: what they add lies behind what is shared.
+        let no_cut = parent.cuts.read();
+        let stored = common_length(parent.layers().map(|layer| layer.lock().length));
+        let length = length.unwrap_or(stored);
+        if length > stored {
+            return Err(StoreError::RangeNotStored { asked: length, stored });
+        }
+        let views = ViewList::fork_count(parent.model.blocks(length));
+        self.check_views(views * u64::from(parent.model.geometry.layers))?;
+        let forked = self.admit_sequence(&parent.model)?;
+        let layers = parent.layers().map(|layer| layer.lock().fork_first(&parent.model, length));
+        let layers = layers.collect();
+        drop(no_cut);
         let model = Arc::clone(&parent.model);
         Ok((self.insert(forked, model, Arc::clone(&parent.ledger), layers), length))
     }
@@ -100,23 +108,26 @@ impl Store {
     /// than `length`, [`StoreError::SequenceBusy`] while an append is in flight.
     pub fn truncate(&self, ns: &Namespace, id: SequenceId, length: u32) -> Result<(), StoreError> {
         let entry = self.entry(ns, id)?;
-        let gone: Vec<_> = {
-            let mut layers = entry.layers.lock();
+        let mut gone = DiscardedViews::default();
+        {
+            let _alone = entry.cuts.write();
+            let mut layers: Vec<_> = entry.layers().map(|layer| layer.lock()).collect();
             if let Some(layer) = entry.busy_layer() {
                 return Err(StoreError::SequenceBusy { id, layer });
             }
-            let stored = common_length(&layers);
+            let stored = common_length(layers.iter().map(|layer| layer.length));
             if length > stored {
                 return Err(StoreError::RangeNotStored { asked: length, stored });
             }
-            layers.iter_mut().map(|l| l.truncate(&entry.model, length)).collect()
-        };
-        drop(gone);
+            layers.iter_mut().for_each(|l| gone.append_all(l.truncate_to(&entry.model, length)));
+        }
+        entry.discard_views(gone);
         Ok(())
     }
 
     /// Closes a sequence. Pins and appends in flight stay valid: the bytes go with the last of
-    /// them, and such an append is seen by nobody.
+    /// them, and such an append is seen by nobody. A long sequence's bytes go soon after the
+    /// answer; a reservation that needs them waits for them.
     ///
     /// # Errors
     /// [`StoreError::UnknownSequence`].
@@ -125,7 +136,7 @@ impl Store {
         let Some((_, entry)) = removed else {
             return Err(StoreError::UnknownSequence { id });
         };
-        self.uncount(&entry.model);
+        self.uncount_sequence(&entry.model);
         entry.ledger.sequence_closed();
         let model = entry.model.id;
         drop(entry);
@@ -134,24 +145,23 @@ impl Store {
         Ok(())
     }
 
-    /// What a sequence holds. Takes time in proportion to its blocks.
+    /// Says what a sequence holds. Takes time in proportion to its layers.
     ///
     /// # Errors
     /// [`StoreError::UnknownSequence`].
     pub fn describe(&self, ns: &Namespace, id: SequenceId) -> Result<SequenceUsage, StoreError> {
         let entry = self.entry(ns, id)?;
-        let layers = entry.layers.lock();
         let mut usage = SequenceUsage {
             model: entry.model.id,
-            length: common_length(&layers),
-            layer_lengths: Vec::with_capacity(layers.len()),
+            length: 0,
+            layer_lengths: Vec::with_capacity(entry.model.geometry.layers as usize),
             packed_blocks: 0,
             raw_blocks: 0,
             stored: StoredBytes::default(),
         };
-        for layer in layers.iter() {
-            layer.count(&entry.model, &mut usage);
-        }
+        let _no_cut = entry.cuts.read();
+        entry.layers().for_each(|layer| layer.lock().add_usage(&entry.model, &mut usage));
+        usage.length = common_length(usage.layer_lengths.iter().copied());
         Ok(usage)
     }
 
@@ -182,17 +192,19 @@ impl Store {
         content_hash: u64,
     ) -> Result<Append, StoreError> {
         let (entry, index) = self.entry_to_append(ns, id, layer, start, tokens)?;
-        let mut layers = entry.layers.lock();
-        let state = &mut layers[index];
-        if let Some(known) = known_content(&entry, state, layer, start, tokens)? {
-            if known != content_hash {
-                return Err(StoreError::RangeConflict { start, tokens });
+        let (claim, draft) = {
+            let mut state = entry.layer(index).lock();
+            if let Some(known) = known_content(&entry, &state, layer, start, tokens)? {
+                if known != content_hash {
+                    return Err(StoreError::RangeConflict { start, tokens });
+                }
+                return Ok(Append::Replayed { length: state.length });
             }
-            return Ok(Append::Replayed { length: state.length });
-        }
-        let claim = entry.claim(index).ok_or(StoreError::SequenceBusy { id, layer })?;
+            let claim = entry.claim(index).ok_or(StoreError::SequenceBusy { id, layer })?;
+            (claim, AppendDraft::new(&mut state, &entry.model, start + tokens))
+        };
         let offered = Remembered { start, tokens, content_hash };
-        Ok(Append::Ticket(AppendTicket::new(claim, state, &self.pool, offered)?))
+        Ok(Append::Ticket(AppendTicket::new(claim, draft, &self.pool, offered)?))
     }
 
     /// Takes the right to append for a caller who does not know the content yet, and passes the
@@ -211,8 +223,8 @@ impl Store {
         tokens: u32,
     ) -> Result<Option<AppendClaim>, StoreError> {
         let (entry, index) = self.entry_to_append(ns, id, layer, start, tokens)?;
-        let layers = entry.layers.lock();
-        if known_content(&entry, &layers[index], layer, start, tokens)?.is_some() {
+        let state = entry.layer(index).lock();
+        if known_content(&entry, &state, layer, start, tokens)?.is_some() {
             return Ok(None);
         }
         let claim = entry.claim(index).ok_or(StoreError::SequenceBusy { id, layer })?;
@@ -230,12 +242,13 @@ impl Store {
         content_hash: u64,
     ) -> Result<AppendTicket, StoreError> {
         let AppendClaim { claim, start, tokens } = claim;
-        let entry = Arc::clone(&claim.entry);
-        let mut layers = entry.layers.lock();
-        let state = &mut layers[claim.layer];
-        debug_assert_eq!(state.length, start, "a claimed layer has changed");
+        let draft = {
+            let mut state = claim.entry.layer(claim.layer).lock();
+            debug_assert_eq!(state.length, start, "a claimed layer has changed");
+            AppendDraft::new(&mut state, &claim.entry.model, start + tokens)
+        };
         let offered = Remembered { start, tokens, content_hash };
-        Ok(AppendTicket::new(claim, state, &self.pool, offered)?)
+        Ok(AppendTicket::new(claim, draft, &self.pool, offered)?)
     }
 
     /// Pins tokens of one layer for reading. `length` is how many tokens the read may see, all
@@ -253,8 +266,7 @@ impl Store {
         length: Option<u32>,
     ) -> Result<Pinned, StoreError> {
         let (entry, index) = self.entry_and_layer(ns, id, layer)?;
-        let layers = entry.layers.lock();
-        let state = &layers[index];
+        let state = entry.layer(index).lock();
         let stored = state.length;
         let length = length.unwrap_or(stored);
         if length > stored {
@@ -276,8 +288,9 @@ impl Store {
         if end > length {
             return Err(StoreError::RangeNotStored { asked: end, stored: length });
         }
-        let parts = state.parts(&entry.model, start..end);
-        Ok(Pinned { model: Arc::clone(&entry.model), length, range: start..end, parts })
+        let views = state.pin_range(&entry.model, start..end);
+        drop(state);
+        Ok(Pinned { model: Arc::clone(&entry.model), length, range: start..end, views })
     }
 
     /// What the sequences of a model hold right now; zeros for a model without any.
@@ -290,6 +303,12 @@ impl Store {
     /// and appends in flight when the last was closed kept it.
     pub fn forget_model(&self, model: ModelId) {
         self.ledgers.remove(&model);
+    }
+
+    /// Views of all sequences.
+    #[cfg(test)]
+    pub(crate) fn view_count(&self) -> u64 {
+        self.view_count.load(Relaxed)
     }
 
     /// Every open sequence.
@@ -329,7 +348,18 @@ impl Store {
     ) -> Result<(Arc<SequenceEntry>, usize), StoreError> {
         let found = self.entry_and_layer(ns, id, layer)?;
         self.check_size(start, tokens)?;
+        self.check_views(u64::from(tokens / found.0.model.block_tokens()))?;
         Ok(found)
+    }
+
+    /// Refuses what would add so many views beyond the limit.
+    fn check_views(&self, more: u64) -> Result<(), StoreError> {
+        let (limit, max) = ("sequence_views_max", self.limits.sequence_views_max);
+        let asked = self.view_count.load(Relaxed).saturating_add(more);
+        if asked > max {
+            return Err(StoreError::LimitExceeded { limit, max, asked });
+        }
+        Ok(())
     }
 
     /// Whether an append has a size that is allowed at all.
@@ -352,19 +382,19 @@ impl Store {
     }
 
     /// Counts one more sequence and its layers and gives it an id, or refuses.
-    fn admit(&self, model: &ModelShape) -> Result<SequenceId, StoreError> {
+    fn admit_sequence(&self, model: &ModelShape) -> Result<SequenceId, StoreError> {
         let limits = &self.limits;
-        count("sequences_max", &self.open, 1, limits.sequences_max)?;
+        count_within("sequences_max", &self.open, 1, limits.sequences_max)?;
         let layers = u64::from(model.geometry.layers);
         let max = limits.sequence_layers_max;
-        count("sequence_layers_max", &self.open_layers, layers, max).inspect_err(|_| {
+        count_within("sequence_layers_max", &self.open_layers, layers, max).inspect_err(|_| {
             self.open.fetch_sub(1, Relaxed);
         })?;
-        Ok(self.ids.next().inspect_err(|_| self.uncount(model))?)
+        Ok(self.ids.next().inspect_err(|_| self.uncount_sequence(model))?)
     }
 
-    /// Takes back what [`Store::admit`] counted.
-    fn uncount(&self, model: &ModelShape) {
+    /// Takes back what [`Store::admit_sequence`] counted.
+    fn uncount_sequence(&self, model: &ModelShape) {
         self.open.fetch_sub(1, Relaxed);
         self.open_layers.fetch_sub(u64::from(model.geometry.layers), Relaxed);
     }
@@ -377,7 +407,8 @@ impl Store {
         layers: Vec<Layer>,
     ) -> SequenceId {
         ledger.sequence_opened();
-        self.sequences.insert(id, Arc::new(SequenceEntry::new(id, model, ledger, layers)));
+        let pool = Arc::clone(&self.pool);
+        self.sequences.insert(id, Arc::new(SequenceEntry::new(id, model, ledger, pool, layers)));
         id
     }
 
@@ -389,6 +420,11 @@ impl Store {
     }
 }
 
+/// Tokens that every layer has, of their lengths.
+fn common_length(lengths: impl Iterator<Item = u32>) -> u32 {
+    lengths.min().unwrap_or(0)
+}
+
 /// The hash of a range that was acknowledged before; none where it may be appended. `state` is that
 /// of `layer`, and locked.
 fn known_content(
@@ -398,22 +434,27 @@ fn known_content(
     start: u32,
     tokens: u32,
 ) -> Result<Option<u64>, StoreError> {
-    let fit = state.fit(start, tokens)?;
-    if let Fit::Known(content_hash) = fit {
+    let fit = state.find_fit(start, tokens)?;
+    if let RangeFit::Known(content_hash) = fit {
         return Ok(Some(content_hash));
     }
     // Before the gap is called one: what is in flight may be what fills it.
     if entry.is_busy(layer.0 as usize) {
         return Err(StoreError::SequenceBusy { id: entry.id, layer });
     }
-    if fit == Fit::Gap {
+    if fit == RangeFit::Gap {
         return Err(StoreError::RangeGap { expected: state.length, start });
     }
     Ok(None)
 }
 
 /// Adds `more` to a counter that stays within `max`.
-fn count(limit: &'static str, counter: &AtomicU64, more: u64, max: u64) -> Result<(), StoreError> {
+fn count_within(
+    limit: &'static str,
+    counter: &AtomicU64,
+    more: u64,
+    max: u64,
+) -> Result<(), StoreError> {
     let add = |now: u64| now.checked_add(more).filter(|sum| *sum <= max);
     match counter.fetch_update(Relaxed, Relaxed, add) {
         Ok(_) => Ok(()),

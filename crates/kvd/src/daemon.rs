@@ -4,7 +4,7 @@ use crate::admin::AdminServer;
 use crate::config::{Config, ConfigError};
 use crate::descriptors;
 use crate::device::{self, DeviceError};
-use crate::lane::{Lane, LaneThread};
+use crate::device_worker::{DeviceWorker, DeviceWorkerThread, WorkerLimits};
 use crate::metrics::Metrics;
 use crate::service::{Service, draw_ids};
 use crate::transport::{BoundAddresses, GrpcServer, ListenError, Phase};
@@ -12,7 +12,7 @@ use kvd_compute::Backend;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
@@ -32,15 +32,15 @@ pub enum BuildError {
     /// Random numbers for the boot id and for ids.
     #[error("the system gives no random numbers for ids: {0}")]
     Random(getrandom::Error),
-    /// A thread for the lane.
-    #[error("start the lane: {0}")]
-    Lane(std::io::Error),
+    /// A thread for a device.
+    #[error("start a device's thread: {0}")]
+    Worker(std::io::Error),
 }
 
 /// Everything bound and taken, nothing served yet.
 pub struct Daemon {
     service: Arc<Service>,
-    lane_threads: Vec<LaneThread>,
+    worker_threads: Vec<DeviceWorkerThread>,
     grpc: GrpcServer,
     admin: Option<AdminServer>,
     /// Devices that have failed.
@@ -50,7 +50,7 @@ pub struct Daemon {
 /// A serving daemon.
 pub struct Running {
     service: Arc<Service>,
-    lane_threads: Vec<LaneThread>,
+    worker_threads: Vec<DeviceWorkerThread>,
     addresses: BoundAddresses,
     admin_address: Option<SocketAddr>,
     phase: watch::Sender<Phase>,
@@ -79,6 +79,17 @@ const ADMIN_GRACE: Duration = Duration::from_millis(200);
 
 /// Time for a server to notice that its connections are cut.
 const CUT_TIME: Duration = Duration::from_secs(1);
+
+/// Time for devices to end the job that they have: an attend stops within milliseconds.
+pub const DEVICE_STOP_TIME: Duration = Duration::from_secs(2);
+
+/// Ends the threads of all devices; whether all of them have ended in time.
+fn stop_devices(threads: Vec<DeviceWorkerThread>) -> bool {
+    threads.iter().for_each(DeviceWorkerThread::stop);
+    let end = Instant::now() + DEVICE_STOP_TIME;
+    let left = || end.saturating_duration_since(Instant::now());
+    threads.into_iter().map(|thread| thread.join(left())).fold(true, |all, ended| all && ended)
+}
 
 /// Waits for a server whose connections are cut, and gives it up if it hangs all the same.
 async fn end<T>(mut server: JoinHandle<T>) {
@@ -109,7 +120,7 @@ fn warn_of_open_doors(tcp: Option<SocketAddr>, admin: Option<SocketAddr>) {
 }
 
 impl Daemon {
-    /// Takes memory, starts the lane and binds all sockets.
+    /// Takes memory, starts the devices' threads and binds all sockets.
     ///
     /// # Errors
     /// What could not be had.
@@ -139,13 +150,15 @@ impl Daemon {
         let start = |backend| {
             let failures = failures.clone();
             let on_failure = move || failures.send_modify(|failed| *failed += 1);
-            Lane::start(backend, config.queue_jobs_max, &metrics, on_failure)
+            let (queue_jobs_max, weights) = (config.queue_jobs_max, config.weights.clone());
+            let limits = WorkerLimits { queue_jobs_max, weights };
+            DeviceWorker::start(backend, limits, &metrics, on_failure)
         };
-        let lanes = backends.into_iter().map(start).collect::<Result<Vec<_>, _>>();
-        let (lanes, lane_threads) = lanes.map_err(BuildError::Lane)?.into_iter().unzip();
+        let workers = backends.into_iter().map(start).collect::<Result<Vec<_>, _>>();
+        let (workers, worker_threads) = workers.map_err(BuildError::Worker)?.into_iter().unzip();
         let ids = draw_ids().map_err(BuildError::Random)?;
-        let service = Arc::new(Service::new(Arc::new(config), lanes, metrics, ids));
-        Ok(Self { service, lane_threads, grpc, admin, failed })
+        let service = Arc::new(Service::new(Arc::new(config), workers, metrics, ids));
+        Ok(Self { service, worker_threads, grpc, admin, failed })
     }
 
     /// Begins to serve.
@@ -181,7 +194,7 @@ impl Daemon {
         });
         Running {
             service: self.service,
-            lane_threads: self.lane_threads,
+            worker_threads: self.worker_threads,
             addresses,
             admin_address,
             phase,
@@ -215,9 +228,9 @@ impl Running {
 
     /// Returns when no device is left that works.
     pub async fn device_failed(&self) {
-        let (mut failed, count) = (self.failed.clone(), self.lane_threads.len());
+        let (mut failed, count) = (self.failed.clone(), self.worker_threads.len());
         if failed.wait_for(|failed| *failed == count).await.is_err() {
-            // A lane is gone without a failure: nothing to report, ever.
+            // A device's thread is gone without a failure: nothing to report, ever.
             std::future::pending::<()>().await;
         }
     }
@@ -259,11 +272,14 @@ impl Running {
         }
         self.upkeep.abort();
         drop(self.service);
-        // Off the runtime's workers: the lane may be in the middle of a job. Tasks that were cut
-        // off may still hold the service; the lane ends all the same.
-        let threads = self.lane_threads;
-        let join = move || threads.into_iter().for_each(LaneThread::join);
-        let _ = tokio::task::spawn_blocking(join).await;
+        // Off the runtime's workers: a device may be in the middle of a job. Tasks that were cut
+        // off may still hold the service; the threads end all the same.
+        let threads = self.worker_threads;
+        let join = move || stop_devices(threads);
+        if !tokio::task::spawn_blocking(join).await.unwrap_or(false) {
+            let limit_ms = DEVICE_STOP_TIME.as_millis() as u64;
+            tracing::warn!(limit_ms, "a device's job did not end; it ends with the process");
+        }
         tracing::info!(?drained, "stopped");
         drained
     }

@@ -1,8 +1,8 @@
-//! The KV-cache memory daemon: configuration, transport, service, lanes, metrics.
+//! The KV-cache memory daemon: configuration, transport, service, device workers, metrics.
 //!
 //! ```text
 //! transport ─► service ─► store (who holds which bytes)
-//!                     └─► lane  ─► backend (the bytes)
+//!                     └─► worker  ─► backend (the bytes)
 //! ```
 #![forbid(unsafe_code)]
 
@@ -15,12 +15,13 @@ pub mod daemon;
 pub mod dashboard;
 mod descriptors;
 pub mod device;
-pub mod lane;
+pub mod device_worker;
 pub mod metrics;
+mod scheduler;
 pub mod service;
+mod shares;
 pub mod telemetry;
 pub mod transport;
-mod turns;
 
 pub use config::Config;
 pub use daemon::{BuildError, Daemon, Drained, Running};

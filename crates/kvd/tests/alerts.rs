@@ -109,11 +109,7 @@ fn noise(index: usize) -> f32 {
 }
 
 fn call() -> kvd::service::Call {
-    kvd::service::Call {
-        namespace: Namespace::new("default").unwrap(),
-        deadline: None,
-        waits_for_queue: false,
-    }
+    kvd::service::Call::new(Namespace::new("default").unwrap())
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -172,7 +168,7 @@ async fn a_full_queue_is_counted_from_its_first_refusal_and_long_waits_are_seen(
     let mut rpc = engine.rpc.clone();
     let attend = support::attend_nothing(engine.model_id, engine.sequence_id);
     let waiting = tokio::spawn(async move { rpc.attend(attend).await.map(|_| ()) });
-    support::until(|| running.service().lane().queued() == 1).await;
+    support::until(|| running.service().worker().queued() == 1).await;
     let labels = ["device=\"0\"", "kind=\"attend\""];
     assert_eq!(sum(&running, "kvd_queue_depth", &labels), 1.0);
     assert!(sum(&running, "kvd_inflight_bytes", &[]) > 0.0);
@@ -198,7 +194,7 @@ async fn jobs_whose_caller_left_are_counted_by_when() {
     let mut rpc = engine.rpc.clone();
     let attend = support::attend_nothing(engine.model_id, engine.sequence_id);
     let waiting = tokio::spawn(async move { rpc.attend(attend).await.map(|_| ()) });
-    support::until(|| running.service().lane().queued() == 1).await;
+    support::until(|| running.service().worker().queued() == 1).await;
     waiting.abort();
     support::until(|| answered(&running, "Attend", "CANCELLED") == 1.0).await;
     drop(gate);
@@ -206,8 +202,8 @@ async fn jobs_whose_caller_left_are_counted_by_when() {
     support::until(|| abandoned("when=\"before\"") == 1.0).await;
     assert_eq!(abandoned("when=\"during\""), 0.0);
     // This one's caller leaves while it runs.
-    let (lane, (begin, begun)) =
-        (running.service().lane().clone(), tokio::sync::oneshot::channel());
+    let (worker, (begin, begun)) =
+        (running.service().worker().clone(), tokio::sync::oneshot::channel());
     let (go, gate) = std::sync::mpsc::sync_channel::<()>(1);
     let leaving = tokio::spawn(async move {
         let work = move |_: &mut dyn Backend| {
@@ -215,7 +211,7 @@ async fn jobs_whose_caller_left_are_counted_by_when() {
             let _ = gate.recv();
             Ok(())
         };
-        lane.run(&call(), work).await
+        worker.run(&call(), work).await
     });
     begun.await.unwrap();
     leaving.abort();
@@ -228,12 +224,12 @@ async fn jobs_whose_caller_left_are_counted_by_when() {
 async fn a_device_that_fails_is_counted_from_its_first_answer_and_ends_readiness() {
     let running = support::start(&[]).await;
     let mut engine = Engine::open(&running, "raw").await;
-    let lane = running.service().lane().clone();
+    let worker = running.service().worker().clone();
     let panic = |_: &mut dyn Backend| -> Result<(), kvd::service::ServiceError> {
         panic!("the device is gone")
     };
-    lane.run(&call(), panic).await.unwrap_err();
-    support::until(|| lane.failed()).await;
+    worker.run(&call(), panic).await.unwrap_err();
+    support::until(|| worker.failed()).await;
     engine.attend().await.unwrap_err();
     assert_eq!(answered(&running, "Attend", "DEVICE_FAILED"), 1.0);
     assert_eq!(sum(&running, "kvd_ready", &[]), 0.0);
@@ -254,7 +250,7 @@ async fn a_corrupt_page_is_counted_from_its_first_answer() {
         let to = RawTarget { extent, capacity_rows: tokens, first_row: 0 };
         Ok(backend.write(model, &rows, 0, tokens, to)?)
     };
-    running.service().lane().run(&call(), destroy).await.unwrap();
+    running.service().worker().run(&call(), destroy).await.unwrap();
     let error = engine.load(64).await.unwrap_err();
     assert_eq!(error.code(), Code::DataLoss, "{error}");
     assert_eq!(answered(&running, "LoadBlocks", "CORRUPT_PAGE"), 1.0);

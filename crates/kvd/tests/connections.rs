@@ -3,10 +3,11 @@
 mod support;
 
 use kvd::Running;
+use kvd_core::ErrorCode;
 use kvd_proto::v1::{self, kvd_client::KvdClient};
 use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use support::{closes, rpc, start};
 use tonic::Request;
 use tonic::transport::Endpoint;
@@ -98,7 +99,7 @@ async fn calls_given_up_while_they_wait_are_counted() {
     support::until(|| counted(&running, "Attend", "DEADLINE_EXCEEDED")).await;
     let mut leaving = client.clone();
     let call = tokio::spawn(async move { leaving.attend(attend).await });
-    support::until(|| running.service().lane().queued() == 2).await;
+    support::until(|| running.service().worker().queued() == 1).await;
     call.abort();
     support::until(|| counted(&running, "Attend", "CANCELLED")).await;
     drop(gate);
@@ -118,4 +119,34 @@ async fn calls_of_malformed_namespaces_are_counted() {
     for rpc in ["GetServerInfo", "StoreBlocks"] {
         assert!(counted(&running, rpc, "INVALID_ARGUMENT"), "{rpc}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_silent_region_keeps_a_worker_out_for_its_handshake_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("region");
+    // Keepalive has nothing to do with it.
+    let flags = [
+        ("server.listen_region", path.to_str().unwrap()),
+        ("limits.regions_max", "1"),
+        ("server.keepalive_timeout_ms", "60000"),
+    ];
+    let _running = start(&flags).await;
+    let _silent = std::os::unix::net::UnixStream::connect(&path).unwrap();
+    let open =
+        move || kvd_client::RegionClient::open_region(&path, &kvd_client::RegionOptions::default());
+    let began = Instant::now();
+    let refused = tokio::task::spawn_blocking({
+        let open = open.clone();
+        move || open().err()
+    });
+    let refused = refused.await.unwrap().expect("the one place is taken");
+    assert_eq!(refused.code, Some(ErrorCode::LimitExceeded), "{refused}");
+    let opened = tokio::task::spawn_blocking(move || {
+        while open().is_err() {
+            assert!(began.elapsed() < Duration::from_secs(20), "it is never given up");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    });
+    opened.await.unwrap();
 }

@@ -119,13 +119,9 @@ async fn a_reader_that_stopped_reading_is_cut_off() {
         }
     };
     assert!(rest.is_err());
-    // The lane is gone although the service, held here, is not.
-    let call = kvd::service::Call {
-        namespace: kvd_core::Namespace::new("default").unwrap(),
-        deadline: None,
-        waits_for_queue: false,
-    };
-    let late = service.lane().run(&call, |_| Ok(())).await.unwrap_err();
+    // The worker is gone although the service, held here, is not.
+    let call = kvd::service::Call::new(kvd_core::Namespace::new("default").unwrap());
+    let late = service.worker().run(&call, |_| Ok(())).await.unwrap_err();
     assert_eq!(late.code(), kvd_core::ErrorCode::ShuttingDown);
 }
 
@@ -136,7 +132,7 @@ async fn requests_that_wait_for_a_busy_device_are_cut_off() {
     let mut rpc = rpc(&running).await;
     let spec = support::spec();
     let waiting = tokio::spawn(async move { rpc.register_model(Request::new(spec)).await });
-    support::until(|| running.service().lane().queued() == 1).await;
+    support::until(|| running.service().worker().queued() == 1).await;
     let drained = tokio::spawn(running.drain());
     // The answer does not wait for the job that runs; the end of the daemon does.
     let error = tokio::time::timeout(PROMPT, waiting).await.unwrap().unwrap().unwrap_err();

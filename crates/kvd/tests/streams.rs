@@ -178,7 +178,7 @@ async fn a_stream_waits_where_a_call_is_told_that_the_queue_is_full() {
         let request = attend();
         tokio::spawn(async move { first.attend(request).await })
     };
-    until(|| running.service().lane().queued() == 1).await;
+    until(|| running.service().worker().queued() == 1).await;
     let status = rpc.attend(attend()).await.unwrap_err();
     assert_eq!(kvd_proto::error_code(&status), Some(ErrorCode::QueueFull));
     let mut streams = Vec::new();

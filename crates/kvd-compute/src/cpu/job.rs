@@ -2,7 +2,7 @@
 
 use crate::cpu::simd::{Precision, Simd};
 use crate::cpu::tile::Reader;
-use crate::{AttendPlan, PlanPart, PlanQuery};
+use crate::{AttendPlan, PlanPart, PlanQuery, Stop};
 use std::ops::Range;
 
 /// A piece of work: some query tokens, one KV head, some parts.
@@ -24,6 +24,8 @@ pub(crate) struct Job<'a> {
     /// The whole payload, widened.
     pub(crate) q: &'a [f32],
     pub(crate) threads: usize,
+    /// When it ends early, and when it pauses.
+    pub(crate) stop: &'a Stop,
 }
 
 /// Query heads that share one KV head.

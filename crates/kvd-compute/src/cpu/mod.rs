@@ -75,6 +75,7 @@ mod rows;
 mod score_tables;
 mod scores;
 mod simd;
+mod slices;
 mod softmax;
 mod span;
 #[cfg(test)]
@@ -87,8 +88,9 @@ mod vq;
 mod wide;
 
 use crate::{
-    AttendPlan, Attended, Backend, BackendError, DeviceInfo, EncodeSource, EncodedPages,
-    IncomingRows, LoadPlan, LoadedRows, ModelBytes, RawTarget, Sampling, Source,
+    AttendPlan, AttendTask, Attended, Backend, BackendError, DeviceInfo, EncodeSource,
+    EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, RawTarget, Sampling, Source,
+    Stop,
 };
 pub use arena::ArenaError;
 use arena::HostArena;
@@ -277,21 +279,30 @@ impl CpuBackend {
         plan: &AttendPlan,
         run: impl FnOnce(&job::Job<'_>) -> Result<T, BackendError> + Send,
     ) -> Result<T, BackendError> {
-        if let Some((index, value)) = first_non_finite(plan.dtype, &plan.q) {
-            return Err(BackendError::NonFiniteQuery { index, value });
-        }
-        let codec = self.codec(plan.model)?;
-        let mut q = vec![0f32; plan.q.len() / plan.dtype.size_bytes()];
-        plan.dtype.widen_values(&plan.q, &mut q);
-        let job = job::Job {
+        let q = slices::widened_queries(plan)?;
+        let stop = Stop::never();
+        self.threads.install(|| run(&self.job(plan, &q, &stop)?))
+    }
+
+    fn job<'a>(
+        &'a self,
+        plan: &'a AttendPlan,
+        q: &'a [f32],
+        stop: &'a Stop,
+    ) -> Result<job::Job<'a>, BackendError> {
+        Ok(job::Job {
             plan,
-            reader: Reader { arena: &self.arena, codec, layer: plan.layer },
+            reader: Reader {
+                arena: &self.arena,
+                codec: self.codec(plan.model)?,
+                layer: plan.layer,
+            },
             simd: self.simd,
             precision: self.precision,
-            q: &q,
+            q,
             threads: self.threads.current_num_threads(),
-        };
-        self.threads.install(|| run(&job))
+            stop,
+        })
     }
 
     /// Writes bytes to page memory as they are: rows or pages that lie on another device.
@@ -455,7 +466,15 @@ impl Backend for CpuBackend {
     }
 
     fn attend(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError> {
-        self.with_job(plan, attend::attend)
+        slices::attend(self, plan)
+    }
+
+    fn attend_slice(
+        &mut self,
+        task: &mut AttendTask,
+        stop: &Stop,
+    ) -> Result<Option<Attended>, BackendError> {
+        slices::attend_slice(self, task, stop)
     }
 
     fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {

@@ -176,6 +176,7 @@ impl<'a> Walk<'a> {
         ];
         let mut opened = Vec::with_capacity(together * sides.len());
         for first in (0..parts.len()).step_by(together) {
+            self.job.stop.check()?;
             let at_work = &parts[first..parts.len().min(first + together)];
             for (slot, part) in at_work.iter().enumerate() {
                 part.open(reader, (head, sides), slot, &mut opened)?;

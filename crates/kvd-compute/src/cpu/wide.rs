@@ -89,6 +89,7 @@ pub(super) fn run(
         if first >= end {
             continue;
         }
+        job.stop.check()?;
         let open = |side| job.reader.open(&part.source, part.rows, side, unit.head);
         let opened = [open(Side::Key)?, open(Side::Value)?];
         for token in (first..end).step_by(TILE_TOKENS as usize) {

@@ -2,7 +2,7 @@
 
 use super::harness::{Bench, shape};
 use crate::{ModelUsage, StoreError};
-use kvd_core::{Coded, ErrorCode, ModelId};
+use kvd_core::{Coded, ErrorCode};
 
 #[test]
 fn blocks_are_packed_when_they_leave_the_window() {
@@ -20,7 +20,7 @@ fn blocks_are_packed_when_they_leave_the_window() {
     b.append(id, 0, 7, &(7..23).collect::<Vec<_>>());
     assert_eq!(b.states(id, 0), "pppppppppppppppppppprrr");
     assert_eq!(b.values(id, 0), (0..23).collect::<Vec<_>>());
-    assert_eq!(b.pool.usage().slots, 6);
+    assert_eq!(b.slots(), 6);
 }
 
 #[test]
@@ -38,7 +38,7 @@ fn sink_rows_stay_raw_in_a_smaller_slot() {
     assert_eq!(b.states(id, 0), "rrrrrrpppppp");
     assert_eq!(b.values(id, 0), (0..12).collect::<Vec<_>>());
     // The sink block, the sink's rows of the next, two packed blocks.
-    assert_eq!(b.pool.usage().slots, 4);
+    assert_eq!(b.slots(), 4);
 }
 
 #[test]
@@ -63,12 +63,12 @@ fn a_dropped_ticket_leaves_no_trace() {
     let b = Bench::new(1 << 20, shape(1, 4, 2, 4));
     let id = b.open();
     b.append(id, 0, 0, &[0, 1, 2, 3, 4, 5]);
-    let (used, usage) = (b.used(), b.store.usage(ModelId(1)));
+    let (used, usage) = (b.used(), b.usage());
     let ticket = b.begin(id, 0, 6, 10).unwrap();
     let packed = b.execute(&ticket, &[99; 10], |_| false);
     assert!(b.used() > used);
     drop((ticket, packed));
-    assert_eq!((b.used(), b.store.usage(ModelId(1))), (used, usage));
+    assert_eq!((b.used(), b.usage()), (used, usage));
     assert_eq!(b.values(id, 0), [0, 1, 2, 3, 4, 5]);
     b.append(id, 0, 6, &[6]);
     assert_eq!(b.values(id, 0), [0, 1, 2, 3, 4, 5, 6]);
@@ -91,7 +91,7 @@ fn a_full_pool_refuses_and_changes_nothing() {
     assert_eq!(b.states(id, 0), "rrrrrrrrrrrr");
     b.store.close(b.ns(), id).unwrap();
     assert_eq!(b.used(), 0);
-    assert_eq!(b.store.usage(ModelId(1)), ModelUsage::default());
+    assert_eq!(b.usage(), ModelUsage::default());
 }
 
 #[test]

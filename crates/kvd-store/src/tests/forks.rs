@@ -1,8 +1,7 @@
 //! Rules of sharing: copy on write, each in its own window, truncation into packed blocks.
 
 use super::harness::{Bench, shape};
-use crate::{PartKind, StoreError};
-use kvd_core::ModelId;
+use crate::{RowForm, StoreError};
 
 #[test]
 fn a_shared_tail_is_copied_by_whoever_appends_first() {
@@ -72,7 +71,7 @@ fn each_sequence_reads_as_if_it_were_alone() {
     assert_eq!(b.states(second, 0), "rrrr", "still in the second's window");
     let both = b.store.describe(b.ns(), second).unwrap();
     assert_eq!((both.packed_blocks, both.raw_blocks), (0, 2));
-    let slots = b.pool.usage().slots;
+    let slots = b.slots();
 
     b.append(second, 0, 4, &[40, 50]);
     assert_eq!(b.states(second, 0), "rrrrrr");
@@ -82,7 +81,7 @@ fn each_sequence_reads_as_if_it_were_alone() {
     assert_eq!(b.states(second, 0), "pppprrrr");
     assert_eq!(b.values(second, 0), [0, 1, 2, 3, 40, 50, 60, 70]);
     // One more block of its own, and the raw slot of the shared one is gone.
-    assert_eq!(b.pool.usage().slots, slots);
+    assert_eq!(b.slots(), slots);
 }
 
 #[test]
@@ -98,10 +97,10 @@ fn two_that_pass_at_once_keep_one_packed_form() {
     }
     assert_eq!(b.states(first, 0), "rrpprrrr");
     assert_eq!(b.states(second, 0), "rrpprrrr");
-    let stored = b.store.usage(ModelId(1)).stored;
+    let stored = b.usage().stored;
     assert_eq!(stored.packed_values, 2 * b.model.geometry.values_per_token());
     // Layer 1: one raw block. Layer 0: sink rows, pages, a block of each.
-    assert_eq!(b.pool.usage().slots, 1 + 4);
+    assert_eq!(b.slots(), 1 + 4);
 }
 
 #[test]
@@ -114,7 +113,7 @@ fn truncation_does_not_restore_precision() {
     assert_eq!(b.states(id, 0), "rppppp", "packed stays packed");
     // The next append decodes the rows that are left, and they are packed again in time.
     let ticket = b.begin(id, 0, 6, 1).unwrap();
-    assert!(matches!(ticket.copies()[0].from.kind, PartKind::Pages(_)));
+    assert!(matches!(ticket.copies()[0].from.form, RowForm::Pages(_)));
     assert_eq!((ticket.copies().len(), ticket.copies()[0].from.rows.clone()), (1, 0..2));
     b.finish(ticket, &[60], |_| false);
     assert_eq!(b.states(id, 0), "rpppddr");

@@ -5,9 +5,11 @@
 //! tokens, so decoding sets the mark.
 
 use crate::append::{Append, AppendTicket, RowCopy};
-use crate::cell::{Pages, Part, PartKind, RawSlot, View};
-use crate::sequence::{Pinned, PinnedPart, SequenceEntry};
-use crate::{Limits, ModelShape, PackedBytes, Pool, Slot, Store, StoreError};
+use crate::layer_block::{BlockView, PinnedBlock};
+use crate::pinned::{Pinned, PinnedRows};
+use crate::sequence::{SequenceEntry, SequenceUsage};
+use crate::{Limits, ModelShape, PackedBytes, Pool, Slot, Store, StoreError, StoredBytes};
+use crate::{Pages, RawSlot, RowExtent, RowExtentRef, RowForm, RowFormRef};
 use kvd_core::{
     BootId, DType, Extent, Geometry, IdSpace, LayerIndex, ModelId, Namespace, RopePairing,
 };
@@ -75,8 +77,62 @@ impl Bench {
         self.store.open(Arc::clone(&self.model)).unwrap()
     }
 
+    /// Bytes in use once all that was closed is free.
     pub(super) fn used(&self) -> u64 {
+        self.pool.finish_reclaim();
         self.pool.usage().used_bytes
+    }
+
+    /// The model's totals once all that was closed is free.
+    pub(super) fn usage(&self) -> crate::ModelUsage {
+        self.pool.finish_reclaim();
+        self.store.usage(self.model.id)
+    }
+
+    /// What a description says, found by looking at every block.
+    pub(super) fn recount(&self, id: SequenceId) -> SequenceUsage {
+        let entry = self.store.entries().into_iter().find(|entry| entry.id == id).unwrap();
+        let mut usage = SequenceUsage {
+            model: self.model.id,
+            length: u32::MAX,
+            layer_lengths: Vec::new(),
+            packed_blocks: 0,
+            raw_blocks: 0,
+            stored: StoredBytes::default(),
+        };
+        let values = |rows: u32| u64::from(rows) * self.model.geometry.values_per_token();
+        for layer in entry.layers() {
+            let layer = layer.lock();
+            usage.length = usage.length.min(layer.length);
+            usage.layer_lengths.push(layer.length);
+            for (block, rows) in self.model.rows_by_block(0..layer.length) {
+                match layer.views.get(block) {
+                    BlockView::Raw { raw, .. } => {
+                        let bytes = raw.slot().reserved_bytes();
+                        usage.stored += StoredBytes::count_raw(values(rows.end), bytes);
+                        usage.raw_blocks += 1;
+                    }
+                    BlockView::Packed(packed) => {
+                        let (pages, sink) = (&packed.pages, &packed.sink);
+                        let bytes = pages.slot().reserved_bytes();
+                        usage.stored += StoredBytes::count_packed(pages.accounting(), bytes);
+                        if let Some(sink) = sink {
+                            let bytes = sink.slot().reserved_bytes();
+                            usage.stored += StoredBytes::count_raw(values(sink.rows()), bytes);
+                        }
+                        usage.packed_blocks += u64::from(sink.is_none());
+                        usage.raw_blocks += u64::from(sink.is_some());
+                    }
+                }
+            }
+        }
+        usage
+    }
+
+    /// Slots in use once all that was closed is free.
+    pub(super) fn slots(&self) -> u64 {
+        self.pool.finish_reclaim();
+        self.pool.usage().slots
     }
 
     /// Asks to append; a replay is a failed test.
@@ -158,7 +214,7 @@ impl Bench {
 
     fn copy(&self, bytes: &mut [u8], copy: &RowCopy) {
         for (i, row) in copy.from.rows.clone().enumerate() {
-            let token = self.get(bytes, &copy.from, row);
+            let token = self.get(bytes, &copy.from.borrow(), row);
             let to_row = copy.to_row + i as u32;
             self.put_row(bytes, &copy.to, to_row, token.value, token.lossy);
         }
@@ -215,11 +271,11 @@ impl Bench {
         Token { value, lossy: mark == 1, packed: false }
     }
 
-    fn get(&self, bytes: &[u8], part: &Part, row: u32) -> Token {
-        let row = row - part.origin;
-        match &part.kind {
-            PartKind::Raw(raw) => self.get_row(bytes, raw, row),
-            PartKind::Pages(pages) => {
+    fn get(&self, bytes: &[u8], extent: &RowExtentRef<'_>, row: u32) -> Token {
+        let row = row - extent.origin;
+        match extent.form {
+            RowFormRef::Raw(raw) => self.get_row(bytes, raw, row),
+            RowFormRef::Pages(pages) => {
                 let read = |index: usize| {
                     let page = pages.page(index);
                     let at = PAGE_HEADER + 4 * u64::from(row);
@@ -233,16 +289,16 @@ impl Bench {
         }
     }
 
-    /// What a pin shows; checks that its parts cover its range in order.
+    /// What a pin shows; checks that its rows cover its range in order.
     pub(super) fn show(&self, pinned: &Pinned) -> Vec<Token> {
         let bytes = self.bytes.lock();
         let block = self.model.geometry.block_tokens;
         let mut tokens = Vec::new();
-        for PinnedPart { first_token, part } in &pinned.parts {
-            assert_eq!(*first_token as usize, pinned.range.start as usize + tokens.len());
-            assert_eq!(first_token % block, part.rows.start);
-            assert!(!part.rows.is_empty() && part.rows.end <= block);
-            tokens.extend(part.rows.clone().map(|row| self.get(&bytes, part, row)));
+        for PinnedRows { first_token, extent } in pinned.find_rows() {
+            assert_eq!(first_token as usize, pinned.range.start as usize + tokens.len());
+            assert_eq!(first_token % block, extent.rows.start);
+            assert!(!extent.rows.is_empty() && extent.rows.end <= block);
+            tokens.extend(extent.rows.clone().map(|row| self.get(&bytes, &extent, row)));
         }
         assert_eq!(tokens.len(), pinned.range.len());
         tokens
@@ -291,35 +347,49 @@ impl Live {
         self.0.insert(slot.extent().offset, (slot.extent(), slot.reserved_bytes()));
     }
 
-    pub(super) fn add_part(&mut self, part: &Part) {
-        match &part.kind {
-            PartKind::Raw(raw) => self.add(raw.slot()),
-            PartKind::Pages(pages) => self.add(pages.slot()),
+    fn add_extent(&mut self, extent: &RowExtent) {
+        match &extent.form {
+            RowForm::Raw(raw) => self.add(raw.slot()),
+            RowForm::Pages(pages) => self.add(pages.slot()),
         }
     }
 
-    pub(super) fn add_entry(&mut self, entry: &SequenceEntry) {
-        for layer in entry.layers.lock().iter() {
-            for view in &layer.views {
-                let packed = match view {
-                    View::Raw { raw, cell } => {
-                        self.add(raw.slot());
-                        cell.packed.get().cloned()
-                    }
-                    View::Packed(packed) => Some(Arc::clone(packed)),
-                };
-                if let Some(packed) = packed {
-                    self.add(packed.pages.slot());
-                    packed.sink.iter().for_each(|sink| self.add(sink.slot()));
-                }
+    fn add_view(&mut self, view: &BlockView) {
+        self.add_block(&view.pin_block());
+        if let BlockView::Raw { block, .. } = view
+            && let Some(packed) = block.packed.get()
+        {
+            self.add_block(&PinnedBlock::Packed(packed.clone()));
+        }
+    }
+
+    fn add_block(&mut self, block: &PinnedBlock) {
+        match block {
+            PinnedBlock::Raw(raw) => self.add(raw.slot()),
+            PinnedBlock::Packed(packed) => {
+                self.add(packed.pages.slot());
+                packed.sink.iter().for_each(|sink| self.add(sink.slot()));
             }
+        }
+    }
+
+    pub(super) fn add_pinned(&mut self, pinned: &Pinned) {
+        let chunks = pinned.views.chunks().iter();
+        chunks.flat_map(|chunk| chunk.views()).for_each(|view| self.add_view(view));
+        pinned.views.blocks().iter().for_each(|block| self.add_block(block));
+    }
+
+    pub(super) fn add_entry(&mut self, entry: &SequenceEntry) {
+        for layer in entry.layers() {
+            let layer = layer.lock();
+            (0..layer.views.len()).for_each(|block| self.add_view(layer.views.get(block)));
         }
     }
 
     pub(super) fn add_ticket(&mut self, ticket: &AppendTicket) {
         self.add_entry(ticket.entry());
         for copy in ticket.copies() {
-            self.add_part(&copy.from);
+            self.add_extent(&copy.from);
         }
         ticket.writes().iter().for_each(|write| self.add(write.to.slot()));
         for task in ticket.packs() {

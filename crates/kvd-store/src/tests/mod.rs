@@ -2,6 +2,7 @@
 //! threads.
 
 mod append;
+mod chunks;
 mod forks;
 mod harness;
 mod model;

@@ -6,9 +6,9 @@
 
 use super::harness::{Bench, Live, Token, shape};
 use crate::append::AppendTicket;
-use crate::sequence::Pinned;
+use crate::pinned::Pinned;
 use crate::{ModelUsage, StoreError};
-use kvd_core::{Coded, ErrorCode, LayerIndex, ModelId, SequenceId};
+use kvd_core::{Coded, ErrorCode, LayerIndex, SequenceId};
 use proptest::prelude::*;
 
 /// One step; indices are taken modulo what there is.
@@ -231,6 +231,7 @@ impl World {
             }
             let usage = self.bench.store.describe(self.bench.ns(), sequence.id).unwrap();
             assert_eq!(usage.length, sequence.length());
+            assert_eq!(usage, self.bench.recount(sequence.id), "counted as it changed");
             let block = self.bench.model.geometry.block_tokens as usize;
             let blocks = || sequence.layers.iter().flat_map(|l| l.chunks(block));
             let packed = blocks().filter(|b| b.iter().all(|t| t.packed)).count() as u64;
@@ -240,12 +241,12 @@ impl World {
         let mut live = Live::default();
         for (pinned, shown) in &self.pins {
             assert_eq!(&self.bench.show(pinned), shown, "a pin's content has changed");
-            pinned.parts.iter().for_each(|p| live.add_part(&p.part));
+            live.add_pinned(pinned);
         }
         self.in_flight.iter().for_each(|f| live.add_ticket(&f.ticket));
         self.bench.store.entries().iter().for_each(|entry| live.add_entry(entry));
         assert_eq!(live.total(), self.bench.used());
-        let usage = self.bench.store.usage(ModelId(1));
+        let usage = self.bench.usage();
         assert_eq!(usage.sequences, self.sequences.len() as u64);
         assert_eq!(usage.stored.raw_bytes + usage.stored.packed_bytes, self.bench.used());
     }
@@ -261,7 +262,8 @@ impl World {
             self.bench.pool.usage().largest_free_bytes,
             self.bench.pool.usage().capacity_bytes
         );
-        assert_eq!(self.bench.store.usage(ModelId(1)), ModelUsage::default());
+        assert_eq!(self.bench.usage(), ModelUsage::default());
+        assert_eq!(self.bench.store.view_count(), 0);
     }
 }
 

@@ -2,7 +2,6 @@
 
 use super::harness::{Bench, shape};
 use crate::{ModelUsage, StoreError};
-use kvd_core::ModelId;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 
@@ -45,7 +44,7 @@ fn threads_on_own_and_forked_sequences_do_not_disturb_one_another() {
     assert_eq!(b.values(base, 0), (0..80).collect::<Vec<_>>());
     b.store.close(b.ns(), base).unwrap();
     assert_eq!(b.used(), 0);
-    assert_eq!(b.store.usage(ModelId(1)), ModelUsage::default());
+    assert_eq!(b.usage(), ModelUsage::default());
 }
 
 #[test]

@@ -12,6 +12,8 @@ mod codec;
 mod data;
 pub mod limits;
 mod measure;
+#[cfg(feature = "eval")]
+mod mixed;
 mod peaks;
 mod scores;
 mod store;
@@ -21,6 +23,8 @@ mod transport;
 pub use attend::{AttendBench, AttendRow};
 pub use codec::{CodecBench, CodecRow, HuffmanRow};
 pub use measure::{Figure, Machine};
+#[cfg(feature = "eval")]
+pub use mixed::{MixedBench, MixedRow};
 pub use scores::{ScoresBench, ScoresRow};
 pub use store::{StoreBench, StoreRow};
 #[cfg(feature = "eval")]

@@ -1,6 +1,8 @@
 //! `kvd bench`: arguments in, a table or JSON out.
 
 pub(super) mod flags;
+#[cfg(feature = "eval")]
+mod mixed;
 mod tables;
 
 use super::text_args::{codec_text, size};
@@ -35,6 +37,10 @@ pub(super) enum BenchCommand {
     #[cfg(feature = "eval")]
     #[command(after_help = help::BENCH_TRANSPORT)]
     Transport(TransportArgs),
+    /// Clients of several kinds at once against a daemon that runs.
+    #[cfg(feature = "eval")]
+    #[command(after_help = help::BENCH_MIXED)]
+    Mixed(mixed::MixedArgs),
 }
 
 /// What every benchmark takes.
@@ -237,6 +243,8 @@ pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
             let (machine, rows) = bench.run()?;
             report(&args.common, machine, rows, &tables::TRANSPORT)
         }
+        #[cfg(feature = "eval")]
+        BenchCommand::Mixed(args) => mixed::run(args),
     }
 }
 

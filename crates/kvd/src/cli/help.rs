@@ -58,6 +58,11 @@ Examples:
   kvd bench transport --context 64 --rounds 3
   kvd bench transport --codec kivi-4 --context 8192 --storing 1";
 
+pub(super) const BENCH_MIXED: &str = "\
+Examples:
+  kvd bench mixed --endpoint http://127.0.0.1:7070 --context 65536 --long 512
+  kvd bench mixed --endpoint unix:/run/kvd/kvd.sock --flood 300 --writers 2";
+
 pub(super) const PLAN: &str = "\
 Examples:
   kvd plan --codec kvd-2 --device rtx4090

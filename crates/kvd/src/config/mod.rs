@@ -16,7 +16,7 @@ use address::address;
 use kvd_compute::{CpuOptions, Precision};
 use kvd_core::Namespace;
 use kvd_cuda::GpuName;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -55,6 +55,8 @@ pub struct Config {
     /// Open connections; none says as many as the descriptors allow, and a daemon that was built
     /// how many that are.
     pub connections_max: Option<usize>,
+    /// Time for a message to arrive once its length is known.
+    pub message_timeout: Duration,
     /// Time to drain.
     pub grace_period: Duration,
     /// What computes, at least one.
@@ -87,12 +89,16 @@ pub struct Config {
     pub tokens_per_sequence_max: u32,
     /// Layers of all open sequences.
     pub sequence_layers_max: u64,
+    /// Views that all open sequences have of their blocks.
+    pub sequence_views_max: u64,
     /// Calibration artefact of one model.
     pub calibration_bytes_max: usize,
     /// Queries that a model whose keys are kept exactly keeps a sample of, all layers; 0 for none.
     pub query_sample_bytes_max: u64,
-    /// Bytes of requests and answers on their way through the device.
+    /// Bytes of requests and answers, from a message's length until its answer is sent.
     pub inflight_bytes_max: usize,
+    /// Those of one connection.
+    pub connection_bytes_max: usize,
     /// Regions that workers share.
     pub regions_max: usize,
     /// Memory file of one region.
@@ -105,6 +111,8 @@ pub struct Config {
     pub page_tokens_min: u32,
     /// Who may use the daemon.
     pub namespaces: Namespaces,
+    /// Their shares of a device's time, where another than 1.
+    pub weights: HashMap<Namespace, u32>,
     /// Block size of models that do not say.
     pub block_tokens_default: u32,
     /// Log form.
@@ -168,8 +176,8 @@ impl Config {
     }
 
     fn validate(raw: &RawConfig) -> Result<Self, ConfigError> {
-        let (server, limits) = (&raw.server, &raw.limits);
-        let config = Self {
+        let (server, limits, device) = (&raw.server, &raw.limits, &raw.device);
+        let mut config = Self {
             listen_tcp: address("server.listen_tcp", &server.listen_tcp)?,
             listen_unix: path(&server.listen_unix),
             listen_region: path(&server.listen_region),
@@ -193,43 +201,44 @@ impl Config {
                 1,
             )?,
             connections_max: connections(&server.connections_max)?,
+            message_timeout: millis("server.message_timeout_ms", server.message_timeout_ms)?,
             grace_period: Duration::from_millis(server.grace_period_ms),
-            devices: devices(&raw.device.device)?,
-            pool_bytes: at_least("device.pool_bytes", raw.device.pool_bytes.as_u64(), 1 << 20)?,
-            table_bytes: at_least("device.table_bytes", raw.device.table_bytes.as_u64(), 1 << 20)?,
-            prefault: raw.device.prefault,
-            threads: at_most("device.threads", raw.device.threads, CpuOptions::THREADS_MAX)?,
-            pin_threads: raw.device.pin_threads,
-            precision: precision(&raw.device.precision)?,
-            kernel_cache: kernel_cache(&raw.device.kernel_cache, |name| std::env::var_os(name)),
-            graphs_max: raw.device.graphs_max,
-            kernel_timeout: millis("device.kernel_timeout_ms", raw.device.kernel_timeout_ms)?,
-            queue_jobs_max: queue_jobs(raw.device.queue_jobs_max)?,
+            devices: devices(&device.device)?,
+            pool_bytes: at_least("device.pool_bytes", device.pool_bytes.as_u64(), 1 << 20)?,
+            table_bytes: at_least("device.table_bytes", device.table_bytes.as_u64(), 1 << 20)?,
+            prefault: device.prefault,
+            threads: at_most("device.threads", device.threads, CpuOptions::THREADS_MAX)?,
+            pin_threads: device.pin_threads,
+            precision: precision(&device.precision)?,
+            kernel_cache: kernel_cache(&device.kernel_cache, |name| std::env::var_os(name)),
+            graphs_max: device.graphs_max,
+            kernel_timeout: millis("device.kernel_timeout_ms", device.kernel_timeout_ms)?,
+            queue_jobs_max: queue_jobs(device.queue_jobs_max)?,
             models_max: at_least("limits.models_max", limits.models_max, 1)?,
             sequences_max: at_least("limits.sequences_max", limits.sequences_max, 1)?,
-            tokens_per_sequence_max: at_least(
-                "limits.tokens_per_sequence_max",
-                limits.tokens_per_sequence_max,
-                1,
-            )?,
+            tokens_per_sequence_max: sequence_tokens(limits.tokens_per_sequence_max)?,
             sequence_layers_max: sequence_layers(limits.sequence_layers_max)?,
+            sequence_views_max: sequence_views(limits.sequence_views_max)?,
             calibration_bytes_max: size(
                 "limits.calibration_bytes_max",
                 limits.calibration_bytes_max,
             )?,
             query_sample_bytes_max: limits.query_sample_bytes_max.as_u64(),
             inflight_bytes_max: size("limits.inflight_bytes_max", limits.inflight_bytes_max)?,
+            connection_bytes_max: limits.connection_bytes_max.as_u64() as usize,
             regions_max: permits("limits.regions_max", limits.regions_max)?,
             region_bytes_max: size("limits.region_bytes_max", limits.region_bytes_max)? as u64,
             attend_parts_max: at_least("limits.attend_parts_max", limits.attend_parts_max, 1)?,
             attend_work_max: at_least("limits.attend_work_max", limits.attend_work_max, 1)?,
             page_tokens_min: page_tokens("limits.page_tokens_min", limits.page_tokens_min)?,
             namespaces: namespaces(&raw.namespaces.allowed)?,
+            weights: weights(&raw.namespaces.weights)?,
             block_tokens_default: page_tokens("defaults.block_tokens", raw.defaults.block_tokens)?,
             log_json: log_json(&raw.log.format)?,
             log_filter: log_filter::log_filter(&raw.log.filter)?,
         };
         config.check_listeners()?;
+        config.choose_connection_bytes();
         config.check_bytes()?;
         Ok(config)
     }
@@ -240,6 +249,20 @@ impl Config {
             return Err(ConfigError::new("server.listen_tcp", reason));
         }
         Ok(())
+    }
+
+    /// A share of all, where none is given, that the largest request fits.
+    fn choose_connection_bytes(&mut self) {
+        if self.connection_bytes_max == 0 {
+            let share = self.inflight_bytes_max / 4;
+            self.connection_bytes_max = share.max(self.largest_request_bytes() as usize);
+        }
+    }
+
+    /// What one attend can take: its message, its answer and its plan.
+    fn largest_request_bytes(&self) -> u64 {
+        let plan_bytes = self.attend_parts_max.saturating_mul(PART_BYTES);
+        (self.message_bytes_max as u64).saturating_mul(2).saturating_add(plan_bytes)
     }
 
     /// Sizes that only make sense together.
@@ -254,15 +277,18 @@ impl Config {
             return Err(ConfigError::new("limits.calibration_bytes_max", reason));
         }
         // Else the largest request would be refused even by an idle daemon, to be tried again.
-        let plan_bytes = self.attend_parts_max.saturating_mul(PART_BYTES);
-        let largest = (message as u64).saturating_mul(2).saturating_add(plan_bytes);
-        if (self.inflight_bytes_max as u64) < largest {
+        let largest = self.largest_request_bytes();
+        let budgets = [
+            ("limits.inflight_bytes_max", self.inflight_bytes_max),
+            ("limits.connection_bytes_max", self.connection_bytes_max),
+        ];
+        if let Some((key, bytes)) = budgets.iter().find(|(_, bytes)| (*bytes as u64) < largest) {
             let reason = format!(
-                "{} is below {largest}, which one attend can take: twice server.message_bytes_max \
-                 and {PART_BYTES} bytes for each of limits.attend_parts_max",
-                self.inflight_bytes_max
+                "{bytes} is below {largest}, which one attend can take: twice \
+                 server.message_bytes_max and {PART_BYTES} bytes for each of \
+                 limits.attend_parts_max"
             );
-            return Err(ConfigError::new("limits.inflight_bytes_max", reason));
+            return Err(ConfigError::new(*key, reason));
         }
         Ok(())
     }
@@ -329,6 +355,14 @@ fn sequence_layers(value: u64) -> Result<u64, ConfigError> {
     at_least("limits.sequence_layers_max", value, 1)
 }
 
+fn sequence_views(value: u64) -> Result<u64, ConfigError> {
+    at_least("limits.sequence_views_max", value, 1)
+}
+
+fn sequence_tokens(value: u32) -> Result<u32, ConfigError> {
+    at_least("limits.tokens_per_sequence_max", value, 1)
+}
+
 /// HTTP/2 windows are 31-bit (RFC 9113, section 6.9.1).
 fn window(key: &'static str, value: Size) -> Result<u32, ConfigError> {
     match u32::try_from(value.as_u64()) {
@@ -353,6 +387,27 @@ fn namespaces(allowed: &[String]) -> Result<Namespaces, ConfigError> {
         ));
     }
     Ok(Namespaces::Only(names))
+}
+
+/// "name=weight" texts.
+fn weights(texts: &[String]) -> Result<HashMap<Namespace, u32>, ConfigError> {
+    let mut weights = HashMap::new();
+    for text in texts {
+        let wrong = |reason: String| ConfigError::new("namespaces.weights", reason);
+        let parsed = text.split_once('=').and_then(|(name, weight)| {
+            let weight = weight.trim().parse().ok().filter(|weight| (1..=1000).contains(weight))?;
+            Some((name.trim(), weight))
+        });
+        let Some((name, weight)) = parsed else {
+            let reason = format!("{text:?} is not \"name=weight\" with a weight of 1 to 1000");
+            return Err(wrong(reason));
+        };
+        let name = Namespace::new(name).map_err(|error| wrong(error.to_string()))?;
+        if weights.insert(name, weight).is_some() {
+            return Err(wrong(format!("{text:?} names a namespace again")));
+        }
+    }
+    Ok(weights)
 }
 
 fn page_tokens(key: &'static str, value: u32) -> Result<u32, ConfigError> {

@@ -61,6 +61,7 @@ pub struct Server {
     pub keepalive_timeout_ms: u64,
     pub streams_per_connection_max: u32,
     pub connections_max: Count,
+    pub message_timeout_ms: u64,
     pub grace_period_ms: u64,
 }
 
@@ -108,9 +109,11 @@ pub struct Limits {
     pub sequences_max: usize,
     pub tokens_per_sequence_max: u32,
     pub sequence_layers_max: u64,
+    pub sequence_views_max: u64,
     pub calibration_bytes_max: Size,
     pub query_sample_bytes_max: Size,
     pub inflight_bytes_max: Size,
+    pub connection_bytes_max: Size,
     pub regions_max: usize,
     pub region_bytes_max: Size,
     pub attend_parts_max: u64,
@@ -123,6 +126,7 @@ pub struct Limits {
 #[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
 pub struct Namespaces {
     pub allowed: Vec<String>,
+    pub weights: Vec<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]

@@ -100,6 +100,7 @@ fn errors_name_the_key() {
         ("[limits]\nattend_parts_max = 0\n", "limits.attend_parts_max"),
         ("[limits]\nattend_work_max = 0\n", "limits.attend_work_max"),
         ("[limits]\nsequence_layers_max = 0\n", "limits.sequence_layers_max"),
+        ("[limits]\nsequence_views_max = 0\n", "limits.sequence_views_max"),
     ];
     for (file, key) in cases {
         let error = load(file, &[]).expect_err(file);
@@ -256,4 +257,33 @@ fn a_level_of_the_log_or_a_size_that_is_none_is_refused_with_what_there_is() {
     }
     let config = load("", &[("server.listen_tcp", "localhost:7171")]).unwrap();
     assert!(config.listen_tcp.unwrap().ip().is_loopback());
+}
+
+#[test]
+fn weights_are_names_and_numbers() {
+    let weights = |text: &str| load("", &[("namespaces.weights", text)]);
+    assert!(Config::load(&Overrides::default()).unwrap().weights.is_empty());
+    let two = weights("[\"interactive=4\", \"batch = 1\"]").unwrap().weights;
+    let of = |name| two[&Namespace::new(name).unwrap()];
+    assert_eq!((of("interactive"), of("batch"), two.len()), (4, 1, 2));
+    for wrong in ["a", "a=0", "a=1001", "a=x", "=2", "a b=2"] {
+        let error = weights(&format!("[\"{wrong}\"]")).unwrap_err();
+        assert_eq!(error.key, "namespaces.weights", "{wrong}");
+    }
+    let error = weights("[\"a=1\", \"a=2\"]").unwrap_err();
+    assert!(error.reason.contains("again"), "{error}");
+}
+
+#[test]
+fn a_connection_may_send_the_largest_request() {
+    let error = load("", &[("limits.connection_bytes_max", "200 MiB")]).unwrap_err();
+    assert_eq!(error.key, "limits.connection_bytes_max");
+    assert!(error.reason.contains("server.message_bytes_max"), "{error}");
+    let bytes = |flags: &[(&str, &str)]| load("", flags).unwrap().connection_bytes_max;
+    let large = ("server.message_bytes_max", "128 MiB");
+    assert_eq!(bytes(&[large, ("limits.connection_bytes_max", "1 GiB")]), 1 << 30);
+    // By itself a quarter of all, or as much as a request takes.
+    assert_eq!(bytes(&[]), 256 << 20);
+    assert_eq!(bytes(&[large]), (2 * 128 + 128) << 20);
+    assert_eq!(bytes(&[("limits.inflight_bytes_max", "4 GiB")]), 1 << 30);
 }

@@ -256,7 +256,7 @@ fn device_use() -> Vec<Panel> {
     use Metric::{
         AbandonedJobsTotal, AttendSeconds, DeviceBusySecondsTotal, EncodeSeconds,
         GpuGraphChangesTotal, GpuLaunchesTotal, LoadSeconds, QueueDepth, QueueSeconds,
-        StoreSeconds,
+        QueuedStreamMessages, StoreSeconds,
     };
     const KIND: &[&str] = &["instance", "device", "kind"];
     let share = |metric, name: &str| Query::new(busy(metric, DEVICE), &legend(DEVICE)).named(name);
@@ -270,6 +270,8 @@ fn device_use() -> Vec<Panel> {
         |title, metric| lines(title, "s", quantiles(metric, DEVICE, "")).explained(metric).wide(6);
     vec![
         lines("Queue", "none", [Query::level(QueueDepth, KIND)]).explained(QueueDepth),
+        lines("Messages of streams in it", "none", [Query::level(QueuedStreamMessages, KIND)])
+            .explained(QueuedStreamMessages),
         lines("Time in the queue", "s", quantiles(QueueSeconds, KIND, "")).explained(QueueSeconds),
         lines(
             "Share of time the device is busy",

@@ -141,11 +141,7 @@ async fn exposition() -> String {
     let config = Config::load(&overrides).unwrap();
     let running = Daemon::build_on(config, vec![backend]).await.unwrap().spawn();
     let service = running.service().clone();
-    let call = Call {
-        namespace: Namespace::new("default").unwrap(),
-        deadline: None,
-        waits_for_queue: false,
-    };
+    let call = Call::new(Namespace::new("default").unwrap());
     let geometry = Geometry {
         layers: 1,
         kv_heads: 1,

@@ -1,4 +1,4 @@
-//! Handles of one device, resolved when its lane starts.
+//! Handles of one device, resolved when its worker starts.
 
 use super::group::GroupBuilder;
 use super::{Metric, Metrics, SecondsCounter};
@@ -12,6 +12,7 @@ pub struct DeviceMetrics {
     pub(crate) tier: &'static str,
     /// By [`Self::KINDS`].
     pub(crate) queue_depth: [Gauge; 2],
+    pub(crate) queued_messages: [Gauge; 2],
     pub(crate) queue_seconds: [Histogram; 2],
     pub(crate) busy_seconds: [SecondsCounter; 2],
     /// Jobs that nobody waited for any more when they were to begin.
@@ -41,6 +42,8 @@ impl DeviceMetrics {
         let tiered = [("tier", tier)];
         let device = Self {
             queue_depth: Self::KINDS.map(|kind| group.gauge(Metric::QueueDepth, &[("kind", kind)])),
+            queued_messages: Self::KINDS
+                .map(|kind| group.gauge(Metric::QueuedStreamMessages, &[("kind", kind)])),
             queue_seconds: Self::KINDS
                 .map(|kind| metrics.histogram(Metric::QueueSeconds, &by_kind(kind))),
             busy_seconds: Self::KINDS

@@ -70,7 +70,7 @@ metrics! {
     TransportRefusalsTotal = "kvd_transport_refusals_total", Counter, Daemon, "Requests that gRPC itself refused before a call began, by reason: they are in no other count.";
     Connections = "kvd_connections", Gauge, Daemon, "Open connections, by listener.";
     OpenStreams = "kvd_open_streams", Gauge, Daemon, "Open streams of requests or answers, by rpc.";
-    InflightBytes = "kvd_inflight_bytes", Gauge, Daemon, "Bytes of requests and answers that wait for a device or are on it, of limits.inflight_bytes_max.";
+    InflightBytes = "kvd_inflight_bytes", Gauge, Daemon, "Bytes of requests and answers, from the length of a message until the answer is sent, of limits.inflight_bytes_max.";
 
     Regions = "kvd_regions", Gauge, Daemon, "Regions that workers share with the daemon.";
     RegionBytes = "kvd_region_bytes", Gauge, Daemon, "Bytes of their memory files.";
@@ -78,9 +78,10 @@ metrics! {
     RegionCallsTotal = "kvd_region_calls_total", Counter, Daemon, "Calls through regions, by where their payloads were: a memory file, device memory in place, or device memory copied through the host.";
 
     QueueDepth = "kvd_queue_depth", Gauge, Device, "Jobs waiting for the device, by kind: attend, other.";
+    QueuedStreamMessages = "kvd_queued_stream_messages", Gauge, Device, "Messages of streams among the jobs that wait for the device, by kind: they take no place of device.queue_jobs_max, and are not refused.";
     QueueSeconds = "kvd_queue_seconds", Histogram, Device, "Time a job waited for the device, by kind: attend, other.";
     DeviceBusySecondsTotal = "kvd_device_busy_seconds_total", Counter, Device, "Time the device's thread spent on jobs, by kind: attend, other.";
-    AbandonedJobsTotal = "kvd_abandoned_jobs_total", Counter, Device, "Jobs whose caller had left, by when: before they began (not run), or while they ran (nobody read the answer).";
+    AbandonedJobsTotal = "kvd_abandoned_jobs_total", Counter, Device, "Jobs whose caller left, by when: before they began (taken out of the queue), or later (stopped, or answered to nobody).";
     StoreSeconds = "kvd_store_seconds", Histogram, Device, "Device time of one stored range, encoding included.";
     EncodeSeconds = "kvd_encode_seconds", Histogram, Device, "Device time to encode the blocks that left the window in one store.";
     AttendSeconds = "kvd_attend_seconds", Histogram, Device, "Device time of one attend batch.";

@@ -1,16 +1,16 @@
 //! `Attend`: from queries over sequences to one plan, and its answer.
 
+use super::attend_job::{Attend, AttendInPlace, Prepared};
 use super::budget::InFlight;
-use super::launches::count_launches;
 use super::{Call, Model, Service, ServiceError, plan};
-use kvd_compute::{AttendPlan, Backend, PlanPart, PlanQuery, RegionPlaces, first_non_finite};
+use kvd_compute::{AttendPlan, AttendTask, PlanPart, PlanQuery, RegionPlaces, first_non_finite};
 use kvd_core::{DType, ErrorCode, Geometry, SequenceId};
 use kvd_proto::domain::{AttendBatch, AttendQuery};
 use kvd_store::Pinned;
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::Duration;
 
 /// Output and log-sum-exp of a batch.
 pub struct AttendReply {
@@ -20,6 +20,8 @@ pub struct AttendReply {
     pub lse: Vec<f32>,
     /// Queries that were not answered, in order; none unless the batch asks for them.
     pub query_errors: Vec<RefusedQuery>,
+    /// Its bytes, until they are sent.
+    pub(crate) held: Option<InFlight>,
 }
 
 /// A query of a batch that fails alone: its output is 0 and its log-sum-exp `-inf`.
@@ -65,30 +67,6 @@ impl Read {
     }
 }
 
-/// An attend that the device may begin.
-struct Prepared {
-    plan: AttendPlan,
-    model: Arc<Model>,
-    query_tokens: u32,
-    query_errors: Vec<RefusedQuery>,
-    /// What the plan names stays as it is until the device has answered.
-    held: (Vec<Pinned>, InFlight),
-}
-
-impl Prepared {
-    /// Ends the attend that began at `began`; answers which queries failed.
-    fn end(self, began: Instant, stored_bytes_read: u64) -> Vec<RefusedQuery> {
-        drop(self.held);
-        let metrics = &self.model.metrics;
-        metrics.attend.record(began.elapsed());
-        metrics.attended_layer_query_tokens.increment(u64::from(self.query_tokens));
-        metrics.attended_stored_bytes.increment(stored_bytes_read);
-        let logical = logical_bytes(&self.plan, &self.model.shape.geometry);
-        metrics.attended_logical_bytes.increment(logical);
-        self.query_errors
-    }
-}
-
 impl Service {
     /// Attention of a batch of queries over stored tokens.
     ///
@@ -103,28 +81,22 @@ impl Service {
         let model = self.batch_model(call, &batch)?;
         batch.check_shape(&model.shape.geometry)?;
         let reply_bytes = self.check_reply_size(&batch, &model.shape.geometry)?;
-        let lane = self.seats[model.seat].lane.clone();
-        let bytes = batch.q.len() as u64 + reply_bytes;
-        let prepared = self.prepare(call, model, batch, bytes)?;
+        let worker = self.shards[model.shard].worker.clone();
+        // What came in a message is taken already.
+        let bytes = call.bytes_to_admit(batch.q.len() as u64);
+        let mut prepared = self.prepare(call, model, batch, bytes)?;
         if prepared.query_tokens == 0 {
             // Every query was refused for that: there is no row to answer.
             let query_errors = prepared.query_errors;
-            return Ok(AttendReply { out: Vec::new(), lse: Vec::new(), query_errors });
+            let (out, lse) = (Vec::new(), Vec::new());
+            return Ok(AttendReply { out, lse, query_errors, held: None });
         }
-        let metrics = self.metrics.clone();
-        let work = move |backend: &mut dyn Backend| {
-            let (began, before) = (Instant::now(), backend.launches());
-            let attended = backend.attend(&prepared.plan);
-            count_launches(&metrics, || backend.info(), &before, &backend.launches());
-            let attended = attended?;
-            let query_errors = prepared.end(began, attended.stored_bytes_read);
-            Ok(AttendReply { out: attended.out, lse: attended.lse, query_errors })
-        };
-        lane.attend(call, work).await
+        prepared.answer = Some(self.admit_answer(call, reply_bytes).await?);
+        worker.ask(call, Attend(prepared)).await
     }
 
     /// The same where queries are in device memory and the answer goes there; the batch has none
-    /// itself. `launched` is called on the lane's thread once the device has all of it. Answers
+    /// itself. `launched` is called on the worker's thread once the device has all of it. Answers
     /// which queries failed alone.
     ///
     /// # Errors
@@ -134,7 +106,7 @@ impl Service {
         call: &Call,
         batch: AttendBatch,
         (places, q_bytes): (RegionPlaces, u64),
-        mut launched: impl FnMut() + Send + 'static,
+        launched: impl FnMut() + Send + 'static,
     ) -> Result<Vec<RefusedQuery>, ServiceError> {
         self.admit(call)?;
         let model = self.batch_model(call, &batch)?;
@@ -144,19 +116,13 @@ impl Service {
         let rows = u64::from(batch.query_rows()) * u64::from(batch.q_heads);
         // Never more than a batch that is carried may take.
         let bytes = (rows * ROW_BYTES).min(2 * self.config.message_bytes_max as u64);
-        let lane = self.seats[model.seat].lane.clone();
+        let worker = self.shards[model.shard].worker.clone();
         let prepared = self.prepare(call, model, batch, bytes)?;
-        let metrics = self.metrics.clone();
-        let work = move |backend: &mut dyn Backend| {
-            let (began, before) = (Instant::now(), backend.launches());
-            let read = backend.attend_in_place(&prepared.plan, &places, &mut launched);
-            count_launches(&metrics, || backend.info(), &before, &backend.launches());
-            Ok(prepared.end(began, read?))
-        };
-        lane.attend(call, work).await
+        let job = AttendInPlace { prepared, places, launched: Box::new(launched) };
+        worker.ask(call, job).await
     }
 
-    /// Tests and plans a batch whose queries and answer take `bytes` of the daemon's memory.
+    /// Tests and plans a batch whose queries take `bytes` of the daemon's memory.
     fn prepare(
         &self,
         call: &Call,
@@ -166,7 +132,7 @@ impl Service {
     ) -> Result<Prepared, ServiceError> {
         let Reads { mut reads, mut query_errors } = self.resolve(call, &model, &batch)?;
         let parts = self.check_work(&batch, &reads, model.shape.geometry.block_tokens)?;
-        let inflight = self.inflight.take(bytes + parts * PART_BYTES)?;
+        let inflight = self.take_bytes(call, bytes + parts * PART_BYTES)?;
         if let Some(sample) = model.queries.as_ref().filter(|_| !batch.q.is_empty()) {
             sample.offer(&batch);
         }
@@ -189,7 +155,17 @@ impl Service {
             queries,
             q: batch.q,
         };
-        Ok(Prepared { plan, model, query_tokens, query_errors, held: (pins, inflight) })
+        Ok(Prepared {
+            task: AttendTask::new(plan),
+            model,
+            query_tokens,
+            query_errors,
+            _pins: pins,
+            _inflight: inflight,
+            answer: None,
+            metrics: self.metrics.clone(),
+            took: Duration::ZERO,
+        })
     }
 
     /// Bytes of the answer. Refuses a batch whose answer the transport could not carry, before any
@@ -251,7 +227,7 @@ impl Service {
         query: &AttendQuery,
     ) -> Result<Read, ServiceError> {
         query.check_query()?;
-        let store = &self.seat_of(query.sequence)?.store;
+        let store = &self.shard_of(query.sequence)?.store;
         let of = store.model_of(&call.namespace, query.sequence)?;
         if of.id != model.shape.id {
             let message =
@@ -333,8 +309,8 @@ impl Service {
                 Entry::Vacant(new) => {
                     let range = start..end;
                     let namespace = &call.namespace;
-                    let pinned = self.seat_of(sequence).and_then(|seat| {
-                        let store = &seat.store;
+                    let pinned = self.shard_of(sequence).and_then(|shard| {
+                        let store = &shard.store;
                         Ok(store.pin(namespace, sequence, batch.layer, range, Some(length))?)
                     });
                     match pinned {
@@ -453,21 +429,4 @@ fn range_to_read(query: &AttendQuery, length: u32, position: u32, block_tokens: 
         (u64::from(position) + 1).saturating_sub(u64::from(window)).min(u64::from(end)) as u32
     });
     (query.start.unwrap_or(0).max(seen_start).min(end), end)
-}
-
-/// What the tokens that the plan's queries see would take in the stored precision.
-fn logical_bytes(plan: &AttendPlan, geometry: &Geometry) -> u64 {
-    let tokens: u64 = plan.queries.iter().map(seen_tokens).sum();
-    tokens * geometry.values_per_token() * geometry.dtype.size_bytes() as u64
-}
-
-/// Tokens of a query's parts that one of its tokens sees.
-fn seen_tokens(query: &PlanQuery) -> u64 {
-    let last = query.n_q.saturating_sub(1);
-    let (start, end) = (query.visible(0).start, query.visible(last).end);
-    let seen = |part: &PlanPart| {
-        let tokens = part.end_token().min(end).saturating_sub(part.first_token.max(start));
-        u64::from(tokens)
-    };
-    query.parts.iter().map(seen).sum::<u64>()
 }

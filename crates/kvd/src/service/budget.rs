@@ -1,4 +1,5 @@
-//! Bytes of requests and their answers that are in the daemon at once.
+//! Bytes of requests and their answers that are in the daemon at once: a share of each connection,
+//! and all of them together.
 
 use super::ServiceError;
 use kvd_core::ErrorCode;
@@ -8,39 +9,85 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 /// Bytes of one permit: a semaphore counts in 32 bits what one request takes.
 const UNIT_BYTES: u64 = 1024;
 
-/// A share of the budget; dropping it gives it back.
-pub(super) type InFlight = OwnedSemaphorePermit;
+/// A share of the budgets; dropping it gives it back.
+#[derive(Debug)]
+pub(crate) struct InFlight {
+    _connection: OwnedSemaphorePermit,
+    _all: OwnedSemaphorePermit,
+}
 
-/// What all requests that wait for the device, or are on it, may hold together.
-pub(super) struct ByteBudget {
+/// What requests may hold together, from the length of their message until the last byte of their
+/// answer is sent.
+#[derive(Clone, Debug)]
+pub(crate) struct ByteBudget {
     permits: Arc<Semaphore>,
     /// Permits in all.
     units: usize,
     max_bytes: u64,
+    /// The setting that says how much it is.
+    key: &'static str,
 }
 
 impl ByteBudget {
-    pub(super) fn new(max_bytes: u64) -> Self {
+    pub(crate) fn new(key: &'static str, max_bytes: u64) -> Self {
         let permits = usize::try_from(max_bytes / UNIT_BYTES).unwrap_or(usize::MAX);
         let units = permits.min(Semaphore::MAX_PERMITS);
-        Self { permits: Arc::new(Semaphore::new(units)), units, max_bytes }
+        Self { permits: Arc::new(Semaphore::new(units)), units, max_bytes, key }
     }
 
     /// What is taken now, in whole units.
-    pub(super) fn taken_bytes(&self) -> u64 {
+    pub(crate) fn taken_bytes(&self) -> u64 {
         (self.units - self.permits.available_permits()) as u64 * UNIT_BYTES
     }
 
+    fn units_of(bytes: u64) -> u32 {
+        u32::try_from(bytes.div_ceil(UNIT_BYTES)).unwrap_or(u32::MAX)
+    }
+
+    fn take(&self, bytes: u64) -> Result<OwnedSemaphorePermit, ServiceError> {
+        let permits = self.permits.clone().try_acquire_many_owned(Self::units_of(bytes));
+        permits.map_err(|_| self.full(bytes))
+    }
+
+    async fn wait(&self, bytes: u64) -> Result<OwnedSemaphorePermit, ServiceError> {
+        let units = Self::units_of(bytes);
+        if units as usize > self.units {
+            return Err(self.full(bytes));
+        }
+        self.permits.clone().acquire_many_owned(units).await.map_err(|_| self.full(bytes))
+    }
+
+    fn full(&self, bytes: u64) -> ServiceError {
+        let (key, max) = (self.key, self.max_bytes);
+        let message = format!("{bytes} bytes more would be over {key} = {max}; retry later");
+        ServiceError::new(ErrorCode::QueueFull, message)
+    }
+}
+
+/// The budgets that a request of a connection takes from.
+#[derive(Clone, Debug)]
+pub(crate) struct Budgets {
+    pub(crate) connection: ByteBudget,
+    pub(crate) all: ByteBudget,
+}
+
+impl Budgets {
     /// Takes a share, or refuses: what waits here would hold its bytes all the same.
-    pub(super) fn take(&self, bytes: u64) -> Result<InFlight, ServiceError> {
-        let units = u32::try_from(bytes.div_ceil(UNIT_BYTES)).unwrap_or(u32::MAX);
-        self.permits.clone().try_acquire_many_owned(units).map_err(|_| {
-            let message = format!(
-                "{bytes} bytes more would be over limits.inflight_bytes_max = {}; retry later",
-                self.max_bytes
-            );
-            ServiceError::new(ErrorCode::QueueFull, message)
-        })
+    ///
+    /// # Errors
+    /// `QUEUE_FULL`, by the connection's budget or that of all.
+    pub(crate) fn take(&self, bytes: u64) -> Result<InFlight, ServiceError> {
+        let connection = self.connection.take(bytes)?;
+        Ok(InFlight { _connection: connection, _all: self.all.take(bytes)? })
+    }
+
+    /// Waits for a share, in the order of those who wait: for what holds nothing yet.
+    ///
+    /// # Errors
+    /// `QUEUE_FULL` when a budget is smaller as a whole.
+    pub(crate) async fn wait(&self, bytes: u64) -> Result<InFlight, ServiceError> {
+        let connection = self.connection.wait(bytes).await?;
+        Ok(InFlight { _connection: connection, _all: self.all.wait(bytes).await? })
     }
 }
 
@@ -48,20 +95,53 @@ impl ByteBudget {
 mod tests {
     use super::*;
 
+    fn budgets(connection: u64, all: u64) -> Budgets {
+        let connection = ByteBudget::new("limits.connection_bytes_max", connection);
+        Budgets { connection, all: ByteBudget::new("limits.inflight_bytes_max", all) }
+    }
+
     #[test]
     fn shares_are_refused_when_used_up_and_come_back() {
-        let budget = ByteBudget::new(10 << 10);
-        let first = budget.take(1).unwrap();
-        assert_eq!(budget.taken_bytes(), 1 << 10);
-        let second = budget.take(9 << 10).unwrap();
-        let error = budget.take(1).unwrap_err();
+        let budgets = budgets(20 << 10, 10 << 10);
+        let first = budgets.take(1).unwrap();
+        assert_eq!(budgets.all.taken_bytes(), 1 << 10);
+        let second = budgets.take(9 << 10).unwrap();
+        let error = budgets.take(1).unwrap_err();
         assert_eq!(error.code(), ErrorCode::QueueFull);
         assert!(error.to_string().contains("limits.inflight_bytes_max = 10240"), "{error}");
         drop(first);
-        drop(budget.take(1024).unwrap());
+        drop(budgets.take(1024).unwrap());
         drop(second);
-        assert_eq!(budget.taken_bytes(), 0);
-        drop(budget.take(10 << 10).unwrap());
-        assert!(budget.take(u64::MAX).is_err());
+        assert_eq!([&budgets.all, &budgets.connection].map(ByteBudget::taken_bytes), [0, 0]);
+        drop(budgets.take(10 << 10).unwrap());
+        assert!(budgets.take(u64::MAX).is_err());
+    }
+
+    #[test]
+    fn one_connection_leaves_the_others_theirs() {
+        let greedy = budgets(4 << 10, 10 << 10);
+        let all = greedy.all.clone();
+        let other = Budgets { all, ..budgets(4 << 10, 0) };
+        let _held = greedy.take(4 << 10).unwrap();
+        let error = greedy.take(1).unwrap_err();
+        assert!(error.to_string().contains("limits.connection_bytes_max = 4096"), "{error}");
+        other.take(4 << 10).unwrap();
+    }
+
+    #[tokio::test]
+    async fn who_waits_has_a_share_when_one_comes_back_unless_it_never_can() {
+        let budgets = budgets(4 << 10, 10 << 10);
+        let held = budgets.take(4 << 10).unwrap();
+        let waiting = tokio::spawn({
+            let budgets = budgets.clone();
+            async move { budgets.wait(2 << 10).await }
+        });
+        tokio::task::yield_now().await;
+        assert!(!waiting.is_finished());
+        drop(held);
+        let share = waiting.await.unwrap().unwrap();
+        assert_eq!(budgets.all.taken_bytes(), 2 << 10);
+        drop(share);
+        assert_eq!(budgets.wait(5 << 10).await.unwrap_err().code(), ErrorCode::QueueFull);
     }
 }

@@ -1,8 +1,49 @@
 //! Who asks, and until when the answer is of use.
 
 use super::ServiceError;
+use super::budget::ByteBudget;
 use kvd_core::{ErrorCode, Namespace};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::time::Instant;
+
+/// Whose jobs and bytes count together: a connection.
+#[derive(Clone, Debug)]
+pub struct Owner(Arc<OwnerState>);
+
+#[derive(Debug)]
+struct OwnerState {
+    connection: u64,
+    bytes: ByteBudget,
+}
+
+impl Owner {
+    /// A new connection, whose requests and answers may take so many bytes at once.
+    #[must_use]
+    pub fn new(bytes_max: u64) -> Self {
+        static CONNECTIONS: AtomicU64 = AtomicU64::new(0);
+        let connection = CONNECTIONS.fetch_add(1, Ordering::Relaxed);
+        let bytes = ByteBudget::new("limits.connection_bytes_max", bytes_max);
+        Self(Arc::new(OwnerState { connection, bytes }))
+    }
+
+    /// Calls that come from this process, over no connection: together one owner.
+    #[must_use]
+    pub fn local() -> Self {
+        static LOCAL: LazyLock<Owner> = LazyLock::new(|| Owner::new(u64::MAX));
+        LOCAL.clone()
+    }
+
+    /// The connection's number.
+    pub(crate) fn connection(&self) -> u64 {
+        self.0.connection
+    }
+
+    /// The connection's share of bytes.
+    pub(crate) fn bytes(&self) -> &ByteBudget {
+        &self.0.bytes
+    }
+}
 
 /// The part of a request that is the same for every rpc.
 #[derive(Clone, Debug)]
@@ -14,9 +55,31 @@ pub struct Call {
     /// Whether it waits where the device's queue is full, as messages of a stream do, instead of
     /// being told `QUEUE_FULL`.
     pub waits_for_queue: bool,
+    /// Whose call it is.
+    pub owner: Owner,
+    /// Whether the bytes of its message count against the budgets already.
+    pub is_message_admitted: bool,
 }
 
 impl Call {
+    /// A caller without a deadline, in this process.
+    #[must_use]
+    pub fn new(namespace: Namespace) -> Self {
+        let owner = Owner::local();
+        Self {
+            namespace,
+            deadline: None,
+            waits_for_queue: false,
+            owner,
+            is_message_admitted: false,
+        }
+    }
+
+    /// Bytes of a payload of so many that are yet to be taken from the budgets.
+    pub(super) fn bytes_to_admit(&self, bytes: u64) -> u64 {
+        if self.is_message_admitted { 0 } else { bytes }
+    }
+
     /// What a caller is told whose deadline has passed.
     pub(crate) const DEADLINE_PASSED: &str = "the deadline passed before the answer was ready";
 
@@ -24,9 +87,14 @@ impl Call {
     /// `DEADLINE_EXCEEDED` when the deadline has passed.
     pub fn check_deadline(&self) -> Result<(), ServiceError> {
         if self.deadline.is_some_and(|deadline| deadline <= Instant::now()) {
-            let message = "the deadline passed before the work began";
-            return Err(ServiceError::new(ErrorCode::DeadlineExceeded, message));
+            return Err(Self::too_late());
         }
         Ok(())
+    }
+
+    /// The answer where a deadline passed before the work began.
+    pub(crate) fn too_late() -> ServiceError {
+        let message = "the deadline passed before the work began";
+        ServiceError::new(ErrorCode::DeadlineExceeded, message)
     }
 }

@@ -3,6 +3,7 @@
 use kvd_core::{Coded, ErrorCode};
 use kvd_proto::StaleId;
 use std::fmt;
+use std::time::Duration;
 
 /// Why a request was not served.
 #[derive(Clone, Debug)]
@@ -10,18 +11,31 @@ pub struct ServiceError {
     code: ErrorCode,
     message: String,
     stale: Option<Box<StaleId>>,
+    retry_after: Option<Duration>,
 }
 
 impl ServiceError {
     /// An error of the service itself.
     #[must_use]
     pub fn new(code: ErrorCode, message: impl Into<String>) -> Self {
-        Self { code, message: message.into(), stale: None }
+        Self { code, message: message.into(), stale: None, retry_after: None }
     }
 
     /// An error about an id of another boot.
     pub(super) fn of_stale_id(code: ErrorCode, message: String, stale: StaleId) -> Self {
-        Self { code, message, stale: Some(Box::new(stale)) }
+        Self { stale: Some(Box::new(stale)), ..Self::new(code, message) }
+    }
+
+    /// The same error, with a time after which it may be no more.
+    #[must_use]
+    pub(crate) fn retry_after(self, time: Duration) -> Self {
+        Self { retry_after: Some(time), ..self }
+    }
+
+    /// When to ask again, where the service knows better than the default.
+    #[must_use]
+    pub fn retry_hint(&self) -> Option<Duration> {
+        self.retry_after
     }
 
     /// The same error, saying which query of a batch it is about.

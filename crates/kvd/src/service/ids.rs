@@ -1,6 +1,6 @@
 //! The ids of this start of the daemon, and what is said of those of another.
 
-use super::{Call, Model, Seat, Service, ServiceError};
+use super::{Call, DeviceShard, Model, Service, ServiceError};
 use kvd_core::{BootId, ErrorCode, IdSpace, ModelId, SequenceId};
 use kvd_proto::StaleId;
 use kvd_proto::domain::AttendBatch;
@@ -54,12 +54,12 @@ impl Service {
     ///
     /// # Errors
     /// `UNKNOWN_SEQUENCE` of what cannot be a sequence of this boot.
-    pub(super) fn seat_of(&self, id: SequenceId) -> Result<&Seat, ServiceError> {
+    pub(super) fn shard_of(&self, id: SequenceId) -> Result<&DeviceShard, ServiceError> {
         if tracing::enabled!(tracing::Level::DEBUG) {
             tracing::Span::current().record("sequence", id.0);
         }
-        let device = self.ids.device_of(id, self.seats.len() as u64);
-        device.and_then(|device| self.seats.get(device as usize)).ok_or_else(|| {
+        let device = self.ids.device_of(id, self.shards.len() as u64);
+        device.and_then(|device| self.shards.get(device as usize)).ok_or_else(|| {
             self.stale_sequence(id).unwrap_or_else(|| StoreError::UnknownSequence { id }.into())
         })
     }

@@ -1,13 +1,18 @@
 //! `LoadBlocks`: rows decoded back, in pieces that fit a message.
 
 use super::attend::ENVELOPE_BYTES;
-use super::{Call, Service, ServiceError, plan};
-use kvd_compute::LoadPlan;
+use super::budget::InFlight;
+use super::{Call, Model, Service, ServiceError, plan};
+use crate::device_worker::Work;
+use crate::scheduler::Kind;
+use kvd_compute::{Backend, LoadPlan, Stop};
 use kvd_core::{DType, Geometry};
 use kvd_proto::domain::LoadRange;
+use kvd_store::Pinned;
+use std::sync::Arc;
 use std::time::Instant;
 
-/// Target size of a piece: large enough to amortise a message, small enough to keep the lane
+/// Target size of a piece: large enough to amortise a message, small enough to keep the worker
 /// free for others.
 const PIECE_BYTES: u64 = 1 << 20;
 
@@ -21,6 +26,42 @@ pub struct LoadPiece {
     pub k: Vec<u8>,
     /// Values.
     pub v: Vec<u8>,
+    /// Its bytes, until they are sent.
+    pub(crate) held: Option<InFlight>,
+}
+
+/// The job of one piece.
+pub(crate) struct Load {
+    plan: LoadPlan,
+    start: u32,
+    tokens: u32,
+    model: Arc<Model>,
+    /// What the plan names stays as it is until it is read.
+    _pinned: Pinned,
+    answer: Option<InFlight>,
+}
+
+impl Work for Load {
+    type Reply = LoadPiece;
+
+    fn kind(&self) -> Kind {
+        Kind::Other
+    }
+
+    fn run(
+        &mut self,
+        backend: &mut dyn Backend,
+        _: &Stop,
+    ) -> Result<Option<LoadPiece>, ServiceError> {
+        let began = Instant::now();
+        let rows = backend.load(&self.plan)?;
+        let (metrics, tokens) = (&self.model.metrics, self.tokens);
+        metrics.load.record(began.elapsed());
+        let bytes = u64::from(tokens) * self.model.shape.geometry.token_bytes();
+        metrics.loaded_logical_bytes.increment(bytes);
+        let (start, held) = (self.start, self.answer.take());
+        Ok(Some(LoadPiece { start, tokens, k: rows.k, v: rows.v, held }))
+    }
 }
 
 impl Service {
@@ -35,7 +76,7 @@ impl Service {
         range: &LoadRange,
     ) -> Result<Vec<LoadRange>, ServiceError> {
         self.admit(call)?;
-        let store = &self.seat_of(range.sequence)?.store;
+        let store = &self.shard_of(range.sequence)?.store;
         let shape = store.model_of(&call.namespace, range.sequence)?;
         range.check_shape(&shape.geometry)?;
         store.pin(&call.namespace, range.sequence, range.layer, range.start..range.end, None)?;
@@ -67,28 +108,22 @@ impl Service {
     ) -> Result<LoadPiece, ServiceError> {
         // The load as a whole was let in: a drain lets it finish.
         call.check_deadline()?;
-        let seat = self.seat_of(piece.sequence)?;
-        let shape = seat.store.model_of(&call.namespace, piece.sequence)?;
+        let shard = self.shard_of(piece.sequence)?;
+        let shape = shard.store.model_of(&call.namespace, piece.sequence)?;
         let model = self.models.find(&call.namespace, shape.id)?;
         let (start, end) = (piece.start, piece.end);
         let pinned =
-            seat.store.pin(&call.namespace, piece.sequence, piece.layer, start..end, None)?;
-        let plan = LoadPlan {
-            model: shape.id,
-            layer: piece.layer,
-            dtype: piece.dtype.unwrap_or(shape.geometry.dtype),
-            parts: plan::parts(&pinned),
-        };
-        let work = move |backend: &mut dyn kvd_compute::Backend| {
-            let began = Instant::now();
-            let rows = backend.load(&plan)?;
-            drop(pinned);
-            model.metrics.load.record(began.elapsed());
-            let bytes = u64::from(end - start) * model.shape.geometry.token_bytes();
-            model.metrics.loaded_logical_bytes.increment(bytes);
-            Ok(LoadPiece { start, tokens: end - start, k: rows.k, v: rows.v })
-        };
-        seat.lane.run(call, work).await
+            shard.store.pin(&call.namespace, piece.sequence, piece.layer, start..end, None)?;
+        let dtype = piece.dtype.unwrap_or(shape.geometry.dtype);
+        let plan =
+            LoadPlan { model: shape.id, layer: piece.layer, dtype, parts: plan::parts(&pinned) };
+        let tokens = end - start;
+        let token_bytes = shape.geometry.values_per_token() * dtype.size_bytes() as u64;
+        // It holds nothing else that others wait for.
+        let answer = self.budgets(call).wait(u64::from(tokens) * token_bytes).await?;
+        let answer = Some(answer);
+        let job = Load { plan, start, tokens, model, _pinned: pinned, answer };
+        shard.worker.ask(call, job).await
     }
 }
 

@@ -1,11 +1,14 @@
 //! What the daemon does for a request, whatever the transport: limits, namespaces, the store's
-//! book-keeping, and lane jobs. No bytes are touched here; they travel as `Bytes` to the lane.
+//! book-keeping, and jobs of devices. No bytes are touched here; they travel as `Bytes` to the
+//! device worker.
 
 mod attend;
+mod attend_job;
 mod budget;
 mod call;
 mod error;
 mod ids;
+pub(crate) mod jobs;
 mod launches;
 mod load;
 mod model;
@@ -24,7 +27,8 @@ mod tests;
 
 pub(crate) use attend::PART_BYTES;
 pub use attend::{AttendReply, RefusedQuery};
-pub use call::Call;
+pub(crate) use budget::{Budgets, InFlight};
+pub use call::{Call, Owner};
 pub use error::ServiceError;
 pub(crate) use ids::draw as draw_ids;
 pub use load::LoadPiece;
@@ -35,7 +39,7 @@ pub use stats::{ModelStats, PoolStats};
 pub use store::StoreReply;
 
 use crate::config::Config;
-use crate::lane::Lane;
+use crate::device_worker::DeviceWorker;
 use crate::metrics::{Metric, Metrics};
 use budget::ByteBudget;
 use kvd_compute::Precision;
@@ -45,11 +49,15 @@ use model::Models;
 use pool_log::PoolLog;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 use tokio::sync::Semaphore;
 
-/// A device and what is stored on it. Whole models are on one: which, says [`Model::seat`].
-pub(crate) struct Seat {
-    lane: Lane,
+/// How long a message of a stream waits for room for its answer before it is refused.
+const ANSWER_TIME: Duration = Duration::from_secs(10);
+
+/// A device and what is stored on it. Whole models are on one: which, says [`Model::shard`].
+pub(crate) struct DeviceShard {
+    worker: DeviceWorker,
     store: Arc<Store>,
 }
 
@@ -59,9 +67,10 @@ pub struct Service {
     boot_id: String,
     ids: Arc<IdSpace>,
     /// At least one.
-    seats: Vec<Seat>,
+    shards: Vec<DeviceShard>,
     models: Arc<Models>,
     metrics: Arc<Metrics>,
+    /// Bytes of all requests and answers.
     inflight: ByteBudget,
     /// The right to build a model's codec, which takes memory in proportion to its calibration.
     building: Arc<Semaphore>,
@@ -74,30 +83,31 @@ impl Service {
     /// A service over devices, at least one, whose ids `ids` gives.
     pub(crate) fn new(
         config: Arc<Config>,
-        lanes: Vec<Lane>,
+        workers: Vec<DeviceWorker>,
         metrics: Arc<Metrics>,
         ids: Arc<IdSpace>,
     ) -> Self {
         let limits = Limits {
             sequences_max: config.sequences_max as u64,
             sequence_layers_max: config.sequence_layers_max,
+            sequence_views_max: config.sequence_views_max,
             tokens_per_sequence_max: config.tokens_per_sequence_max,
             ..Limits::default()
         };
-        let count = lanes.len() as u64;
-        let seat = |(index, lane): (u64, Lane)| {
-            let pool = Pool::new(lane.metrics().tier, lane.info().arena_bytes);
+        let count = workers.len() as u64;
+        let shard = |(index, worker): (u64, DeviceWorker)| {
+            let pool = Pool::new(worker.metrics().tier, worker.info().arena_bytes);
             let sequences = ids.sequence_counter(index, count);
-            Seat { lane, store: Arc::new(Store::new(pool, limits.clone(), sequences)) }
+            DeviceShard { worker, store: Arc::new(Store::new(pool, limits.clone(), sequences)) }
         };
-        let seats: Vec<Seat> = (0..).zip(lanes).map(seat).collect();
-        assert!(!seats.is_empty(), "a service without a device");
+        let shards: Vec<DeviceShard> = (0..).zip(workers).map(shard).collect();
+        assert!(!shards.is_empty(), "a service without a device");
         let boot_id = ids.boot().to_string();
         let labels = [
             ("version", env!("CARGO_PKG_VERSION")),
             ("commit", env!("KVD_COMMIT")),
             ("boot_id", &boot_id),
-            ("device", &devices(&seats)),
+            ("device", &devices(&shards)),
         ];
         metrics.gauge(Metric::BuildInfo, &labels).set(1.0);
         // Both then count up and down with the regions themselves.
@@ -108,7 +118,10 @@ impl Service {
         }
         launches::describe_launches(&metrics);
         Self {
-            inflight: ByteBudget::new(config.inflight_bytes_max as u64),
+            inflight: ByteBudget::new(
+                "limits.inflight_bytes_max",
+                config.inflight_bytes_max as u64,
+            ),
             building: Arc::new(Semaphore::new(1)),
             models: Arc::new(Models::new(config.models_max, ids.clone())),
             draining: AtomicBool::new(false),
@@ -116,7 +129,7 @@ impl Service {
             config,
             boot_id,
             ids,
-            seats,
+            shards,
             metrics,
         }
     }
@@ -136,35 +149,35 @@ impl Service {
     /// The devices, in words.
     #[must_use]
     pub fn devices(&self) -> String {
-        devices(&self.seats)
+        devices(&self.shards)
     }
 
     /// How far attention kernels may round, by the name of the setting; of several devices the
     /// coarsest. GPUs keep to the bound of single precision whatever the setting says.
     #[must_use]
     pub fn precision(&self) -> &'static str {
-        let on_cpu = self.lanes().any(|lane| lane.info().uuid.is_none());
+        let on_cpu = self.workers().any(|worker| worker.info().uuid.is_none());
         let precision = if on_cpu { self.config.precision } else { Precision::Single };
         precision.name()
     }
 
-    /// Their lanes.
-    pub fn lanes(&self) -> impl Iterator<Item = &Lane> {
-        self.seats.iter().map(|seat| &seat.lane)
+    /// Their workers.
+    pub fn workers(&self) -> impl Iterator<Item = &DeviceWorker> {
+        self.shards.iter().map(|shard| &shard.worker)
     }
 
     /// The first of them; of a daemon with one device, that one's.
     #[must_use]
-    pub fn lane(&self) -> &Lane {
-        &self.seats[0].lane
+    pub fn worker(&self) -> &DeviceWorker {
+        &self.shards[0].worker
     }
 
     /// Where the next model goes: of the devices that work, the one with the fewest.
-    fn next_seat(&self) -> usize {
+    fn next_shard(&self) -> usize {
         let models = self.models.list(None);
-        let count = |seat: usize| models.iter().filter(|model| model.seat == seat).count();
-        let by_use = |seat: &usize| (self.seats[*seat].lane.failed(), count(*seat));
-        (0..self.seats.len()).min_by_key(by_use).unwrap_or(0)
+        let count = |shard: usize| models.iter().filter(|model| model.shard == shard).count();
+        let by_use = |shard: &usize| (self.shards[*shard].worker.failed(), count(*shard));
+        (0..self.shards.len()).min_by_key(by_use).unwrap_or(0)
     }
 
     /// The recorder.
@@ -181,16 +194,49 @@ impl Service {
     /// Whether requests are served.
     #[must_use]
     pub fn ready(&self) -> bool {
-        !self.draining.load(Ordering::Acquire) && !self.lanes().any(Lane::failed)
+        !self.draining.load(Ordering::Acquire) && !self.workers().any(DeviceWorker::failed)
     }
 
     /// Why not, for people.
     #[must_use]
     pub fn why_unready(&self) -> String {
-        let failed = self.lanes().filter(|lane| lane.failed());
-        let failed = failed.map(|lane| format!("failed: {}\n", lane.info().description));
+        let failed = self.workers().filter(|worker| worker.failed());
+        let failed = failed.map(|worker| format!("failed: {}\n", worker.info().description));
         let draining = self.draining.load(Ordering::Acquire);
         failed.chain(draining.then(|| "draining\n".to_owned())).collect()
+    }
+
+    /// Bytes of requests and answers that are in the daemon now, in units of 1 KiB.
+    #[must_use]
+    pub fn inflight_bytes(&self) -> u64 {
+        self.inflight.taken_bytes()
+    }
+
+    /// What a caller's bytes are taken from.
+    pub(crate) fn budgets(&self, call: &Call) -> Budgets {
+        self.budgets_of(&call.owner)
+    }
+
+    /// What the bytes of a connection are taken from.
+    pub(crate) fn budgets_of(&self, owner: &Owner) -> Budgets {
+        Budgets { connection: owner.bytes().clone(), all: self.inflight.clone() }
+    }
+
+    /// Takes bytes of a request or its answer.
+    pub(crate) fn take_bytes(&self, call: &Call, bytes: u64) -> Result<InFlight, ServiceError> {
+        self.budgets(call).take(bytes)
+    }
+
+    /// Takes the bytes of an answer. On a stream they are waited for a while: what holds them may
+    /// be answers of the same stream that its client has yet to read.
+    async fn admit_answer(&self, call: &Call, bytes: u64) -> Result<InFlight, ServiceError> {
+        let budgets = self.budgets(call);
+        if call.waits_for_queue
+            && let Ok(share) = tokio::time::timeout(ANSWER_TIME, budgets.wait(bytes)).await
+        {
+            return share;
+        }
+        budgets.take(bytes)
     }
 
     /// Lets a request in, or says why not.
@@ -216,7 +262,7 @@ impl Service {
     }
 }
 
-fn devices(seats: &[Seat]) -> String {
-    let names: Vec<_> = seats.iter().map(|seat| &seat.lane.info().description[..]).collect();
+fn devices(shards: &[DeviceShard]) -> String {
+    let names: Vec<_> = shards.iter().map(|shard| &shard.worker.info().description[..]).collect();
     names.join(", ")
 }

@@ -2,7 +2,7 @@
 
 use super::query_sample::QuerySample;
 use super::recent_queries::RecentQueries;
-use super::{Seat, ServiceError, ids};
+use super::{DeviceShard, ServiceError, ids};
 use crate::metrics::ModelMetrics;
 use kvd_codec::{CheckedBlock, CodecSpec, ErrorSum, Quantizer, SideSpec};
 use kvd_core::{ErrorCode, IdCounter, IdSpace, ModelId, Namespace, SequenceId};
@@ -19,7 +19,7 @@ pub struct Model {
     /// Name, unique in its namespace.
     pub name: String,
     /// Which of the daemon's devices has it.
-    pub seat: usize,
+    pub shard: usize,
     /// The codec in full.
     pub spec: CodecSpec,
     /// The codec as the caller wrote it: a preset's name, or a spec.
@@ -200,11 +200,11 @@ impl Models {
         &self,
         namespace: &Namespace,
         id: ModelId,
-        seats: &[Seat],
+        shards: &[DeviceShard],
     ) -> Result<SequenceId, ServiceError> {
         let state = self.state.lock();
         let model = state.find(&self.space, namespace, id)?;
-        Ok(seats[model.seat].store.open(model.shape.clone())?)
+        Ok(shards[model.shard].store.open(model.shape.clone())?)
     }
 
     /// Takes a model out, unless it has sequences.

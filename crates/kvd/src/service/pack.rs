@@ -1,4 +1,4 @@
-//! Packing: the lane's part of a store that turns blocks which leave the window into pages.
+//! Packing: the worker's part of a store that turns blocks which leave the window into pages.
 
 use super::{Model, ServiceError, plan};
 use kvd_compute::{Backend, EncodedPages};
@@ -78,7 +78,8 @@ impl Packer<'_> {
         let tasks = &tasks[..tasks.len().min(count)];
         for keep in tasks.iter().filter_map(|task| task.keep.as_ref()) {
             let count = keep.from.rows.end - keep.from.rows.start;
-            let (from, to) = (plan::source(&keep.from), plan::target(&keep.to, keep.to_row));
+            let (from, to) =
+                (plan::source(&keep.from.borrow()), plan::target(&keep.to, keep.to_row));
             self.backend.copy(id, layer, &from, count, to)?;
         }
         let sources: Vec<_> = tasks.iter().map(plan::encode_source).collect();

@@ -1,16 +1,16 @@
 //! From the store's words to the backend's: parts to sources, slots to targets.
 
 use kvd_compute::{EncodeSource, PlanPart, RawTarget, Source, StagedWrite};
-use kvd_store::{PackTask, Part, PartKind, Pinned, RawSlot, RowWrite};
+use kvd_store::{PackTask, Pinned, PinnedRows, RawSlot, RowExtentRef, RowFormRef, RowWrite};
 
-/// Where a part lies.
-pub(super) fn source(part: &Part) -> Source {
-    let first_row = part.rows.start - part.origin;
-    match &part.kind {
-        PartKind::Raw(slot) => {
+/// Where some rows lie.
+pub(super) fn source(extent: &RowExtentRef<'_>) -> Source {
+    let first_row = extent.rows.start - extent.origin;
+    match extent.form {
+        RowFormRef::Raw(slot) => {
             Source::Raw { extent: slot.extent(), capacity_rows: slot.rows(), first_row }
         }
-        PartKind::Pages(pages) => {
+        RowFormRef::Pages(pages) => {
             Source::Pages { extent: pages.extent(), ends: pages.ends().clone(), first_row }
         }
     }
@@ -18,12 +18,12 @@ pub(super) fn source(part: &Part) -> Source {
 
 /// The parts of a pinned range. The caller keeps `pinned` until the backend has answered.
 pub(super) fn parts(pinned: &Pinned) -> Vec<PlanPart> {
-    let part = |pinned: &kvd_store::PinnedPart| PlanPart {
-        first_token: pinned.first_token,
-        rows: pinned.part.rows.end - pinned.part.rows.start,
-        source: source(&pinned.part),
+    let part = |PinnedRows { first_token, extent }: PinnedRows<'_>| PlanPart {
+        first_token,
+        rows: extent.rows.end - extent.rows.start,
+        source: source(&extent),
     };
-    pinned.parts.iter().map(part).collect()
+    pinned.find_rows().map(part).collect()
 }
 
 /// Rows of a raw slot to write.

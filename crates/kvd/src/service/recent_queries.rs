@@ -60,7 +60,10 @@ impl RecentQueries {
     pub(super) fn passes(&self, batch: &AttendBatch) -> bool {
         let mut layer = self.layers[batch.layer.0 as usize].lock();
         let few = LayerQueries::FEWEST * self.geometry.head_dim(Side::Key);
-        let known = layer.heads.first().is_some_and(|rows| rows.values.len() >= few);
+        let all_have = || layer.heads.iter().all(|rows| rows.values.len() >= few);
+        let known = !layer.heads.is_empty() && all_have();
+        // Heads whose queries say nothing for so long may never say more.
+        let known = known || layer.calls >= CALL_INTERVAL;
         let passes = known && !layer.calls.is_multiple_of(CALL_INTERVAL);
         layer.calls += u64::from(passes);
         passes
@@ -191,6 +194,29 @@ mod tests {
         recent.offer(&batch(0, 3, |_, head| if head < 2 { 1.0 } else { 0.0 }));
         let heads = recent.take_changed(LayerIndex(0)).unwrap();
         assert_eq!([heads[0].len(), heads[1].len()], [12, 0]);
+    }
+
+    #[test]
+    fn queries_are_brought_until_each_head_has_enough_or_has_said_nothing_for_long() {
+        let brought = |second_from: usize| {
+            let recent = recent("fp8; k.bound=0.1").unwrap();
+            let mut brought = 0;
+            for call in 0..1000 {
+                let says = call >= second_from;
+                let batch = batch(0, 1, |_, head| if head < 2 || says { 1.0 } else { 0.0 });
+                if !recent.passes(&batch) {
+                    recent.offer(&batch);
+                    brought += 1;
+                }
+            }
+            brought
+        };
+        // The first head has enough long before the second one says anything.
+        let at_once = brought(0);
+        assert!((at_once + 20..80).contains(&brought(30)), "{at_once} {}", brought(30));
+        let never = brought(usize::MAX);
+        let interval = CALL_INTERVAL as usize;
+        assert!((interval..interval + 40).contains(&never), "{never} of 1000");
     }
 
     #[test]

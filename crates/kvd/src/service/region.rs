@@ -1,13 +1,102 @@
-//! Device memory that workers share: lane jobs, and a guard that gives it back.
+//! Device memory that workers share: its jobs, and a guard that gives it back.
 
 use super::{Call, Model, Service, ServiceError};
-use crate::lane::Lane;
-use kvd_compute::{DeviceInfo, DeviceRegion, OpenedRegion, RegionHandle};
+use crate::device_worker::{DeviceWorker, Work};
+use crate::scheduler::Kind;
+use kvd_compute::{Backend, DeviceInfo, DeviceRegion, OpenedRegion, RegionHandle, Stop};
 use kvd_core::ErrorCode;
 use kvd_proto::domain::AttendBatch;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::oneshot;
+
+/// The job that opens device memory.
+pub(crate) struct OpenRegion {
+    /// None once it has begun.
+    handle: Option<RegionHandle>,
+    size_bytes: u64,
+}
+
+impl Work for OpenRegion {
+    type Reply = OpenedRegion;
+
+    fn kind(&self) -> Kind {
+        Kind::Other
+    }
+
+    fn run(
+        &mut self,
+        backend: &mut dyn Backend,
+        _: &Stop,
+    ) -> Result<Option<OpenedRegion>, ServiceError> {
+        let Some(handle) = self.handle.take() else { return Ok(None) };
+        Ok(Some(backend.open_region(handle, self.size_bytes)?))
+    }
+}
+
+/// The job that gives it back.
+pub(crate) struct CloseRegion {
+    region: DeviceRegion,
+}
+
+impl Work for CloseRegion {
+    type Reply = ();
+
+    fn kind(&self) -> Kind {
+        Kind::Other
+    }
+
+    fn run(&mut self, backend: &mut dyn Backend, _: &Stop) -> Result<Option<()>, ServiceError> {
+        backend.close_region(self.region);
+        Ok(Some(()))
+    }
+}
+
+/// The job that copies out of it.
+pub(crate) struct ReadRegion {
+    region: DeviceRegion,
+    offset: u64,
+    bytes: u64,
+}
+
+impl Work for ReadRegion {
+    type Reply = Vec<u8>;
+
+    /// It touches the worker's memory alone: in no order with what stores write.
+    fn kind(&self) -> Kind {
+        Kind::Attend
+    }
+
+    fn run(
+        &mut self,
+        backend: &mut dyn Backend,
+        _: &Stop,
+    ) -> Result<Option<Vec<u8>>, ServiceError> {
+        let mut to = vec![0; self.bytes as usize];
+        backend.read_region(self.region, self.offset, &mut to)?;
+        Ok(Some(to))
+    }
+}
+
+/// The job that copies into it.
+pub(crate) struct WriteRegion {
+    region: DeviceRegion,
+    offset: u64,
+    bytes: Vec<u8>,
+}
+
+impl Work for WriteRegion {
+    type Reply = ();
+
+    /// As [`ReadRegion`].
+    fn kind(&self) -> Kind {
+        Kind::Attend
+    }
+
+    fn run(&mut self, backend: &mut dyn Backend, _: &Stop) -> Result<Option<()>, ServiceError> {
+        Ok(Some(backend.write_region(self.region, self.offset, &self.bytes)?))
+    }
+}
 
 /// How long a full queue is left alone before a region is opened, or closed, again.
 const QUEUE_PAUSE: Duration = Duration::from_millis(20);
@@ -22,7 +111,7 @@ impl Service {
             return Ok(None);
         }
         let known: Vec<&str> =
-            self.lanes().filter_map(|lane| lane.info().uuid.as_deref()).collect();
+            self.workers().filter_map(|worker| worker.info().uuid.as_deref()).collect();
         if let Some(known) = known.iter().find(|known| kvd_cuda::is_same_gpu(known, uuid)) {
             return Ok(Some((*known).to_owned()));
         }
@@ -51,17 +140,14 @@ type Asker = oneshot::Sender<Result<OpenMemory, ServiceError>>;
 /// Opens memory on a device. Where its queue is full it is asked again, until nobody waits for it:
 /// others' calls are no reason that the memory is of another device.
 async fn open_on(
-    lane: &Lane,
+    worker: &DeviceWorker,
     call: &Call,
     (handle, size_bytes): (&RegionHandle, u64),
     asker: &Asker,
 ) -> Result<OpenedRegion, ServiceError> {
     loop {
-        let handle = again(handle)?;
-        let work = move |backend: &mut dyn kvd_compute::Backend| {
-            Ok(backend.open_region(handle, size_bytes)?)
-        };
-        match lane.run(call, work).await {
+        let handle = Some(again(handle)?);
+        match worker.ask(call, OpenRegion { handle, size_bytes }).await {
             Err(error) if error.code() == ErrorCode::QueueFull && !asker.is_closed() => {
                 tokio::time::sleep(QUEUE_PAUSE).await;
             }
@@ -94,9 +180,9 @@ fn refusal(mut refused: Vec<(&DeviceInfo, ServiceError)>) -> ServiceError {
 
 /// Device memory that is open until this is dropped.
 pub(crate) struct OpenMemory {
-    /// Of the device that has opened it, and the number of its seat.
-    lane: Lane,
-    seat: usize,
+    /// Of the device that has opened it, and the number of its shard.
+    worker: DeviceWorker,
+    shard: usize,
     call: Call,
     opened: OpenedRegion,
     size_bytes: u64,
@@ -140,22 +226,22 @@ impl OpenMemory {
         asker: &Asker,
     ) -> Result<Self, ServiceError> {
         let Offer { handle, size_bytes, uuid } = offer;
-        let has_gpu = service.lanes().any(|lane| lane.info().uuid.is_some());
+        let has_gpu = service.workers().any(|worker| worker.info().uuid.is_some());
         // A processor's refusal says nothing of a GPU's memory.
-        let is_asked = |lane: &Lane| match &lane.info().uuid {
+        let is_asked = |worker: &DeviceWorker| match &worker.info().uuid {
             None => uuid.is_none() && !has_gpu,
             of_lane => uuid.is_none() || *of_lane == uuid,
         };
-        let lanes = service.lanes().enumerate();
+        let workers = service.workers().enumerate();
         let mut refused = Vec::new();
-        for (seat, lane) in lanes.filter(|(_, lane)| is_asked(lane) && !lane.failed()) {
-            match open_on(lane, &call, (&handle, size_bytes), asker).await {
+        for (shard, worker) in workers.filter(|(_, worker)| is_asked(worker) && !worker.failed()) {
+            match open_on(worker, &call, (&handle, size_bytes), asker).await {
                 Ok(opened) => {
-                    return Ok(Self { lane: lane.clone(), seat, call, opened, size_bytes });
+                    return Ok(Self { worker: worker.clone(), shard, call, opened, size_bytes });
                 }
                 // What another device says of the memory would be no better an answer.
                 Err(error) if is_of_queue(error.code()) => return Err(error),
-                Err(error) => refused.push((lane.info(), error)),
+                Err(error) => refused.push((worker.info(), error)),
             }
         }
         Err(refusal(refused))
@@ -175,7 +261,7 @@ impl OpenMemory {
     /// and no queries that the host keeps, as a sample or to measure pages by.
     pub(crate) fn reaches(&self, model: &Model, batch: &AttendBatch) -> bool {
         self.opened.copied.is_none()
-            && model.seat == self.seat
+            && model.shard == self.shard
             && model.recent_queries.as_ref().is_none_or(|recent| recent.passes(batch))
             && model.queries.as_ref().is_none_or(|sample| sample.passes(batch))
     }
@@ -185,7 +271,7 @@ impl OpenMemory {
     pub(crate) fn stages(&self, model: &Model, offsets: [u64; 2]) -> bool {
         let value_bytes = model.shape.geometry.dtype.size_bytes() as u64;
         self.opened.copied.is_none()
-            && model.seat == self.seat
+            && model.shard == self.shard
             && offsets.iter().all(|offset| offset.is_multiple_of(value_bytes))
     }
 
@@ -214,14 +300,7 @@ impl OpenMemory {
         bytes: u64,
     ) -> Result<Vec<u8>, ServiceError> {
         self.check(offset, bytes)?;
-        let region = self.region();
-        let work = move |backend: &mut dyn kvd_compute::Backend| {
-            let mut to = vec![0; bytes as usize];
-            backend.read_region(region, offset, &mut to)?;
-            Ok(to)
-        };
-        // It touches the worker's memory alone: in no order with what stores write.
-        self.lane.attend(call, work).await
+        self.worker.ask(call, ReadRegion { region: self.region(), offset, bytes }).await
     }
 
     /// Copies bytes in.
@@ -235,11 +314,7 @@ impl OpenMemory {
         bytes: Vec<u8>,
     ) -> Result<(), ServiceError> {
         self.check(offset, bytes.len() as u64)?;
-        let region = self.region();
-        let work = move |backend: &mut dyn kvd_compute::Backend| {
-            Ok(backend.write_region(region, offset, &bytes)?)
-        };
-        self.lane.attend(call, work).await
+        self.worker.ask(call, WriteRegion { region: self.region(), offset, bytes }).await
     }
 }
 
@@ -247,15 +322,11 @@ impl Drop for OpenMemory {
     fn drop(&mut self) {
         // Without a runtime the daemon is gone, and the backend closes what is open itself.
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
-        let (lane, region) = (self.lane.clone(), self.region());
+        let (worker, region) = (self.worker.clone(), self.region());
         let call = Call { deadline: None, ..self.call.clone() };
         runtime.spawn(async move {
             loop {
-                let work = move |backend: &mut dyn kvd_compute::Backend| {
-                    backend.close_region(region);
-                    Ok(())
-                };
-                match lane.run(&call, work).await {
+                match worker.ask(&call, CloseRegion { region }).await {
                     Err(error) if error.code() == ErrorCode::QueueFull => {
                         tokio::time::sleep(QUEUE_PAUSE).await;
                     }

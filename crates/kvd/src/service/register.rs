@@ -1,19 +1,24 @@
 //! Registering and unregistering models: what both the device and the daemon must know.
 //!
-//! Both change in one lane job. It runs whole or not at all, whatever becomes of the caller: a
-//! model that is registered can be found, and one that cannot be found is not on the device.
+//! Both change in one job of the device. It runs whole or not at all, whatever becomes of the
+//! caller: a model that is registered can be found, and one that cannot be found is not on the
+//! device.
 
+use super::budget::InFlight;
+use super::model::Models;
 use super::query_sample::QuerySample;
 use super::recent_queries::RecentQueries;
 use super::{Call, Model, Service, ServiceError};
-use crate::metrics::{ModelLabels, ModelMetrics};
+use crate::device_worker::Work;
+use crate::metrics::{DeviceMetrics, Metrics, ModelLabels, ModelMetrics};
+use crate::scheduler::Kind;
 use kvd_codec::{
     Calibration, CodecSpec, EntropyCoding, FloatFormat, ModelCodec, Quantizer, SideSpec,
 };
-use kvd_compute::Backend;
-use kvd_core::{ErrorCode, Geometry, ModelId};
+use kvd_compute::{Backend, Stop};
+use kvd_core::{ErrorCode, Geometry, ModelId, Namespace};
 use kvd_proto::domain::ModelSpec;
-use kvd_store::ModelShape;
+use kvd_store::{ModelShape, Store};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -86,7 +91,8 @@ impl Service {
     ) -> Result<Arc<Model>, ServiceError> {
         self.admit(call)?;
         check_calibration_bytes(&spec, self.config.calibration_bytes_max)?;
-        let inflight = self.inflight.take(spec.calibration.len() as u64)?;
+        let bytes = call.bytes_to_admit(spec.calibration.len() as u64);
+        let inflight = self.take_bytes(call, bytes)?;
         let codec = kvd_codec::resolve_spec(&spec.codec)?;
         check_page_tokens(&spec.geometry, &codec, self.config.page_tokens_min)?;
         let fingerprint = fingerprint(&spec.geometry, &codec, &spec.calibration);
@@ -101,52 +107,23 @@ impl Service {
         }
         let (runtime, turn) = build(&spec, &codec, turn).await?;
         let label = codec_label(&spec.codec, &fingerprint);
-        let (models, metrics, namespace) =
-            (self.models.clone(), self.metrics.clone(), call.namespace.clone());
         // The turn keeps others from counting at the same time.
-        let seat = self.next_seat();
-        let device = self.seats[seat].lane.metrics().clone();
-        let queries = QuerySample::new(&spec.geometry, &codec, &self.config);
-        let recent_queries = RecentQueries::new(&spec.geometry, &codec);
-        let register = move |backend: &mut dyn Backend| {
-            backend.supports(&runtime)?;
-            let name = spec.name.clone();
-            let registered = models.insert(&namespace, &name, &fingerprint.clone(), |id| {
-                let calibration_bytes = runtime.calibration_bytes();
-                backend.register(id, runtime);
-                tracing::info!(id = id.0, name, %codec, "model registered");
-                let labels =
-                    ModelLabels { namespace: namespace.as_str(), model: &spec.name, codec: &label };
-                let layers = spec.geometry.layers;
-                Model {
-                    metrics: ModelMetrics::new(&metrics, &device, labels, layers),
-                    shape: Arc::new(ModelShape {
-                        id,
-                        namespace: namespace.clone(),
-                        geometry: spec.geometry,
-                        sink: codec.sink,
-                        recent: codec.recent,
-                    }),
-                    name: spec.name,
-                    seat,
-                    spec: codec,
-                    codec: spec.codec,
-                    fingerprint,
-                    queries,
-                    recent_queries,
-                    sampled: Mutex::default(),
-                    fallback_pages: AtomicU64::new(0),
-                    deferred_blocks: AtomicU64::new(0),
-                    over_bound_pages: Default::default(),
-                    calibration_bytes,
-                    table_bytes: AtomicU64::new(0),
-                    table_versions: AtomicU64::new(0),
-                }
-            });
-            drop((turn, inflight));
-            registered
+        let shard = self.next_shard();
+        let new = NewModel {
+            queries: QuerySample::new(&spec.geometry, &codec, &self.config),
+            recent_queries: RecentQueries::new(&spec.geometry, &codec),
+            device: self.shards[shard].worker.metrics().clone(),
+            metrics: self.metrics.clone(),
+            namespace: call.namespace.clone(),
+            spec,
+            codec,
+            runtime,
+            label,
+            fingerprint,
+            shard,
         };
-        self.seats[seat].lane.run(call, register).await
+        let job = Register { models: self.models.clone(), new: Some(new), _held: (turn, inflight) };
+        self.shards[shard].worker.ask(call, job).await
     }
 
     /// Waits for the right to build a codec, as long as the caller does.
@@ -189,18 +166,122 @@ impl Service {
     /// `UNKNOWN_MODEL` or `MODEL_IN_USE`; the model is as it was after any error.
     pub async fn unregister_model(&self, call: &Call, id: ModelId) -> Result<(), ServiceError> {
         self.admit(call)?;
-        let seat = &self.seats[self.models.find(&call.namespace, id)?.seat];
-        let (models, store, metrics, namespace) =
-            (self.models.clone(), seat.store.clone(), self.metrics.clone(), call.namespace.clone());
-        let forget = move |backend: &mut dyn Backend| {
-            let model = models.remove(&namespace, id, &store)?;
-            backend.unregister(id);
-            metrics.forget(&model.metrics);
-            tracing::info!(id = id.0, name = model.name, "model unregistered");
-            Ok(())
-        };
+        let shard = &self.shards[self.models.find(&call.namespace, id)?.shard];
+        let (models, store, metrics, namespace) = (
+            self.models.clone(),
+            shard.store.clone(),
+            self.metrics.clone(),
+            call.namespace.clone(),
+        );
         // An attend that was accepted before is answered yet.
-        seat.lane.run_after_all(call, forget).await
+        shard.worker.ask(call, Unregister { models, store, metrics, namespace, id }).await
+    }
+}
+
+/// A model that is to be registered.
+struct NewModel {
+    spec: ModelSpec,
+    codec: CodecSpec,
+    runtime: ModelCodec,
+    namespace: Namespace,
+    label: String,
+    fingerprint: String,
+    shard: usize,
+    queries: Option<QuerySample>,
+    recent_queries: Option<RecentQueries>,
+    metrics: Arc<Metrics>,
+    device: Arc<DeviceMetrics>,
+}
+
+impl NewModel {
+    /// Makes the model known to its device.
+    fn register(self, backend: &mut dyn Backend, id: ModelId) -> Model {
+        let Self { spec, codec, namespace, .. } = self;
+        let calibration_bytes = self.runtime.calibration_bytes();
+        backend.register(id, self.runtime);
+        tracing::info!(id = id.0, name = spec.name, %codec, "model registered");
+        let labels =
+            ModelLabels { namespace: namespace.as_str(), model: &spec.name, codec: &self.label };
+        let layers = spec.geometry.layers;
+        Model {
+            metrics: ModelMetrics::new(&self.metrics, &self.device, labels, layers),
+            shape: Arc::new(ModelShape {
+                id,
+                namespace: namespace.clone(),
+                geometry: spec.geometry,
+                sink: codec.sink,
+                recent: codec.recent,
+            }),
+            name: spec.name,
+            shard: self.shard,
+            spec: codec,
+            codec: spec.codec,
+            fingerprint: self.fingerprint,
+            queries: self.queries,
+            recent_queries: self.recent_queries,
+            sampled: Mutex::default(),
+            fallback_pages: AtomicU64::new(0),
+            deferred_blocks: AtomicU64::new(0),
+            over_bound_pages: Default::default(),
+            calibration_bytes,
+            table_bytes: AtomicU64::new(0),
+            table_versions: AtomicU64::new(0),
+        }
+    }
+}
+
+/// The job that registers a model.
+pub(crate) struct Register {
+    models: Arc<Models>,
+    /// None once it has begun.
+    new: Option<NewModel>,
+    /// The turn to build a codec, and the calibration's bytes.
+    _held: (OwnedSemaphorePermit, InFlight),
+}
+
+impl Work for Register {
+    type Reply = Arc<Model>;
+
+    fn kind(&self) -> Kind {
+        Kind::Other
+    }
+
+    fn run(
+        &mut self,
+        backend: &mut dyn Backend,
+        _: &Stop,
+    ) -> Result<Option<Arc<Model>>, ServiceError> {
+        let Some(new) = self.new.take() else { return Ok(None) };
+        backend.supports(&new.runtime)?;
+        let (namespace, name) = (new.namespace.clone(), new.spec.name.clone());
+        let fingerprint = new.fingerprint.clone();
+        let make = |id| new.register(backend, id);
+        self.models.insert(&namespace, &name, &fingerprint, make).map(Some)
+    }
+}
+
+/// The job that forgets a model.
+pub(crate) struct Unregister {
+    models: Arc<Models>,
+    store: Arc<Store>,
+    metrics: Arc<Metrics>,
+    namespace: Namespace,
+    id: ModelId,
+}
+
+impl Work for Unregister {
+    type Reply = ();
+
+    fn kind(&self) -> Kind {
+        Kind::AfterAll
+    }
+
+    fn run(&mut self, backend: &mut dyn Backend, _: &Stop) -> Result<Option<()>, ServiceError> {
+        let model = self.models.remove(&self.namespace, self.id, &self.store)?;
+        backend.unregister(self.id);
+        self.metrics.forget(&model.metrics);
+        tracing::info!(id = self.id.0, name = model.name, "model unregistered");
+        Ok(Some(()))
     }
 }
 

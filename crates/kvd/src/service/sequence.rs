@@ -11,7 +11,7 @@ impl Service {
     /// `UNKNOWN_MODEL` or `LIMIT_EXCEEDED`.
     pub fn open_sequence(&self, call: &Call, model: ModelId) -> Result<SequenceId, ServiceError> {
         self.admit(call)?;
-        self.models.open(&call.namespace, model, &self.seats)
+        self.models.open(&call.namespace, model, &self.shards)
     }
 
     /// A new sequence that shares the parent's first tokens.
@@ -26,7 +26,7 @@ impl Service {
         length: Option<u32>,
     ) -> Result<(SequenceId, u32), ServiceError> {
         self.admit(call)?;
-        let store = &self.seat_of(id)?.store;
+        let store = &self.shard_of(id)?.store;
         let forked = store.fork(&call.namespace, id, length)?;
         let model = store.model_of(&call.namespace, forked.0)?;
         // The parent may have been closed and its model unregistered meanwhile: then there was
@@ -50,7 +50,7 @@ impl Service {
         length: u32,
     ) -> Result<(), ServiceError> {
         self.admit(call)?;
-        Ok(self.seat_of(id)?.store.truncate(&call.namespace, id, length)?)
+        Ok(self.shard_of(id)?.store.truncate(&call.namespace, id, length)?)
     }
 
     /// Gives a sequence up; blocks that others share stay.
@@ -60,7 +60,7 @@ impl Service {
     pub fn close_sequence(&self, call: &Call, id: SequenceId) -> Result<(), ServiceError> {
         // Also while draining: giving back is never refused.
         self.allow(&call.namespace)?;
-        Ok(self.seat_of(id)?.store.close(&call.namespace, id)?)
+        Ok(self.shard_of(id)?.store.close(&call.namespace, id)?)
     }
 
     /// What a sequence holds.
@@ -73,6 +73,6 @@ impl Service {
         id: SequenceId,
     ) -> Result<SequenceUsage, ServiceError> {
         self.admit(call)?;
-        Ok(self.seat_of(id)?.store.describe(&call.namespace, id)?)
+        Ok(self.shard_of(id)?.store.describe(&call.namespace, id)?)
     }
 }

@@ -1,6 +1,6 @@
 //! What the daemon holds, for `GetStats` and for the gauges that are read at scrape.
 
-use super::{Call, Model, Seat, Service, ServiceError};
+use super::{Call, DeviceShard, Model, Service, ServiceError};
 use crate::metrics::Metric;
 use kvd_compute::ModelBytes;
 use kvd_core::DType;
@@ -34,8 +34,8 @@ impl Service {
     /// tier that of the first.
     #[must_use]
     pub fn pool_stats(&self) -> PoolStats {
-        let mut all = self.seats[0].store.pool().usage();
-        for usage in self.seats[1..].iter().map(|seat| seat.store.pool().usage()) {
+        let mut all = self.shards[0].store.pool().usage();
+        for usage in self.shards[1..].iter().map(|shard| shard.store.pool().usage()) {
             all.capacity_bytes += usage.capacity_bytes;
             all.used_bytes += usage.used_bytes;
             all.slots += usage.slots;
@@ -46,14 +46,14 @@ impl Service {
 
     /// Use of each device's pool.
     pub(crate) fn device_pools(&self) -> impl Iterator<Item = DevicePool<'_>> {
-        self.seats.iter().map(|seat| DevicePool {
-            device: &seat.lane.metrics().label,
-            pool: seat.store.pool().usage(),
+        self.shards.iter().map(|shard| DevicePool {
+            device: &shard.worker.metrics().label,
+            pool: shard.store.pool().usage(),
         })
     }
 
     pub(super) fn usage(&self, model: &Model) -> ModelUsage {
-        self.seats[model.seat].store.usage(model.shape.id)
+        self.shards[model.shard].store.usage(model.shape.id)
     }
 
     /// One model's totals. The device is not asked: it may be busy for long.
@@ -70,8 +70,8 @@ impl Service {
     pub fn refresh_gauges(&self) {
         let metrics = &self.metrics;
         metrics.gauge(Metric::Ready, &[]).set(if self.ready() { 1.0 } else { 0.0 });
-        metrics.gauge(Metric::InflightBytes, &[]).set(self.inflight.taken_bytes() as f64);
-        self.seats.iter().for_each(refresh_device);
+        metrics.gauge(Metric::InflightBytes, &[]).set(self.inflight_bytes() as f64);
+        self.shards.iter().for_each(refresh_device);
         let models = self.models.list(None);
         metrics.gauge(Metric::Models, &[]).set(models.len() as f64);
         for model in models {
@@ -80,10 +80,14 @@ impl Service {
     }
 }
 
-fn refresh_device(seat: &Seat) {
-    let (metrics, pool) = (seat.lane.metrics(), seat.store.pool().usage());
-    for (gauge, jobs) in metrics.queue_depth.iter().zip(seat.lane.queued_by_kind()) {
+fn refresh_device(shard: &DeviceShard) {
+    let (metrics, pool) = (shard.worker.metrics(), shard.store.pool().usage());
+    for (gauge, jobs) in metrics.queue_depth.iter().zip(shard.worker.queued_by_kind()) {
         gauge.set(jobs as f64);
+    }
+    let messages = shard.worker.queued_stream_messages();
+    for (gauge, count) in metrics.queued_messages.iter().zip(messages) {
+        gauge.set(count as f64);
     }
     metrics.pool_capacity_bytes.set(pool.capacity_bytes as f64);
     metrics.pool_used_bytes.set(pool.used_bytes as f64);

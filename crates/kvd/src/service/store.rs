@@ -2,11 +2,13 @@
 
 use super::budget::InFlight;
 use super::pack::Packer;
-use super::{Call, Model, Seat, Service, ServiceError, plan};
-use kvd_compute::{Backend, IncomingRows, RegionRows, StagedRows, content_hash};
+use super::{Call, DeviceShard, Model, Service, ServiceError, plan};
+use crate::device_worker::Work;
+use crate::scheduler::Kind;
+use kvd_compute::{Backend, IncomingRows, RegionRows, StagedRows, Stop, content_hash};
 use kvd_core::{Coded, ErrorCode, Namespace, SequenceId};
 use kvd_proto::domain::StoreChunk;
-use kvd_store::{Append, AppendTicket, Pool, Store, StoreError};
+use kvd_store::{Append, AppendClaim, AppendTicket, Pool, Store as Sequences, StoreError};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -24,7 +26,7 @@ pub struct StoreReply {
 
 /// A store that may go on: where, of what model, and its share of the budget.
 struct Admitted<'a> {
-    seat: &'a Seat,
+    shard: &'a DeviceShard,
     model: Arc<Model>,
     inflight: InFlight,
 }
@@ -50,21 +52,30 @@ impl Service {
 
     async fn store_rows(&self, call: &Call, chunk: StoreChunk) -> Result<StoreReply, ServiceError> {
         let bytes = [&chunk.k, &chunk.v].map(|payload| payload.len() as u64);
-        let Admitted { seat, model, inflight } = self.admit_store(call, &chunk, bytes)?;
+        let Admitted { shard, model, inflight } = self.admit_store(call, &chunk, bytes)?;
         let hash = content_hash(&chunk.k, &chunk.v);
-        let ticket = match begin(&seat.store, &call.namespace, &chunk, hash)? {
-            Append::Replayed { length } => return Ok(StoreReply::replayed(length)),
-            Append::Ticket(ticket) => ticket,
+        let StoreChunk { sequence, layer, start, tokens, .. } = chunk;
+        let claim = shard.store.claim_append(&call.namespace, sequence, layer, start, tokens)?;
+        // One that waits holds no memory: it is reserved when the job begins. A range that was
+        // stored before needs none.
+        let append = match claim {
+            Some(claim) => AskedAppend::Claim(claim),
+            None => AskedAppend::Begun(begin(&shard.store, &call.namespace, &chunk, hash)?),
         };
+        if let AskedAppend::Begun(Append::Replayed { length }) = append {
+            return Ok(StoreReply::replayed(length));
+        }
         let rows = IncomingRows { tokens: chunk.tokens, k: chunk.k, v: chunk.v };
-        let (pool, of_store) = (seat.store.pool().clone(), model.clone());
-        let work = move |backend: &mut dyn Backend| {
-            let (_inflight, began) = (inflight, Instant::now());
-            let reply = execute(backend, &pool, &model, ticket, &Rows::Host(rows))?;
-            model.metrics.store.record(began.elapsed());
-            Ok(reply)
+        let (store, of_store) = (shard.store.clone(), model.clone());
+        let job = Store {
+            store,
+            model,
+            append: Some(append),
+            content_hash: hash,
+            rows: Rows::Host(rows),
+            _inflight: inflight,
         };
-        let reply = seat.lane.run(call, work).await;
+        let reply = shard.worker.ask(call, job).await;
         self.tell_deferred(&of_store);
         reply
     }
@@ -103,31 +114,24 @@ impl Service {
         rows: RegionRows,
         bytes: [u64; 2],
     ) -> Result<Option<StoreReply>, ServiceError> {
-        let Admitted { seat, model, inflight } = self.admit_store(call, chunk, bytes)?;
-        let (store, namespace) = (seat.store.clone(), call.namespace.clone());
+        let Admitted { shard, model, inflight } = self.admit_store(call, chunk, bytes)?;
+        let (store, namespace) = (shard.store.clone(), call.namespace.clone());
         // From here on it is in flight: what continues it is told so, not that there is a gap. And
         // a range that no content would make fit takes no part of the queue or of the device.
         let StoreChunk { sequence, layer, start, tokens, .. } = *chunk;
         let claim = store.claim_append(&namespace, sequence, layer, start, tokens)?;
-        let (chunk, of_store) = (chunk.clone(), model.clone());
+        let of_store = model.clone();
         // Its content is not known before the device has read it, so the rest is one job.
-        let work = move |backend: &mut dyn Backend| {
-            let (_inflight, began) = (inflight, Instant::now());
-            let Some(staged) = backend.stage(model.shape.id, &rows)? else { return Ok(None) };
-            let content_hash = staged.content_hash;
-            let append = match claim {
-                Some(claim) => Append::Ticket(store.begin_claimed(claim, content_hash)?),
-                None => begin(&store, &namespace, &chunk, content_hash)?,
-            };
-            let ticket = match append {
-                Append::Replayed { length } => return Ok(Some(StoreReply::replayed(length))),
-                Append::Ticket(ticket) => ticket,
-            };
-            let reply = execute(backend, store.pool(), &model, ticket, &Rows::Staged(staged))?;
-            model.metrics.store.record(began.elapsed());
-            Ok(Some(reply))
+        let job = StoreInPlace {
+            store,
+            namespace,
+            model,
+            claim,
+            chunk: chunk.clone(),
+            rows,
+            _inflight: inflight,
         };
-        let reply = seat.lane.run(call, work).await;
+        let reply = shard.worker.ask(call, job).await;
         self.tell_deferred(&of_store);
         reply
     }
@@ -141,12 +145,13 @@ impl Service {
     ) -> Result<Admitted<'_>, ServiceError> {
         self.admit(call)?;
         // Whoever sends too much is told so before anything is looked up.
-        let inflight = self.inflight.take(bytes[0] + bytes[1])?;
-        let seat = self.seat_of(chunk.sequence)?;
-        let shape = seat.store.model_of(&call.namespace, chunk.sequence)?;
+        let bytes_more = call.bytes_to_admit(bytes[0] + bytes[1]);
+        let inflight = self.take_bytes(call, bytes_more)?;
+        let shard = self.shard_of(chunk.sequence)?;
+        let shape = shard.store.model_of(&call.namespace, chunk.sequence)?;
         chunk.check_payload_bytes(&shape.geometry, bytes)?;
         let model = self.models.find(&call.namespace, shape.id)?;
-        Ok(Admitted { seat, model, inflight })
+        Ok(Admitted { shard, model, inflight })
     }
 
     /// The model of a sequence that a store names.
@@ -159,7 +164,7 @@ impl Service {
         sequence: SequenceId,
     ) -> Result<Arc<Model>, ServiceError> {
         self.admit(call)?;
-        let shape = self.seat_of(sequence)?.store.model_of(&call.namespace, sequence)?;
+        let shape = self.shard_of(sequence)?.store.model_of(&call.namespace, sequence)?;
         self.models.find(&call.namespace, shape.id)
     }
 }
@@ -171,9 +176,27 @@ impl StoreReply {
     }
 }
 
+/// An append before its job begins.
+enum AskedAppend {
+    /// The right to append: what it needs is not reserved yet.
+    Claim(AppendClaim),
+    /// Answered already.
+    Begun(Append),
+}
+
+impl AskedAppend {
+    /// Reserves what the append needs.
+    fn begin_append(self, store: &Sequences, content_hash: u64) -> Result<Append, StoreError> {
+        match self {
+            Self::Claim(claim) => Ok(Append::Ticket(store.begin_claimed(claim, content_hash)?)),
+            Self::Begun(append) => Ok(append),
+        }
+    }
+}
+
 /// Asks for the range of a chunk with that content.
 fn begin(
-    store: &Store,
+    store: &Sequences,
     namespace: &Namespace,
     chunk: &StoreChunk,
     content_hash: u64,
@@ -182,8 +205,86 @@ fn begin(
     store.begin_append(namespace, sequence, layer, start, tokens, content_hash)
 }
 
-/// The lane's part. The ticket publishes at the very end; an error before drops it, which undoes
-/// everything.
+/// The job of a store whose rows came to the daemon.
+pub(crate) struct Store {
+    store: Arc<Sequences>,
+    model: Arc<Model>,
+    /// None once it has begun.
+    append: Option<AskedAppend>,
+    content_hash: u64,
+    rows: Rows,
+    _inflight: InFlight,
+}
+
+impl Work for Store {
+    type Reply = StoreReply;
+
+    fn kind(&self) -> Kind {
+        Kind::Other
+    }
+
+    fn run(
+        &mut self,
+        backend: &mut dyn Backend,
+        _: &Stop,
+    ) -> Result<Option<StoreReply>, ServiceError> {
+        let began = Instant::now();
+        let Some(append) = self.append.take() else { return Ok(None) };
+        let ticket = match append.begin_append(&self.store, self.content_hash)? {
+            Append::Replayed { length } => return Ok(Some(StoreReply::replayed(length))),
+            Append::Ticket(ticket) => ticket,
+        };
+        let reply = execute(backend, self.store.pool(), &self.model, ticket, &self.rows)?;
+        self.model.metrics.store.record(began.elapsed());
+        Ok(Some(reply))
+    }
+}
+
+/// The job of a store whose rows are in device memory.
+pub(crate) struct StoreInPlace {
+    store: Arc<Sequences>,
+    namespace: Namespace,
+    model: Arc<Model>,
+    claim: Option<AppendClaim>,
+    chunk: StoreChunk,
+    rows: RegionRows,
+    _inflight: InFlight,
+}
+
+impl Work for StoreInPlace {
+    /// `None` where the device has no room for so many rows at once.
+    type Reply = Option<StoreReply>;
+
+    fn kind(&self) -> Kind {
+        Kind::Other
+    }
+
+    fn run(
+        &mut self,
+        backend: &mut dyn Backend,
+        _: &Stop,
+    ) -> Result<Option<Self::Reply>, ServiceError> {
+        let (began, store, model) = (Instant::now(), &self.store, &self.model);
+        let Some(staged) = backend.stage(model.shape.id, &self.rows)? else {
+            return Ok(Some(None));
+        };
+        let content_hash = staged.content_hash;
+        let append = match self.claim.take() {
+            Some(claim) => Append::Ticket(store.begin_claimed(claim, content_hash)?),
+            None => begin(store, &self.namespace, &self.chunk, content_hash)?,
+        };
+        let ticket = match append {
+            Append::Replayed { length } => return Ok(Some(Some(StoreReply::replayed(length)))),
+            Append::Ticket(ticket) => ticket,
+        };
+        let reply = execute(backend, store.pool(), model, ticket, &Rows::Staged(staged))?;
+        model.metrics.store.record(began.elapsed());
+        Ok(Some(Some(reply)))
+    }
+}
+
+/// The device worker's share. The ticket publishes at the very end; an error before drops it,
+/// which undoes everything.
 fn execute(
     backend: &mut dyn Backend,
     pool: &Arc<Pool>,
@@ -201,7 +302,7 @@ fn execute(
     }
     for copy in ticket.copies() {
         let count = copy.from.rows.end - copy.from.rows.start;
-        let (from, to) = (plan::source(&copy.from), plan::target(&copy.to, copy.to_row));
+        let (from, to) = (plan::source(&copy.from.borrow()), plan::target(&copy.to, copy.to_row));
         backend.copy(id, ticket.layer(), &from, count, to)?;
     }
     match rows {

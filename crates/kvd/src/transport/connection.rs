@@ -3,6 +3,7 @@
 //! socket failing is what ends it.
 
 use crate::metrics::OpenCount;
+use crate::service::Owner;
 use metrics::Gauge;
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -13,7 +14,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::Sleep;
 use tokio_stream::Stream;
-use tonic::transport::server::Connected;
+use tonic::transport::server::{Connected, TcpConnectInfo, UdsConnectInfo};
 
 /// How far the daemon's end has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -54,19 +55,29 @@ pub(crate) struct Connection<IO> {
     silent_bytes: usize,
     /// When an ended connection is read no longer; `None` until it has ended.
     linger: Option<Pin<Box<Sleep>>>,
+    owner: Owner,
     _permit: OwnedSemaphorePermit,
     _count: OpenCount,
 }
 
+/// Who is at the other end, as an extension of each request.
+#[derive(Clone)]
+pub(crate) struct Peer<I> {
+    pub(super) info: I,
+    owner: Owner,
+}
+
+/// The connection that a request came over.
+pub(super) fn owner(extensions: &http::Extensions) -> Option<&Owner> {
+    let tcp = extensions.get::<Peer<TcpConnectInfo>>().map(|peer| &peer.owner);
+    tcp.or_else(|| extensions.get::<Peer<UdsConnectInfo>>().map(|peer| &peer.owner))
+}
+
 impl<IO> Connection<IO> {
-    /// One that keeps `permit` while it lasts, and has `time` to send the HTTP/2 preface: until
+    /// One that keeps `permit` while it lasts, and has a time to send the HTTP/2 preface: until
     /// then keepalive does not watch it, and a silent peer would hold its place for ever.
-    fn limited(
-        io: IO,
-        phase: watch::Receiver<Phase>,
-        permit: OwnedSemaphorePermit,
-        (time, open): (Duration, &Gauge),
-    ) -> Self {
+    fn limited(io: IO, permit: OwnedSemaphorePermit, limits: &Limits) -> Self {
+        let (phase, time) = (limits.phase.clone(), limits.silence_max);
         let cut = cut(&phase);
         let end: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
             let _ = tokio::time::timeout(time, cut).await;
@@ -77,8 +88,9 @@ impl<IO> Connection<IO> {
             end: Some(end),
             silent_bytes: PREFACE_BYTES,
             linger: None,
+            owner: Owner::new(limits.bytes_max),
             _permit: permit,
-            _count: OpenCount::new(open),
+            _count: OpenCount::new(&limits.open),
         }
     }
 
@@ -191,10 +203,10 @@ impl<IO: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<IO> {
 }
 
 impl<IO: Connected> Connected for Connection<IO> {
-    type ConnectInfo = IO::ConnectInfo;
+    type ConnectInfo = Peer<IO::ConnectInfo>;
 
     fn connect_info(&self) -> Self::ConnectInfo {
-        self.io.connect_info()
+        Peer { info: self.io.connect_info(), owner: self.owner.clone() }
     }
 }
 
@@ -206,6 +218,8 @@ pub(super) struct Limits {
     /// How long a peer may take to speak.
     pub(super) silence_max: Duration,
     pub(super) phase: watch::Receiver<Phase>,
+    /// Bytes of requests and answers of one connection.
+    pub(super) bytes_max: u64,
     /// How many are open.
     pub(super) open: Gauge,
 }
@@ -236,8 +250,7 @@ impl<S> Incoming<S> {
             return None;
         };
         self.full = false;
-        let Limits { silence_max, phase, open, .. } = &self.limits;
-        Some(Connection::limited(io, phase.clone(), permit, (*silence_max, open)))
+        Some(Connection::limited(io, permit, &self.limits))
     }
 }
 

@@ -1,9 +1,9 @@
 //! The gRPC service: proto to domain, one span and one metric per rpc, domain to proto.
 
-use super::call::call;
+use super::call::{call, meter};
 use super::convert;
 use super::measure::{answer, refuse};
-use super::stream::{self, ReplyStream, Streams};
+use super::stream::{self, Answer, Answers, Opened, ReplyStream, StreamKind, Streams};
 use crate::metrics::OpenCount;
 use crate::service::{Call, Service, ServiceError};
 use kvd_core::{Coded, LayerIndex, ModelId, SequenceId};
@@ -11,7 +11,6 @@ use kvd_proto::domain::{AttendBatch, LoadRange, ModelSpec, StoreChunk};
 use kvd_proto::v1::{self, kvd_server::Kvd};
 use std::sync::Arc;
 use tokio::sync::mpsc;
-use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::Instrument;
 
@@ -189,10 +188,11 @@ impl Kvd for Grpc {
         &self,
         request: Request<Streaming<v1::StoreBlocksRequest>>,
     ) -> Result<Response<Self::StoreBlocksStream>, Status> {
-        let (call, errors) = self.known("StoreBlocks", stream::opened(&request))?;
+        let Opened { call, errors, meter } =
+            self.known("StoreBlocks", Opened::from_request(&request))?;
         let messages = request.into_inner();
         let (service, streams) = (self.service.clone(), &self.streams);
-        let kind = (streams, &streams.stores);
+        let kind = StreamKind { streams, open: &streams.stores, meter };
         let stream = stream::serve(service, kind, messages, move |service, message| {
             let call = call.clone();
             async move {
@@ -202,7 +202,7 @@ impl Kvd for Grpc {
                     Ok(convert::stored(layer, service.store(&call, chunk).await?))
                 };
                 let reply = answer(service.metrics(), "StoreBlocks", &call, work).await;
-                stream::with_error(reply, errors, |error| convert::not_stored(layer, error))
+                stream::with_error(reply, errors, |error| convert::not_stored(layer, error)).into()
             }
         });
         Ok(Response::new(stream))
@@ -212,10 +212,13 @@ impl Kvd for Grpc {
         &self,
         request: Request<v1::AttendRequest>,
     ) -> Result<Response<v1::AttendResponse>, Status> {
-        let (caller, message) = (call(&request), request.into_inner());
+        let (caller, meter) = (call(&request), meter(&request));
+        let message = request.into_inner();
         self.rpc("Attend", caller, async |call| {
             let batch: AttendBatch = domain(message)?;
-            Ok(convert::attended(self.service.attend(call, batch).await?))
+            let mut reply = self.service.attend(call, batch).await?;
+            meter.hold(reply.held.take());
+            Ok(convert::attended(reply))
         })
         .await
     }
@@ -226,19 +229,23 @@ impl Kvd for Grpc {
         &self,
         request: Request<Streaming<v1::AttendRequest>>,
     ) -> Result<Response<Self::AttendStreamStream>, Status> {
-        let (call, errors) = self.known("AttendStream", stream::opened(&request))?;
+        let Opened { call, errors, meter } =
+            self.known("AttendStream", Opened::from_request(&request))?;
         let messages = request.into_inner();
         let (service, streams) = (self.service.clone(), &self.streams);
-        let kind = (streams, &streams.attends);
+        let kind = StreamKind { streams, open: &streams.attends, meter };
         let stream = stream::serve(service, kind, messages, move |service, message| {
             let call = call.clone();
             async move {
+                let mut held = None;
                 let work = async {
                     let batch: AttendBatch = domain(message)?;
-                    Ok(convert::attended(service.attend(&call, batch).await?))
+                    let mut reply = service.attend(&call, batch).await?;
+                    held = reply.held.take();
+                    Ok(convert::attended(reply))
                 };
                 let reply = answer(service.metrics(), "AttendStream", &call, work).await;
-                stream::with_error(reply, errors, convert::not_attended)
+                Answer { reply: stream::with_error(reply, errors, convert::not_attended), held }
             }
         });
         Ok(Response::new(stream))
@@ -251,6 +258,7 @@ impl Kvd for Grpc {
         request: Request<v1::LoadBlocksRequest>,
     ) -> Result<Response<Self::LoadBlocksStream>, Status> {
         let call = stream::waiting(self.known("LoadBlocks", call(&request))?);
+        let meter = meter(&request);
         let message = request.into_inner();
         let pieces = answer(self.service.metrics(), "LoadBlocks", &call, async {
             let range: LoadRange = domain(message)?;
@@ -263,16 +271,25 @@ impl Kvd for Grpc {
         let send = async move {
             let _open = open;
             for piece in pieces {
-                let work = async { Ok(convert::loaded(service.load_piece(&call, &piece).await?)) };
-                let reply = answer(service.metrics(), "LoadBlocks", &call, work).await;
+                let mut held = None;
+                let work = async {
+                    let mut piece = service.load_piece(&call, &piece).await?;
+                    held = piece.held.take();
+                    Ok(convert::loaded(piece))
+                };
+                let reply = tokio::select! {
+                    reply = answer(service.metrics(), "LoadBlocks", &call, work) => reply,
+                    // What waits for the device when the client goes away is taken back.
+                    () = replies.closed() => return,
+                };
                 let ended = reply.is_err();
-                if replies.send(reply).await.is_err() || ended {
+                if replies.send(Answer { reply, held }).await.is_err() || ended {
                     return;
                 }
             }
         };
         tokio::spawn(send.in_current_span());
-        Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+        Ok(Response::new(Box::pin(Answers { receiver, meter })))
     }
 
     async fn sample_queries(

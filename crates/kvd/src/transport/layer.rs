@@ -1,28 +1,61 @@
 //! What happens to every gRPC request before tonic reads its messages: its deadline is noted, and
-//! whether its answer may be compressed.
+//! whether its answer may be compressed, and the bytes of its messages are counted.
 
+use super::bytes::{HeldBody, MessageLimits, Meter, MeteredBody};
+use super::connection;
 use super::deadline::{Deadline, LimitedBody};
+use crate::service::{Owner, Service as Daemon};
+use metrics::Counter;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use tonic::body::Body;
 use tower::{Layer, Service};
 
 /// Wraps the routes of a server in [`Requests`].
-#[derive(Clone, Copy)]
-pub(super) struct RequestLayer;
+#[derive(Clone)]
+pub(super) struct RequestLayer {
+    pub(super) service: Arc<Daemon>,
+    /// Counts messages that were refused for their bytes.
+    pub(super) refused: Counter,
+}
 
 impl<S> Layer<S> for RequestLayer {
     type Service = Requests<S>;
 
     fn layer(&self, inner: S) -> Requests<S> {
-        Requests { inner }
+        Requests { inner, layer: self.clone() }
     }
 }
 
-/// A service that ends requests at their deadline.
+/// A service that ends requests at their deadline and counts their bytes.
 #[derive(Clone)]
 pub(super) struct Requests<S> {
     inner: S,
+    layer: RequestLayer,
+}
+
+/// Rpcs that take a stream of messages: one that finds no room waits.
+const STREAMS: [&str; 2] = ["/kvd.v1.Kvd/StoreBlocks", "/kvd.v1.Kvd/AttendStream"];
+
+impl RequestLayer {
+    /// Counts the bytes of a request's messages from here on.
+    fn meter(&self, request: http::Request<Body>, waits: bool) -> (http::Request<Body>, Meter) {
+        let owner = connection::owner(request.extensions()).cloned().unwrap_or_else(Owner::local);
+        let config = self.service.config();
+        let limits = MessageLimits {
+            budgets: self.service.budgets_of(&owner),
+            message_bytes_max: config.message_bytes_max as u64,
+            message_time: config.message_timeout,
+            waits,
+            refused: self.refused.clone(),
+        };
+        let meter = Meter::default();
+        let body = |body| Body::new(MeteredBody::new(body, limits, meter.clone()));
+        let mut request = request.map(body);
+        request.extensions_mut().insert(meter.clone());
+        (request, meter)
+    }
 }
 
 impl<S> Service<http::Request<Body>> for Requests<S>
@@ -42,14 +75,28 @@ where
     fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
         let deadline = Deadline::take(request.headers_mut());
         drop_unasked_compression(request.headers_mut());
-        let Some(deadline) = deadline else { return Box::pin(self.inner.call(request)) };
-        request.extensions_mut().insert(deadline);
+        let is_stream = STREAMS.contains(&request.uri().path());
+        let (mut request, meter) = self.layer.meter(request, is_stream);
+        if let Some(deadline) = deadline {
+            request.extensions_mut().insert(deadline);
+        }
         let answer = self.inner.call(request);
         Box::pin(async move {
-            match deadline.limit(answer).await {
-                None => Ok(Deadline::passed().into_http()),
-                Some(answer) => Ok(answer?.map(|body| Body::new(LimitedBody::new(body, deadline)))),
+            let answer = match deadline {
+                None => answer.await?,
+                Some(deadline) => match deadline.limit(answer).await {
+                    None => return Ok(Deadline::passed().into_http()),
+                    Some(answer) => answer?,
+                },
+            };
+            if !is_stream {
+                meter.answered();
             }
+            let answer = answer.map(|body| Body::new(HeldBody::new(body, meter)));
+            Ok(match deadline {
+                None => answer,
+                Some(deadline) => answer.map(|body| Body::new(LimitedBody::new(body, deadline))),
+            })
         })
     }
 }

@@ -122,7 +122,7 @@ mod tests {
         let of_task = metrics.clone();
         let panics = tokio::spawn(async move {
             let namespace = kvd_core::Namespace::new("default").unwrap();
-            let call = Call { namespace, deadline: None, waits_for_queue: false };
+            let call = Call::new(namespace);
             let work = async { panic!("a defect") };
             answer::<()>(&of_task, "Attend", &call, work).await
         });

@@ -15,6 +15,8 @@ pub(super) struct Refusals {
     unimplemented: Counter,
     bad_message: Counter,
     message_too_large: Counter,
+    /// Those of messages that found no room, or took too long to arrive.
+    pub(super) over_budget: Counter,
 }
 
 /// Where kvd says what its own error was; gRPC's have none.
@@ -32,6 +34,7 @@ impl Refusals {
             unimplemented: counter("unimplemented"),
             bad_message: counter("bad_message"),
             message_too_large: counter("message_too_large"),
+            over_budget: counter("over_budget"),
         }
     }
 

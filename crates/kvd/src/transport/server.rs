@@ -1,6 +1,6 @@
 //! Sockets: bind first, serve after, drain on request.
 
-use super::connection::{Incoming, Limits, Phase};
+use super::connection::{Incoming, Limits, Peer, Phase};
 use super::grpc::Grpc;
 use super::health::HealthOf;
 use super::layer::RequestLayer;
@@ -111,25 +111,28 @@ impl GrpcServer {
             permits: permits.clone(),
             silence_max: config.keepalive_timeout,
             phase: phase.clone(),
+            bytes_max: config.connection_bytes_max as u64,
             open: connections(service.metrics(), listener),
         };
         let limits = ["tcp", "unix"].map(limits);
         let [of_tcp, of_unix] = limits;
         let refusals = Refusals::new(service.metrics());
         let routes = routes(&service, &phase, &refusals);
+        let requests =
+            RequestLayer { service: service.clone(), refused: refusals.over_budget.clone() };
         let of_regions = phase.clone();
         let mut serving = JoinSet::new();
         if let Some(listener) = self.tcp {
             // The builder's TCP settings do not reach sockets that were bound elsewhere.
             let sockets = TcpIncoming::from(listener).with_nodelay(Some(true));
-            let mut server = builder(config).layer(RequestLayer).layer(refusals.clone());
+            let mut server = builder(config).layer(requests.clone()).layer(refusals.clone());
             let router = server.add_routes(routes.clone());
             let drain = Phase::Draining.reached(phase.clone());
             let incoming = Incoming::new(sockets, of_tcp);
             serving.spawn(router.serve_with_incoming_shutdown(incoming, drain));
         }
         if let Some(sockets) = self.unix {
-            let router = builder(config).layer(RequestLayer).layer(refusals).add_routes(routes);
+            let router = builder(config).layer(requests).layer(refusals).add_routes(routes);
             let drain = Phase::Draining.reached(phase.clone());
             let incoming = Incoming::new(sockets, of_unix);
             serving.spawn(router.serve_with_incoming_shutdown(incoming, drain));
@@ -170,7 +173,8 @@ fn peer_span(request: &http::Request<()>) -> tracing::Span {
     if !tracing::enabled!(tracing::Level::DEBUG) {
         return tracing::Span::none();
     }
-    let tcp = request.extensions().get::<TcpConnectInfo>().and_then(TcpConnectInfo::remote_addr);
+    let tcp = request.extensions().get::<Peer<TcpConnectInfo>>();
+    let tcp = tcp.and_then(|peer| peer.info.remote_addr());
     let peer = tcp.map_or_else(|| "unix".to_owned(), |address| address.to_string());
     tracing::debug_span!("request", peer)
 }

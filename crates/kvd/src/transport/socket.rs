@@ -20,10 +20,10 @@ use tokio_stream::Stream;
 
 /// A listener and its file. Dropping it removes the file, if it still is that one, and closes the
 /// listener after that.
-pub(super) struct BoundSocket {
+pub(super) struct BoundSocket<L = UnixListener> {
     // Dropped first: an inode number means this file only while the listener is open.
     _file: SocketFile,
-    listener: UnixListener,
+    listener: L,
 }
 
 impl BoundSocket {
@@ -138,6 +138,8 @@ async fn check_abandoned(path: &Path) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     #[tokio::test]
     async fn an_abandoned_socket_is_replaced() {
@@ -216,19 +218,35 @@ mod tests {
         }
     }
 
+    /// A listener that notes, when it closes, whether its file is still there.
+    struct Watched {
+        _listener: UnixListener,
+        path: PathBuf,
+        had_file: Arc<AtomicBool>,
+    }
+
+    impl Drop for Watched {
+        fn drop(&mut self) {
+            // Its own fields are dropped after this: the listener is open yet.
+            self.had_file.store(self.path.exists(), Ordering::Release);
+        }
+    }
+
     #[tokio::test]
-    async fn a_successor_on_the_same_inode_number_keeps_its_file() {
+    async fn a_listener_outlives_its_file_so_that_no_successor_has_the_number_meanwhile() {
         for folder in folders() {
             let path = folder.path().join("kvd.sock");
-            // Numbers come again soon on ext4; every round looks at one more successor.
-            for _ in 0..50 {
-                let old = bind(&path).await.unwrap();
-                drop(old);
-                let new = bind(&path).await.unwrap();
-                UnixStream::connect(&path).await.unwrap();
-                drop(new);
-                assert!(!path.exists());
-            }
+            let BoundSocket { _file, listener } = bind(&path).await.unwrap();
+            let had_file = Arc::new(AtomicBool::new(true));
+            let watched =
+                Watched { _listener: listener, path: path.clone(), had_file: had_file.clone() };
+            drop(BoundSocket { _file, listener: watched });
+            assert!(!had_file.load(Ordering::Acquire), "the listener closed first");
+            // And a file of the same number that is bound after that is the successor's alone.
+            let new = bind(&path).await.unwrap();
+            UnixStream::connect(&path).await.unwrap();
+            drop(new);
+            assert!(!path.exists());
         }
     }
 

@@ -1,11 +1,12 @@
 //! Streams of requests: answered one by one, in order, until the client's end, the daemon's, or the
 //! first error of a stream that did not ask to be told of errors in its answers.
 
-use super::call::{call, status};
+use super::bytes::Meter;
+use super::call::{call, meter, status};
 use super::connection::Phase;
 use super::refusal::Refusals;
 use crate::metrics::{Metric, Metrics, OpenCount};
-use crate::service::{Call, Service, ServiceError};
+use crate::service::{Call, InFlight, Service, ServiceError};
 use futures_core::Stream;
 use kvd_core::ErrorCode;
 use kvd_proto::StreamErrors;
@@ -13,8 +14,8 @@ use kvd_proto::domain::CallError;
 use metrics::Gauge;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use tokio::sync::{mpsc, watch};
-use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Status, Streaming};
 use tracing::Instrument;
 
@@ -54,14 +55,64 @@ impl Streams {
     }
 }
 
-/// Who opened a stream, and how it is to be told of errors.
-pub(super) fn opened<T>(request: &Request<T>) -> Result<(Call, StreamErrors), ServiceError> {
-    let errors = kvd_proto::stream_errors_of(request.metadata())?;
-    Ok((waiting(call(request)?), errors))
+/// A stream that was opened: by whom, and how it is to be told of errors.
+pub(super) struct Opened {
+    pub(super) call: Call,
+    pub(super) errors: StreamErrors,
+    /// What counts its bytes.
+    pub(super) meter: Meter,
 }
 
-/// The call of a stream: one message at a time goes to the device, so its wait for a place in the
-/// queue is the back-pressure that a refusal would ask of it.
+impl Opened {
+    /// What the request says of a stream.
+    pub(super) fn from_request<T>(request: &Request<T>) -> Result<Self, ServiceError> {
+        let errors = kvd_proto::stream_errors_of(request.metadata())?;
+        Ok(Self { call: waiting(call(request)?), errors, meter: meter(request) })
+    }
+}
+
+/// What a stream of requests belongs to.
+pub(super) struct StreamKind<'a> {
+    pub(super) streams: &'a Streams,
+    /// How many of its rpc are open.
+    pub(super) open: &'a Gauge,
+    pub(super) meter: Meter,
+}
+
+/// An answer on its way, and its share of the budgets, which it keeps until it is sent.
+pub(super) struct Answer<T> {
+    pub(super) reply: Result<T, Status>,
+    pub(super) held: Option<InFlight>,
+}
+
+impl<T> From<Result<T, Status>> for Answer<T> {
+    fn from(reply: Result<T, Status>) -> Self {
+        Self { reply, held: None }
+    }
+}
+
+/// Answers in the order they are sent.
+pub(super) struct Answers<T> {
+    pub(super) receiver: mpsc::Receiver<Answer<T>>,
+    pub(super) meter: Meter,
+}
+
+impl<T> Stream for Answers<T> {
+    type Item = Result<T, Status>;
+
+    fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        let this = self.get_mut();
+        this.receiver.poll_recv(context).map(|answer| {
+            let Answer { reply, held } = answer?;
+            // It is encoded next.
+            this.meter.hold(held);
+            Some(reply)
+        })
+    }
+}
+
+/// The call of a stream: one message at a time goes to the device, so its wait in the queue is the
+/// back-pressure that a refusal would ask of it.
 pub(super) fn waiting(call: Call) -> Call {
     Call { waits_for_queue: true, ..call }
 }
@@ -86,21 +137,22 @@ pub(super) fn with_error<T>(
 }
 
 /// Runs `answer` for each request. The task ends by itself when the client goes away.
-pub(super) fn serve<Message, Reply, Answer, Future>(
+pub(super) fn serve<Message, Reply, Work, Future>(
     service: Arc<Service>,
-    (streams, open): (&Streams, &Gauge),
+    to: StreamKind<'_>,
     mut requests: Streaming<Message>,
-    answer: Answer,
+    answer: Work,
 ) -> ReplyStream<Reply>
 where
     Message: Send + 'static,
     Reply: Send + 'static,
-    Answer: Fn(Arc<Service>, Message) -> Future + Send + 'static,
-    Future: std::future::Future<Output = Result<Reply, Status>> + Send,
+    Work: Fn(Arc<Service>, Message) -> Future + Send + 'static,
+    Future: std::future::Future<Output = Answer<Reply>> + Send,
 {
     let (replies, receiver) = mpsc::channel(REPLIES_AHEAD_MAX);
+    let StreamKind { streams, open, meter } = to;
     let (mut phase, refusals) = (streams.phase.clone(), streams.refusals.clone());
-    let open = OpenCount::new(open);
+    let (open, messages) = (OpenCount::new(open), meter.clone());
     let answers = async move {
         let _open = open;
         loop {
@@ -120,10 +172,11 @@ where
                 },
                 Err(status) => {
                     refusals.count(&status);
-                    Err(status)
+                    Err(status).into()
                 }
             };
-            let ended = reply.is_err();
+            messages.answered();
+            let ended = reply.reply.is_err();
             if replies.send(reply).await.is_err() || ended {
                 return;
             }
@@ -131,7 +184,7 @@ where
     };
     // Lines of the log say whose stream it is.
     tokio::spawn(answers.in_current_span());
-    Box::pin(ReceiverStream::new(receiver))
+    Box::pin(Answers { receiver, meter })
 }
 
 fn shutting_down() -> Status {

@@ -78,16 +78,16 @@ pub(crate) fn attend_nothing(model_id: u64, sequence_id: u64) -> v1::AttendReque
 pub(crate) async fn occupy(running: &Running) -> mpsc::SyncSender<()> {
     let (gate, opened) = mpsc::sync_channel(1);
     let (begin, begun) = tokio::sync::oneshot::channel();
-    let lane = running.service().lane().clone();
+    let worker = running.service().worker().clone();
     let namespace = kvd_core::Namespace::new("default").expect("a namespace");
     tokio::spawn(async move {
-        let call = kvd::service::Call { namespace, deadline: None, waits_for_queue: false };
+        let call = kvd::service::Call::new(namespace);
         let work = move |_: &mut dyn kvd_compute::Backend| {
             let _ = begin.send(());
             let _ = opened.recv();
             Ok(())
         };
-        lane.run(&call, work).await
+        worker.run(&call, work).await
     });
     begun.await.expect("the device takes the job");
     gate

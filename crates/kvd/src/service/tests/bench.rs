@@ -1,14 +1,15 @@
 //! A service, and a device that tells what was asked of it.
 
 use crate::config::{Config, Overrides};
-use crate::lane::Lane;
+use crate::device_worker::{DeviceWorker, WorkerLimits};
 use crate::metrics::Metrics;
 use crate::service::{Call, Model, Service, ServiceError, StoreReply, draw_ids};
 use bytes::Bytes;
 use kvd_codec::ModelCodec;
 use kvd_compute::{
-    AttendPlan, Attended, Backend, BackendError, CpuBackend, CpuOptions, DeviceInfo, EncodeSource,
-    EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, RawTarget, Source,
+    AttendPlan, AttendTask, Attended, Backend, BackendError, CpuBackend, CpuOptions, DeviceInfo,
+    EncodeSource, EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, RawTarget, Source,
+    Stop,
 };
 use kvd_core::{
     DType, ErrorCode, Extent, Geometry, LayerIndex, ModelId, Namespace, RopePairing, SequenceId,
@@ -28,6 +29,8 @@ pub(super) struct Probe {
     pub(super) fail_first: Mutex<bool>,
     /// The next `write` finds the device lost.
     pub(super) lose: Mutex<bool>,
+    /// Calls of `attend_slice`.
+    pub(super) slices: Mutex<usize>,
     /// `register` waits for this.
     pub(super) register_gate: Mutex<Option<mpsc::Receiver<()>>>,
 }
@@ -127,6 +130,15 @@ impl Backend for Device {
         self.inner.attend(plan)
     }
 
+    fn attend_slice(
+        &mut self,
+        task: &mut AttendTask,
+        stop: &Stop,
+    ) -> Result<Option<Attended>, BackendError> {
+        *self.probe.slices.lock() += 1;
+        self.inner.attend_slice(task, stop)
+    }
+
     fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
         self.inner.load(plan)
     }
@@ -151,7 +163,7 @@ pub(super) fn spec(name: &str, codec: &str) -> ModelSpec {
 }
 
 pub(super) fn call() -> Call {
-    Call { namespace: Namespace::new("default").unwrap(), deadline: None, waits_for_queue: false }
+    Call::new(Namespace::new("default").unwrap())
 }
 
 /// `tokens` tokens for the layer; K and V the same, all finite.
@@ -180,15 +192,17 @@ pub(super) fn several(
     let options = CpuOptions { arena_bytes, prefault: false, threads: 1 };
     let metrics = Arc::new(Metrics::new());
     let probes: Vec<_> = (0..count).map(|_| Arc::<Probe>::default()).collect();
+    let (queue_jobs_max, weights) = (config.queue_jobs_max, config.weights.clone());
+    let limits = WorkerLimits { queue_jobs_max, weights };
     let start = |probe: &Arc<Probe>| {
         let inner = CpuBackend::new(options).unwrap();
         let device = Box::new(Device { inner, probe: probe.clone(), failure: None });
-        // The thread ends with the last handle on the lane.
-        Lane::start(device, config.queue_jobs_max, &metrics, || {}).unwrap().0
+        // The thread ends with the last handle on the worker.
+        DeviceWorker::start(device, limits.clone(), &metrics, || {}).unwrap().0
     };
-    let lanes = probes.iter().map(start).collect();
+    let workers = probes.iter().map(start).collect();
     let ids = draw_ids().unwrap();
-    (Arc::new(Service::new(config.clone(), lanes, metrics, ids)), probes)
+    (Arc::new(Service::new(config.clone(), workers, metrics, ids)), probes)
 }
 
 pub(super) struct Bench {
@@ -218,14 +232,14 @@ impl Bench {
     pub(super) async fn hold(&self) -> mpsc::SyncSender<()> {
         let (release, released) = mpsc::sync_channel::<()>(1);
         let (begun, has_begun) = tokio::sync::oneshot::channel();
-        let lane = self.service.lane().clone();
+        let worker = self.service.worker().clone();
         tokio::spawn(async move {
             let work = move |_: &mut dyn Backend| {
                 let _ = begun.send(());
                 let _ = released.recv();
                 Ok(())
             };
-            lane.run(&call(), work).await
+            worker.run(&call(), work).await
         });
         has_begun.await.unwrap();
         release
@@ -233,14 +247,14 @@ impl Bench {
 
     /// Returns when `count` jobs wait.
     pub(super) async fn queued(&self, count: usize) {
-        while self.service.lane().queued() < count {
+        while self.service.worker().queued() < count {
             tokio::task::yield_now().await;
         }
     }
 
     /// Returns when the device has nothing left to do.
     pub(super) async fn idle(&self) {
-        self.service.lane().run(&call(), |_| Ok(())).await.unwrap();
+        self.service.worker().run(&call(), |_| Ok(())).await.unwrap();
     }
 
     /// Ids that callers can find, and whether the device knows exactly those.

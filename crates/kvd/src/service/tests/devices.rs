@@ -15,7 +15,7 @@ async fn pools_and_work_are_shown_by_device() {
     let mut sequences = Vec::new();
     for name in ["a", "b"] {
         let model = service.register_model(&call(), spec(name, "raw")).await.unwrap();
-        sequences.push((model.seat, service.open_sequence(&call(), model.shape.id).unwrap()));
+        sequences.push((model.shard, service.open_sequence(&call(), model.shape.id).unwrap()));
     }
     assert_eq!([sequences[0].0, sequences[1].0], [0, 1]);
     service.store(&call(), chunk(sequences[1].1, 0, 64)).await.unwrap();
@@ -38,7 +38,7 @@ async fn pools_and_work_are_shown_by_device() {
     let used: Vec<_> = service.device_pools().map(|pool| pool.pool.used_bytes).collect();
     assert!(used[0] == 0 && used[1] == service.pool_stats().used_bytes, "{used:?}");
     // A job that waits is of its device and kind.
-    let lane = service.lanes().nth(1).unwrap().clone();
+    let worker = service.workers().nth(1).unwrap().clone();
     let (release, released) = std::sync::mpsc::sync_channel::<()>(1);
     let (begun, has_begun) = tokio::sync::oneshot::channel();
     let holding = tokio::spawn(async move {
@@ -47,14 +47,14 @@ async fn pools_and_work_are_shown_by_device() {
             let _ = released.recv();
             Ok(())
         };
-        lane.run(&call(), work).await
+        worker.run(&call(), work).await
     });
     has_begun.await.unwrap();
-    let (waiting, lane) = (service.clone(), service.lanes().nth(1).unwrap().clone());
+    let (waiting, worker) = (service.clone(), service.workers().nth(1).unwrap().clone());
     let store = tokio::spawn(async move {
         waiting.store(&call(), chunk(sequences[1].1, 64, 16)).await.map(|_| ())
     });
-    while lane.queued() < 1 {
+    while worker.queued() < 1 {
         tokio::task::yield_now().await;
     }
     service.refresh_gauges();

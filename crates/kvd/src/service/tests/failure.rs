@@ -13,7 +13,7 @@ async fn a_lost_device_answers_no_store_with_success_and_its_lane_closes() {
     *bench.probe.lose.lock() = true;
     let lost = bench.store(sequence, 16, 16).await.unwrap_err();
     assert_eq!(lost.code(), ErrorCode::DeviceFailed);
-    while !bench.service.lane().failed() {
+    while !bench.service.worker().failed() {
         tokio::task::yield_now().await;
     }
     assert!(!bench.service.ready());
@@ -31,14 +31,14 @@ async fn models_go_where_fewest_are_and_one_lost_device_leaves_the_others_as_the
         let model = service.register_model(&call(), spec(name, "raw")).await.unwrap();
         let sequence = service.open_sequence(&call(), model.shape.id).unwrap();
         let stored = service.store(&call(), chunk(sequence, 0, 16)).await;
-        (model.seat, sequence, stored.map(|reply| reply.length).map_err(|error| error.code()))
+        (model.shard, sequence, stored.map(|reply| reply.length).map_err(|error| error.code()))
     };
     let mut models = Vec::new();
     for name in ["a", "b", "c", "d"] {
         models.push(register(name).await);
     }
-    let seats: Vec<usize> = models.iter().map(|model| model.0).collect();
-    assert_eq!(seats, [0, 1, 0, 1]);
+    let shards: Vec<usize> = models.iter().map(|model| model.0).collect();
+    assert_eq!(shards, [0, 1, 0, 1]);
     assert_eq!(probes[0].models.lock().len(), 2);
     assert_eq!(service.pool_stats().capacity_bytes, 2 << 16);
     let forked = service.fork_sequence(&call(), models[1].1, None).unwrap().0;
@@ -48,7 +48,7 @@ async fn models_go_where_fewest_are_and_one_lost_device_leaves_the_others_as_the
         let lost = service.store(&call(), chunk(sequence, 16, 16)).await.unwrap_err();
         assert_eq!(lost.code(), ErrorCode::DeviceFailed);
     }
-    while service.lanes().filter(|lane| lane.failed()).count() < 1 {
+    while service.workers().filter(|worker| worker.failed()).count() < 1 {
         tokio::task::yield_now().await;
     }
     assert!(!service.ready());
@@ -58,8 +58,8 @@ async fn models_go_where_fewest_are_and_one_lost_device_leaves_the_others_as_the
         service.store(&call(), chunk(sequence, 16, 16)).await.unwrap();
         assert_eq!(service.describe_sequence(&call(), sequence).unwrap().length, 32);
     }
-    let (seat, _, stored) = register("e").await;
-    assert_eq!((seat, stored), (0, Ok(16)), "though more models are there");
+    let (shard, _, stored) = register("e").await;
+    assert_eq!((shard, stored), (0, Ok(16)), "though more models are there");
     // Closing gives memory back, of the lost device too.
     let used = service.pool_stats().used_bytes;
     for (_, sequence, _) in models {

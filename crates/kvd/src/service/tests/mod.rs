@@ -8,4 +8,5 @@ mod limits;
 mod models;
 mod packing;
 mod queries;
+mod shares;
 mod unregister;

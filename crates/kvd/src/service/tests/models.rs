@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 /// A service whose device is busy and whose queue of one is full; dropping the sender frees it.
 async fn full(bench: &Bench) -> mpsc::SyncSender<()> {
     let release = bench.hold().await;
-    let lane = bench.service.lane().clone();
-    tokio::spawn(async move { lane.run(&call(), |_| Ok(())).await });
+    let worker = bench.service.worker().clone();
+    tokio::spawn(async move { worker.run(&call(), |_| Ok(())).await });
     bench.queued(1).await;
     release
 }
@@ -23,7 +23,7 @@ async fn a_registration_that_a_full_queue_refuses_leaves_nothing() {
     let refused = bench.service.register_model(&call(), spec("a", "raw")).await;
     assert_eq!(refused.err().unwrap().code(), ErrorCode::QueueFull);
     drop(release);
-    while bench.service.lane().queued() > 0 {
+    while bench.service.worker().queued() > 0 {
         tokio::task::yield_now().await;
     }
     let (ids, same) = bench.models();
@@ -79,7 +79,7 @@ async fn an_unregistration_that_is_refused_or_left_keeps_the_model() {
     let sequence = bench.service.open_sequence(&call(), id).unwrap();
     bench.service.close_sequence(&call(), sequence).unwrap();
     drop(release);
-    while bench.service.lane().queued() > 0 {
+    while bench.service.worker().queued() > 0 {
         tokio::task::yield_now().await;
     }
 
@@ -90,7 +90,7 @@ async fn an_unregistration_that_is_refused_or_left_keeps_the_model() {
     gone.abort();
     let _ = gone.await;
     drop(release);
-    while bench.service.lane().queued() > 0 {
+    while bench.service.worker().queued() > 0 {
         tokio::task::yield_now().await;
     }
     assert_eq!(bench.models(), ([id].into(), true));

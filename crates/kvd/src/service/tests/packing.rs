@@ -1,6 +1,6 @@
 //! Packing under a full pool and with blocks that cannot be encoded.
 
-use super::bench::{Bench, call};
+use super::bench::{Bench, call, chunk};
 use kvd_core::SequenceId;
 
 const RAW: &str = "k=raw; v=raw";
@@ -86,4 +86,29 @@ async fn batches_are_bounded_by_bytes() {
     };
     largest.validate_fields().unwrap();
     assert_eq!(batch_blocks_of(&largest), 1);
+}
+
+#[tokio::test]
+async fn stores_that_wait_hold_no_memory_and_refuse_none_another() {
+    // Each store is of four raw blocks of 512 bytes: all at once they are more than the pool, and
+    // packed they are less.
+    let (stores, pool_bytes) = (12, 40 * 512);
+    let bench = Bench::new(pool_bytes, &[]);
+    let codec = "k=uniform(b=2,g=8,axis=token); v=uniform(b=2,g=8,axis=token)";
+    let model = bench.register("a", codec).await.shape.id;
+    let release = bench.hold().await;
+    let mut waiting = Vec::new();
+    for _ in 0..stores {
+        let sequence = bench.service.open_sequence(&call(), model).unwrap();
+        let service = bench.service.clone();
+        let store = async move { service.store(&call(), chunk(sequence, 0, 64)).await };
+        waiting.push(tokio::spawn(store));
+    }
+    bench.queued(stores).await;
+    assert_eq!(bench.service.pool_stats().used_bytes, 0, "nothing is reserved for what waits");
+    drop(release);
+    for store in waiting {
+        assert_eq!(store.await.unwrap().unwrap().packed_blocks, 4);
+    }
+    assert!(bench.service.pool_stats().used_bytes > pool_bytes / 2);
 }

@@ -20,7 +20,7 @@ fn counts(bench: &Bench) -> Counts {
     Counts {
         models: bench.models().0.len(),
         on_the_device: bench.probe.models.lock().len(),
-        sequences_and_ledgers: bench.service.seats[0].store.entry_counts(),
+        sequences_and_ledgers: bench.service.shards[0].store.entry_counts(),
         lines_of_metrics: page.lines().filter(|line| !line.is_empty()).count(),
         used_bytes: bench.service.pool_stats().used_bytes,
     }
@@ -81,7 +81,7 @@ async fn a_sequence_that_is_closed_while_it_is_stored_to_leaves_no_ledger() {
     store.await.unwrap().unwrap();
     bench.service.unregister_model(&call(), model).await.unwrap();
     bench.idle().await;
-    assert_eq!(bench.service.seats[0].store.entry_counts(), [0, 0]);
+    assert_eq!(bench.service.shards[0].store.entry_counts(), [0, 0]);
     assert_eq!(bench.service.pool_stats().used_bytes, 0);
     let again = bench.service.open_sequence(&call(), model).unwrap_err();
     assert_eq!(again.code(), ErrorCode::UnknownModel);

@@ -25,7 +25,7 @@ const LSE_BYTES: u64 = DType::F32.size_bytes() as u64;
 pub(super) async fn answer(service: &Service, region: &Region, call: v1::RegionCall) {
     let timeout = Some(call.timeout_us).filter(|timeout| *timeout != 0);
     let deadline = timeout.and_then(|us| Instant::now().checked_add(Duration::from_micros(us)));
-    let caller = Call { namespace: region.namespace.clone(), deadline, waits_for_queue: false };
+    let caller = Call { deadline, ..region.caller() };
     let (name, metrics) = (name(&call), service.metrics());
     let launched = call.say_launched.then_some(call.done);
     let served = serve(service, region, &caller, (call.call, launched));
@@ -87,6 +87,10 @@ async fn store(
     {
         return Ok(stored);
     }
+    // Before anything is copied.
+    let bytes = slices.iter().flatten().map(|slice| slice.bytes).sum();
+    let _share = service.take_bytes(caller, bytes)?;
+    let caller = &Call { is_message_admitted: true, ..caller.clone() };
     request.k = taken(service, region, caller, request.k).await?;
     request.v = taken(service, region, caller, request.v).await?;
     count(service, if region.device.is_some() { "copied" } else { "file" });
@@ -144,6 +148,11 @@ async fn attend(
     let mut request = call.request.take().ok_or(RequestError::Missing { field: "request" })?;
     let payload = request.q.take();
     let elsewhere = region.device.as_ref().zip(slice_of(payload.as_ref()));
+    let in_file = slice_of(payload.as_ref()).filter(|_| elsewhere.is_none());
+    let in_file = in_file.map_or(0, |slice| slice.bytes);
+    // Before anything is copied.
+    let _share = service.take_bytes(caller, in_file)?;
+    let copying = Call { is_message_admitted: true, ..caller.clone() };
     request.q = match elsewhere {
         Some(_) => Some(inline_payload(Bytes::new())),
         None => taken(service, region, caller, payload).await?,
@@ -154,6 +163,7 @@ async fn attend(
     let queries = batch.queries.len();
     // Before any work: an answer must have its place.
     let at = answer_places(region, &batch, &model, &call)?;
+    let mut _copy = None;
     if let Some((device, q)) = elsewhere {
         check(region, q.offset, q.bytes)?;
         // In place or copied, a call has the same limits.
@@ -181,10 +191,12 @@ async fn attend(
                 (result, _) => return put_query_errors(region, at.query_errors, queries, &result?),
             };
         }
+        let share = service.take_bytes(caller, q.bytes)?;
         batch.q = copied(service, device, caller, q).await?;
+        _copy = Some(share);
     }
     count(service, if region.device.is_some() { "copied" } else { "file" });
-    let reply: AttendReply = service.attend(caller, batch).await?;
+    let reply: AttendReply = service.attend(&copying, batch).await?;
     let bytes = reply.lse.iter().flat_map(|value| value.to_le_bytes()).collect();
     put(region, caller, at.out, reply.out).await?;
     put(region, caller, at.lse, bytes).await?;

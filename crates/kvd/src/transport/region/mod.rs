@@ -8,7 +8,7 @@ mod frames;
 use super::connection::Phase;
 use super::socket::BoundSocket;
 use crate::metrics::{Metric, Metrics, OpenCount};
-use crate::service::{Call, Offer, OpenMemory, Service, ServiceError};
+use crate::service::{Call, Offer, OpenMemory, Owner, Service, ServiceError};
 use frames::Frames;
 use kvd_compute::RegionHandle;
 use kvd_core::{ErrorCode, Namespace};
@@ -30,6 +30,8 @@ use tokio::task::JoinSet;
 const CALLS_AHEAD_MAX: usize = 32;
 /// How long calls that were sent when the connection ended are read, and passed over.
 const LINGER_TIME: Duration = Duration::from_millis(500);
+/// Time to send the first message and its descriptors: a worker that connects has them at hand.
+const HANDSHAKE_TIME: Duration = Duration::from_secs(2);
 /// How long to wait when the system gives no socket.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
@@ -41,8 +43,10 @@ pub(super) struct RegionServer {
 /// A region that is open.
 struct Region {
     namespace: Namespace,
-    /// Completion records, and payloads where no device memory is open. A lane may tell of a launch
-    /// there when the region is gone.
+    /// Whose jobs and bytes count together: the connection.
+    owner: Owner,
+    /// Completion records, and payloads where no device memory is open. A device may tell of a
+    /// launch there when the region is gone.
     memory: Arc<RegionMemory>,
     /// Payloads.
     device: Option<OpenMemory>,
@@ -57,13 +61,19 @@ impl Region {
         memory: RegionMemory,
         metrics: &Metrics,
         permit: OwnedSemaphorePermit,
+        owner: Owner,
     ) -> Self {
         let regions = metrics.gauge(Metric::Regions, &[]);
         let bytes = metrics.gauge(Metric::RegionBytes, &[]);
         regions.increment(1.0);
         bytes.increment(memory.size_bytes() as f64);
         let memory = Arc::new(memory);
-        Self { namespace, memory, device: None, regions, bytes, _permit: permit }
+        Self { namespace, owner, memory, device: None, regions, bytes, _permit: permit }
+    }
+
+    /// Who calls through it.
+    fn caller(&self) -> Call {
+        Call { owner: self.owner.clone(), ..Call::new(self.namespace.clone()) }
     }
 }
 
@@ -133,15 +143,11 @@ async fn connection(
     permit: OwnedSemaphorePermit,
 ) {
     let mut frames = Frames::new(stream);
-    let silence = service.config().keepalive_timeout;
-    let opened = match tokio::time::timeout(silence, open(&mut frames, &service, permit)).await {
+    let (region, kind, reason) = match shake_hands(&mut frames, &service, permit).await {
         // A peer that stays silent, or leaves, has nothing to be told.
-        Err(_) | Ok(Err(_)) => return,
-        Ok(Ok(opened)) => opened,
-    };
-    let (region, kind, reason) = match opened {
-        Ok((region, kind, reason)) => (Arc::new(region), kind, reason),
-        Err(error) => return refuse(&frames, &error).await,
+        None => return,
+        Some(Ok((region, kind, reason))) => (Arc::new(region), kind, reason),
+        Some(Err(error)) => return refuse(&frames, &error).await,
     };
     let opened = region.device.as_ref().map(OpenMemory::opened);
     let event = opened.and_then(|opened| opened.event);
@@ -210,22 +216,31 @@ async fn first_wait(answered: &mut (impl Future<Output = ()> + Unpin)) -> bool {
     poll_fn(once).await.is_ready()
 }
 
-/// Reads the first message and maps what it carries. The outer error is the connection's.
-async fn open(
+/// Reads the first message and opens its region; none where the peer has left, or takes too long.
+async fn shake_hands(
     frames: &mut Frames,
     service: &Arc<Service>,
     permit: OwnedSemaphorePermit,
-) -> io::Result<Result<Opened, ServiceError>> {
-    let (request, mut files) = match frames.next::<v1::OpenRegionRequest>().await {
-        Ok(Some(message)) => message,
-        Ok(None) => return Err(io::ErrorKind::UnexpectedEof.into()),
-        Err(error) => return Ok(Err(broken(&error))),
+) -> Option<Result<Opened, ServiceError>> {
+    let first = frames.next::<v1::OpenRegionRequest>();
+    let (request, files) = match tokio::time::timeout(HANDSHAKE_TIME, first).await.ok()? {
+        Ok(first) => first?,
+        Err(error) => return Some(Err(broken(&error))),
     };
+    let time = service.config().keepalive_timeout;
+    tokio::time::timeout(time, open(request, files, service, permit)).await.ok()
+}
+
+/// Maps what the first message carries, and what descriptors came with it.
+async fn open(
+    request: v1::OpenRegionRequest,
+    mut files: Vec<OwnedFd>,
+    service: &Arc<Service>,
+    permit: OwnedSemaphorePermit,
+) -> Result<Opened, ServiceError> {
     let second = if files.len() > 1 { files.pop() } else { None };
-    match map(&request, files, service, permit) {
-        Ok(region) => Ok(with_device(region, request, second, service).await),
-        Err(error) => Ok(Err(error)),
-    }
+    let region = map(&request, files, service, permit)?;
+    with_device(region, request, second, service).await
 }
 
 /// A region, how its payloads are reached, and why not as the worker asked.
@@ -262,8 +277,7 @@ async fn with_device(
     };
     let uuid = service.gpu(&request.device_uuid)?;
     let size_bytes = request.device_bytes;
-    let caller =
-        Call { namespace: region.namespace.clone(), deadline: None, waits_for_queue: false };
+    let caller = region.caller();
     let opened = match handle {
         Err(reason) => Err(reason),
         Ok(handle) => OpenMemory::open(service, &caller, Offer { handle, size_bytes, uuid })
@@ -297,11 +311,7 @@ fn map(
     let name = if request.namespace.is_empty() { "default" } else { &request.namespace };
     let namespace = Namespace::new(name)
         .map_err(|error| ServiceError::new(ErrorCode::InvalidArgument, error.to_string()))?;
-    service.admit(&Call {
-        namespace: namespace.clone(),
-        deadline: None,
-        waits_for_queue: false,
-    })?;
+    service.admit(&Call::new(namespace.clone()))?;
     let max = service.config().region_bytes_max;
     if request.bytes > max {
         let bytes = request.bytes;
@@ -313,7 +323,8 @@ fn map(
         return Err(ServiceError::new(ErrorCode::InvalidArgument, message));
     };
     let memory = RegionMemory::map_file(file, request.bytes)?;
-    Ok(Region::new(namespace, memory, service.metrics(), permit))
+    let owner = Owner::new(service.config().connection_bytes_max as u64);
+    Ok(Region::new(namespace, memory, service.metrics(), permit, owner))
 }
 
 /// A message that could not be read.

@@ -282,23 +282,19 @@ async fn a_full_queue_is_waited_for_and_no_other_gpu_asked() {
     let fixture = Fixture::over(RegionKind::CudaIpc, all).await;
     let memory = fixture.memories.add(3, 4096);
     other.all.lock().insert(3, memory.clone());
-    let lane = fixture.running.service().lane().clone();
+    let worker = fixture.running.service().worker().clone();
     // One job runs until it is let go; as many as fit wait behind it.
     let (let_go, gate) = std::sync::mpsc::sync_channel::<()>(1);
     let (begin, begun) = tokio::sync::oneshot::channel();
     let job = |work: Box<dyn FnOnce() + Send>| {
-        let call = Call {
-            namespace: Namespace::new("default").unwrap(),
-            deadline: None,
-            waits_for_queue: false,
-        };
-        let lane = lane.clone();
+        let call = Call::new(Namespace::new("default").unwrap());
+        let worker = worker.clone();
         drop(tokio::spawn(async move {
             let work = |_: &mut dyn Backend| {
                 work();
                 Ok(())
             };
-            lane.run(&call, work).await
+            worker.run(&call, work).await
         }));
     };
     job(Box::new(move || {
@@ -306,7 +302,7 @@ async fn a_full_queue_is_waited_for_and_no_other_gpu_asked() {
         let _ = gate.recv();
     }));
     begun.await.unwrap();
-    while lane.queued() < fixture.running.service().config().queue_jobs_max {
+    while worker.queued() < fixture.running.service().config().queue_jobs_max {
         job(Box::new(|| ()));
         tokio::task::yield_now().await;
     }

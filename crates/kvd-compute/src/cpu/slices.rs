@@ -1,0 +1,73 @@
+//! Attends in slices: what a processor keeps of one between two of them.
+
+use super::attend::Attend;
+use super::{CpuBackend, first_non_finite};
+use crate::{AttendPlan, AttendTask, Attended, BackendError, Stop};
+use std::any::Any;
+
+/// An attend between two slices.
+struct UnderWay {
+    /// The queries, widened.
+    q: Vec<f32>,
+    attend: Attend,
+}
+
+/// A plan's queries in f32.
+///
+/// # Errors
+/// When one of them is not finite.
+pub(super) fn widened_queries(plan: &AttendPlan) -> Result<Vec<f32>, BackendError> {
+    if let Some((index, value)) = first_non_finite(plan.dtype, &plan.q) {
+        return Err(BackendError::NonFiniteQuery { index, value });
+    }
+    let mut q = vec![0f32; plan.q.len() / plan.dtype.size_bytes()];
+    plan.dtype.widen_values(&plan.q, &mut q);
+    Ok(q)
+}
+
+/// Answers a plan at once.
+pub(super) fn attend(backend: &CpuBackend, plan: &AttendPlan) -> Result<Attended, BackendError> {
+    let (mut under_way, stop) = (None, Stop::never());
+    loop {
+        if let Some(attended) = go_on(backend, plan, &mut under_way, &stop)? {
+            return Ok(attended);
+        }
+    }
+}
+
+/// Goes on with a task until it is answered or its slice is over.
+pub(super) fn attend_slice(
+    backend: &CpuBackend,
+    task: &mut AttendTask,
+    stop: &Stop,
+) -> Result<Option<Attended>, BackendError> {
+    let known = task.under_way.take().and_then(|kept| kept.downcast::<UnderWay>().ok());
+    let mut under_way = known.map(|kept| *kept);
+    let attended = go_on(backend, &task.plan, &mut under_way, stop)?;
+    task.under_way = under_way.map(|kept| Box::new(kept) as Box<dyn Any + Send>);
+    Ok(attended)
+}
+
+fn go_on(
+    backend: &CpuBackend,
+    plan: &AttendPlan,
+    under_way: &mut Option<UnderWay>,
+    stop: &Stop,
+) -> Result<Option<Attended>, BackendError> {
+    stop.check()?;
+    let kept = match under_way.take() {
+        Some(kept) => kept,
+        None => {
+            let q = widened_queries(plan)?;
+            let attend = Attend::new(&backend.job(plan, &q, stop)?);
+            UnderWay { q, attend }
+        }
+    };
+    let UnderWay { q, mut attend } = kept;
+    let job = backend.job(plan, &q, stop)?;
+    if backend.threads.install(|| attend.go_on(&job))? {
+        return Ok(Some(attend.finish(&job)));
+    }
+    *under_way = Some(UnderWay { q, attend });
+    Ok(None)
+}

@@ -1,0 +1,109 @@
+//! When work on a device ends early, and when it lets other work pass.
+
+use crate::BackendError;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Instant;
+
+/// Why work ended before it was done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StopReason {
+    /// Nobody waits for its answer any more.
+    Cancelled,
+    /// The caller's deadline has passed.
+    DeadlinePassed,
+    /// The device is about to be given back.
+    ShuttingDown,
+}
+
+/// The end of a slice of work: it is over once `ends` has passed and other work waits.
+#[derive(Clone, Debug)]
+pub struct Slice {
+    /// When other work may have the device.
+    pub ends: Instant,
+    /// How many jobs wait for it.
+    pub waiting: Arc<AtomicUsize>,
+}
+
+/// What a backend looks at between pieces of its work: whether to go on at all, and whether to
+/// pause. A look costs two atomic loads and at most two readings of the clock.
+#[derive(Clone, Debug, Default)]
+pub struct Stop {
+    /// Set once nobody waits for the answer.
+    pub cancelled: Arc<AtomicBool>,
+    /// Set once the device is to be given back.
+    pub shutting_down: Arc<AtomicBool>,
+    /// When the answer is of no use any more.
+    pub deadline: Option<Instant>,
+    /// When others go first; none for work that is not cut.
+    pub slice: Option<Slice>,
+}
+
+impl Stop {
+    /// For work that nothing ends early.
+    #[must_use]
+    pub fn never() -> Self {
+        Self::default()
+    }
+
+    /// Why the work is to end now.
+    #[must_use]
+    pub fn reason(&self) -> Option<StopReason> {
+        if self.cancelled.load(Ordering::Acquire) {
+            return Some(StopReason::Cancelled);
+        }
+        if self.shutting_down.load(Ordering::Acquire) {
+            return Some(StopReason::ShuttingDown);
+        }
+        let passed = self.deadline.is_some_and(|deadline| deadline <= Instant::now());
+        passed.then_some(StopReason::DeadlinePassed)
+    }
+
+    /// Lets work go on, unless it is to end.
+    ///
+    /// # Errors
+    /// [`BackendError::Stopped`].
+    pub fn check(&self) -> Result<(), BackendError> {
+        self.reason().map_or(Ok(()), |reason| Err(BackendError::Stopped(reason)))
+    }
+
+    /// Whether other work waits that is to go first.
+    #[must_use]
+    pub fn slice_is_over(&self) -> bool {
+        self.slice.as_ref().is_some_and(|slice| {
+            slice.waiting.load(Ordering::Acquire) > 0 && slice.ends <= Instant::now()
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn a_slice_is_over_only_when_others_wait() {
+        let waiting = Arc::new(AtomicUsize::new(0));
+        let slice = |ends| Some(Slice { ends, waiting: waiting.clone() });
+        let (past, later) = (Instant::now(), Instant::now() + Duration::from_secs(600));
+        let over = Stop { slice: slice(past), ..Stop::never() };
+        let under_way = Stop { slice: slice(later), ..Stop::never() };
+        assert!(!over.slice_is_over());
+        waiting.store(1, Ordering::Release);
+        assert!(over.slice_is_over() && !under_way.slice_is_over());
+        assert!(!Stop::never().slice_is_over());
+        assert_eq!(over.reason(), None);
+    }
+
+    #[test]
+    fn each_reason_is_told_apart() {
+        let stop = Stop { deadline: Some(Instant::now()), ..Stop::never() };
+        assert_eq!(stop.reason(), Some(StopReason::DeadlinePassed));
+        stop.shutting_down.store(true, Ordering::Release);
+        assert_eq!(stop.reason(), Some(StopReason::ShuttingDown));
+        stop.cancelled.store(true, Ordering::Release);
+        let stopped = stop.check().unwrap_err();
+        assert!(matches!(stopped, BackendError::Stopped(StopReason::Cancelled)), "{stopped}");
+        Stop::never().check().unwrap();
+    }
+}

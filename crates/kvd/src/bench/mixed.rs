@@ -1,0 +1,303 @@
+//! Clients of several kinds at once against a daemon that runs: how long each waits for its answer
+//! beside the others.
+
+use super::data::Normal;
+use super::{BenchError, Shape};
+use kvd_client::{AttendBatch, AttendQuery, Client, ClientError, Endpoint, ModelSpec, StoreChunk};
+use kvd_core::{DType, ErrorCode, LayerIndex, ModelId, SequenceId};
+use serde::Serialize;
+use std::time::{Duration, Instant};
+use tokio::task::JoinSet;
+
+/// Tokens of one store.
+const STORE_TOKENS: u32 = 1024;
+/// Tokens after which a writer begins its sequence anew.
+const WRITER_TOKENS: u32 = 8 * STORE_TOKENS;
+
+/// What `kvd bench mixed` measures.
+#[derive(Clone, Debug)]
+pub struct MixedBench {
+    /// The daemon.
+    pub endpoint: Endpoint,
+    /// Heads.
+    pub shape: Shape,
+    /// The codec, a preset or spec that needs no calibration.
+    pub codec: String,
+    /// Stored tokens, all of which long attends and the flood see.
+    pub context: u32,
+    /// Clients that ask for one token one call after another, each on a connection.
+    pub clients: usize,
+    /// What such a client waits between two calls.
+    pub think: Duration,
+    /// Calls that one more client has under way all the time.
+    pub flood: usize,
+    /// Query tokens of an attend that one more client asks for again and again.
+    pub long: u32,
+    /// Clients that store all the time.
+    pub writers: usize,
+    /// How long all of it lasts.
+    pub time: Duration,
+}
+
+/// One line of the answer: all clients of a kind.
+#[derive(Clone, Debug, Serialize)]
+pub struct MixedRow {
+    /// What they do.
+    pub kind: &'static str,
+    /// How many they are.
+    pub clients: usize,
+    /// Calls that were answered.
+    pub calls: usize,
+    /// Calls that were refused, to be sent again.
+    pub refused: usize,
+    /// Half of the calls took no more, milliseconds.
+    pub p50_ms: f64,
+    /// 99 of 100 took no more.
+    pub p99_ms: f64,
+    /// 999 of 1000 took no more.
+    pub p999_ms: f64,
+    /// The longest.
+    pub most_ms: f64,
+    /// Jain's index of the calls of each client: 1 where all have as many.
+    pub jain: f64,
+}
+
+/// What one client saw.
+#[derive(Default)]
+struct Seen {
+    ms: Vec<f64>,
+    refused: usize,
+}
+
+impl Seen {
+    /// Takes what came of a call that began then.
+    fn note<T>(
+        &mut self,
+        began: Instant,
+        answer: Result<T, ClientError>,
+    ) -> Result<(), BenchError> {
+        match answer {
+            Ok(_) => self.ms.push(began.elapsed().as_secs_f64() * 1e3),
+            Err(error) if error.code == Some(ErrorCode::QueueFull) => self.refused += 1,
+            Err(error) => return Err(BenchError::of("call")(error)),
+        }
+        Ok(())
+    }
+}
+
+/// What all clients work on.
+#[derive(Clone)]
+struct Target {
+    bench: MixedBench,
+    model: ModelId,
+    sequence: SequenceId,
+    end: Instant,
+}
+
+impl MixedBench {
+    /// Registers a model, stores a sequence, lets all clients work, and closes both again.
+    ///
+    /// # Errors
+    /// When the daemon cannot be reached, or refuses anything but for want of a place.
+    pub async fn run(&self) -> Result<Vec<MixedRow>, BenchError> {
+        let client = self.connect().await?;
+        let spec = ModelSpec {
+            name: format!("bench-mixed-{}", std::process::id()),
+            geometry: self.shape.geometry(64),
+            codec: self.codec.clone(),
+            calibration: bytes::Bytes::new(),
+        };
+        let model =
+            client.register_model(spec).await.map_err(BenchError::codec(&self.codec))?.model;
+        let sequence = client.open_sequence(model).await.map_err(BenchError::of("open"))?;
+        for start in (0..self.context).step_by(STORE_TOKENS as usize) {
+            let tokens = STORE_TOKENS.min(self.context - start);
+            let stored = client.store_chunk(self.chunk(sequence, start, tokens)).await;
+            stored.map_err(BenchError::of("store"))?;
+        }
+        let target =
+            Target { bench: self.clone(), model, sequence, end: Instant::now() + self.time };
+        let measured = target.measure().await;
+        client.close_sequence(sequence).await.map_err(BenchError::of("close"))?;
+        client.unregister_model(model).await.map_err(BenchError::of("unregister"))?;
+        measured
+    }
+
+    async fn connect(&self) -> Result<Client, BenchError> {
+        Client::connect(self.endpoint.clone()).await.map_err(BenchError::of("connect"))
+    }
+
+    fn chunk(&self, sequence: SequenceId, start: u32, tokens: u32) -> StoreChunk {
+        let heads = tokens as usize * self.shape.kv_heads as usize;
+        let mut normal = Normal::new(3);
+        let k = normal.bytes(heads * self.shape.head_dim_k as usize, 1.0);
+        let v = normal.bytes(heads * self.shape.head_dim_v as usize, 1.0);
+        StoreChunk { sequence, layer: LayerIndex(0), start, tokens, k, v }
+    }
+}
+
+impl Target {
+    async fn measure(&self) -> Result<Vec<MixedRow>, BenchError> {
+        let bench = &self.bench;
+        let mut rows = Vec::new();
+        let mut kinds = Vec::new();
+        let one =
+            AttendQuery { start: Some(0), end: Some(1), ..AttendQuery::new(self.sequence, 1) };
+        let steady: Vec<_> =
+            (0..bench.clients).map(|_| self.clone().ask(one, 1, bench.think)).collect();
+        kinds.push(("one token", all(steady)));
+        let flood = AttendQuery::new(self.sequence, 1);
+        let flood = (bench.flood > 0).then(|| self.clone().ask(flood, bench.flood, Duration::ZERO));
+        kinds.push(("flood", all(flood.into_iter().collect())));
+        let long = AttendQuery::new(self.sequence, bench.long);
+        let long = (bench.long > 0).then(|| self.clone().ask(long, 1, Duration::ZERO));
+        kinds.push(("long attend", all(long.into_iter().collect())));
+        let (mut stored, writers) = (JoinSet::new(), bench.writers);
+        (0..writers).for_each(|_| drop(stored.spawn(self.clone().store())));
+        for (kind, mut clients) in kinds {
+            rows.extend(row(kind, seen(&mut clients).await?));
+        }
+        rows.extend(row("store", seen(&mut stored).await?));
+        Ok(rows)
+    }
+
+    /// One client with so many calls under way.
+    async fn ask(
+        self,
+        query: AttendQuery,
+        under_way: usize,
+        think: Duration,
+    ) -> Result<Seen, BenchError> {
+        let client = self.bench.connect().await?;
+        let batch = self.batch(query);
+        let mut callers = JoinSet::new();
+        for _ in 0..under_way {
+            let (client, batch, end) = (client.clone(), batch.clone(), self.end);
+            callers.spawn(async move {
+                let mut seen = Seen::default();
+                while Instant::now() < end {
+                    let began = Instant::now();
+                    let answer = client.attend_batch(batch.clone()).await;
+                    let hint = answer.as_ref().err().and_then(|error| error.retry_after);
+                    seen.note(began, answer)?;
+                    tokio::time::sleep(hint.unwrap_or(think)).await;
+                }
+                Ok(seen)
+            });
+        }
+        let mut all = Seen::default();
+        for seen in seen(&mut callers).await? {
+            all.ms.extend(seen.ms);
+            all.refused += seen.refused;
+        }
+        Ok(all)
+    }
+
+    /// One client that stores.
+    async fn store(self) -> Result<Seen, BenchError> {
+        let client = self.bench.connect().await?;
+        let failed = || BenchError::of("writer");
+        let sequence = client.open_sequence(self.model).await.map_err(failed())?;
+        let chunk = self.bench.chunk(sequence, 0, STORE_TOKENS);
+        let (mut seen, mut start) = (Seen::default(), 0);
+        while Instant::now() < self.end {
+            let began = Instant::now();
+            seen.note(began, client.store_chunk(StoreChunk { start, ..chunk.clone() }).await)?;
+            start += STORE_TOKENS;
+            if start == WRITER_TOKENS {
+                client.truncate_sequence(sequence, 0).await.map_err(failed())?;
+                start = 0;
+            }
+        }
+        client.close_sequence(sequence).await.map_err(failed())?;
+        Ok(seen)
+    }
+
+    fn batch(&self, query: AttendQuery) -> AttendBatch {
+        let shape = &self.bench.shape;
+        let q_heads = shape.kv_heads * shape.group;
+        let values = query.n_q as usize * q_heads as usize * shape.head_dim_k as usize;
+        AttendBatch {
+            model: self.model,
+            layer: LayerIndex(0),
+            q_heads,
+            dtype: DType::F16,
+            scale: None,
+            soft_cap: None,
+            queries: vec![query],
+            q: Normal::new(5).bytes(values, 1.0),
+            per_query_errors: false,
+        }
+    }
+}
+
+type Clients = JoinSet<Result<Seen, BenchError>>;
+
+fn all(clients: Vec<impl Future<Output = Result<Seen, BenchError>> + Send + 'static>) -> Clients {
+    let mut set = JoinSet::new();
+    clients.into_iter().for_each(|client| drop(set.spawn(client)));
+    set
+}
+
+async fn seen(clients: &mut Clients) -> Result<Vec<Seen>, BenchError> {
+    let mut all = Vec::new();
+    while let Some(seen) = clients.join_next().await {
+        all.push(seen.map_err(BenchError::of("client"))??);
+    }
+    Ok(all)
+}
+
+/// The line of a kind; none where nobody is of it.
+fn row(kind: &'static str, clients: Vec<Seen>) -> Option<MixedRow> {
+    if clients.is_empty() {
+        return None;
+    }
+    let counts: Vec<f64> = clients.iter().map(|seen| seen.ms.len() as f64).collect();
+    let mut ms: Vec<f64> = clients.iter().flat_map(|seen| &seen.ms).copied().collect();
+    ms.sort_by(f64::total_cmp);
+    let at = |share: f64| {
+        let last = ms.len().checked_sub(1)?;
+        ms.get((last as f64 * share) as usize).copied()
+    };
+    let [p50_ms, p99_ms, p999_ms, most_ms] =
+        [0.5, 0.99, 0.999, 1.0].map(|share| at(share).unwrap_or(f64::NAN));
+    Some(MixedRow {
+        kind,
+        clients: clients.len(),
+        calls: ms.len(),
+        refused: clients.iter().map(|seen| seen.refused).sum(),
+        p50_ms,
+        p99_ms,
+        p999_ms,
+        most_ms,
+        jain: jain(&counts),
+    })
+}
+
+/// Jain's fairness index: 1 where all have as much, `1 / n` where one has all.
+fn jain(counts: &[f64]) -> f64 {
+    let (sum, squares) = counts.iter().fold((0.0, 0.0), |(a, b), x| (a + x, b + x * x));
+    if squares > 0.0 { sum * sum / (counts.len() as f64 * squares) } else { 1.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_index_is_one_of_equals_and_least_where_one_has_all() {
+        assert!((jain(&[5.0, 5.0, 5.0]) - 1.0).abs() < 1e-12);
+        assert!((jain(&[9.0, 0.0, 0.0]) - 1.0 / 3.0).abs() < 1e-12);
+        assert!((jain(&[1.0, 3.0]) - 0.8).abs() < 1e-12);
+    }
+
+    #[test]
+    fn a_line_has_the_percentiles_of_all_clients_of_a_kind() {
+        let of =
+            |from: u32, refused| Seen { ms: (from..from + 50).map(f64::from).collect(), refused };
+        let row = row("one token", vec![of(0, 2), of(50, 1)]).unwrap();
+        assert_eq!((row.clients, row.calls, row.refused), (2, 100, 3));
+        assert_eq!((row.p50_ms, row.p99_ms, row.most_ms, row.jain), (49.0, 98.0, 99.0, 1.0));
+        assert!(super::row("flood", Vec::new()).is_none());
+    }
+}

@@ -1,0 +1,494 @@
+//! In which order a device's jobs run: attention ahead of what else waits, as long as it has not
+//! had its share; and of either kind the jobs of whoever has had least of the device's time.
+//!
+//! A decode step waits for attention layer by layer, while a prefill that is stored takes the
+//! device for milliseconds a chunk. So attention goes first; but while other jobs wait, it may take
+//! no more of the device's time in its turn than they took in theirs, within [`SHARE`], overrun by
+//! one slice of an attend. The others' turn is one job, or short ones until they have taken the
+//! least share, overrun by one of any length: stores of a token take microseconds, and would wait
+//! milliseconds each.
+//!
+//! Within a kind namespaces share the time by their weights, and the connections of a namespace
+//! share its part alike ([`crate::shares`]). Jobs of one connection run in the order they came; an
+//! attend that pauses goes behind those that its connection has waiting.
+
+use crate::shares::{Shares, Waits};
+use kvd_core::Namespace;
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
+/// The least and the most that attention may take in its turn.
+const SHARE: RangeInclusive<Duration> = Duration::from_millis(2)..=Duration::from_millis(100);
+
+/// What a job is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Attention over tokens that are stored already, and what carries its bytes.
+    Attend,
+    /// Everything else, in the order it came.
+    Other,
+    /// The same, and no earlier than every attend that came before: what takes a model away.
+    AfterAll,
+}
+
+impl Kind {
+    /// Where the kind is in [`crate::metrics::DeviceMetrics::KINDS`].
+    pub(crate) fn index(self) -> usize {
+        usize::from(self != Self::Attend)
+    }
+}
+
+/// Whose jobs count together.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct OwnerKey {
+    pub(crate) namespace: Namespace,
+    /// The connection.
+    pub(crate) connection: u64,
+}
+
+/// What the scheduler knows of a job.
+#[derive(Clone, Debug)]
+pub(crate) struct Ticket {
+    /// Counts all jobs: the job's name.
+    pub(crate) serial: u64,
+    pub(crate) kind: Kind,
+    pub(crate) owner: OwnerKey,
+    /// Whether it takes one of the places that are limited.
+    pub(crate) is_counted: bool,
+}
+
+/// A job that waits.
+pub(crate) struct Waiting<J> {
+    pub(crate) ticket: Ticket,
+    pub(crate) job: J,
+}
+
+/// Whose turn it is where both wait.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Turn {
+    Attends,
+    Others,
+}
+
+/// Jobs of one connection, in the order they run.
+struct Line<J>(VecDeque<Waiting<J>>);
+
+impl<J> Default for Line<J> {
+    fn default() -> Self {
+        Self(VecDeque::new())
+    }
+}
+
+impl<J> Waits for Line<J> {
+    fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    fn oldest(&self) -> u64 {
+        self.0.front().map_or(u64::MAX, |waiting| waiting.ticket.serial)
+    }
+}
+
+/// Jobs of one kind, by namespace and connection.
+struct Queue<J> {
+    namespaces: Shares<Namespace, Shares<u64, Line<J>>>,
+    waiting: usize,
+    /// Those that have a place.
+    counted: usize,
+}
+
+impl<J> Queue<J> {
+    fn new() -> Self {
+        Self { namespaces: Shares::default(), waiting: 0, counted: 0 }
+    }
+
+    fn line(&mut self, owner: &OwnerKey) -> Option<&mut Line<J>> {
+        self.namespaces.get_mut(&owner.namespace)?.get_mut(&owner.connection)
+    }
+
+    fn push(&mut self, waiting: Waiting<J>) {
+        self.waiting += 1;
+        self.counted += usize::from(waiting.ticket.is_counted);
+        let OwnerKey { namespace, connection } = &waiting.ticket.owner;
+        self.namespaces.join(namespace).join(connection).0.push_back(waiting);
+    }
+
+    fn took_out(&mut self, waiting: Option<Waiting<J>>) -> Option<Waiting<J>> {
+        if let Some(waiting) = &waiting {
+            self.waiting -= 1;
+            self.counted -= usize::from(waiting.ticket.is_counted);
+        }
+        waiting
+    }
+
+    fn pop(&mut self) -> Option<Waiting<J>> {
+        let namespace = self.namespaces.next()?;
+        let connections = self.namespaces.get_mut(&namespace)?;
+        let connection = connections.next()?;
+        let next = connections.get_mut(&connection)?.0.pop_front();
+        self.took_out(next)
+    }
+
+    fn remove(&mut self, ticket: &Ticket) -> Option<Waiting<J>> {
+        let line = &mut self.line(&ticket.owner)?.0;
+        let at = line.iter().position(|waiting| waiting.ticket.serial == ticket.serial)?;
+        let removed = line.remove(at);
+        self.took_out(removed)
+    }
+
+    /// Places that each connection has.
+    fn counts(&self) -> impl Iterator<Item = (OwnerKey, usize)> {
+        self.namespaces.iter().flat_map(|(namespace, connections)| {
+            connections.iter().map(|(connection, line)| {
+                let places = line.0.iter().filter(|waiting| waiting.ticket.is_counted).count();
+                (OwnerKey { namespace: namespace.clone(), connection: *connection }, places)
+            })
+        })
+    }
+}
+
+/// Jobs that wait.
+pub(crate) struct Scheduler<J> {
+    attends: Queue<J>,
+    others: Queue<J>,
+    /// Those that wait for attends which came before.
+    after_all: VecDeque<Waiting<J>>,
+    /// Serial numbers of attends that wait.
+    attend_serials: BTreeSet<u64>,
+    /// Shares of namespaces that have another one than 1.
+    weights: HashMap<Namespace, u32>,
+    came: u64,
+    turn: Turn,
+    /// What the others took in their last turn, within [`SHARE`].
+    share: Duration,
+    /// What attention has taken in its turn, while another job waited.
+    taken: Duration,
+    /// What the others have taken in theirs.
+    used: Duration,
+}
+
+impl<J> Scheduler<J> {
+    pub(crate) fn new(weights: HashMap<Namespace, u32>) -> Self {
+        let [taken, used] = [Duration::ZERO; 2];
+        Self {
+            attends: Queue::new(),
+            others: Queue::new(),
+            after_all: VecDeque::new(),
+            attend_serials: BTreeSet::new(),
+            weights,
+            came: 0,
+            turn: Turn::Attends,
+            share: *SHARE.start(),
+            taken,
+            used,
+        }
+    }
+
+    #[cfg(test)]
+    fn is_empty(&self) -> bool {
+        self.waiting().iter().all(|waiting| *waiting == 0)
+    }
+
+    /// Jobs that wait, attends and others.
+    pub(crate) fn waiting(&self) -> [usize; 2] {
+        [self.attends.waiting, self.others.waiting + self.after_all.len()]
+    }
+
+    /// Jobs that have a place, attends and others.
+    pub(crate) fn counted(&self) -> [usize; 2] {
+        let after_all = self.after_all.iter().filter(|waiting| waiting.ticket.is_counted).count();
+        [self.attends.counted, self.others.counted + after_all]
+    }
+
+    /// The next job's name.
+    pub(crate) fn ticket(&mut self, kind: Kind, owner: OwnerKey, is_counted: bool) -> Ticket {
+        self.came += 1;
+        Ticket { serial: self.came, kind, owner, is_counted }
+    }
+
+    /// Adds a job, one that comes or one that has paused.
+    pub(crate) fn push(&mut self, ticket: Ticket, job: J) {
+        let waiting = Waiting { ticket, job };
+        match waiting.ticket.kind {
+            Kind::Attend => {
+                self.attend_serials.insert(waiting.ticket.serial);
+                self.attends.push(waiting);
+            }
+            Kind::Other => self.others.push(waiting),
+            Kind::AfterAll => self.after_all.push_back(waiting),
+        }
+    }
+
+    /// Takes out a job that waits.
+    pub(crate) fn remove(&mut self, ticket: &Ticket) -> Option<Waiting<J>> {
+        let is_it = |waiting: &Waiting<J>| waiting.ticket.serial == ticket.serial;
+        if let Some(at) = self.after_all.iter().position(is_it) {
+            return self.after_all.remove(at);
+        }
+        if ticket.kind != Kind::Attend {
+            return self.others.remove(ticket);
+        }
+        self.attend_serials.remove(&ticket.serial);
+        self.attends.remove(ticket)
+    }
+
+    /// Takes out all jobs.
+    pub(crate) fn remove_all(&mut self) -> Vec<Waiting<J>> {
+        self.attend_serials.clear();
+        let mut all = Vec::new();
+        while let Some(waiting) = self.attends.pop().or_else(|| self.others.pop()) {
+            all.push(waiting);
+        }
+        all.extend(self.after_all.drain(..));
+        all
+    }
+
+    /// The job that gives its place up to one of `owner`: the last of the connection that has most,
+    /// where that has more even then.
+    pub(crate) fn take_from_most(&mut self, kind: Kind, owner: &OwnerKey) -> Option<Waiting<J>> {
+        let queue = if kind == Kind::Attend { &mut self.attends } else { &mut self.others };
+        let own = queue.counts().find(|(of, _)| of == owner).map_or(0, |(_, places)| places);
+        let (most, places) = queue.counts().max_by_key(|(_, places)| *places)?;
+        if places < own + 2 {
+            return None;
+        }
+        let line = queue.line(&most)?;
+        let last = line.0.iter().rev().find(|waiting| waiting.ticket.is_counted)?;
+        let ticket = last.ticket.clone();
+        self.remove(&ticket)
+    }
+
+    /// Places that a connection has.
+    pub(crate) fn count_for(&self, kind: Kind, owner: &OwnerKey) -> usize {
+        let queue = if kind == Kind::Attend { &self.attends } else { &self.others };
+        queue.counts().find(|(of, _)| of == owner).map_or(0, |(_, places)| places)
+    }
+
+    /// The next job, and what to tell [`Scheduler::ran`] of it.
+    pub(crate) fn next(&mut self) -> Option<Waiting<J>> {
+        let oldest = self.attend_serials.first().copied().unwrap_or(u64::MAX);
+        while self.after_all.front().is_some_and(|waiting| waiting.ticket.serial < oldest) {
+            self.others.push(self.after_all.pop_front()?);
+        }
+        let attend_first = match (self.attends.waiting, self.others.waiting) {
+            (0, _) => false,
+            (_, 0) => true,
+            _ => self.turn == Turn::Attends,
+        };
+        if !attend_first {
+            return self.others.pop();
+        }
+        let next = self.attends.pop()?;
+        self.attend_serials.remove(&next.ticket.serial);
+        Some(next)
+    }
+
+    /// A job, or a slice of it, took so long.
+    pub(crate) fn ran(&mut self, ticket: &Ticket, took: Duration) {
+        let Ticket { kind, owner, .. } = ticket;
+        let queue = if *kind == Kind::Attend { &mut self.attends } else { &mut self.others };
+        let weight = self.weights.get(&owner.namespace).copied().unwrap_or(1);
+        queue.namespaces.charge(&owner.namespace, took, weight);
+        queue.namespaces.join(&owner.namespace).charge(&owner.connection, took, 1);
+        match kind {
+            // What nobody waited for was nobody's share.
+            Kind::Attend if self.others.waiting == 0 => self.taken = Duration::ZERO,
+            Kind::Attend => {
+                self.taken += took;
+                if self.taken >= self.share {
+                    (self.turn, self.taken) = (Turn::Others, Duration::ZERO);
+                }
+            }
+            // As above: their turn begins where an attend waits.
+            Kind::Other | Kind::AfterAll if self.attends.waiting == 0 => {
+                self.share = took.clamp(*SHARE.start(), *SHARE.end());
+                [self.taken, self.used] = [Duration::ZERO; 2];
+                self.turn = Turn::Attends;
+            }
+            Kind::Other | Kind::AfterAll => {
+                self.used += took;
+                if self.used >= *SHARE.start() {
+                    self.share = self.used.min(*SHARE.end());
+                    [self.taken, self.used] = [Duration::ZERO; 2];
+                    self.turn = Turn::Attends;
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn owner(connection: u64) -> OwnerKey {
+        OwnerKey { namespace: Namespace::new("default").unwrap(), connection }
+    }
+
+    /// Jobs of one connection.
+    fn push(scheduler: &mut Scheduler<u32>, kind: Kind, job: u32) -> Ticket {
+        push_of(scheduler, owner(1), kind, job)
+    }
+
+    fn push_of(scheduler: &mut Scheduler<u32>, owner: OwnerKey, kind: Kind, job: u32) -> Ticket {
+        let ticket = scheduler.ticket(kind, owner, true);
+        scheduler.push(ticket.clone(), job);
+        ticket
+    }
+
+    fn scheduler(attends: u32, others: u32) -> Scheduler<u32> {
+        let mut scheduler = Scheduler::new(HashMap::new());
+        (0..others).for_each(|job| drop(push(&mut scheduler, Kind::Other, 100 + job)));
+        (0..attends).for_each(|job| drop(push(&mut scheduler, Kind::Attend, job)));
+        scheduler
+    }
+
+    /// The order of jobs that take so many milliseconds each.
+    fn order(mut scheduler: Scheduler<u32>, attend_ms: u64, other_ms: u64) -> Vec<u32> {
+        let mut order = Vec::new();
+        while let Some(Waiting { ticket, job }) = scheduler.next() {
+            order.push(job);
+            let ms = if ticket.kind == Kind::Attend { attend_ms } else { other_ms };
+            scheduler.ran(&ticket, Duration::from_millis(ms));
+        }
+        assert!(scheduler.is_empty());
+        order
+    }
+
+    #[test]
+    fn attention_goes_first_until_it_has_had_as_much_time() {
+        // Two of one millisecond are the least share; then as many as another job took.
+        let expected = [0, 1, 100, 2, 3, 4, 5, 6, 101, 7, 8, 9, 102];
+        assert_eq!(order(scheduler(10, 3), 1, 5), expected);
+    }
+
+    #[test]
+    fn one_long_job_does_not_give_attention_as_long() {
+        let expected = [0, 100, 1, 2, 101, 3, 102];
+        assert_eq!(order(scheduler(4, 3), 50, 60_000), expected);
+    }
+
+    #[test]
+    fn each_kind_of_a_connection_runs_in_the_order_it_came() {
+        assert_eq!(order(scheduler(0, 3), 1, 1), [100, 101, 102]);
+        assert_eq!(order(scheduler(3, 0), 50, 1), [0, 1, 2]);
+    }
+
+    #[test]
+    fn a_long_attend_lets_short_jobs_pass_for_the_least_share() {
+        assert_eq!(order(scheduler(3, 3), 50, 1), [0, 100, 101, 1, 102, 2]);
+        assert_eq!(order(scheduler(3, 3), 50, 2), [0, 100, 1, 101, 2, 102]);
+    }
+
+    #[test]
+    fn jobs_that_take_next_to_nothing_share_one_turn() {
+        // As stores of one token do.
+        let expected: Vec<u32> = [0].into_iter().chain(100..120).chain([1, 2]).collect();
+        assert_eq!(order(scheduler(3, 20), 50, 0), expected);
+    }
+
+    #[test]
+    fn what_the_others_did_not_use_of_their_turn_is_theirs_when_they_come_again() {
+        let mut scheduler = scheduler(2, 1);
+        let took = [3, 1, 5].map(Duration::from_millis);
+        for (job, took) in [0, 100, 1].into_iter().zip(took) {
+            let next = scheduler.next().unwrap();
+            assert_eq!(next.job, job);
+            scheduler.ran(&next.ticket, took);
+        }
+        push(&mut scheduler, Kind::Attend, 2);
+        push(&mut scheduler, Kind::Other, 101);
+        assert_eq!(scheduler.next().map(|next| next.job), Some(101));
+    }
+
+    #[test]
+    fn what_is_after_all_waits_for_earlier_attends_and_for_no_later_one() {
+        let mut scheduler = scheduler(3, 1);
+        push(&mut scheduler, Kind::AfterAll, 200);
+        push(&mut scheduler, Kind::Attend, 3);
+        push(&mut scheduler, Kind::Other, 101);
+        // It holds nothing else up meanwhile, and then has its turn as any other.
+        assert_eq!(order(scheduler, 50, 1), [0, 100, 101, 1, 2, 3, 200]);
+    }
+
+    #[test]
+    fn attention_that_nobody_waited_for_is_not_held_against_it() {
+        let mut scheduler = scheduler(2, 0);
+        let next = scheduler.next().unwrap();
+        scheduler.ran(&next.ticket, Duration::from_secs(1));
+        push(&mut scheduler, Kind::Other, 100);
+        assert_eq!(scheduler.next().map(|next| next.job), Some(1));
+    }
+
+    #[test]
+    fn a_paused_attend_lets_all_others_pass_and_keeps_its_age() {
+        let mut scheduler = Scheduler::new(HashMap::new());
+        push(&mut scheduler, Kind::Attend, 0);
+        push(&mut scheduler, Kind::Attend, 1);
+        let paused = scheduler.next().unwrap();
+        scheduler.ran(&paused.ticket, Duration::from_millis(2));
+        scheduler.push(paused.ticket, paused.job);
+        push_of(&mut scheduler, owner(2), Kind::Attend, 2);
+        push(&mut scheduler, Kind::AfterAll, 200);
+        // The other connection first, then what the same one has waiting.
+        assert_eq!(order(scheduler, 2, 1), [2, 1, 0, 200]);
+    }
+
+    #[test]
+    fn a_connection_with_many_jobs_lets_one_of_another_pass() {
+        let mut scheduler = scheduler(300, 0);
+        push_of(&mut scheduler, owner(2), Kind::Attend, 1000);
+        let order = order(scheduler, 1, 1);
+        assert!(order[..2].contains(&1000), "{:?}", &order[..5]);
+    }
+
+    #[test]
+    fn namespaces_share_by_their_weights_whatever_their_connections() {
+        let name = |name| Namespace::new(name).unwrap();
+        let mut scheduler = Scheduler::new(HashMap::from([(name("big"), 3)]));
+        for job in 0..1000u64 {
+            let connection = job % 10;
+            let small = OwnerKey { namespace: name("small"), connection };
+            push_of(&mut scheduler, small, Kind::Attend, 0);
+            let big = OwnerKey { namespace: name("big"), connection: 99 };
+            push_of(&mut scheduler, big, Kind::Attend, 1);
+        }
+        let mut of_big = 0;
+        for _ in 0..1000 {
+            let next = scheduler.next().unwrap();
+            scheduler.ran(&next.ticket, Duration::from_millis(1));
+            of_big += next.job;
+        }
+        assert!((745..=755).contains(&of_big), "{of_big} of 1000");
+    }
+
+    #[test]
+    fn a_place_is_given_up_by_whoever_has_most_and_only_while_that_has_more() {
+        let mut scheduler = scheduler(3, 0);
+        push_of(&mut scheduler, owner(2), Kind::Attend, 50);
+        let stream = scheduler.ticket(Kind::Attend, owner(1), false);
+        scheduler.push(stream, 77);
+        assert_eq!((scheduler.counted(), scheduler.waiting()), ([4, 0], [5, 0]));
+        let taken = |scheduler: &mut Scheduler<u32>, connection| {
+            scheduler.take_from_most(Kind::Attend, &owner(connection)).map(|waiting| waiting.job)
+        };
+        assert_eq!(taken(&mut scheduler, 1), None);
+        assert_eq!(taken(&mut scheduler, 3), Some(2));
+        assert_eq!(taken(&mut scheduler, 2), None);
+        assert_eq!(scheduler.counted(), [3, 0]);
+        assert_eq!(order(scheduler, 1, 1).len(), 4);
+    }
+
+    #[test]
+    fn what_is_taken_out_is_gone_and_holds_nothing_up() {
+        let mut scheduler = scheduler(0, 1);
+        let attend = push(&mut scheduler, Kind::Attend, 0);
+        let after_all = push(&mut scheduler, Kind::AfterAll, 200);
+        assert_eq!(scheduler.remove(&attend).map(|waiting| waiting.job), Some(0));
+        assert!(scheduler.remove(&attend).is_none());
+        assert_eq!(scheduler.next().map(|next| next.job), Some(100));
+        assert_eq!(scheduler.remove(&after_all).map(|waiting| waiting.job), Some(200));
+        assert!(scheduler.is_empty() && scheduler.next().is_none());
+    }
+}

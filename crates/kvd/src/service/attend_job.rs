@@ -1,0 +1,125 @@
+//! The jobs of attends: what a device does for one, and what is counted of it.
+
+use super::attend::{AttendReply, RefusedQuery};
+use super::budget::InFlight;
+use super::launches::count_launches;
+use super::{Model, ServiceError};
+use crate::device_worker::Work;
+use crate::metrics::Metrics;
+use crate::scheduler::Kind;
+use kvd_compute::{AttendPlan, AttendTask, Backend, PlanPart, PlanQuery, RegionPlaces, Stop};
+use kvd_core::Geometry;
+use kvd_store::Pinned;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// An attend that the device may begin.
+pub(super) struct Prepared {
+    pub(super) task: AttendTask,
+    pub(super) model: Arc<Model>,
+    pub(super) query_tokens: u32,
+    pub(super) query_errors: Vec<RefusedQuery>,
+    /// What the plan names stays as it is until the device has answered.
+    pub(super) _pins: Vec<Pinned>,
+    /// Its bytes.
+    pub(super) _inflight: InFlight,
+    /// The answer's bytes.
+    pub(super) answer: Option<InFlight>,
+    pub(super) metrics: Arc<Metrics>,
+    /// Device time so far.
+    pub(super) took: Duration,
+}
+
+impl Prepared {
+    /// Goes on by `work`, and counts the time and the launches.
+    fn go_on<T>(
+        &mut self,
+        backend: &mut dyn Backend,
+        work: impl FnOnce(&mut dyn Backend, &mut AttendTask) -> T,
+    ) -> T {
+        let (began, before) = (Instant::now(), backend.launches());
+        let result = work(backend, &mut self.task);
+        count_launches(&self.metrics, || backend.info(), &before, &backend.launches());
+        self.took += began.elapsed();
+        result
+    }
+
+    /// Counts an attend that was answered; answers which queries failed.
+    fn end(&mut self, stored_bytes_read: u64) -> Vec<RefusedQuery> {
+        let metrics = &self.model.metrics;
+        metrics.attend.record(self.took);
+        metrics.attended_layer_query_tokens.increment(u64::from(self.query_tokens));
+        metrics.attended_stored_bytes.increment(stored_bytes_read);
+        let logical = logical_bytes(&self.task.plan, &self.model.shape.geometry);
+        metrics.attended_logical_bytes.increment(logical);
+        std::mem::take(&mut self.query_errors)
+    }
+}
+
+/// The job of an attend whose answer is carried.
+pub(crate) struct Attend(pub(super) Prepared);
+
+impl Work for Attend {
+    type Reply = AttendReply;
+
+    fn kind(&self) -> Kind {
+        Kind::Attend
+    }
+
+    fn run(
+        &mut self,
+        backend: &mut dyn Backend,
+        stop: &Stop,
+    ) -> Result<Option<AttendReply>, ServiceError> {
+        let attended = self.0.go_on(backend, |backend, task| backend.attend_slice(task, stop));
+        let Some(attended) = attended? else { return Ok(None) };
+        let query_errors = self.0.end(attended.stored_bytes_read);
+        let held = self.0.answer.take();
+        Ok(Some(AttendReply { out: attended.out, lse: attended.lse, query_errors, held }))
+    }
+}
+
+/// The job of an attend whose queries and answer are in device memory.
+pub(crate) struct AttendInPlace {
+    pub(super) prepared: Prepared,
+    pub(super) places: RegionPlaces,
+    /// Called once the device has all of it.
+    pub(super) launched: Box<dyn FnMut() + Send>,
+}
+
+impl Work for AttendInPlace {
+    type Reply = Vec<RefusedQuery>;
+
+    fn kind(&self) -> Kind {
+        Kind::Attend
+    }
+
+    fn run(
+        &mut self,
+        backend: &mut dyn Backend,
+        _: &Stop,
+    ) -> Result<Option<Vec<RefusedQuery>>, ServiceError> {
+        let (places, launched) = (&self.places, &mut self.launched);
+        let read = self
+            .prepared
+            .go_on(backend, |backend, task| backend.attend_in_place(&task.plan, places, launched));
+        Ok(Some(self.prepared.end(read?)))
+    }
+}
+
+/// What the tokens that the plan's queries see would take in the stored precision.
+fn logical_bytes(plan: &AttendPlan, geometry: &Geometry) -> u64 {
+    let tokens: u64 = plan.queries.iter().map(seen_tokens).sum();
+    tokens * geometry.values_per_token() * geometry.dtype.size_bytes() as u64
+}
+
+/// Tokens of a query's parts that one of its tokens sees.
+fn seen_tokens(query: &PlanQuery) -> u64 {
+    let last = query.n_q.saturating_sub(1);
+    let (start, end) = (query.visible(0).start, query.visible(last).end);
+    let seen = |part: &PlanPart| {
+        let tokens = part.end_token().min(end).saturating_sub(part.first_token.max(start));
+        u64::from(tokens)
+    };
+    query.parts.iter().map(seen).sum::<u64>()
+}

@@ -1,0 +1,197 @@
+//! Who is served next of several that share something by time: whoever has had least of it for
+//! their weight (start-time fair queueing).
+//!
+//! Each member has a *start*, in seconds of the share that it would have had alone. The least one
+//! is served next, and moves on by what that took over its weight. Whoever comes anew begins where
+//! the last served stands: idle time is not saved up, and what one took too much is kept until the
+//! others are there.
+
+use std::collections::HashMap;
+use std::hash::Hash;
+use std::time::Duration;
+
+/// Work that waits.
+pub(crate) trait Waits {
+    /// Whether there is none.
+    fn is_empty(&self) -> bool;
+
+    /// The serial number of what came first.
+    fn oldest(&self) -> u64;
+}
+
+/// Members that share.
+pub(crate) struct Shares<K, V> {
+    /// Where the one stands that was served last.
+    now: f64,
+    members: HashMap<K, Member<V>>,
+}
+
+struct Member<V> {
+    start: f64,
+    work: V,
+}
+
+impl<K, V> Default for Shares<K, V> {
+    fn default() -> Self {
+        Self { now: 0.0, members: HashMap::new() }
+    }
+}
+
+impl<K: Clone + Eq + Hash, V: Waits + Default> Shares<K, V> {
+    /// The work of a member, to which some is about to be added.
+    pub(crate) fn join(&mut self, key: &K) -> &mut V {
+        let now = self.now;
+        let new = || Member { start: now, work: V::default() };
+        let member = self.members.entry(key.clone()).or_insert_with(new);
+        if member.work.is_empty() {
+            member.start = member.start.max(now);
+        }
+        &mut member.work
+    }
+
+    /// The work of a member that has some.
+    pub(crate) fn get_mut(&mut self, key: &K) -> Option<&mut V> {
+        self.members.get_mut(key).map(|member| &mut member.work)
+    }
+
+    /// Whose turn it is.
+    pub(crate) fn next(&mut self) -> Option<K> {
+        let now = self.now;
+        // Of those that wait for nothing only what they had too much is remembered.
+        self.members.retain(|_, member| !member.work.is_empty() || member.start > now);
+        let waiting = self.members.iter().filter(|(_, member)| !member.work.is_empty());
+        let order = |a: &Member<V>, b: &Member<V>| {
+            a.start.total_cmp(&b.start).then_with(|| a.work.oldest().cmp(&b.work.oldest()))
+        };
+        let next = waiting.min_by(|(_, a), (_, b)| order(a, b));
+        let Some((key, member)) = next else {
+            // Nobody waits: nobody has had too much.
+            self.members.clear();
+            return None;
+        };
+        self.now = self.now.max(member.start);
+        Some(key.clone())
+    }
+
+    /// A member of that weight was served for so long.
+    pub(crate) fn charge(&mut self, key: &K, took: Duration, weight: u32) {
+        let now = self.now;
+        let new = || Member { start: now, work: V::default() };
+        let member = self.members.entry(key.clone()).or_insert_with(new);
+        member.start += took.as_secs_f64() / f64::from(weight.max(1));
+    }
+
+    /// All members and their work.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (&K, &V)> {
+        self.members.iter().map(|(key, member)| (key, &member.work))
+    }
+}
+
+impl<K, V: Waits> Waits for Shares<K, V> {
+    fn is_empty(&self) -> bool {
+        self.members.values().all(|member| member.work.is_empty())
+    }
+
+    fn oldest(&self) -> u64 {
+        let waiting = self.members.values().filter(|member| !member.work.is_empty());
+        waiting.map(|member| member.work.oldest()).min().unwrap_or(u64::MAX)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Jobs that never run out.
+    #[derive(Default)]
+    struct Endless(bool);
+
+    impl Waits for Endless {
+        fn is_empty(&self) -> bool {
+            !self.0
+        }
+
+        fn oldest(&self) -> u64 {
+            0
+        }
+    }
+
+    /// How long each was served of `rounds` jobs, which take a member so long each.
+    fn served(members: &[(u32, u64, u32)], rounds: usize) -> Vec<u64> {
+        let mut shares = Shares::<u32, Endless>::default();
+        members.iter().for_each(|(key, ..)| shares.join(key).0 = true);
+        let mut times = vec![0; members.len()];
+        for _ in 0..rounds {
+            let key = shares.next().unwrap();
+            let at = members.iter().position(|member| member.0 == key).unwrap();
+            let (_, millis, weight) = members[at];
+            shares.charge(&key, Duration::from_millis(millis), weight);
+            times[at] += millis;
+        }
+        times
+    }
+
+    #[test]
+    fn time_is_shared_by_weight_whatever_a_job_takes() {
+        let times = served(&[(1, 1, 1), (2, 50, 1), (3, 7, 2)], 10_000);
+        let total: u64 = times.iter().sum();
+        for (time, share) in times.iter().zip([0.25, 0.25, 0.5]) {
+            let of_all = *time as f64 / total as f64;
+            assert!((of_all - share).abs() < 0.01, "{times:?}");
+        }
+    }
+
+    #[test]
+    fn who_comes_anew_is_next_and_has_saved_nothing_up() {
+        let mut shares = Shares::<u32, Endless>::default();
+        shares.join(&1).0 = true;
+        for _ in 0..1000 {
+            assert_eq!(shares.next(), Some(1));
+            shares.charge(&1, Duration::from_millis(10), 1);
+        }
+        shares.join(&2).0 = true;
+        let mut turns = Vec::new();
+        for _ in 0..6 {
+            let key = shares.next().unwrap();
+            shares.charge(&key, Duration::from_millis(10), 1);
+            turns.push(key);
+        }
+        assert_eq!(turns[0], 2);
+        let of_first = turns.iter().filter(|key| **key == 1).count();
+        assert!((2..=3).contains(&of_first), "{turns:?}");
+    }
+
+    #[test]
+    fn who_leaves_after_a_long_job_has_not_had_it_for_nothing() {
+        let mut shares = Shares::<u32, Endless>::default();
+        shares.join(&1).0 = true;
+        shares.join(&2).0 = true;
+        let mut long = 0;
+        for _ in 0..1000 {
+            let key = shares.next().unwrap();
+            if key == 1 {
+                // It sends its next job, of 50 ms, only after the answer to this one.
+                shares.get_mut(&1).unwrap().0 = false;
+                shares.charge(&1, Duration::from_millis(50), 1);
+                shares.join(&1).0 = true;
+                long += 1;
+            } else {
+                shares.charge(&2, Duration::from_millis(1), 1);
+            }
+        }
+        assert!((15..=25).contains(&long), "{long} jobs of 50 ms beside those of 1 ms");
+    }
+
+    #[test]
+    fn those_that_have_left_are_forgotten() {
+        let mut shares = Shares::<u32, Endless>::default();
+        for key in 0..100 {
+            shares.join(&key).0 = true;
+            assert!(shares.next().is_some());
+            shares.get_mut(&key).unwrap().0 = false;
+            shares.charge(&key, Duration::from_millis(1), 1);
+        }
+        assert_eq!(shares.next(), None);
+        assert_eq!(shares.iter().count(), 0);
+    }
+}

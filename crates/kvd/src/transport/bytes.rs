@@ -1,0 +1,280 @@
+//! Bytes of messages at both ends of a request: those of a message are taken from the budgets as
+//! soon as its length is known, before any of it is kept, and those of an answer are given back
+//! when the last of it has been written.
+
+use super::call::status;
+use crate::service::{Budgets, InFlight, ServiceError};
+use bytes::Bytes;
+use http_body::{Body, Frame, SizeHint};
+use kvd_core::ErrorCode;
+use metrics::Counter;
+use parking_lot::Mutex;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+use tokio::time::Sleep;
+use tonic::Status;
+
+/// Bytes before each message of gRPC: whether it is compressed, and its length.
+const PREFIX_BYTES: usize = 5;
+
+/// Messages of so many bytes take nothing: health checks and closing are never refused for want of
+/// room, and how many there are is bounded by the streams that are open.
+const FREE_BYTES: u64 = 1024;
+
+/// Most that gzip makes of a byte.
+const GZIP_RATIO_MAX: u64 = 1032;
+
+/// Shares of one request: an extension of it.
+#[derive(Clone, Default)]
+pub(super) struct Meter(Arc<Mutex<Shares>>);
+
+#[derive(Default)]
+struct Shares {
+    /// That of the message at work.
+    message: Option<InFlight>,
+    /// Those of answers that are encoded and not handed on.
+    answers: Vec<InFlight>,
+}
+
+impl Meter {
+    /// Gives back what the message took: it is answered.
+    pub(super) fn answered(&self) {
+        let message = self.0.lock().message.take();
+        drop(message);
+    }
+
+    /// Keeps the share of an answer, which is encoded next, until it is written.
+    pub(super) fn hold(&self, answer: Option<InFlight>) {
+        self.0.lock().answers.extend(answer);
+    }
+
+    /// A message has come: it has taken this, and the one before is done with.
+    fn admit(&self, share: InFlight) {
+        let before = self.0.lock().message.replace(share);
+        drop(before);
+    }
+}
+
+/// What messages of a request keep to.
+#[derive(Clone)]
+pub(super) struct MessageLimits {
+    pub(super) budgets: Budgets,
+    /// Larger ones are refused by gRPC itself.
+    pub(super) message_bytes_max: u64,
+    /// Time for a message to arrive once its length is known.
+    pub(super) message_time: Duration,
+    /// Whether a message waits where there is no room for it, as those of streams do.
+    pub(super) waits: bool,
+    pub(super) refused: Counter,
+}
+
+type Admission = Pin<Box<dyn Future<Output = Result<InFlight, ServiceError>> + Send>>;
+
+/// A request's body, whose messages take their bytes from the budgets.
+pub(super) struct MeteredBody {
+    inner: tonic::body::Body,
+    limits: MessageLimits,
+    meter: Meter,
+    /// Of a frame, what is not passed on yet.
+    pending: Bytes,
+    prefix: Vec<u8>,
+    /// Bytes of the message that are still to come.
+    left: u64,
+    admission: Option<Admission>,
+    /// When the message must be there.
+    timer: Option<Pin<Box<Sleep>>>,
+    failed: bool,
+}
+
+impl MeteredBody {
+    pub(super) fn new(inner: tonic::body::Body, limits: MessageLimits, meter: Meter) -> Self {
+        Self {
+            inner,
+            limits,
+            meter,
+            pending: Bytes::new(),
+            prefix: Vec::with_capacity(PREFIX_BYTES),
+            left: 0,
+            admission: None,
+            timer: None,
+            failed: false,
+        }
+    }
+
+    fn fail(&mut self, error: &ServiceError) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        self.failed = true;
+        self.limits.refused.increment(1);
+        self.meter.answered();
+        Poll::Ready(Some(Err(status(error))))
+    }
+
+    /// Passes the prefix on: the message may come.
+    fn pass_prefix(&mut self) -> Frame<Bytes> {
+        let prefix = Bytes::from(std::mem::take(&mut self.prefix));
+        Frame::data(prefix)
+    }
+
+    /// Looks at a prefix that is whole. A message that gRPC refuses for its length takes nothing.
+    fn begin_message(&mut self) {
+        let (flag, length) = (self.prefix[0], &self.prefix[1..]);
+        let length = length.iter().fold(0, |length, byte| length << 8 | u64::from(*byte));
+        self.left = length;
+        let max = self.limits.message_bytes_max;
+        let bytes = match flag {
+            0 => length,
+            // The message and what it is decompressed to.
+            _ => length.saturating_add(length.saturating_mul(GZIP_RATIO_MAX).min(max)),
+        };
+        let bytes = if length > max || bytes <= FREE_BYTES { 0 } else { bytes };
+        let budgets = self.limits.budgets.clone();
+        self.admission = Some(if self.limits.waits {
+            // The message before is answered by now, unless it is none of kvd's.
+            self.meter.answered();
+            Box::pin(async move { budgets.wait(bytes).await })
+        } else {
+            Box::pin(std::future::ready(budgets.take(bytes)))
+        });
+    }
+
+    /// The next piece of what has arrived, if it may be passed on.
+    fn next_piece(&mut self) -> Option<Frame<Bytes>> {
+        if self.left > 0 {
+            let most = usize::try_from(self.left).unwrap_or(usize::MAX);
+            let piece = self.pending.split_to(most.min(self.pending.len()));
+            self.left -= piece.len() as u64;
+            if self.left == 0 {
+                self.timer = None;
+            }
+            return Some(Frame::data(piece));
+        }
+        let wanted = PREFIX_BYTES - self.prefix.len();
+        let piece = self.pending.split_to(wanted.min(self.pending.len()));
+        self.prefix.extend_from_slice(&piece);
+        if self.prefix.len() == PREFIX_BYTES {
+            self.begin_message();
+        }
+        None
+    }
+}
+
+impl Body for MeteredBody {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        let this = self.get_mut();
+        loop {
+            if this.failed {
+                return Poll::Ready(None);
+            }
+            if let Some(admission) = &mut this.admission {
+                let admitted = ready!(admission.as_mut().poll(context));
+                this.admission = None;
+                match admitted {
+                    Err(error) => return this.fail(&error),
+                    Ok(share) => this.meter.admit(share),
+                }
+                if this.left > 0 {
+                    this.timer = Some(Box::pin(tokio::time::sleep(this.limits.message_time)));
+                }
+                return Poll::Ready(Some(Ok(this.pass_prefix())));
+            }
+            if !this.pending.is_empty() {
+                match this.next_piece() {
+                    Some(piece) => return Poll::Ready(Some(Ok(piece))),
+                    None => continue,
+                }
+            }
+            match Pin::new(&mut this.inner).poll_frame(context) {
+                Poll::Ready(Some(Ok(frame))) => match frame.into_data() {
+                    Ok(data) => this.pending = data,
+                    Err(trailers) => return Poll::Ready(Some(Ok(trailers))),
+                },
+                // What came of a prefix goes on, so that gRPC says that the rest is missing.
+                Poll::Ready(None) if !this.prefix.is_empty() => {
+                    return Poll::Ready(Some(Ok(this.pass_prefix())));
+                }
+                Poll::Ready(end) => return Poll::Ready(end),
+                Poll::Pending => {
+                    let Some(timer) = &mut this.timer else { return Poll::Pending };
+                    ready!(timer.as_mut().poll(context));
+                    let time = this.limits.message_time.as_millis();
+                    let message = format!(
+                        "the message did not arrive within {time} ms of its length \
+                         (server.message_timeout_ms)"
+                    );
+                    return this.fail(&ServiceError::new(ErrorCode::DeadlineExceeded, message));
+                }
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        let idle = self.pending.is_empty() && self.prefix.is_empty() && self.admission.is_none();
+        self.failed || (idle && self.inner.is_end_stream())
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::default()
+    }
+}
+
+/// A response's body. What an answer has taken from the budgets goes with its bytes: it comes back
+/// when the connection has written them, or has ended.
+pub(super) struct HeldBody {
+    inner: tonic::body::Body,
+    meter: Meter,
+}
+
+impl HeldBody {
+    pub(super) fn new(inner: tonic::body::Body, meter: Meter) -> Self {
+        Self { inner, meter }
+    }
+}
+
+/// Bytes and the shares of the answers that are in them.
+struct HeldBytes {
+    bytes: Bytes,
+    _shares: Vec<InFlight>,
+}
+
+impl AsRef<[u8]> for HeldBytes {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl Body for HeldBody {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        let this = self.get_mut();
+        let frame = ready!(Pin::new(&mut this.inner).poll_frame(context));
+        // All answers that were pulled for this frame are in it.
+        let held = |bytes: Bytes| {
+            let shares = std::mem::take(&mut this.meter.0.lock().answers);
+            if shares.is_empty() {
+                return bytes;
+            }
+            Bytes::from_owner(HeldBytes { bytes, _shares: shares })
+        };
+        Poll::Ready(frame.map(|frame| frame.map(|frame| frame.map_data(held))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.inner.size_hint()
+    }
+}
