@@ -22,7 +22,7 @@ pub trait RealNumber:
     /// From what is stored.
     fn from_f32(value: f32) -> Self;
     /// As queries and softmax weights are multiplied.
-    fn as_factor(self) -> Self {
+    fn round_factor(self) -> Self {
         self
     }
     /// For the comparison.
@@ -98,7 +98,7 @@ impl RealNumber for HalfFactors {
         Self(value)
     }
 
-    fn as_factor(self) -> Self {
+    fn round_factor(self) -> Self {
         Self(f16::from_f32(self.0).to_f32())
     }
 
@@ -159,7 +159,7 @@ pub fn attend_reference<T: RealNumber>(
                 let dim = shape.head_dim_k as usize;
                 let at = (token * shape.q_heads() as usize + head as usize) * dim;
                 let one = QueryHead { shape, question, head: (head / shape.group) as usize };
-                let q: Vec<T> = q[at..at + dim].iter().map(|q| q.as_factor()).collect();
+                let q: Vec<T> = q[at..at + dim].iter().map(|q| q.round_factor()).collect();
                 one.attend_head(&q, (&k, &v), &seen, &mut reference);
             }
             token += 1;
@@ -213,7 +213,7 @@ impl QueryHead<'_> {
             sum = sum + weight;
             let at = token * self.shape.v_width() + self.head * dim;
             for (out, value) in out.iter_mut().zip(&v[at..at + dim]) {
-                *out = *out + weight.as_factor() * *value;
+                *out = *out + weight.round_factor() * *value;
                 largest_value = largest_value.max((weight * *value).to_f64().abs());
             }
             let term = self.largest_term(q, k, *token);

@@ -19,7 +19,7 @@ impl MergedResults {
     /// # Panics
     /// When the lengths are not the plan's.
     #[must_use]
-    pub fn into_attended(&self, plan: &AttendPlan, codec: &ModelCodec) -> Attended {
+    pub fn to_attended(&self, plan: &AttendPlan, codec: &ModelCodec) -> Attended {
         let geometry = codec.geometry();
         let dim = geometry.head_dim(Side::Value);
         let group = (plan.q_heads / geometry.kv_heads) as usize;

@@ -2,8 +2,8 @@
 //! device.
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
-#[path = "backend/asks.rs"]
-mod asks;
+#[path = "backend/cases.rs"]
+mod cases;
 #[path = "common/compile.rs"]
 mod compile;
 #[path = "common/driver.rs"]

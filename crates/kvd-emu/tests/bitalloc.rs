@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::agree::{agree, layout, value};
+use common::compare::{agree, layout, value};
 use common::reference::{check, expected};
 use common::run::run;
 use common::{Ask, Layout, Stored, geometry, noise};

@@ -7,7 +7,7 @@
 mod calibrated;
 mod common;
 
-use common::agree::{kernel, layout};
+use common::compare::{kernel, layout};
 use common::reference::{check, expected, floats};
 use common::run::{kernels, run, run_with};
 use common::{Ask, Stored, geometry, noise, orders};

@@ -7,7 +7,7 @@ mod common;
 #[path = "huffman/walk.rs"]
 mod walk;
 
-use common::agree::{agree, layout, value};
+use common::compare::{agree, layout, value};
 use common::reference::{check, expected};
 use common::run::run_within;
 use common::{Ask, Stored, geometry, noise};

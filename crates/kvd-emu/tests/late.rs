@@ -6,7 +6,7 @@
 
 mod common;
 
-use common::agree::{layout, value};
+use common::compare::{layout, value};
 use common::late::TENSOR;
 use common::reference::{check, expected};
 use common::run::{kernels, run_late, run_tensor};

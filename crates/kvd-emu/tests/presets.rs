@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::agree::kernel;
+use common::compare::kernel;
 use common::levels::off_levels;
 use common::reference::{check, expected};
 use common::run::{kernels, run_with};

@@ -12,7 +12,7 @@
 //!   descriptor with it; the other side's stay valid.
 
 mod completion;
-#[cfg_attr(not(target_os = "linux"), path = "elsewhere.rs")]
+#[cfg_attr(not(target_os = "linux"), path = "unsupported.rs")]
 mod linux;
 mod memory;
 

@@ -140,7 +140,7 @@ impl CudaBackend {
         self.device.download_scratch(placed.sums, bytemuck::cast_slice_mut(&mut sums))?;
         let results = sums.split_off(rows * 2 * dim);
         let merged = MergedResults { sums, results };
-        Ok(merged.into_attended(plan, self.model_codec(plan.model)?))
+        Ok(merged.to_attended(plan, self.model_codec(plan.model)?))
     }
 
     /// Attention and the merge, stages 1 and 2.

@@ -1,7 +1,7 @@
 //! Stored sequences, kernels run on them, and what they should answer.
 #![allow(dead_code, reason = "each test file uses its own part")]
 
-pub(crate) mod agree;
+pub(crate) mod compare;
 pub(crate) mod late;
 pub(crate) mod levels;
 pub(crate) mod reference;

@@ -130,7 +130,7 @@ fn run_as(
     tables.launches.iter_mut().for_each(change);
     let merged = run_tables(stored, &shapes, &tables, order)?;
     let taken = tables.launches.iter().map(|launched| launched.shared_bytes).max();
-    Ok((merged.into_attended(plan, &stored.codec), taken.unwrap_or(0)))
+    Ok((merged.to_attended(plan, &stored.codec), taken.unwrap_or(0)))
 }
 
 /// The parameters of a launch, but for the addresses.

@@ -5,7 +5,7 @@ use super::{Case, TAILS, digit};
 use crate::common::levels::changed;
 use crate::common::reference::{expected, floats};
 use crate::common::run::{kernels, run};
-use crate::common::{Ask, Stored, agree, geometry, orders};
+use crate::common::{Ask, Stored, compare, geometry, orders};
 use crate::{fitted, scaled, shapes};
 use kvd_codec::Calibration;
 use kvd_core::{DType, Side};
@@ -129,7 +129,7 @@ fn stages_of_whole_entries() {
         for (dim, rows) in shapes() {
             let geometry = geometry(dim as u32, dim as u32, DType::F16);
             let row = |side, head, token, channel| 20.0 * fitted(side, head, token, channel);
-            let layout = agree::layout(pages, 0);
+            let layout = compare::layout(pages, 0);
             let stored = Stored::calibrated(&geometry, &codec, &layout, row, whole);
             assert!(stored.headers.values().all(|header| !header.fallback), "{codec}");
             for order in orders() {
@@ -146,7 +146,7 @@ fn stages_of_whole_entries() {
                 let answer = run(&stored, &plan, 1, order).unwrap();
                 let scores = expected(&stored, &plan).into_iter().map(|row| row.lse as f32);
                 assert!(scores.eq(answer.lse.iter().copied()), "{what}");
-                let kernel = agree::kernel("vqfloat_vqfloat", None, (dim, rows));
+                let kernel = compare::kernel("vqfloat_vqfloat", None, (dim, rows));
                 assert_eq!(kernels(), [kernel], "{what}");
             }
         }
