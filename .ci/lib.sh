@@ -27,10 +27,13 @@ why_due() {
 # On a runner with a network a step that cannot be done is a failure.
 is_strict() { [ -n "${KVD_REQUIRE_KERNELS:-}" ] || { [ -n "${CI:-}" ] && [ "${KVD_CI_OFFLINE:-0}" != 1 ]; }; }
 
-# A step is not done, for want of a download: `lacking NAME: REASON`.
+# A step is not done, and says so at the end: `skipped NAME: REASON`.
+skipped() { echo "SKIP $*" | tee -a "${CI_SKIPS:-/dev/null}"; }
+
+# The same for want of a download that a runner with a network has to reach.
 lacking() {
     if is_strict; then echo "FAILED $*"; return 1; fi
-    echo "SKIP $*" | tee -a "${CI_SKIPS:-/dev/null}"
+    skipped "$@"
 }
 
 # Makes sure of a program from a Debian package: `has PROGRAM PACKAGE...`.
