@@ -25,7 +25,7 @@ pub struct Slice {
     pub waiting: Arc<AtomicUsize>,
 }
 
-/// What a backend looks at between pieces of its work: whether to go on at all, and whether to
+/// Looked at by a backend between pieces of its work: whether to go on at all, and whether to
 /// pause. A look costs two atomic loads and at most two readings of the clock.
 #[derive(Clone, Debug, Default)]
 pub struct Stop {

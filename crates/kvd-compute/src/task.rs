@@ -9,9 +9,9 @@ const PIECE_SCORES: u64 = 1 << 30;
 
 /// An attend and how far it has come.
 pub struct AttendTask {
-    /// What is asked.
+    /// The question.
     pub plan: AttendPlan,
-    /// What the device keeps of it between slices; none before the first.
+    /// The device's own state of it between slices; none before the first.
     pub under_way: Option<Box<dyn Any + Send>>,
 }
 

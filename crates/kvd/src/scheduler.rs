@@ -21,14 +21,14 @@ use std::time::Duration;
 /// The least and the most that attention may take in its turn.
 const SHARE: RangeInclusive<Duration> = Duration::from_millis(2)..=Duration::from_millis(100);
 
-/// What a job is for.
+/// Purpose of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// Attention over tokens that are stored already, and what carries its bytes.
     Attend,
     /// Everything else, in the order it came.
     Other,
-    /// The same, and no earlier than every attend that came before: what takes a model away.
+    /// As the others, and no earlier than every attend that came before: what takes a model away.
     AfterAll,
 }
 
@@ -47,7 +47,7 @@ pub(crate) struct OwnerKey {
     pub(crate) connection: u64,
 }
 
-/// What the scheduler knows of a job.
+/// A job as the scheduler knows it.
 #[derive(Clone, Debug)]
 pub(crate) struct Ticket {
     /// Counts all jobs: the job's name.
@@ -160,11 +160,11 @@ pub(crate) struct Scheduler<J> {
     weights: HashMap<Namespace, u32>,
     came: u64,
     turn: Turn,
-    /// What the others took in their last turn, within [`SHARE`].
+    /// Time of the others in their last turn, within [`SHARE`].
     share: Duration,
-    /// What attention has taken in its turn, while another job waited.
+    /// Time that attention has taken in its turn, while another job waited.
     taken: Duration,
-    /// What the others have taken in theirs.
+    /// Time that the others have taken in theirs.
     used: Duration,
 }
 

@@ -19,7 +19,7 @@ use tonic::transport::Channel;
 const MIB: u64 = 1 << 20;
 /// Streams of one connection.
 const STREAMS: usize = 24;
-/// What one connection may hold, of messages of a megabyte at most.
+/// Bytes that one connection may hold, of messages of a megabyte at most.
 const SHARE: u64 = 4 * MIB;
 const FLAGS: [(&str, &str); 5] = [
     ("server.message_bytes_max", "1 MiB"),

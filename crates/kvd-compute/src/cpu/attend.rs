@@ -57,7 +57,7 @@ struct WideCursor {
     group: usize,
     unit: usize,
     part: usize,
-    /// What the pieces of the group came to so far.
+    /// States of the group's pieces so far, merged.
     states: Vec<WideState>,
 }
 
@@ -89,7 +89,7 @@ impl Attend {
         Ok(self.first_pass(job)? && self.second_pass(job)?)
     }
 
-    /// What a plan that is done came to.
+    /// The answer to a plan that is done.
     pub(super) fn finish(self, job: &Job<'_>) -> Attended {
         let Reply { out, lse, .. } = self.reply;
         Attended { out, lse, stored_bytes_read: stored_bytes(job.plan, job.reader) }

@@ -14,7 +14,7 @@ const STORE_TOKENS: u32 = 1024;
 /// Tokens after which a writer begins its sequence anew.
 const WRITER_TOKENS: u32 = 8 * STORE_TOKENS;
 
-/// What `kvd bench mixed` measures.
+/// Load that `kvd bench mixed` measures.
 #[derive(Clone, Debug)]
 pub struct MixedBench {
     /// The daemon.
@@ -27,7 +27,7 @@ pub struct MixedBench {
     pub context: u32,
     /// Clients that ask for one token one call after another, each on a connection.
     pub clients: usize,
-    /// What such a client waits between two calls.
+    /// Pause of such a client between two calls.
     pub think: Duration,
     /// Calls that one more client has under way all the time.
     pub flood: usize,
@@ -42,7 +42,7 @@ pub struct MixedBench {
 /// One line of the answer: all clients of a kind.
 #[derive(Clone, Debug, Serialize)]
 pub struct MixedRow {
-    /// What they do.
+    /// Their work.
     pub kind: &'static str,
     /// How many they are.
     pub clients: usize,
@@ -62,7 +62,7 @@ pub struct MixedRow {
     pub jain: f64,
 }
 
-/// What one client saw.
+/// Times and refusals of one client.
 #[derive(Default)]
 struct Seen {
     ms: Vec<f64>,
@@ -85,7 +85,7 @@ impl Seen {
     }
 }
 
-/// What all clients work on.
+/// Model and sequence that all clients work on.
 #[derive(Clone)]
 struct Target {
     bench: MixedBench,

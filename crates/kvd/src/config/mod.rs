@@ -259,7 +259,7 @@ impl Config {
         }
     }
 
-    /// What one attend can take: its message, its answer and its plan.
+    /// Bytes that one attend can take: its message, its answer and its plan.
     fn largest_request_bytes(&self) -> u64 {
         let plan_bytes = self.attend_parts_max.saturating_mul(PART_BYTES);
         (self.message_bytes_max as u64).saturating_mul(2).saturating_add(plan_bytes)

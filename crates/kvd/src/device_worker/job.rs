@@ -10,9 +10,9 @@ use kvd_compute::{Backend, Stop};
 use std::any::Any;
 use tokio::sync::oneshot;
 
-/// What a job does with the device.
+/// Work of a job on the device.
 pub(crate) trait Work: Send {
-    /// What came of it.
+    /// Its result.
     type Reply: Send;
 
     /// In what order it runs.
@@ -36,7 +36,7 @@ pub(crate) struct Asked<W: Work> {
     pub(super) reply: oneshot::Sender<Result<W::Reply, ServiceError>>,
 }
 
-/// What became of a job that had the device.
+/// State of a job that had the device.
 pub(super) enum Step<J> {
     /// It goes on later.
     Paused(J),
@@ -116,7 +116,7 @@ jobs! {
     Custom: Custom;
 }
 
-/// What somebody who embeds the daemon does with its device.
+/// Work of somebody who embeds the daemon.
 type Closure =
     Box<dyn FnOnce(&mut dyn Backend) -> Result<Box<dyn Any + Send>, ServiceError> + Send>;
 

@@ -31,7 +31,7 @@ pub const SLICE: Duration = Duration::from_millis(2);
 /// The least and the most that a caller is told to wait before it asks again.
 const RETRY_AFTER: [Duration; 2] = [Duration::from_millis(10), Duration::from_secs(5)];
 
-/// What a worker keeps to.
+/// Limits of a worker.
 #[derive(Clone, Debug)]
 pub struct WorkerLimits {
     /// Jobs of each kind that wait, those of streams aside.
@@ -61,7 +61,7 @@ impl Drop for Handles {
     }
 }
 
-/// What handles and thread share.
+/// State that handles and thread share.
 struct Shared {
     queue: Mutex<Queue>,
     /// Told when a job comes, and when the queue is closed.
@@ -184,7 +184,7 @@ impl DeviceWorker {
         Ok((worker, thread))
     }
 
-    /// What the device is.
+    /// Description of the device.
     #[must_use]
     pub fn info(&self) -> &DeviceInfo {
         &self.info
@@ -207,7 +207,7 @@ impl DeviceWorker {
         self.queued_by_kind().iter().sum()
     }
 
-    /// The same by kind, in the order of [`DeviceMetrics::KINDS`].
+    /// Jobs that wait by kind, in the order of [`DeviceMetrics::KINDS`].
     pub(crate) fn queued_by_kind(&self) -> [usize; 2] {
         self.handles.shared.queue.lock().jobs.waiting()
     }

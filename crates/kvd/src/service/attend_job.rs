@@ -19,7 +19,7 @@ pub(super) struct Prepared {
     pub(super) model: Arc<Model>,
     pub(super) query_tokens: u32,
     pub(super) query_errors: Vec<RefusedQuery>,
-    /// What the plan names stays as it is until the device has answered.
+    /// Keeps what the plan names as it is until the device has answered.
     pub(super) _pins: Vec<Pinned>,
     /// Its bytes.
     pub(super) _inflight: InFlight,
@@ -107,7 +107,7 @@ impl Work for AttendInPlace {
     }
 }
 
-/// What the tokens that the plan's queries see would take in the stored precision.
+/// Bytes of the tokens that the plan's queries see, in the stored precision.
 fn logical_bytes(plan: &AttendPlan, geometry: &Geometry) -> u64 {
     let tokens: u64 = plan.queries.iter().map(seen_tokens).sum();
     tokens * geometry.values_per_token() * geometry.dtype.size_bytes() as u64

@@ -16,7 +16,7 @@ pub(crate) struct InFlight {
     _all: OwnedSemaphorePermit,
 }
 
-/// What requests may hold together, from the length of their message until the last byte of their
+/// Bytes that requests may hold together, from the length of their message until the last byte of their
 /// answer is sent.
 #[derive(Clone, Debug)]
 pub(crate) struct ByteBudget {

@@ -26,7 +26,7 @@ impl ServiceError {
         Self { stale: Some(Box::new(stale)), ..Self::new(code, message) }
     }
 
-    /// The same error, with a time after which it may be no more.
+    /// This error, with a time after which it may be no more.
     #[must_use]
     pub(crate) fn retry_after(self, time: Duration) -> Self {
         Self { retry_after: Some(time), ..self }

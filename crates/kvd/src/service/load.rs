@@ -36,7 +36,7 @@ pub(crate) struct Load {
     start: u32,
     tokens: u32,
     model: Arc<Model>,
-    /// What the plan names stays as it is until it is read.
+    /// Keeps what the plan names as it is until it is read.
     _pinned: Pinned,
     answer: Option<InFlight>,
 }

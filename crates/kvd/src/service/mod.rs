@@ -212,12 +212,12 @@ impl Service {
         self.inflight.taken_bytes()
     }
 
-    /// What a caller's bytes are taken from.
+    /// Budgets of a caller.
     pub(crate) fn budgets(&self, call: &Call) -> Budgets {
         self.budgets_of(&call.owner)
     }
 
-    /// What the bytes of a connection are taken from.
+    /// Budgets of a connection.
     pub(crate) fn budgets_of(&self, owner: &Owner) -> Budgets {
         Budgets { connection: owner.bytes().clone(), all: self.inflight.clone() }
     }

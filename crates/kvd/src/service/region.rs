@@ -180,7 +180,7 @@ fn refusal(mut refused: Vec<(&DeviceInfo, ServiceError)>) -> ServiceError {
 
 /// Device memory that is open until this is dropped.
 pub(crate) struct OpenMemory {
-    /// Of the device that has opened it, and the number of its shard.
+    /// Worker of the device that has opened it, and the number of its shard.
     worker: DeviceWorker,
     shard: usize,
     call: Call,

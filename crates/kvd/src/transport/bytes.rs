@@ -57,7 +57,7 @@ impl Meter {
     }
 }
 
-/// What messages of a request keep to.
+/// Limits of a request's messages.
 #[derive(Clone)]
 pub(super) struct MessageLimits {
     pub(super) budgets: Budgets,
@@ -77,7 +77,7 @@ pub(super) struct MeteredBody {
     inner: tonic::body::Body,
     limits: MessageLimits,
     meter: Meter,
-    /// Of a frame, what is not passed on yet.
+    /// Rest of a frame that is not passed on yet.
     pending: Bytes,
     prefix: Vec<u8>,
     /// Bytes of the message that are still to come.

@@ -19,7 +19,7 @@ pub(super) fn call<T>(request: &Request<T>) -> Result<Call, ServiceError> {
     })
 }
 
-/// What counts the bytes of a request.
+/// Meter of a request's bytes.
 pub(super) fn meter<T>(request: &Request<T>) -> Meter {
     request.extensions().get::<Meter>().cloned().unwrap_or_default()
 }

@@ -59,19 +59,19 @@ impl Streams {
 pub(super) struct Opened {
     pub(super) call: Call,
     pub(super) errors: StreamErrors,
-    /// What counts its bytes.
+    /// Meter of its bytes.
     pub(super) meter: Meter,
 }
 
 impl Opened {
-    /// What the request says of a stream.
+    /// Reads a stream's request.
     pub(super) fn from_request<T>(request: &Request<T>) -> Result<Self, ServiceError> {
         let errors = kvd_proto::stream_errors_of(request.metadata())?;
         Ok(Self { call: waiting(call(request)?), errors, meter: meter(request) })
     }
 }
 
-/// What a stream of requests belongs to.
+/// Kind of a stream of requests.
 pub(super) struct StreamKind<'a> {
     pub(super) streams: &'a Streams,
     /// How many of its rpc are open.
