@@ -30,6 +30,8 @@ const MEASURED: f32 = 2.0;
 /// lose digits.
 const CHANCE: f32 = 4.0;
 const CHANCE_OF_SMALL: f32 = 32.0;
+/// Weights of a row that come to so many times the largest are those of many tokens.
+const MANY: f32 = 16.0;
 /// Scores and queries beyond it leave f32 no room to add them up.
 const SCORE_MAX: f32 = 1.0e30;
 /// Integers are told apart by so many bits of a hash.
@@ -272,7 +274,9 @@ impl Merged<'_> {
             return Ok(true);
         }
         let sums = largest(&state.raw).max(largest(&state.coefficients));
-        if !loss.beyond_chance && PEAK * apart <= OF_LARGEST_SUM * sums {
+        // Rows that repeat add up what they lost, beside f16 as well, and so do their sums.
+        let repeats = state.weight_sum >= MANY && lost <= OF_LARGEST_SUM * sums;
+        if (repeats || !loss.beyond_chance) && PEAK * apart <= OF_LARGEST_SUM * sums {
             return Ok(true);
         }
         // The weight of the token with the largest score is one.
