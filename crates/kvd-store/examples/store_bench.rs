@@ -64,7 +64,7 @@ impl Bench {
         let boot = BootId::new([1; 16]).ok_or("no boot id")?;
         let ids = Arc::new(IdSpace::new(boot, [2; 16]));
         let pool = Pool::new("host", 1 << 40);
-        let store = Store::new(pool, Limits::default(), ids.sequences(0, 1));
+        let store = Store::new(pool, Limits::default(), ids.sequence_counter(0, 1));
         Ok(Self { store, model, resident_kib: std::cell::Cell::new(0) })
     }
 
