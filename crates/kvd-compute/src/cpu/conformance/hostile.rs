@@ -238,24 +238,31 @@ fn ordinary_rows_are_not_answered_twice() {
     }
 }
 
-/// What `kvd bench attend` measures: a few blocks again and again, with scores that differ more
-/// than keys do.
-#[test]
-fn rows_of_blocks_that_repeat_are_not_answered_twice() {
+/// Scores that differ more than keys do, over blocks that repeat as those of `kvd bench attend`.
+fn rows_again_over(name: &str, blocks: usize, distinct: u64) -> usize {
     let geometry = geometry(128);
+    let (backend, parts) =
+        filled_with(codec(&geometry, name), &vec![64; blocks], |block, tokens| {
+            let count = tokens as usize * HEADS * 128;
+            [2, 3].map(|side| values(count, 1000 * side + block % distinct))
+        });
+    let position = 64 * blocks as u32 - 1;
+    let ask = Ask { group: 4, n_q: 1, position, window: None, cap: None };
+    let mut plan = plan(&geometry, &parts, Data::Normal, ask);
+    let mut q: Vec<f32> = floats(&plan.q).iter().map(|q| 1.3 * *q as f32).collect();
+    to_half_all(&mut q);
+    plan.q = payload(DType::F32, &q);
+    backend.with_job(&plan, attend::rows_again).unwrap()
+}
+
+#[test]
+fn ordinary_contexts_of_every_length_are_not_answered_twice() {
     let names = ["kivi-4", "kivi-2", "vecinfer-2", "vecinfer-2-reg", "kvcomp", "kvd-4", "kvd-2"];
     for name in names.into_iter().chain(["kvd-2-fast", "turbo-4", "turbo-3", "polar-4+4"]) {
-        let (backend, parts) = filled_with(codec(&geometry, name), &[64; 128], |block, tokens| {
-            let count = tokens as usize * HEADS * 128;
-            [2, 3].map(|side| values(count, 100 * side + block % 4))
-        });
-        let ask = Ask { group: 4, n_q: 1, position: 8191, window: None, cap: None };
-        let mut plan = plan(&geometry, &parts, Data::Normal, ask);
-        let mut q: Vec<f32> = floats(&plan.q).iter().map(|q| 1.3 * *q as f32).collect();
-        to_half_all(&mut q);
-        plan.q = payload(DType::F32, &q);
-        let rows = backend.with_job(&plan, attend::rows_again).unwrap();
-        assert_eq!(rows, 0, "{name}");
+        for (blocks, distinct) in [(1, 1), (2, 2), (4, 4), (8, 8), (16, 16), (64, 64), (128, 4)] {
+            let rows = rows_again_over(name, blocks, distinct);
+            assert_eq!(rows, 0, "{name}, {blocks} blocks, {distinct} of them differ");
+        }
     }
 }
 
