@@ -2,9 +2,9 @@
 //!
 //! A [`Client`] is a handle on one connection: clone it freely and call it from many tasks. Every
 //! rpc of `kvd.v1` is one typed method; a failure is a [`ClientError`] that says whether the same
-//! call may succeed later, and whether the daemon was [`DaemonRestart`], which voids every id. Engines
-//! that hold the newest tokens themselves merge the daemon's part with theirs through [`merge`]. A
-//! worker on the daemon's machine may share a [`RegionClient`] of memory with it.
+//! call may succeed later, and whether the daemon was [`DaemonRestart`], which voids every id.
+//! Engines that hold the newest tokens themselves merge the daemon's part with theirs through
+//! [`merge`]. A worker on the daemon's machine may share a [`RegionClient`] of memory with it.
 //!
 //! ```no_run
 //! use bytes::Bytes;
@@ -62,6 +62,7 @@ mod error;
 pub mod merge;
 mod region;
 mod region_layout;
+mod region_options;
 mod stream;
 
 pub use client::{Client, LoadedRows};

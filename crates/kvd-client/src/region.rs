@@ -8,16 +8,16 @@
 use crate::boot::StaleCalls;
 use crate::error::ClientError;
 use crate::region_layout::{ALIGN, AttendLayout, QUERY_ERROR_BYTES};
+pub use crate::region_options::{RegionDevice, RegionOptions};
 use kvd_core::{ErrorCode, Namespace};
 use kvd_proto::domain::{AttendBatch, Attended, CallError, QueryError, StoreAck, StoreChunk};
 use kvd_proto::v1;
 use kvd_shm::{CallOutcome, CompletionRecord, RegionMemory, receive_files, send_files};
 use prost::Message;
 use std::io::{self, ErrorKind};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use kvd_proto::v1::{RegionKind, RegionSlice};
@@ -30,103 +30,6 @@ const OPEN_TIME: Duration = Duration::from_secs(5);
 const SEND_PAUSE: Duration = Duration::from_micros(100);
 /// Largest message that a daemon sends.
 const MESSAGE_BYTES_MAX: usize = 64 << 10;
-
-/// Device memory of this process for the payloads of a region.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub enum RegionDevice {
-    /// The handle that `cudaIpcGetMemHandle` gave.
-    CudaIpc([u8; 64]),
-    /// The POSIX descriptor that `cuMemExportToShareableHandle` gave.
-    CudaFd(Arc<OwnedFd>),
-}
-
-/// How a region is opened.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
-pub struct RegionOptions {
-    /// Bytes of the memory; 16 MiB.
-    pub bytes: u64,
-    /// Whose calls go through it; `default` when absent.
-    pub namespace: Option<Namespace>,
-    /// Deadline of each call; none.
-    pub timeout: Option<Duration>,
-    /// Device memory for the payloads, and its bytes; none. Where the daemon cannot open it, they
-    /// are in the region's own memory, and [`RegionClient::reason`] says why.
-    pub device: Option<(RegionDevice, u64)>,
-    /// UUID of the GPU that the device memory is of (`nvidia-smi -L`); the daemon refuses one that
-    /// is not its own. Numbers of GPUs differ between processes, UUIDs do not.
-    pub device_uuid: Option<String>,
-    /// Whether [`RegionClient::wait_launched`] is to work: one wake more per call.
-    pub say_launched: bool,
-    /// Boot id that the daemon must have, since ids of its will be used in the region; any.
-    pub boot_id: Option<String>,
-}
-
-impl Default for RegionOptions {
-    fn default() -> Self {
-        Self {
-            bytes: 16 << 20,
-            namespace: None,
-            timeout: None,
-            device: None,
-            device_uuid: None,
-            say_launched: false,
-            boot_id: None,
-        }
-    }
-}
-
-impl RegionOptions {
-    /// With this much memory.
-    #[must_use]
-    pub fn with_bytes(mut self, bytes: u64) -> Self {
-        self.bytes = bytes;
-        self
-    }
-
-    /// For a tenant.
-    #[must_use]
-    pub fn with_namespace(mut self, namespace: &Namespace) -> Self {
-        self.namespace = Some(namespace.clone());
-        self
-    }
-
-    /// With device memory for the payloads.
-    #[must_use]
-    pub fn with_device(mut self, device: RegionDevice, bytes: u64) -> Self {
-        self.device = Some((device, bytes));
-        self
-    }
-
-    /// With the UUID of the GPU that the device memory is of.
-    #[must_use]
-    pub fn with_device_uuid(mut self, uuid: impl Into<String>) -> Self {
-        self.device_uuid = Some(uuid.into());
-        self
-    }
-
-    /// With calls that say when the device has all of them.
-    #[must_use]
-    pub fn with_launches(mut self) -> Self {
-        self.say_launched = true;
-        self
-    }
-
-    /// At the daemon of that boot alone; [`Client::boot_id`](crate::Client::boot_id) knows it.
-    #[must_use]
-    pub fn with_boot_id(mut self, boot_id: impl Into<String>) -> Self {
-        self.boot_id = Some(boot_id.into());
-        self
-    }
-
-    /// With a deadline for each call.
-    #[must_use]
-    pub fn with_timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = Some(timeout);
-        self
-    }
-}
 
 /// A region that a daemon has mapped. It ends when this is dropped.
 #[derive(Debug)]
@@ -142,8 +45,8 @@ pub struct RegionClient {
 /// How far a call is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallProgress {
-    /// The device has all of it: once [`RegionClient::event`] has happened the answer is there, unless
-    /// [`RegionClient::wait`] says that it was refused.
+    /// The device has all of it: once [`RegionClient::event`] has happened the answer is there,
+    /// unless [`RegionClient::wait`] says that it was refused.
     Launched,
     /// It has ended; [`RegionClient::wait`] says how.
     Ended,
@@ -269,7 +172,8 @@ impl RegionClient {
 
     /// Sends a batch with [`AttendBatch::per_query_errors`], whose errors go to
     /// the region's own memory, [`QUERY_ERROR_BYTES`] for each query. The first number that
-    /// [`RegionClient::wait`] answers is how many queries failed; [`RegionClient::query_errors`] says which.
+    /// [`RegionClient::wait`] answers is how many queries failed; [`RegionClient::query_errors`]
+    /// says which.
     ///
     /// # Errors
     /// As [`RegionClient::send_attend`].
@@ -315,8 +219,8 @@ impl RegionClient {
     }
 
     /// Sleeps until the device has all of a call, or its end; for workers that order their own work
-    /// behind [`RegionClient::event`]. Without [`RegionOptions::with_launches`], and where answers are
-    /// not written in place, that is the call's end.
+    /// behind [`RegionClient::event`]. Without [`RegionOptions::with_launches`], and where answers
+    /// are not written in place, that is the call's end.
     ///
     /// # Errors
     /// `DEADLINE_EXCEEDED`; a lost connection.

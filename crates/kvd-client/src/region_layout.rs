@@ -8,7 +8,8 @@ use kvd_shm::CompletionRecord;
 /// Payloads begin on cache lines.
 pub(crate) const ALIGN: u64 = 64;
 
-/// Bytes for each query of what [`RegionClient::query_errors`](crate::RegionClient::query_errors) reads.
+/// Bytes for each query of what [`RegionClient::query_errors`](crate::RegionClient::query_errors)
+/// reads.
 pub const QUERY_ERROR_BYTES: u64 = 128;
 
 /// Where the parts of one attend are.

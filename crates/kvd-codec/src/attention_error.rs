@@ -2,9 +2,9 @@
 //!
 //! Softmax turns an error of a score into the same relative error of a token's weight, whatever the
 //! length of the rows is. So keys are measured by their scores: by those of queries where some are
-//! known ([`PageScores::key_error`]), else against what the rows themselves say about how scores differ
-//! ([`key_error_of_rows`]). Values are measured as weights mix them ([`PageScores::value_error`]), else
-//! row by row ([`value_error_of_rows`]).
+//! known ([`PageScores::key_error`]), else against what the rows themselves say about how scores
+//! differ ([`key_error_of_rows`]). Values are measured as weights mix them
+//! ([`PageScores::value_error`]), else row by row ([`value_error_of_rows`]).
 //!
 //! All give the square of an error relative to what attention sees: 0 is exact, 1 is as wrong as
 //! can be. Numbers that leave f32 count as 1.

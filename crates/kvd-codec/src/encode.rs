@@ -180,15 +180,11 @@ fn append_payload(
             scratch.table_version = version;
             let bits = side.quantizer.code_bits();
             let fixed = CodeLayout::new(of, tokens, per_row, bits).size_bytes();
-            if version != 0 && takes_too_much(out.len() - codes_at, fixed) {
-                let with_table = out.len();
-                codes.append_huffman(prior, out);
-                if out.len() - with_table < with_table - codes_from {
-                    out.drain(codes_from..with_table);
-                    scratch.table_version = 0;
-                } else {
-                    out.truncate(with_table);
-                }
+            if version != 0
+                && takes_too_much(out.len() - codes_at, fixed)
+                && codes.replace_if_shorter(prior, codes_from, out)
+            {
+                scratch.table_version = 0;
             }
         }
     }
@@ -212,6 +208,19 @@ struct PageCodes<'a> {
 }
 
 impl PageCodes<'_> {
+    /// Puts codes by that table in place of those from `from` on where they are shorter; says so.
+    fn replace_if_shorter(&self, table: &StreamTable, from: usize, out: &mut Vec<u8>) -> bool {
+        let end = out.len();
+        self.append_huffman(table, out);
+        let is_shorter = out.len() - end < end - from;
+        if is_shorter {
+            out.drain(from..end);
+        } else {
+            out.truncate(end);
+        }
+        is_shorter
+    }
+
     /// Appends the lengths of chunks, and their words.
     fn append_huffman(&self, table: &StreamTable, out: &mut Vec<u8>) {
         let chunks = self.symbols.chunks(self.per_row * CHUNK_TOKENS);

@@ -168,7 +168,8 @@ proptest! {
         if interleaved {
             geometry.rope_pairing = kvd_core::RopePairing::Interleaved;
         }
-        let spec = resolve_spec(&format!("k=polar(a={angle},r={radius},g={group}); v=raw")).unwrap();
+        let spec = format!("k=polar(a={angle},r={radius},g={group}); v=raw");
+        let spec = resolve_spec(&spec).unwrap();
         let codec = ModelCodec::new(geometry, spec, None).unwrap();
         let mut bytes = Vec::new();
         let block = BlockRows { tokens, k: &k, v: &k };

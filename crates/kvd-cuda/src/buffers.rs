@@ -15,7 +15,8 @@ const STOP_BYTES: usize = 32;
 const PIECE_BYTES: usize = 16;
 
 /// Shared memory for where the next tiles are, of sides of so many spans, and whether they hold
-/// Huffman codes, which leave less room, of so many tiles together: `Stops` of `tile_scheduler.cuh`.
+/// Huffman codes, which leave less room, of so many tiles together: `Stops` of
+/// `tile_scheduler.cuh`.
 pub(crate) fn tile_stop_bytes(spans: [usize; 2], (huffman, tiles): (bool, usize)) -> usize {
     // Those of both sides, and gains.
     let pieces = spans[0] + spans[1] + 1;

@@ -8,7 +8,8 @@ use kvd_core::{DType, LayerIndex, Side};
 
 /// Entries of a codebook that the lanes of a warp hold in registers at most, one each.
 pub(crate) const HELD_MAX: u32 = 32;
-/// Codebooks, and pairs of channels of an entry, for which a lane has registers: `codebook_cache.cuh`.
+/// Codebooks, and pairs of channels of an entry, for which a lane has registers:
+/// `codebook_cache.cuh`.
 const HELD_BOOKS: u32 = 2;
 const HELD_PAIRS: u32 = 4;
 

@@ -348,6 +348,27 @@ fn uniform_shape(
     (kernel, shape)
 }
 
+/// The shape of pages of a bit allocation; its tables are appended.
+fn bit_alloc_shape(
+    dim: usize,
+    side: (Side, bool),
+    allocation: BitAllocation<'_>,
+    tables: &mut Vec<u8>,
+) -> Result<SideShape, &'static str> {
+    let BitAllocation { runs, levels, scales } = allocation;
+    if runs.len() > RUNS_MAX {
+        return Err("a bit allocation of more than nine runs");
+    }
+    let bits = runs.iter().map(|[_, len, width]| len * width).sum::<usize>();
+    let mut shape = base_shape(SideKernel::BitAlloc, dim, bits as u32);
+    TableWriter::new(tables, &mut shape)
+        .append_runs(runs, levels.len())
+        .append_floats(levels)
+        .append_floats(scales);
+    unpack::append_unpack(side, allocation, tables, &mut shape);
+    Ok(shape)
+}
+
 /// The kernel and shape of a head's pages, as if its codes had a fixed width.
 fn page_shape(
     (side, which, grouped): (&HeadCodec, Side, bool),
@@ -403,17 +424,8 @@ fn page_shape(
             (SideKernel::Lloyd, shape)
         }
         StoredLayout::BitAlloc { runs, levels, scales } => {
-            if runs.len() > RUNS_MAX {
-                return Err("a bit allocation of more than nine runs");
-            }
-            let bits = runs.iter().map(|[_, len, width]| len * width).sum::<usize>();
-            let mut shape = base_shape(SideKernel::BitAlloc, dim, bits as u32);
-            TableWriter::new(tables, &mut shape)
-                .append_runs(&runs, levels.len())
-                .append_floats(levels)
-                .append_floats(scales);
-            let of = BitAllocation { runs: &runs, levels, scales };
-            unpack::append_unpack((which, grouped), of, tables, &mut shape);
+            let allocation = BitAllocation { runs: &runs, levels, scales };
+            let shape = bit_alloc_shape(dim, (which, grouped), allocation, tables)?;
             (SideKernel::BitAlloc, shape)
         }
         StoredLayout::Grid(_) => (SideKernel::Grid, base_shape(SideKernel::Grid, dim, 8)),

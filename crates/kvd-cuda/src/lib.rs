@@ -1,9 +1,9 @@
 //! The host side of the kernels in `kernels/`: an attention plan becomes block tables and launches
 //! ([`AttendTables`]), and merged partial results become a reply.
 //!
-//! The structs are what a device is given, and the CPU emulator (`crates/kvd-emu`) gives the same to
-//! the same kernels. [`probe_devices`] finds the GPUs of a machine, [`CudaBackend`] serves from one.
-//! Not yet measured on a GPU.
+//! The structs are what a device is given, and the CPU emulator (`crates/kvd-emu`) gives the same
+//! to the same kernels. [`probe_devices`] finds the GPUs of a machine, [`CudaBackend`] serves from
+//! one. Not yet measured on a GPU.
 //!
 //! Unsafe code stands in `driver/` alone: calls of the driver's C functions.
 #![deny(unsafe_code)]

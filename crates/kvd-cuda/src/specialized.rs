@@ -1,5 +1,5 @@
-//! Kernels that have the shapes of one codec as constants: `kernels/include/kvd/specialized.cuh` has the
-//! same ones. Others take any shape, in more instructions.
+//! Kernels that have the shapes of one codec as constants: `kernels/include/kvd/specialized.cuh`
+//! has the same ones. Others take any shape, in more instructions.
 
 use crate::abi::SideShape;
 use crate::kernel_side::{KernelPair, KernelVariant, SideKernel};

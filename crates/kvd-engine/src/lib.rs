@@ -1,8 +1,9 @@
 //! A small real language model with its attention left open.
 //!
-//! [`LanguageModel`] computes everything of a Llama, Mistral, Qwen2 or Qwen3 model but the attention, which
-//! is whatever implements [`LayerAttention`]: [`LocalAttention`] in this process, or a daemon.
-//! [`teacher_forced`] and [`generate`] take it through text; [`TextQuality`] compares two such runs.
+//! [`LanguageModel`] computes everything of a Llama, Mistral, Qwen2 or Qwen3 model but the
+//! attention, which is whatever implements [`LayerAttention`]: [`LocalAttention`] in this process,
+//! or a daemon. [`teacher_forced`] and [`generate`] take it through text; [`TextQuality`] compares
+//! two such runs.
 //!
 //! The crate knows no codec, no daemon and no network.
 #![forbid(unsafe_code)]

@@ -33,8 +33,8 @@ pub(crate) const COLUMNS: usize = 100;
 /// Narrowest column that a text is broken for.
 const TEXT_MIN: usize = 16;
 
-/// Like [`format_table`], in lines of at most `width` columns: texts are broken between words, and a table
-/// of too many columns is continued below, under its first column.
+/// Like [`format_table`], in lines of at most `width` columns: texts are broken between words, and
+/// a table of too many columns is continued below, under its first column.
 pub(crate) fn format_fitted(header: &[&str], rows: &[Vec<String>], width: usize) -> String {
     let plain = format_table(header, rows);
     if longest_line(&plain) <= width {

@@ -3,8 +3,8 @@
 //! every function answers `Unsupported`.
 //!
 //! The contract, which `docs/contract.md` states for clients:
-//! - A region never shrinks: [`RegionMemory::map`] refuses a file without `F_SEAL_SHRINK`, so no access
-//!   inside it can fault, whatever the peer does.
+//! - A region never shrinks: [`RegionMemory::map`] refuses a file without `F_SEAL_SHRINK`, so no
+//!   access inside it can fault, whatever the peer does.
 //! - The peer may write at any time. Bytes are copied out before they are looked at, by atomic
 //!   loads; no reference to them exists.
 //! - Offsets come from the peer and are tested on every access.

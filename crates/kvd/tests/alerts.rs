@@ -241,12 +241,14 @@ async fn a_corrupt_page_is_counted_from_its_first_answer() {
     let mut engine = Engine::open(&running, "fp8; sink=0; recent=0").await;
     engine.store(0, 64, noise).await.unwrap();
     engine.load(64).await.unwrap();
-    // Rows over whatever lies at the front of the arena.
+    // Rows over the pages, which lie at the end of the arena.
+    let capacity = running.service().pool_stats().capacity_bytes;
     let (model, tokens) = (ModelId(engine.model_id), 256);
     let rows = Bytes::from(vec![0x3f; tokens as usize * TOKEN_BYTES]);
     let destroy = move |backend: &mut dyn Backend| {
         let rows = IncomingRows { tokens, k: rows.clone(), v: rows };
-        let extent = Extent { offset: 0, len: 2 * u64::from(tokens) * TOKEN_BYTES as u64 };
+        let len = 2 * u64::from(tokens) * TOKEN_BYTES as u64;
+        let extent = Extent { offset: capacity - len, len };
         let to = RawTarget { extent, capacity_rows: tokens, first_row: 0 };
         Ok(backend.write(model, &rows, 0, tokens, to)?)
     };

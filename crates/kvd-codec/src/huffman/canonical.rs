@@ -77,8 +77,9 @@ impl HuffmanTable {
         Self { limit, lengths, codes, decode }
     }
 
-    /// The table of given code lengths, 0 for none, when they are what [`HuffmanTable::for_kept_symbols`]
-    /// could have made: within the limit and complete (Kraft's equality).
+    /// The table of given code lengths, 0 for none, when they are what
+    /// [`HuffmanTable::for_kept_symbols`] could have made: within the limit and complete (Kraft's
+    /// equality).
     pub(crate) fn try_partial(lengths: &[u8]) -> Option<Self> {
         let filled = |length: &u8| match u32::from(*length) {
             0 => Some(0u32),
@@ -190,7 +191,8 @@ mod tests {
             prop_assert!(table.lengths.iter().all(|l| (1..=table.limit).contains(&u32::from(*l))));
             for symbol in 0..counts.len() as u16 {
                 let (code, length) = table.symbol_code(symbol);
-                prop_assert_eq!(table.decode_first(u32::from(code) | noise << length), (symbol, length));
+                let bits = u32::from(code) | noise << length;
+                prop_assert_eq!(table.decode_first(bits), (symbol, length));
             }
         }
     }

@@ -65,8 +65,8 @@ impl BitLevels {
         code
     }
 
-    /// The codes of [`BitLevels::nearest_code`] for values over their scales, which lie in whole `quotients`:
-    /// zeros follow them.
+    /// The codes of [`BitLevels::nearest_code`] for values over their scales, which lie in whole
+    /// `quotients`: zeros follow them.
     #[inline(always)]
     pub(super) fn nearest_codes<S: Simd>(
         &self,

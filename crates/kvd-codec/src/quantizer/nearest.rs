@@ -64,8 +64,8 @@ impl Codebook {
         });
     }
 
-    /// As [`Codebook::find_nearest`], some consecutive points at a time: the index of the first, then
-    /// entries and scores.
+    /// As [`Codebook::find_nearest`], some consecutive points at a time: the index of the first,
+    /// then entries and scores.
     pub(super) fn nearest_batches(
         &self,
         points: SubVectors<'_>,
@@ -251,7 +251,8 @@ fn one_by_one<'a, const D: usize>(
     }))
 }
 
-/// [`scan_candidates`] of `R` registers of points from `first` on; returns how many points those are.
+/// [`scan_candidates`] of `R` registers of points from `first` on; returns how many points those
+/// are.
 #[inline(always)]
 fn scan_registers<'a, S: Simd, const D: usize, const R: usize>(
     simd: S,

@@ -65,8 +65,8 @@ pub enum StoredLayout<'a> {
 }
 
 impl HeadCodec {
-    /// How this head's pages hold their values. Where [`HeadCodec::stream_runs`] names runs, codes are
-    /// Huffman codes and not of a fixed width.
+    /// How this head's pages hold their values. Where [`HeadCodec::stream_runs`] names runs, codes
+    /// are Huffman codes and not of a fixed width.
     #[must_use]
     pub fn stored_layout(&self) -> StoredLayout<'_> {
         let uniform = |mode, bits, base: &super::uniform::Uniform| StoredLayout::Uniform {

@@ -262,8 +262,8 @@ impl DeviceMemory {
     }
 
     /// Writes to scratch memory that no kernel was told of since it was taken, all of what
-    /// [`DeviceMemory::scratch`] gave at once. The first since scratch memory was given back comes after
-    /// the kernels that may still use what it held.
+    /// [`DeviceMemory::scratch`] gave at once. The first since scratch memory was given back comes
+    /// after the kernels that may still use what it held.
     pub(super) fn upload_scratch(&mut self, to: u64, bytes: &[u8]) -> Result<(), BackendError> {
         if std::mem::take(&mut self.scratch_stale) {
             self.call_driver(DeviceStreams::follow_kernels)?;

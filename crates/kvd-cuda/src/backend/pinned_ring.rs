@@ -122,8 +122,8 @@ impl PinnedRing {
         Ok(())
     }
 
-    /// Copies from the device, after everything that [`DeviceStream::Compute`] was given; returns when
-    /// the bytes are there.
+    /// Copies from the device, after everything that [`DeviceStream::Compute`] was given; returns
+    /// when the bytes are there.
     pub(super) fn read_device(
         &mut self,
         driver: &mut dyn Driver,

@@ -169,7 +169,8 @@ pub trait Driver: Send {
     /// When there is none left.
     fn allocate_device(&mut self, bytes: u64) -> Result<u64, DriverError>;
 
-    /// Gives memory back, by the address that [`Driver::allocate_device`] gave; no work may be using it.
+    /// Gives memory back, by the address that [`Driver::allocate_device`] gave; no work may be
+    /// using it.
     fn free_device(&mut self, address: u64);
 
     /// Takes pinned memory of the host.
@@ -236,8 +237,8 @@ pub trait Driver: Send {
     /// When the device has failed.
     fn copy_to_host(&mut self, from: u64, to: PinnedRange) -> Result<(), DriverError>;
 
-    /// [`DeviceStream::Compute`]: copies within the device, in any order and at once; no range overlaps
-    /// one that is written.
+    /// [`DeviceStream::Compute`]: copies within the device, in any order and at once; no range
+    /// overlaps one that is written.
     ///
     /// # Errors
     /// When the device has failed.

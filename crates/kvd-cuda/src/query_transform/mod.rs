@@ -1,6 +1,6 @@
 //! Queries and answers that stay in a worker's device memory: what the kernels of
-//! `kernels/region.cu` are given. [`QueryTransforms`] are the transforms of a layer's heads, queries into
-//! coefficient space and sums of values out of it. Pure: reads no memory of a device.
+//! `kernels/region.cu` are given. [`QueryTransforms`] are the transforms of a layer's heads,
+//! queries into coefficient space and sums of values out of it. Pure: reads no memory of a device.
 
 mod abi;
 

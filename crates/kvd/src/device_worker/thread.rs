@@ -8,7 +8,7 @@ use crate::scheduler::Waiting;
 use kvd_compute::{Backend, Slice, Stop};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -53,9 +53,11 @@ pub(super) fn start(
     let weak = Arc::downgrade(&shared);
     let device = backend.info().description;
     let worker = Worker { backend, shared, metrics, device };
-    std::thread::Builder::new()
-        .name("kvd-device".to_owned())
-        .spawn(move || worker.run(on_failure, end))?;
+    std::thread::Builder::new().name("kvd-device".to_owned()).spawn(move || {
+        worker.run(on_failure);
+        // Only now, when the device is given back.
+        drop(end);
+    })?;
     Ok(DeviceWorkerThread { ended, shared: weak })
 }
 
@@ -67,7 +69,7 @@ struct Worker {
 }
 
 impl Worker {
-    fn run(mut self, on_failure: impl FnOnce(), _end: Sender<()>) {
+    fn run(mut self, on_failure: impl FnOnce()) {
         let mut on_failure = Some(on_failure);
         while let Some(next) = self.next() {
             if self.serve(next) {

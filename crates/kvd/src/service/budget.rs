@@ -16,8 +16,8 @@ pub(crate) struct InFlight {
     _all: OwnedSemaphorePermit,
 }
 
-/// Bytes that requests may hold together, from the length of their message until the last byte of their
-/// answer is sent.
+/// Bytes that requests may hold together, from the length of their message until the last byte of
+/// their answer is sent.
 #[derive(Clone, Debug)]
 pub(crate) struct ByteBudget {
     permits: Arc<Semaphore>,

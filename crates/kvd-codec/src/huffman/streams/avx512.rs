@@ -1,8 +1,8 @@
-//! Whole chunks ([`WholeChunk`]) under tables of up to 32 short codes, in registers of 512 bits: one
-//! permutation looks up the codes of sixteen streams, two of each.
+//! Whole chunks ([`WholeChunk`]) under tables of up to 32 short codes, in registers of 512 bits:
+//! one permutation looks up the codes of sixteen streams, two of each.
 //!
-//! Codes of some steps are turned into their order first. Streams have reservoirs of 32 bits, all in
-//! one register, and after each top-up those that have a whole word give it away. A word's place
+//! Codes of some steps are turned into their order first. Streams have reservoirs of 32 bits, all
+//! in one register, and after each top-up those that have a whole word give it away. A word's place
 //! among those of the chunk is known before the word is: a stream gets it when a decoder would ask
 //! for the word, and has two at most that it has not filled. Words leave together with their
 //! places, squeezed, and are put there when a part of the steps is done.

@@ -86,8 +86,8 @@ pub struct StreamTable {
     bytes: Option<Box<ByteTables>>,
     /// By symbol, what is coded in its place; empty where every symbol has a code.
     substitutes: Vec<u16>,
-    /// By [`StreamTable::unit_of`]: the bits that code it, from [`StreamTable::LENGTH_AT`] on how many,
-    /// and [`StreamTable::SUBSTITUTED`] where they are those of another symbol.
+    /// By [`StreamTable::unit_of`]: the bits that code it, from [`StreamTable::LENGTH_AT`] on how
+    /// many, and [`StreamTable::SUBSTITUTED`] where they are those of another symbol.
     units: Vec<u32>,
     /// Made when first encoded with, where they help.
     pairs: OnceLock<Option<PairTable>>,

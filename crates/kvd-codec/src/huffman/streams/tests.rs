@@ -153,7 +153,9 @@ proptest! {
         let (runs, tables) = (&runs[..], &tables[..]);
         let plain = each_width(|| {
             let (mut out, rest) = (vec![1, 2, 3], &mut |_, _| unreachable!());
-            let chunk = ChunkEncoder { side, runs, tables, rows: &rows, per_row, out: &mut out, rest };
+            let out_rows = &mut out;
+            let chunk =
+                ChunkEncoder { side, runs, tables, rows: &rows, per_row, out: out_rows, rest };
             (dispatch_simd(chunk), out)
         });
         let by_stream = each_width(|| {
@@ -163,7 +165,8 @@ proptest! {
         prop_assert_eq!(&by_stream, &plain);
         prop_assert!(in_registers.is_none_or(|words| words == plain));
         let (mut out, rest) = (vec![1, 2, 3], &mut |_, _| unreachable!());
-        let count = encode_chunk(side, CodeTables { runs, tables }, CodeRows { rows: &rows, per_row }, &mut out, rest);
+        let (codes, tables) = (CodeRows { rows: &rows, per_row }, CodeTables { runs, tables });
+        let count = encode_chunk(side, tables, codes, &mut out, rest);
         prop_assert_eq!((count, out), plain);
     }
 }
@@ -224,8 +227,9 @@ proptest! {
         let rows = rows(&runs, per_row, &tables, &picks[..tokens * per_row]);
         let (mut bytes, mut rests) = (Vec::new(), vec![0; rows.len()]);
         let mut rest = |place: usize, missing: i32| rests[place] += missing;
-        let words =
-            encode_chunk(side, CodeTables { runs: &runs, tables: &tables }, CodeRows { rows: &rows, per_row }, &mut bytes, &mut rest) as u16;
+        let by = CodeTables { runs: &runs, tables: &tables };
+        let codes = CodeRows { rows: &rows, per_row };
+        let words = encode_chunk(side, by, codes, &mut bytes, &mut rest) as u16;
         let page = [&words.to_le_bytes()[..], &bytes].concat();
         let layout =
             StreamLayout { side, tokens, per_row, runs: &runs, tables: &tables, outliers: false };

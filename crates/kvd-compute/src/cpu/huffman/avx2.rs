@@ -3,8 +3,8 @@
 //!
 //! The next eight bits of the lanes of two chunks, and all that comes of them, are bytes of one
 //! register. Codes and lengths are looked up sixteen bytes at a time: by four bits, then, row after
-//! row, by the next four of those lanes whose code goes on (`kvd_codec::NibbleTables`). What a symbol
-//! waits for is long, and two pairs of chunks that take it in turns hide half of that.
+//! row, by the next four of those lanes whose code goes on (`kvd_codec::NibbleTables`). What a
+//! symbol waits for is long, and two pairs of chunks that take it in turns hide half of that.
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
