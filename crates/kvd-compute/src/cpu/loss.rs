@@ -25,12 +25,12 @@ const OF_LARGEST_SUM: f32 = OF_LARGEST_TERM / 4.0;
 /// An error over its root mean square by the largest codes, which it hardly ever exceeds.
 const PEAK: f32 = 1.5;
 /// The error of a score that was measured stands for those of others up to so many times it.
-const MEASURED: f32 = 2.0;
+const MEASURED: f32 = 2.5;
 /// What weights lose together is taken for chance up to so many root mean squares of what they lose
 /// each by itself, and up to so many times the mean weight over the largest ones: smaller weights
 /// lose digits.
 const CHANCE: f32 = 4.0;
-const CHANCE_OF_SMALL: f32 = 32.0;
+const CHANCE_OF_SMALL: f32 = 48.0;
 /// Weights of a row that come to so many times the largest are those of many tokens.
 const MANY: f32 = 16.0;
 /// Scores and queries beyond it leave f32 no room to add them up.
@@ -160,6 +160,8 @@ pub(super) struct RowLoss {
     /// of the state's `weight_sum`, and how many tokens.
     weights: f32,
     tokens: f32,
+    /// The sum of the weights beside those.
+    sum: f32,
     /// Loss of a sum, on the scale of the state's sums.
     rounding: Rounding,
     /// Whether the weights of some unit have lost more together than by chance.
@@ -171,8 +173,9 @@ pub(super) struct RowLoss {
 }
 
 impl RowLoss {
-    /// Takes the weights of some tiles, of which the largest is given.
-    pub(super) fn add_weights(&mut self, largest: f32, tiles: usize) {
+    /// Takes the weights of some tiles, times gains, of which the largest and the sum are given.
+    pub(super) fn add_weights(&mut self, (largest, sum): (f32, f32), tiles: usize) {
+        self.sum += sum;
         let tokens = if largest > 0.0 { (tiles * TILE) as f32 } else { 0.0 };
         self.weights += largest * largest * tokens;
         self.tokens += tokens;
@@ -181,15 +184,16 @@ impl RowLoss {
     /// As the state's sums are scaled.
     pub(super) fn scale(&mut self, factor: f32) {
         self.weights *= factor * factor;
+        self.sum *= factor;
     }
 
-    /// At the end of a unit whose weights come to `sum`: takes the losses of its values.
-    pub(super) fn close(&mut self, sum: f32, losses: ValueLosses) {
+    /// At the end of a unit: takes the losses of its values.
+    pub(super) fn close(&mut self, losses: ValueLosses) {
         let ValueLosses { magnitude, lost, folded } = losses;
         let square = f64::from(magnitude / TOP).powi(2) * f64::from(self.weights) / 12.0;
         self.rounding = Rounding { square, lost }.larger(&folded);
         let most = (self.weights * self.tokens).sqrt();
-        let chance = if most > 0.0 { CHANCE.min(CHANCE_OF_SMALL * sum / most) } else { 0.0 };
+        let chance = if most > 0.0 { CHANCE.min(CHANCE_OF_SMALL * self.sum / most) } else { 0.0 };
         self.beyond_chance = self.rounding.lost > chance * self.rounding.square.sqrt() as f32;
     }
 
@@ -263,11 +267,11 @@ impl Merged<'_> {
         if loss.score == 0.0 && offset == 0.0 {
             return Ok(true);
         }
-        let lost = loss.score + f32::EPSILON * offset;
+        let lost = PEAK * loss.score + f32::EPSILON * offset;
         let lse = 4.0 * f32::EPSILON * state.lse().abs().max(1.0);
         let within = |probed: &Probed| {
             probed.error <= PEAK * SCORE_LOSS_MAX
-                && lost + MEASURED * probed.error <= lse.max(OF_LARGEST_TERM * probed.term)
+                && lost.max(MEASURED * probed.error) <= lse.max(OF_LARGEST_TERM * probed.term)
         };
         if loss.score > SCORE_LOSS_MAX || within(&loss.probed) {
             return Ok(loss.score <= SCORE_LOSS_MAX);
@@ -351,6 +355,7 @@ mod tests {
             score,
             weights: 8.0,
             tokens: 32.0,
+            sum: 4.0,
             beyond_chance: largest_at == 9,
             rounding: Rounding { square: 4.0, lost: -1.0 },
             probed: Probed { term: score, error: 0.0 },
