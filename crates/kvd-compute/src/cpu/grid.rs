@@ -96,7 +96,7 @@ impl Keys {
             let bias = bias.map(|(at, (bias, _))| i64::from(part.value(how.0, 0, at) * bias));
             bases.push(-(bias.sum::<i64>() as f32) * unit);
             units.push(unit);
-            losses.push(rounding_loss(unit, energy) * alike(&row, unit));
+            losses.push(rounding_loss(unit, energy) * alike(how.0, &row, unit));
         }
         Some(Self { lookup: Lookup::identity(), parts, units, bases, queries, dim, losses })
     }

@@ -7,6 +7,7 @@ use crate::cpu::parts::{Pushed, TOP};
 use crate::cpu::probe::{Probed, RowDecoder, largest_product};
 use crate::cpu::scores::TILE;
 use crate::cpu::simd::per_level;
+use crate::cpu::softmax::MAGIC;
 use crate::cpu::unit_queries::Queries;
 use crate::cpu::wide;
 use crate::{BackendError, PartialState};
@@ -24,12 +25,12 @@ const OF_LARGEST_SUM: f32 = OF_LARGEST_TERM / 4.0;
 /// An error over its root mean square by the largest codes, which it hardly ever exceeds.
 const PEAK: f32 = 1.5;
 /// The error of a score that was measured stands for those of others up to so many times it.
-const MEASURED: f32 = 2.0;
+const MEASURED: f32 = 2.5;
 /// What weights lose together is taken for chance up to so many root mean squares of what they lose
 /// each by itself, and up to so many times the mean weight over the largest ones: smaller weights
 /// lose digits.
 const CHANCE: f32 = 4.0;
-const CHANCE_OF_SMALL: f32 = 32.0;
+const CHANCE_OF_SMALL: f32 = 48.0;
 /// Weights of a row that come to so many times the largest are those of many tokens.
 const MANY: f32 = 16.0;
 /// Scores and queries beyond it leave f32 no room to add them up.
@@ -43,22 +44,36 @@ pub(super) fn rounding_loss(unit: f32, energy: f32) -> f32 {
     unit * (energy / 12.0).sqrt()
 }
 
-/// How many times [`rounding_loss`] the loss of these factors may be, since those that become the
-/// same integer round alike and add up; at least 1.
-pub(super) fn alike(factors: &[f32], unit: f32) -> f32 {
-    if unit <= 0.0 {
-        return 1.0;
-    }
+per_level!(
+    /// How many times [`rounding_loss`] the loss of these factors may be, since those that become
+    /// the same integer round alike and add up; at least 1.
+    pub(super) fn alike(factors: &[f32], unit: f32) -> f32 = alike_body
+);
+
+#[inline(always)]
+fn alike_body(factors: &[f32], unit: f32) -> f32 {
+    const CHUNK: usize = 64;
     let inverse = unit.recip();
     let mut buckets = [0f32; 1 << BUCKET_BITS];
-    for factor in factors {
-        let scaled = (factor * inverse).abs();
-        let integer = scaled.round_ties_even();
-        let hash = (integer as u32).wrapping_mul(0x9E37_79B1) >> (u32::BITS - BUCKET_BITS);
-        buckets[hash as usize] += (scaled - integer).abs();
+    for factors in factors.chunks(CHUNK) {
+        let (mut lost, mut hashes) = ([0f32; CHUNK], [0u32; CHUNK]);
+        for ((lost, hash), factor) in lost.iter_mut().zip(&mut hashes).zip(factors) {
+            let scaled = (factor * inverse).abs();
+            // The nearest integer is in the low bits.
+            let shifted = scaled + MAGIC;
+            *lost = (scaled - (shifted - MAGIC)).abs();
+            *hash = shifted.to_bits().wrapping_mul(0x9E37_79B1) >> (u32::BITS - BUCKET_BITS);
+        }
+        for (lost, hash) in lost.iter().zip(hashes).take(factors.len()) {
+            buckets[hash as usize] += lost;
+        }
     }
-    let squares: f32 = buckets.iter().map(|lost| lost * lost).sum();
-    let factor = (12.0 * squares / factors.len() as f32).sqrt();
+    let mut squares = [0f32; 16];
+    for chunk in buckets.as_chunks::<16>().0 {
+        squares.iter_mut().zip(chunk).for_each(|(sum, lost)| *sum += lost * lost);
+    }
+    let factor = (12.0 * squares.iter().sum::<f32>() / factors.len() as f32).sqrt();
+    // NaN where there is no unit.
     if factor > 1.0 { factor } else { 1.0 }
 }
 
@@ -145,6 +160,8 @@ pub(super) struct RowLoss {
     /// of the state's `weight_sum`, and how many tokens.
     weights: f32,
     tokens: f32,
+    /// The sum of the weights beside those.
+    sum: f32,
     /// Loss of a sum, on the scale of the state's sums.
     rounding: Rounding,
     /// Whether the weights of some unit have lost more together than by chance.
@@ -156,8 +173,9 @@ pub(super) struct RowLoss {
 }
 
 impl RowLoss {
-    /// Takes the weights of some tiles, of which the largest is given.
-    pub(super) fn add_weights(&mut self, largest: f32, tiles: usize) {
+    /// Takes the weights of some tiles, times gains, of which the largest and the sum are given.
+    pub(super) fn add_weights(&mut self, (largest, sum): (f32, f32), tiles: usize) {
+        self.sum += sum;
         let tokens = if largest > 0.0 { (tiles * TILE) as f32 } else { 0.0 };
         self.weights += largest * largest * tokens;
         self.tokens += tokens;
@@ -166,15 +184,16 @@ impl RowLoss {
     /// As the state's sums are scaled.
     pub(super) fn scale(&mut self, factor: f32) {
         self.weights *= factor * factor;
+        self.sum *= factor;
     }
 
-    /// At the end of a unit whose weights come to `sum`: takes the losses of its values.
-    pub(super) fn close(&mut self, sum: f32, losses: ValueLosses) {
+    /// At the end of a unit: takes the losses of its values.
+    pub(super) fn close(&mut self, losses: ValueLosses) {
         let ValueLosses { magnitude, lost, folded } = losses;
         let square = f64::from(magnitude / TOP).powi(2) * f64::from(self.weights) / 12.0;
         self.rounding = Rounding { square, lost }.larger(&folded);
         let most = (self.weights * self.tokens).sqrt();
-        let chance = if most > 0.0 { CHANCE.min(CHANCE_OF_SMALL * sum / most) } else { 0.0 };
+        let chance = if most > 0.0 { CHANCE.min(CHANCE_OF_SMALL * self.sum / most) } else { 0.0 };
         self.beyond_chance = self.rounding.lost > chance * self.rounding.square.sqrt() as f32;
     }
 
@@ -248,17 +267,17 @@ impl Merged<'_> {
         if loss.score == 0.0 && offset == 0.0 {
             return Ok(true);
         }
-        let lost = loss.score + f32::EPSILON * offset;
+        let lost = PEAK * loss.score + f32::EPSILON * offset;
         let lse = 4.0 * f32::EPSILON * state.lse().abs().max(1.0);
         let within = |probed: &Probed| {
             probed.error <= PEAK * SCORE_LOSS_MAX
-                && lost + MEASURED * probed.error <= lse.max(OF_LARGEST_TERM * probed.term)
+                && lost.max(MEASURED * probed.error) <= lse.max(OF_LARGEST_TERM * probed.term)
         };
         if loss.score > SCORE_LOSS_MAX || within(&loss.probed) {
             return Ok(loss.score <= SCORE_LOSS_MAX);
         }
         let key = decoder.row(Side::Key, &self.unit.query.parts, loss.largest_at)?;
-        let term = largest_product(self.queries.row(RowSpace::Raw, row), key);
+        let term = largest_product(self.job.simd, self.queries.row(RowSpace::Raw, row), key);
         let score = wide::scores(self.job, self.unit, row, key).first().copied();
         let error = score.map_or(0.0, |score| (f64::from(state.max) - score).abs() as f32);
         // Scores of other precisions err as theirs do.
@@ -273,7 +292,8 @@ impl Merged<'_> {
         if apart == 0.0 && lost == 0.0 {
             return Ok(true);
         }
-        let sums = largest(&state.raw).max(largest(&state.coefficients));
+        let simd = self.job.simd;
+        let sums = largest_of(simd, &state.raw).max(largest_of(simd, &state.coefficients));
         // Rows that repeat add up what they lost, beside f16 as well, and so do their sums.
         let repeats = state.weight_sum >= MANY && lost <= OF_LARGEST_SUM * sums;
         if (repeats || !loss.beyond_chance) && PEAK * apart <= OF_LARGEST_SUM * sums {
@@ -303,6 +323,7 @@ impl Merged<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::simd::Simd;
 
     #[test]
     fn magnitudes_and_numbers_are_found_wherever_they_stand() {
@@ -334,6 +355,7 @@ mod tests {
             score,
             weights: 8.0,
             tokens: 32.0,
+            sum: 4.0,
             beyond_chance: largest_at == 9,
             rounding: Rounding { square: 4.0, lost: -1.0 },
             probed: Probed { term: score, error: 0.0 },
@@ -353,14 +375,20 @@ mod tests {
 
     #[test]
     fn factors_that_round_alike_count_together() {
-        let unit = 5.0 / TOP;
-        let apart: Vec<f32> = (0..128).map(|i| 5.0 * (i as f32 * 0.37).sin()).collect();
-        assert!(alike(&apart, unit) < 1.5, "{}", alike(&apart, unit));
-        // 0.469 is 3061.54 units: 0.46 of one is lost of each, one way.
-        let mut same = [0.469f32; 128];
-        (0..128).step_by(3).for_each(|at| same[at] = -0.469);
-        let (all, one) = (128.0 * 0.46, (128f32 / 12.0).sqrt());
-        assert!((alike(&same, unit) - all / one).abs() < 0.5, "{}", alike(&same, unit));
-        assert_eq!(alike(&[0.0; 8], 0.0), 1.0);
+        for simd in Simd::available() {
+            let unit = 5.0 / TOP;
+            let apart: Vec<f32> = (0..128).map(|i| 5.0 * (i as f32 * 0.37).sin()).collect();
+            assert!(alike(simd, &apart, unit) < 1.5, "{}", alike(simd, &apart, unit));
+            // 0.469 is 3061.54 units: 0.46 of one is lost of each, one way.
+            let mut same = [0.469f32; 128];
+            (0..128).step_by(3).for_each(|at| same[at] = -0.469);
+            let (all, one) = (128.0 * 0.46, (128f32 / 12.0).sqrt());
+            assert!(
+                (alike(simd, &same, unit) - all / one).abs() < 0.5,
+                "{}",
+                alike(simd, &same, unit)
+            );
+            assert_eq!(alike(simd, &[0.0; 8], 0.0), 1.0);
+        }
     }
 }

@@ -7,6 +7,7 @@ use crate::cpu::job::{Job, Unit};
 use crate::cpu::loss::largest;
 use crate::cpu::rows::restore;
 use crate::cpu::scores::Scores;
+use crate::cpu::simd::per_level;
 use crate::cpu::span::Span;
 use crate::cpu::tile::Rows;
 use crate::cpu::unit_queries::Queries;
@@ -16,9 +17,8 @@ use kvd_codec::{HeadCodec, PageReader, RowSpace};
 use kvd_core::Side;
 use std::ops::Range;
 
-/// Tokens of a unit that are looked at, and those of pages whose transforms take long.
-const TOKENS: u32 = 2;
-const TOKENS_OF_GRID: u32 = 1;
+/// Tokens of a unit that are looked at.
+const TOKENS: u32 = 1;
 
 /// Findings about a query row at the keys of a few tokens.
 #[derive(Clone, Copy, Debug, Default)]
@@ -135,8 +135,7 @@ impl Probe {
         let page = unit.parts.iter().find(|part| !slow && is_page(part) && is_seen(part));
         let raw = || unit.parts.iter().find(|part| !is_page(part) && is_seen(part));
         let tokens = in_part(page.or_else(raw)?);
-        let most = if side.grid().is_some() { TOKENS_OF_GRID } else { TOKENS };
-        let tokens = tokens.start..tokens.end.min(tokens.start + most);
+        let tokens = tokens.start..tokens.end.min(tokens.start + TOKENS);
         let scores = vec![0.0; rows * tokens.len()];
         Some(Self { tokens, scores })
     }
@@ -165,7 +164,7 @@ impl Probe {
             let key = decoder.row(Side::Key, unit.parts, at)?;
             for (row, found) in found.iter_mut().enumerate() {
                 let query = queries.row(RowSpace::Raw, row);
-                let term = largest_product(query, key);
+                let term = largest_product(job.simd, query, key);
                 let exact = wide::scores(job, unit, row, key).first().copied();
                 let score = f64::from(self.scores[row * count + index]);
                 let error = exact.map_or(0.0, |exact| (score - exact).abs() as f32);
@@ -176,15 +175,20 @@ impl Probe {
     }
 }
 
-/// The largest magnitude of a product of two rows' channels.
-pub(super) fn largest_product(a: &[f32], b: &[f32]) -> f32 {
+per_level!(
+    /// The largest magnitude of a product of two rows' channels.
+    pub(super) fn largest_product(a: &[f32], b: &[f32]) -> f32 = largest_product_body
+);
+
+#[inline(always)]
+fn largest_product_body(a: &[f32], b: &[f32]) -> f32 {
     let mut products = [0f32; 64];
-    let chunks = a.chunks(products.len()).zip(b.chunks(products.len()));
-    chunks.fold(0f32, |most, (a, b)| {
-        let products = &mut products[..a.len().min(b.len())];
+    let mut most = 0f32;
+    for (a, b) in a.chunks(products.len()).zip(b.chunks(products.len())) {
         for (product, (a, b)) in products.iter_mut().zip(a.iter().zip(b)) {
             *product = a * b;
         }
-        most.max(largest(products))
-    })
+        most = most.max(largest(&products[..a.len().min(b.len())]));
+    }
+    most
 }

@@ -349,8 +349,9 @@ impl<'a> Walk<'a> {
             if let Some(page) = page.filter(|_| count > 0) {
                 let full = tiles.start..tiles.start + count;
                 raise_weights(&mut self.scores, rows, span, full.clone());
-                for (loss, largest) in self.losses.iter_mut().zip(&self.scores.largest) {
-                    loss.add_weights(*largest, count);
+                for (row, loss) in self.losses.iter_mut().enumerate() {
+                    let sums = (self.scores.largest[row], self.scores.total(row, &full));
+                    loss.add_weights(sums, count);
                 }
                 for some in pieces(full, values.tiles_at_once()) {
                     let (in_page, in_span) = (span.tile(some.start), some.start);
@@ -425,7 +426,7 @@ impl<'a> Walk<'a> {
                     lost: values.lost(row),
                     folded: values.folded(row),
                 });
-                loss.close(self.states[row].weight_sum, losses.unwrap_or_default());
+                loss.close(losses.unwrap_or_default());
             }
         }
         if let Some(probe) = &self.probe {

@@ -142,7 +142,7 @@ impl Keys {
             let unit = parts.push(simd, &planar, largest, None).unit;
             units.push(unit * book.lookup.scale);
             if alikes.len() == row {
-                alikes.push(alike(&planar, unit));
+                alikes.push(alike(simd, &planar, unit));
                 losses.push(0.0);
             }
             let loss = rounding_loss(unit * book.lookup.scale, energy) * alikes[row];

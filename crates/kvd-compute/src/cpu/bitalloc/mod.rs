@@ -248,7 +248,8 @@ impl Keys {
                 let row = &row[positions.clone()];
                 let largest = row.iter().fold(0f32, |m, q| m.max(q.abs()));
                 let unit = parts.push(how.0, row, largest, None).unit;
-                losses.push(rounding_loss(unit, level * row.len() as f32) * alike(row, unit));
+                losses
+                    .push(rounding_loss(unit, level * row.len() as f32) * alike(how.0, row, unit));
                 units.push(unit);
             }
         }

@@ -71,7 +71,7 @@ impl Keys {
                 let total: f32 = query.iter().sum();
                 let Pushed { unit, lost, .. } = parts.push(how.0, query, largest, Some(total));
                 units.push(unit);
-                losses.push(rounding_loss(unit, energy) * alike(query, unit));
+                losses.push(rounding_loss(unit, energy) * alike(how.0, query, unit));
                 adds.push([lost * middle(groups), total]);
             }
             Group { channels, parts, units, losses, adds }

@@ -173,7 +173,7 @@ impl Keys {
             let rows = self.queries.chunks_exact(self.dim).zip(&self.units);
             self.alikes.extend(rows.map(|(query, unit)| {
                 let folded: Vec<f32> = query.iter().zip(&steps).map(|(q, s)| q * s).collect();
-                alike(&folded, *unit)
+                alike(simd, &folded, *unit)
             }));
         }
     }
@@ -185,7 +185,7 @@ impl Keys {
             for query in self.queries.chunks_exact(self.dim) {
                 let (largest, total) = (query.iter().fold(0f32, |m, q| m.max(q.abs())), sum(query));
                 let pushed = self.parts.push(simd, query, largest, Some(total));
-                self.alikes.push(alike(query, pushed.unit));
+                self.alikes.push(alike(simd, query, pushed.unit));
                 self.whole.push(Pushed { base: total, ..pushed });
             }
         }
