@@ -1,5 +1,7 @@
 //! How a region of shared memory is opened.
 
+#[cfg(doc)]
+use crate::RegionClient;
 use kvd_core::Namespace;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -26,12 +28,12 @@ pub struct RegionOptions {
     /// Deadline of each call; none.
     pub timeout: Option<Duration>,
     /// Device memory for the payloads, and its bytes; none. Where the daemon cannot open it, they
-    /// are in the region's own memory, and [`RegionClient::reason`](crate::RegionClient::reason) says why.
+    /// are in the region's own memory, and [`RegionClient::reason`] says why.
     pub device: Option<(RegionDevice, u64)>,
     /// UUID of the GPU that the device memory is of (`nvidia-smi -L`); the daemon refuses one that
     /// is not its own. Numbers of GPUs differ between processes, UUIDs do not.
     pub device_uuid: Option<String>,
-    /// Whether [`RegionClient::wait_launched`](crate::RegionClient::wait_launched) is to work: one wake more per call.
+    /// Whether [`RegionClient::wait_launched`] is to work: one wake more per call.
     pub say_launched: bool,
     /// Boot id that the daemon must have, since ids of its will be used in the region; any.
     pub boot_id: Option<String>,

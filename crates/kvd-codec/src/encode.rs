@@ -111,6 +111,13 @@ struct CheckedRows<'a> {
     absmax: f32,
 }
 
+impl EncodeScratch {
+    /// The coefficients of rows.
+    fn transform_rows(&mut self, side: &HeadCodec, rows: &[f32]) -> &[f32] {
+        transform_rows(side, rows, &mut self.coefficients, &mut self.gains)
+    }
+}
+
 /// The codec of a head, and whether it holds keys or values.
 #[derive(Clone, Copy)]
 struct CodecSide<'a> {
@@ -127,15 +134,13 @@ fn append_payload(
 ) -> Result<PageBytes, Unquantizable> {
     let CheckedRows { rows, absmax } = input;
     if let HeadQuantizer::Float(dtype) = side.quantizer {
-        let coefficients =
-            transform_rows(side, rows, &mut scratch.coefficients, &mut scratch.gains);
+        let coefficients = scratch.transform_rows(side, rows);
         float::encode_rows(dtype, coefficients, out)?;
         let codes = (rows.len() * dtype.size_bytes()) as u64;
         return Ok(PageBytes { codes, ..PageBytes::default() });
     }
     if let HeadQuantizer::Grid(grid) = &side.quantizer {
-        let coefficients =
-            transform_rows(side, rows, &mut scratch.coefficients, &mut scratch.gains);
+        let coefficients = scratch.transform_rows(side, rows);
         let start = out.len();
         let raw = rows.len() * dtype.size_bytes();
         let offsets = grid.append_payload(coefficients, raw, out)?;
@@ -143,8 +148,7 @@ fn append_payload(
         return Ok(PageBytes { offsets, codes, ..PageBytes::default() });
     }
     if let HeadQuantizer::BitAlloc(bitalloc) = &side.quantizer {
-        let coefficients =
-            transform_rows(side, rows, &mut scratch.coefficients, &mut scratch.gains);
+        let coefficients = scratch.transform_rows(side, rows);
         let start = out.len();
         let raw = rows.len() * dtype.size_bytes();
         let scales = bitalloc.append_payload(coefficients, raw, out)?;
