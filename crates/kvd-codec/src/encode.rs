@@ -113,7 +113,7 @@ struct CheckedRows<'a> {
 
 impl EncodeScratch {
     /// The coefficients of rows.
-    fn transform_rows(&mut self, side: &HeadCodec, rows: &[f32]) -> &[f32] {
+    fn transform_rows<'a>(&'a mut self, side: &HeadCodec, rows: &'a [f32]) -> &'a [f32] {
         transform_rows(side, rows, &mut self.coefficients, &mut self.gains)
     }
 }

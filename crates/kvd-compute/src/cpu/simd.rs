@@ -11,7 +11,8 @@ use std::arch::is_aarch64_feature_detected;
 /// Makes `$name(simd, ..)` from an `#[inline(always)]` body: the same code, compiled for each
 /// instruction set.
 macro_rules! per_level {
-    ($(#[$doc:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)? = $body:expr) => {
+    ($(#[$doc:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?)
+        $(-> $out:ty)? = $body:expr) => {
         $(#[$doc])*
         $vis fn $name(simd: $crate::cpu::simd::Simd, $($arg: $ty),*) $(-> $out)? {
             #[cfg(target_arch = "x86_64")]
