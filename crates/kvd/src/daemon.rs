@@ -88,7 +88,8 @@ fn stop_devices(threads: Vec<DeviceWorkerThread>) -> bool {
     threads.iter().for_each(DeviceWorkerThread::stop);
     let end = Instant::now() + DEVICE_STOP_TIME;
     let left = || end.saturating_duration_since(Instant::now());
-    threads.into_iter().map(|thread| thread.join(left())).fold(true, |all, ended| all && ended)
+    // Each is waited for, whatever became of those before.
+    threads.into_iter().map(|thread| thread.join(left())).filter(|ended| !ended).count() == 0
 }
 
 /// Waits for a server whose connections are cut, and gives it up if it hangs all the same.

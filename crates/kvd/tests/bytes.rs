@@ -1,6 +1,8 @@
 //! Memory that clients can take: half-sent messages, lengths of messages that never come, answers
 //! that nobody reads. All of it stays within the share of their connection, and others are served.
 
+#![allow(clippy::unwrap_used)]
+
 mod support;
 
 use bytes::Bytes;

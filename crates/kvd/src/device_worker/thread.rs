@@ -8,7 +8,7 @@ use crate::scheduler::Waiting;
 use kvd_compute::{Backend, Slice, Stop};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -49,7 +49,7 @@ pub(super) fn start(
     metrics: Arc<DeviceMetrics>,
     on_failure: impl FnOnce() + Send + 'static,
 ) -> std::io::Result<DeviceWorkerThread> {
-    let (end, ended) = channel();
+    let (end, ended) = sync_channel::<()>(1);
     let weak = Arc::downgrade(&shared);
     let device = backend.info().description;
     let worker = Worker { backend, shared, metrics, device };
