@@ -33,9 +33,9 @@
 //!
 //! // 100 tokens of layer 0, then one query token that sees them all.
 //! let layer = LayerIndex(0);
-//! client.store(StoreChunk { sequence, layer, start: 0, tokens: 100, k, v }).await?;
+//! client.store_chunk(StoreChunk { sequence, layer, start: 0, tokens: 100, k, v }).await?;
 //! let attended = client
-//!     .attend(AttendBatch {
+//!     .attend_batch(AttendBatch {
 //!         model,
 //!         layer,
 //!         q_heads: 32,

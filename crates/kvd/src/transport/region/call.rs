@@ -5,7 +5,7 @@
 use super::Region;
 use crate::metrics::Metric;
 use crate::service::{
-    AttendReply, Call, Model, OpenMemory, RefusedQuery, Service, ServiceError, StoreReply,
+    AttendReply, Call, InFlight, Model, OpenMemory, RefusedQuery, Service, ServiceError, StoreReply,
 };
 use crate::transport::measure::answer as measured;
 use bytes::Bytes;
@@ -87,9 +87,8 @@ async fn store(
     {
         return Ok(stored);
     }
-    // Before anything is copied.
-    let bytes = slices.iter().flatten().map(|slice| slice.bytes).sum();
-    let _share = service.take_bytes(caller, bytes)?;
+    let slices: Vec<_> = slices.into_iter().flatten().collect();
+    let _share = take_slices(service, region, caller, &slices)?;
     let caller = &Call { is_message_admitted: true, ..caller.clone() };
     request.k = taken(service, region, caller, request.k).await?;
     request.v = taken(service, region, caller, request.v).await?;
@@ -149,9 +148,7 @@ async fn attend(
     let payload = request.q.take();
     let elsewhere = region.device.as_ref().zip(slice_of(payload.as_ref()));
     let in_file = slice_of(payload.as_ref()).filter(|_| elsewhere.is_none());
-    let in_file = in_file.map_or(0, |slice| slice.bytes);
-    // Before anything is copied.
-    let _share = service.take_bytes(caller, in_file)?;
+    let _share = take_slices(service, region, caller, in_file.as_slice())?;
     let copying = Call { is_message_admitted: true, ..caller.clone() };
     request.q = match elsewhere {
         Some(_) => Some(inline_payload(Bytes::new())),
@@ -290,6 +287,23 @@ fn check_size(service: &Service, bytes: u64) -> Result<(), ServiceError> {
     }
     let message = format!("payloads of {bytes} bytes are over server.message_bytes_max = {max}");
     Err(ServiceError::new(ErrorCode::MessageTooLarge, message))
+}
+
+/// Takes the bytes of slices from the budget, before anything is copied. What lies outside the
+/// region or is larger than a message may be is refused as that: it never fits, however long the
+/// caller waits.
+fn take_slices(
+    service: &Service,
+    region: &Region,
+    caller: &Call,
+    slices: &[v1::RegionSlice],
+) -> Result<InFlight, ServiceError> {
+    for slice in slices {
+        check(region, slice.offset, slice.bytes)?;
+    }
+    let bytes = slices.iter().fold(0u64, |sum, slice| sum.saturating_add(slice.bytes));
+    check_size(service, bytes)?;
+    service.take_bytes(caller, bytes)
 }
 
 /// A payload with its bytes, copied out of the region if they are there.
