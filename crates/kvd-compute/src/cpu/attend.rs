@@ -44,7 +44,7 @@ pub(super) struct Attend {
     /// The first unit of the group whose splits are being merged, and what they came to.
     group: Option<(usize, UnitAnswer)>,
     /// Groups that are written, and whose rows are yet to be tested.
-    written: Vec<Group>,
+    written: Vec<UnitGroup>,
     reply: Reply,
     again: Vec<Again>,
     wide: WideCursor,
@@ -151,7 +151,7 @@ impl Attend {
     fn end_group(&mut self, job: &Job<'_>, end: usize) {
         let Some((first, merged)) = self.group.take() else { return };
         let cancelled = self.reply.write(job, &self.units[first].unit(job), &merged.states);
-        self.written.push(Group { units: first..end, merged, cancelled });
+        self.written.push(UnitGroup { units: first..end, merged, cancelled });
     }
 
     /// Attends to rows in f64, and writes them in place of what the reply has.
@@ -259,14 +259,14 @@ fn run_some<P: Sync, T: Send>(
 }
 
 /// Units of the same rows, merged.
-struct Group {
+struct UnitGroup {
     units: Range<usize>,
     merged: UnitAnswer,
     /// Rows of which transforms left little.
     cancelled: Vec<usize>,
 }
 
-impl Group {
+impl UnitGroup {
     /// Finds the rows that the kernels do not serve.
     fn again(&self, job: &Job<'_>, units: &[UnitPlan]) -> Result<Again, BackendError> {
         let unit = &units[self.units.start].unit(job);

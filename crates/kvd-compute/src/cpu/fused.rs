@@ -2,7 +2,7 @@
 
 use crate::cpu::dots::{TileCodes, wants_bytes};
 use crate::cpu::huffman::{LaneTiles, Rest};
-use crate::cpu::loss::Rounding;
+use crate::cpu::loss::RoundingLoss;
 use crate::cpu::place::{Place, room};
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Precision, Simd, per_level};
@@ -91,7 +91,7 @@ impl Keys {
     }
 
     /// Whether queries are rounded to words.
-    pub(super) fn round(&self) -> bool {
+    pub(super) fn rounds_queries(&self) -> bool {
         match self {
             Self::Vq(_) | Self::Uniform(_) | Self::ByToken(_) | Self::Grid(_) => true,
             Self::BitAlloc(_) | Self::Lloyd(_) | Self::Polar(_) => true,
@@ -186,7 +186,7 @@ impl Values {
     }
 
     /// The largest magnitude that weights rounded to words are multiplied with, so far; 0 where
-    /// those are weights times the scale of their token: see [`Values::folded`].
+    /// those are weights times the scale of their token: see [`Values::folded_loss`].
     pub(super) fn magnitude(&self) -> f32 {
         match self {
             Self::Vq(values) => values.magnitude(),
@@ -210,11 +210,11 @@ impl Values {
     }
 
     /// Losses of a sum of a row for weights that are rounded times the scale of their token.
-    pub(super) fn folded(&self, row: usize) -> Rounding {
+    pub(super) fn folded_loss(&self, row: usize) -> RoundingLoss {
         match self {
-            Self::Uniform(values) => values.folded(row),
-            Self::Lloyd(values) => values.folded(row),
-            _ => Rounding::default(),
+            Self::Uniform(values) => values.folded_loss(row),
+            Self::Lloyd(values) => values.folded_loss(row),
+            _ => RoundingLoss::default(),
         }
     }
 

@@ -4,7 +4,7 @@
 
 use crate::cpu::dots::{Lookup, ROWS, SETTLED_TILES, Target, TileCodes, key_dots, value_dots};
 use crate::cpu::huffman::{LaneTiles, Rest};
-use crate::cpu::loss::{alike, rounding_loss};
+use crate::cpu::loss::{alike_factor, rounding_loss};
 use crate::cpu::parts::{self, Parts};
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd};
@@ -42,7 +42,7 @@ pub(super) fn decode_row(grid: &Grid, tiles: &LaneTiles, token: usize, row: &mut
     row.fill(0.0);
     for (at, (bias, coefficient)) in positions(grid, tiles).into_iter().enumerate() {
         if let Some(value) = row.get_mut(coefficient) {
-            *value = (i32::from(tiles.code(token, at)) - bias) as f32;
+            *value = (i32::from(tiles.code_of_token(token, at)) - bias) as f32;
         }
     }
     for rest in tiles.rests.iter().filter(|rest| rest.token == token) {
@@ -96,7 +96,7 @@ impl Keys {
             let bias = bias.map(|(at, (bias, _))| i64::from(part.value(how.0, 0, at) * bias));
             bases.push(-(bias.sum::<i64>() as f32) * unit);
             units.push(unit);
-            losses.push(rounding_loss(unit, energy) * alike(how.0, &row, unit));
+            losses.push(rounding_loss(unit, energy) * alike_factor(how.0, &row, unit));
         }
         Some(Self { lookup: Lookup::identity(), parts, units, bases, queries, dim, losses })
     }
@@ -212,7 +212,7 @@ impl Values {
             let mut units = [0f32; ROWS];
             let sums = &mut self.sums[rows.start * count..rows.end * count];
             for (index, row) in rows.clone().enumerate() {
-                let total = weights.total(row, &tiles);
+                let total = weights.total_weight(row, &tiles);
                 let (weights, largest) = weights.tiles(row, tiles.clone());
                 let pushed = self.parts.push(simd, weights, largest, Some(total));
                 self.lost[row] += pushed.lost;

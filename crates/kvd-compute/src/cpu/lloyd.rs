@@ -4,7 +4,7 @@
 
 use crate::cpu::dots::{ROWS, Target, TileCodes, value_dots};
 use crate::cpu::levels::LevelBytes;
-use crate::cpu::loss::{Rounding, largest as largest_of_all, largest_of};
+use crate::cpu::loss::{RoundingLoss, largest as largest_of_all, largest_of};
 use crate::cpu::parts::{Parts, Pushed, TOP};
 use crate::cpu::score_tables;
 use crate::cpu::scores::{SPAN, Scores, TILE};
@@ -111,7 +111,7 @@ pub(crate) struct Values {
     sums: Vec<f32>,
     dim: usize,
     /// For rounding of weights times scales, by row.
-    rounding: Vec<Rounding>,
+    rounding: Vec<RoundingLoss>,
     /// Weights times scales, by row.
     scaled: Vec<f32>,
     /// Tokens so far.
@@ -133,7 +133,7 @@ impl Values {
             zeros: Vec::new(),
             sums,
             dim,
-            rounding: vec![Rounding::default(); rows],
+            rounding: vec![RoundingLoss::default(); rows],
             scaled: vec![0.0; rows],
             tokens: 0,
             largest: side.lloyd_levels()?.iter().fold(0f32, |most, level| most.max(level.abs())),
@@ -142,7 +142,7 @@ impl Values {
 
     /// Losses of a sum for rounding of weights times scales, and of levels where sums are so large
     /// that values must be alike.
-    pub(crate) fn folded(&self, row: usize) -> Rounding {
+    pub(crate) fn folded_loss(&self, row: usize) -> RoundingLoss {
         let mut rounding = self.rounding[row].times(self.largest);
         let most = self.scaled[row].abs() * self.largest;
         let mut sums = vec![0f32; self.dim];

@@ -4,7 +4,7 @@
 
 use crate::cpu::job::{Job, Unit};
 use crate::cpu::parts::{Pushed, TOP};
-use crate::cpu::probe::{Probed, RowDecoder, largest_product};
+use crate::cpu::probe::{ProbeResult, RowDecoder, largest_product};
 use crate::cpu::scores::TILE;
 use crate::cpu::simd::per_level;
 use crate::cpu::softmax::MAGIC;
@@ -47,11 +47,11 @@ pub(super) fn rounding_loss(unit: f32, energy: f32) -> f32 {
 per_level!(
     /// How many times [`rounding_loss`] the loss of these factors may be, since those that become
     /// the same integer round alike and add up; at least 1.
-    pub(super) fn alike(factors: &[f32], unit: f32) -> f32 = alike_body
+    pub(super) fn alike_factor(factors: &[f32], unit: f32) -> f32 = alike_factor_body
 );
 
 #[inline(always)]
-fn alike_body(factors: &[f32], unit: f32) -> f32 {
+fn alike_factor_body(factors: &[f32], unit: f32) -> f32 {
     const CHUNK: usize = 64;
     let inverse = unit.recip();
     let mut buckets = [0f32; 1 << BUCKET_BITS];
@@ -106,14 +106,14 @@ pub(super) fn all_finite(values: &[f32]) -> bool {
 
 /// Loss of a weighted sum for what rounding took from its weights.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Rounding {
+pub(super) struct RoundingLoss {
     /// Square of the root mean square, of weights that round each its own way.
     square: f64,
     /// Signed sum: equal weights round equally.
     pub(super) lost: f32,
 }
 
-impl Rounding {
+impl RoundingLoss {
     /// Takes a row of so many weights.
     pub(super) fn add(&mut self, pushed: &Pushed, tokens: usize) {
         self.square += f64::from(pushed.unit).powi(2) * tokens as f64 / 12.0;
@@ -148,7 +148,7 @@ pub(super) struct ValueLosses {
     /// The most that a sum lost for the residuals of all of those weights together.
     pub(super) lost: f32,
     /// Losses for weights that were rounded times the scale of their token.
-    pub(super) folded: Rounding,
+    pub(super) folded: RoundingLoss,
 }
 
 /// Costs of rounding for one query row, over some tokens.
@@ -163,18 +163,18 @@ pub(super) struct RowLoss {
     /// The sum of the weights beside those.
     sum: f32,
     /// Loss of a sum, on the scale of the state's sums.
-    rounding: Rounding,
+    rounding: RoundingLoss,
     /// Whether the weights of some unit have lost more together than by chance.
     beyond_chance: bool,
     /// Keys that were decoded beside.
-    pub(super) probed: Probed,
+    pub(super) probed: ProbeResult,
     /// Position of the token with the largest score.
     pub(super) largest_at: u32,
 }
 
 impl RowLoss {
     /// Takes the weights of some tiles, times gains, of which the largest and the sum are given.
-    pub(super) fn add_weights(&mut self, (largest, sum): (f32, f32), tiles: usize) {
+    pub(super) fn add_weights(&mut self, largest: f32, sum: f32, tiles: usize) {
         self.sum += sum;
         let tokens = if largest > 0.0 { (tiles * TILE) as f32 } else { 0.0 };
         self.weights += largest * largest * tokens;
@@ -191,7 +191,7 @@ impl RowLoss {
     pub(super) fn close(&mut self, losses: ValueLosses) {
         let ValueLosses { magnitude, lost, folded } = losses;
         let square = f64::from(magnitude / TOP).powi(2) * f64::from(self.weights) / 12.0;
-        self.rounding = Rounding { square, lost }.larger(&folded);
+        self.rounding = RoundingLoss { square, lost }.larger(&folded);
         let most = (self.weights * self.tokens).sqrt();
         let chance = if most > 0.0 { CHANCE.min(CHANCE_OF_SMALL * self.sum / most) } else { 0.0 };
         self.beyond_chance = self.rounding.lost > chance * self.rounding.square.sqrt() as f32;
@@ -207,8 +207,10 @@ impl RowLoss {
         let factor = |from: f32| if from > f32::NEG_INFINITY { (from - max).exp() } else { 0.0 };
         let (mine, theirs) = (factor(mine), factor(theirs));
         let (this, that) = (self.rounding.times(mine), other.rounding.times(theirs));
-        self.rounding =
-            Rounding { square: this.square + that.square, lost: this.lost.abs() + that.lost.abs() };
+        self.rounding = RoundingLoss {
+            square: this.square + that.square,
+            lost: this.lost.abs() + that.lost.abs(),
+        };
         self.beyond_chance |= other.beyond_chance;
         self.score = self.score.max(other.score);
         self.probed = self.probed.larger(&other.probed);
@@ -269,20 +271,20 @@ impl Merged<'_> {
         }
         let lost = PEAK * loss.score + f32::EPSILON * offset;
         let lse = 4.0 * f32::EPSILON * state.lse().abs().max(1.0);
-        let within = |probed: &Probed| {
+        let within = |probed: &ProbeResult| {
             probed.error <= PEAK * SCORE_LOSS_MAX
                 && lost.max(MEASURED * probed.error) <= lse.max(OF_LARGEST_TERM * probed.term)
         };
         if loss.score > SCORE_LOSS_MAX || within(&loss.probed) {
             return Ok(loss.score <= SCORE_LOSS_MAX);
         }
-        let key = decoder.row(Side::Key, &self.unit.query.parts, loss.largest_at)?;
+        let key = decoder.decoded_row(Side::Key, &self.unit.query.parts, loss.largest_at)?;
         let term = largest_product(self.job.simd, self.queries.row(RowSpace::Raw, row), key);
         let score = wide::scores(self.job, self.unit, row, key).first().copied();
         let error = score.map_or(0.0, |score| (f64::from(state.max) - score).abs() as f32);
         // Scores of other precisions err as theirs do.
         let error = if loss.score > 0.0 { error } else { 0.0 };
-        Ok(within(&loss.probed.larger(&Probed { term, error })))
+        Ok(within(&loss.probed.larger(&ProbeResult { term, error })))
     }
 
     /// Whether rounded weights cost no more than f16 ones.
@@ -300,7 +302,7 @@ impl Merged<'_> {
             return Ok(true);
         }
         // The weight of the token with the largest score is one.
-        let value = decoder.row(Side::Value, &self.unit.query.parts, loss.largest_at)?;
+        let value = decoder.decoded_row(Side::Value, &self.unit.query.parts, loss.largest_at)?;
         Ok(lost.max(PEAK * apart) <= OF_LARGEST_TERM * largest(value))
     }
 
@@ -313,7 +315,7 @@ impl Merged<'_> {
         decoder: &mut RowDecoder<'_>,
     ) -> Result<bool, BackendError> {
         let (state, at) = (&self.states[row], self.losses[row].largest_at);
-        let value = decoder.row(Side::Value, &self.unit.query.parts, at)?;
+        let value = decoder.decoded_row(Side::Value, &self.unit.query.parts, at)?;
         let squares = |values: &[f32]| squares(values.iter().copied());
         let coefficients = squares(&state.coefficients) / f64::from(state.weight_sum).powi(2);
         Ok(squares(value) < share * coefficients)
@@ -357,8 +359,8 @@ mod tests {
             tokens: 32.0,
             sum: 4.0,
             beyond_chance: largest_at == 9,
-            rounding: Rounding { square: 4.0, lost: -1.0 },
-            probed: Probed { term: score, error: 0.0 },
+            rounding: RoundingLoss { square: 4.0, lost: -1.0 },
+            probed: ProbeResult { term: score, error: 0.0 },
             largest_at,
         };
         let (a, b) = (of(1e-4, 3), of(2e-4, 9));
@@ -378,17 +380,17 @@ mod tests {
         for simd in Simd::available() {
             let unit = 5.0 / TOP;
             let apart: Vec<f32> = (0..128).map(|i| 5.0 * (i as f32 * 0.37).sin()).collect();
-            assert!(alike(simd, &apart, unit) < 1.5, "{}", alike(simd, &apart, unit));
+            assert!(alike_factor(simd, &apart, unit) < 1.5, "{}", alike_factor(simd, &apart, unit));
             // 0.469 is 3061.54 units: 0.46 of one is lost of each, one way.
             let mut same = [0.469f32; 128];
             (0..128).step_by(3).for_each(|at| same[at] = -0.469);
             let (all, one) = (128.0 * 0.46, (128f32 / 12.0).sqrt());
             assert!(
-                (alike(simd, &same, unit) - all / one).abs() < 0.5,
+                (alike_factor(simd, &same, unit) - all / one).abs() < 0.5,
                 "{}",
-                alike(simd, &same, unit)
+                alike_factor(simd, &same, unit)
             );
-            assert_eq!(alike(simd, &[0.0; 8], 0.0), 1.0);
+            assert_eq!(alike_factor(simd, &[0.0; 8], 0.0), 1.0);
         }
     }
 }

@@ -22,14 +22,14 @@ const TOKENS: u32 = 1;
 
 /// Findings about a query row at the keys of a few tokens.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Probed {
+pub(super) struct ProbeResult {
     /// The largest product of a query's and a key's channel.
     pub(super) term: f32,
     /// The largest error of a score.
     pub(super) error: f32,
 }
 
-impl Probed {
+impl ProbeResult {
     /// The larger of both, each way.
     pub(super) fn larger(&self, other: &Self) -> Self {
         Self { term: self.term.max(other.term), error: self.error.max(other.error) }
@@ -52,20 +52,20 @@ impl<'a> RowDecoder<'a> {
     }
 
     /// The row of the token at that position, of one of the parts.
-    pub(super) fn row(
+    pub(super) fn decoded_row(
         &mut self,
         side: Side,
         parts: &[PlanPart],
         at: u32,
     ) -> Result<&[f32], BackendError> {
         if self.known[side.index()] != Some(at) {
-            self.decode(side, parts, at)?;
+            self.decode_row(side, parts, at)?;
             self.known[side.index()] = Some(at);
         }
         Ok(&self.rows[side.index()])
     }
 
-    fn decode(&mut self, side: Side, parts: &[PlanPart], at: u32) -> Result<(), BackendError> {
+    fn decode_row(&mut self, side: Side, parts: &[PlanPart], at: u32) -> Result<(), BackendError> {
         let reader = self.job.reader;
         let head = reader.codec.head_codec(reader.layer, side, self.head);
         let mut row = std::mem::take(&mut self.rows[side.index()]);
@@ -75,7 +75,7 @@ impl<'a> RowDecoder<'a> {
         if let Some(part) = part.filter(|part| part.first_token <= at) {
             let rows = reader.open(&part.source, part.rows, side, self.head)?;
             let first = at - part.first_token;
-            if !self.decode_coded(side, (&rows, first), &mut row)? {
+            if !self.decode_coded(side, &rows, first, &mut row)? {
                 rows.decode(first, 1, &mut row)?;
             }
             restore(head, rows.space(), &mut row);
@@ -88,7 +88,8 @@ impl<'a> RowDecoder<'a> {
     fn decode_coded(
         &mut self,
         side: Side,
-        (rows, first): (&Rows<'_>, u32),
+        rows: &Rows<'_>,
+        first: u32,
         row: &mut [f32],
     ) -> Result<bool, BackendError> {
         let reader = self.job.reader;
@@ -106,7 +107,7 @@ impl<'a> RowDecoder<'a> {
         let wanted =
             Wanted { tiles: &mut *tiles, page, rows: token..token + 1, decoded: &mut decoded };
         huffman::decode(self.job.simd, vec![wanted])?;
-        let decoded = decoded && tiles.holds(token);
+        let decoded = decoded && tiles.holds_token(token);
         if decoded {
             grid::decode_row(grid, tiles, token, row);
         }
@@ -115,16 +116,16 @@ impl<'a> RowDecoder<'a> {
 }
 
 /// A few tokens that all rows of a unit see, and their scores.
-pub(super) struct Probe {
+pub(super) struct ScoreProbe {
     tokens: Range<u32>,
     /// `[rows, tokens]`.
     scores: Vec<f32>,
 }
 
-impl Probe {
+impl ScoreProbe {
     /// Chooses the tokens: those of a page first, whose kernel rounds. `None` where none is seen by
     /// all rows, or rows would take long to decode.
-    pub(super) fn choose(unit: &Unit<'_>, side: &HeadCodec, rows: usize) -> Option<Self> {
+    pub(super) fn choose_tokens(unit: &Unit<'_>, side: &HeadCodec, rows: usize) -> Option<Self> {
         let (first, last) = (unit.query.visible(unit.q.start), unit.query.visible(unit.q.end - 1));
         let seen = last.start..first.end;
         let in_part =
@@ -141,7 +142,7 @@ impl Probe {
     }
 
     /// Keeps the scores of some rows, where the span holds the tokens.
-    pub(super) fn keep(&mut self, rows: Range<usize>, span: &Span, scores: &Scores) {
+    pub(super) fn keep_scores(&mut self, rows: Range<usize>, span: &Span, scores: &Scores) {
         for at in span.visible(&self.tokens) {
             let token = span.token(at) - self.tokens.start as usize;
             for row in rows.clone() {
@@ -151,24 +152,24 @@ impl Probe {
     }
 
     /// Decodes the tokens' keys, and compares each row's scores with those in f64.
-    pub(super) fn measure(
+    pub(super) fn measure_errors(
         &self,
         job: &Job<'_>,
         unit: &Unit<'_>,
         queries: &Queries,
-    ) -> Result<Vec<Probed>, BackendError> {
+    ) -> Result<Vec<ProbeResult>, BackendError> {
         let count = self.tokens.len();
-        let mut found = vec![Probed::default(); self.scores.len() / count.max(1)];
+        let mut found = vec![ProbeResult::default(); self.scores.len() / count.max(1)];
         let mut decoder = RowDecoder::new(job, unit.head);
         for (index, at) in self.tokens.clone().enumerate() {
-            let key = decoder.row(Side::Key, unit.parts, at)?;
+            let key = decoder.decoded_row(Side::Key, unit.parts, at)?;
             for (row, found) in found.iter_mut().enumerate() {
                 let query = queries.row(RowSpace::Raw, row);
                 let term = largest_product(job.simd, query, key);
                 let exact = wide::scores(job, unit, row, key).first().copied();
                 let score = f64::from(self.scores[row * count + index]);
                 let error = exact.map_or(0.0, |exact| (score - exact).abs() as f32);
-                *found = found.larger(&Probed { term, error });
+                *found = found.larger(&ProbeResult { term, error });
             }
         }
         Ok(found)

@@ -50,7 +50,7 @@ impl Scores {
     }
 
     /// The sum of the weights of a row in some tiles.
-    pub(crate) fn total(&self, row: usize, tiles: &Range<usize>) -> f32 {
+    pub(crate) fn total_weight(&self, row: usize, tiles: &Range<usize>) -> f32 {
         let (tokens, seen) = (tiles.start * TILE..tiles.end * TILE, &self.seen[row]);
         if seen.is_empty() || tokens.start <= seen.start && seen.end <= tokens.end {
             return self.sums[row];

@@ -11,7 +11,7 @@ use crate::cpu::job::{Job, Unit, group};
 use crate::cpu::loss::{RowLoss, ValueLosses};
 use crate::cpu::part::Part;
 use crate::cpu::place::{Place, room};
-use crate::cpu::probe::Probe;
+use crate::cpu::probe::ScoreProbe;
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, InstructionSet, Precision};
 use crate::cpu::softmax::{self, Seen, Sums};
@@ -79,7 +79,7 @@ pub(super) struct Walk<'a> {
     tile: Vec<f32>,
     next: Next<'a>,
     /// Where queries are rounded.
-    probe: Option<Probe>,
+    probe: Option<ScoreProbe>,
 }
 
 /// Results of a unit.
@@ -134,8 +134,9 @@ impl<'a> Walk<'a> {
         let tiles = |side: Side| lanes.first().and_then(|tiles| tiles[side.index()].as_ref());
         let keys = Keys::new(how, key_side, tiles(Side::Key), &queries.folded);
         let values = Values::new(how, value_side, tiles(Side::Value), rows);
-        let rounds = precision == Precision::Fast && keys.as_ref().is_some_and(Keys::round);
-        let probe = if rounds { Probe::choose(unit, key_side, rows) } else { None };
+        let rounds =
+            precision == Precision::Fast && keys.as_ref().is_some_and(Keys::rounds_queries);
+        let probe = if rounds { ScoreProbe::choose_tokens(unit, key_side, rows) } else { None };
         Ok(Self {
             job,
             unit,
@@ -290,7 +291,7 @@ impl<'a> Walk<'a> {
                 let some = Seen { rows: scores, tokens: seen.clone() };
                 softmax::finish(simd, some, offsets, cap, &mut maxima);
                 if let Some(probe) = &mut self.probe {
-                    probe.keep(rows.clone(), span, &self.scores);
+                    probe.keep_scores(rows.clone(), span, &self.scores);
                 }
                 self.raise((rows.clone(), span), &mut maxima, &mut sums.largest);
                 self.next.ask();
@@ -350,8 +351,8 @@ impl<'a> Walk<'a> {
                 let full = tiles.start..tiles.start + count;
                 raise_weights(&mut self.scores, rows, span, full.clone());
                 for (row, loss) in self.losses.iter_mut().enumerate() {
-                    let sums = (self.scores.largest[row], self.scores.total(row, &full));
-                    loss.add_weights(sums, count);
+                    let sum = self.scores.total_weight(row, &full);
+                    loss.add_weights(self.scores.largest[row], sum, count);
                 }
                 for some in pieces(full, values.tiles_at_once()) {
                     let (in_page, in_span) = (span.tile(some.start), some.start);
@@ -424,13 +425,13 @@ impl<'a> Walk<'a> {
                 let losses = self.values.as_ref().map(|values| ValueLosses {
                     magnitude,
                     lost: values.lost(row),
-                    folded: values.folded(row),
+                    folded: values.folded_loss(row),
                 });
                 loss.close(losses.unwrap_or_default());
             }
         }
         if let Some(probe) = &self.probe {
-            let found = probe.measure(self.job, self.unit, &self.queries)?;
+            let found = probe.measure_errors(self.job, self.unit, &self.queries)?;
             for (loss, found) in self.losses.iter_mut().zip(found) {
                 loss.probed = found;
             }

@@ -6,7 +6,7 @@
 
 use crate::cpu::dots::{Lookup, ROWS, Target, TileCodes, key_dots, value_dots, wants_bytes};
 use crate::cpu::expand::Expand;
-use crate::cpu::loss::{alike, rounding_loss};
+use crate::cpu::loss::{alike_factor, rounding_loss};
 use crate::cpu::parts::{Parts, fits};
 use crate::cpu::scores::{Scores, TILE};
 use crate::cpu::simd::{How, Simd};
@@ -72,7 +72,7 @@ pub(crate) struct Keys {
     parts: Parts,
     /// What one unit of a score is, by row.
     units: Vec<f32>,
-    /// See [`alike`]; by row, of the first queries.
+    /// See [`alike_factor`]; by row, of the first queries.
     alikes: Vec<f32>,
     /// See [`Keys::loss`].
     losses: Vec<f32>,
@@ -142,7 +142,7 @@ impl Keys {
             let unit = parts.push(simd, &planar, largest, None).unit;
             units.push(unit * book.lookup.scale);
             if alikes.len() == row {
-                alikes.push(alike(simd, &planar, unit));
+                alikes.push(alike_factor(simd, &planar, unit));
                 losses.push(0.0);
             }
             let loss = rounding_loss(unit * book.lookup.scale, energy) * alikes[row];
@@ -224,7 +224,7 @@ impl Values {
             self.parts.reset(tiles.len() * TILE);
             let mut units = [0f32; ROWS];
             for (row, unit) in rows.clone().zip(&mut units) {
-                let total = weights.total(row, &tiles);
+                let total = weights.total_weight(row, &tiles);
                 let (weights, largest) = weights.tiles(row, tiles.clone());
                 let pushed = self.parts.push(simd, weights, largest, Some(total));
                 *unit = pushed.unit * lookup.scale;

@@ -16,7 +16,7 @@ use crate::cpu::dots::{Lookup, ROWS, Target, TileCodes, key_dots, value_dots};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::dots::{VECTOR_ROWS, wants_bytes};
 use crate::cpu::levels::{LevelBytes, LevelTable, Places, RunCodes, SPILL, look_up};
-use crate::cpu::loss::{alike, rounding_loss};
+use crate::cpu::loss::{alike_factor, rounding_loss};
 use crate::cpu::parts::{self, Parts};
 use crate::cpu::place::Place;
 use crate::cpu::scores::{SPAN, Scores, TILE};
@@ -248,8 +248,9 @@ impl Keys {
                 let row = &row[positions.clone()];
                 let largest = row.iter().fold(0f32, |m, q| m.max(q.abs()));
                 let unit = parts.push(how.0, row, largest, None).unit;
-                losses
-                    .push(rounding_loss(unit, level * row.len() as f32) * alike(how.0, row, unit));
+                losses.push(
+                    rounding_loss(unit, level * row.len() as f32) * alike_factor(how.0, row, unit),
+                );
                 units.push(unit);
             }
         }
@@ -332,7 +333,7 @@ fn cut(
     parts.reset(tiles.len() * TILE);
     let mut units = [0f32; ROWS];
     for (row, unit) in rows.zip(&mut units) {
-        let total = weights.total(row, &tiles);
+        let total = weights.total_weight(row, &tiles);
         let (weights, largest) = weights.tiles(row, tiles.clone());
         let pushed = parts.push(simd, weights, largest, Some(total));
         *unit = pushed.unit;

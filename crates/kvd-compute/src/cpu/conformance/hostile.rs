@@ -2,12 +2,12 @@
 //! than four times that of a plain reference with f16 queries and weights and f32 sums, over the
 //! same rows, row by row (`docs/adr/0019-rows-that-integers-do-not-serve.md`).
 
-use super::hostile_inputs::{Hostile, KINDS, TOKENS, to_half_all};
+use super::hostile_inputs::{HostileInput, KINDS, TOKENS, to_half_all};
 use super::*;
 use proptest::prelude::*;
 use std::fmt::Write as _;
 
-/// Errors over the reference's.
+/// RowErrors over the reference's.
 const SLACK: f64 = 4.0;
 
 /// Answers of a plain implementation in f32: scores, then weights, then sums, one after the other;
@@ -54,14 +54,14 @@ fn plain(
     q.chunks_exact(dim).enumerate().map(one).collect()
 }
 
-/// Errors of a row: of its output and of its log-sum-exp.
+/// RowErrors of a row: of its output and of its log-sum-exp.
 #[derive(Clone, Copy, Debug, Default)]
-struct Errors {
+struct RowErrors {
     out: f64,
     lse: f64,
 }
 
-impl Errors {
+impl RowErrors {
     /// An answer's.
     fn new(truth: &Truth, out: impl Iterator<Item = f64>, lse: f64) -> Self {
         let errors = truth.out.iter().zip(out).map(|(a, b)| (a - b).abs());
@@ -82,23 +82,23 @@ fn units(
     plan: &AttendPlan,
     rows: &LoadedRows,
     truth: &[Truth],
-) -> Vec<Errors> {
+) -> Vec<RowErrors> {
     let [single, half] = [false, true].map(|half| plain(geometry, plan, rows, half));
     let (epsilon, rounding) = (f64::from(f32::EPSILON), 2f64.powi(-11));
     let one = |(row, truth): (usize, &Truth)| {
-        let floor = Errors {
+        let floor = RowErrors {
             out: (epsilon * truth.largest_seen).max(rounding * truth.largest_value),
             lse: (epsilon * truth.lse.abs().max(1.0)).max(rounding * truth.largest_term),
         };
         let errors = [&single[row], &half[row]]
-            .map(|(out, lse)| Errors::new(truth, out.iter().copied(), *lse));
-        errors.into_iter().fold(floor, Errors::larger)
+            .map(|(out, lse)| RowErrors::new(truth, out.iter().copied(), *lse));
+        errors.into_iter().fold(floor, RowErrors::larger)
     };
     truth.iter().enumerate().map(one).collect()
 }
 
-/// Errors over the reference's by instruction set, of the row where they are largest.
-fn errors(name: &str, dim: u32, kind: Hostile, ask: Ask) -> Vec<(Simd, f64, f64)> {
+/// RowErrors over the reference's by instruction set, of the row where they are largest.
+fn errors(name: &str, dim: u32, kind: HostileInput, ask: Ask) -> Vec<(Simd, f64, f64)> {
     let geometry = Geometry { dtype: kind.dtype(), ..geometry(dim) };
     let codec = codec(&geometry, name);
     let [dim_k, dim_v] = Side::BOTH.map(|side| geometry.head_dim(side));
@@ -117,9 +117,10 @@ fn errors(name: &str, dim: u32, kind: Hostile, ask: Ask) -> Vec<(Simd, f64, f64)
         let answer = backend.attend(&plan).unwrap();
         let got = floats(&answer.out);
         let got = got.chunks_exact(dim_v).zip(&answer.lse).zip(truth.iter().zip(&units));
-        let worst = got.fold(Errors::default(), |worst, ((out, lse), (truth, unit))| {
-            let Errors { out, lse } = Errors::new(truth, out.iter().copied(), f64::from(*lse));
-            worst.larger(Errors { out: out / unit.out, lse: lse / unit.lse })
+        let worst = got.fold(RowErrors::default(), |worst, ((out, lse), (truth, unit))| {
+            let RowErrors { out, lse } =
+                RowErrors::new(truth, out.iter().copied(), f64::from(*lse));
+            worst.larger(RowErrors { out: out / unit.out, lse: lse / unit.lse })
         });
         errors.push((simd, worst.out, worst.lse));
     }
@@ -135,7 +136,7 @@ fn names() -> Vec<&'static str> {
 
 const ASK: Ask = Ask { group: 3, n_q: 2, position: 174, window: None, cap: None };
 
-fn assert_served(name: &str, dim: u32, kind: Hostile, ask: Ask) {
+fn assert_served(name: &str, dim: u32, kind: HostileInput, ask: Ask) {
     for (simd, out, lse) in errors(name, dim, kind, ask) {
         let what = format!("{name}, {dim}, {kind:?}, {simd:?}, {ask:?}");
         assert!(out <= SLACK, "{what}: out errs {out:.2} times the reference's");
@@ -143,7 +144,7 @@ fn assert_served(name: &str, dim: u32, kind: Hostile, ask: Ask) {
     }
 }
 
-/// Errors over the reference's, by kind of data and by instruction set.
+/// RowErrors over the reference's, by kind of data and by instruction set.
 type ErrorsByKind = Vec<Vec<(Simd, f64)>>;
 
 /// The page `docs/perf/fast-bound.md`, but for what is said there once.
@@ -177,7 +178,7 @@ fn hostile_inputs_err_no_more_than_four_times_f16() {
     let mut found = Vec::new();
     let mut failed = Vec::new();
     for name in names() {
-        let of_kind = |kind: &Hostile| {
+        let of_kind = |kind: &HostileInput| {
             let errors = errors(name, 64, *kind, ASK).into_iter();
             let errors = errors.map(|(simd, out, lse)| {
                 let error = if (out + lse).is_nan() { f64::INFINITY } else { out.max(lse) };
@@ -202,9 +203,9 @@ fn hostile_inputs_are_served_at_every_head_size_and_with_a_window() {
     ];
     for (dim, name) in [(96, "kvcomp"), (128, "kivi-4"), (256, "turbo-4"), (128, "vecinfer-2")] {
         for ask in asks {
-            assert_served(name, dim, Hostile::QueryChannel(448.0, 0.01), ask);
-            assert_served(name, dim, Hostile::KeyBias(1000.0), ask);
-            assert_served(name, dim, Hostile::EmptySink, ask);
+            assert_served(name, dim, HostileInput::QueryChannel(448.0, 0.01), ask);
+            assert_served(name, dim, HostileInput::KeyBias(1000.0), ask);
+            assert_served(name, dim, HostileInput::EmptySink, ask);
         }
     }
 }
@@ -214,7 +215,7 @@ proptest! {
     #[test]
     fn magnitudes_over_twelve_decades_are_served(seed in 1u64..1 << 40, index in 0usize..1 << 16) {
         let names = names();
-        assert_served(names[index % names.len()], 64, Hostile::Decades(seed), ASK);
+        assert_served(names[index % names.len()], 64, HostileInput::Decades(seed), ASK);
     }
 }
 

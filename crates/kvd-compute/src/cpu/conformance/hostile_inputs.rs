@@ -7,7 +7,7 @@ pub(super) const TOKENS: usize = 176;
 
 /// How an input is bad.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Hostile {
+pub(super) enum HostileInput {
     /// One channel of the queries is so large; keys are so much smaller there.
     QueryChannel(f32, f32),
     /// Three channels are, of different sizes.
@@ -42,31 +42,31 @@ pub(super) enum Hostile {
     Decades(u64),
 }
 
-pub(super) const KINDS: &[Hostile] = &[
-    Hostile::QueryChannel(128.0, 0.01),
-    Hostile::QueryChannel(448.0, 0.01),
-    Hostile::QueryChannel(4096.0, 0.01),
-    Hostile::QueryChannel(4096.0, 0.0),
-    Hostile::QueryChannel(1e6, 1e-3),
-    Hostile::QueryChannels,
-    Hostile::QueryChannelsBy(3000.0, 1e-4),
-    Hostile::QueryChannelsBy(3000.0, 1.0),
-    Hostile::ChannelDecades(8.0),
-    Hostile::AlikeChannels(5.0, 0.469),
-    Hostile::AlikeHalves(5.0, 0.469),
-    Hostile::KeyBias(1000.0),
-    Hostile::KeyPairs(1000.0),
-    Hostile::Logits(1e5),
-    Hostile::Logits(-1e5),
-    Hostile::ValueChannel(1e4),
-    Hostile::ValueRow(1e4),
-    Hostile::EmptySink,
-    Hostile::EqualWeights(5.7),
-    Hostile::EqualWeights(7.0),
-    Hostile::Tiny(1e-4),
-    Hostile::Decades(1),
-    Hostile::Decades(2),
-    Hostile::Decades(3),
+pub(super) const KINDS: &[HostileInput] = &[
+    HostileInput::QueryChannel(128.0, 0.01),
+    HostileInput::QueryChannel(448.0, 0.01),
+    HostileInput::QueryChannel(4096.0, 0.01),
+    HostileInput::QueryChannel(4096.0, 0.0),
+    HostileInput::QueryChannel(1e6, 1e-3),
+    HostileInput::QueryChannels,
+    HostileInput::QueryChannelsBy(3000.0, 1e-4),
+    HostileInput::QueryChannelsBy(3000.0, 1.0),
+    HostileInput::ChannelDecades(8.0),
+    HostileInput::AlikeChannels(5.0, 0.469),
+    HostileInput::AlikeHalves(5.0, 0.469),
+    HostileInput::KeyBias(1000.0),
+    HostileInput::KeyPairs(1000.0),
+    HostileInput::Logits(1e5),
+    HostileInput::Logits(-1e5),
+    HostileInput::ValueChannel(1e4),
+    HostileInput::ValueRow(1e4),
+    HostileInput::EmptySink,
+    HostileInput::EqualWeights(5.7),
+    HostileInput::EqualWeights(7.0),
+    HostileInput::Tiny(1e-4),
+    HostileInput::Decades(1),
+    HostileInput::Decades(2),
+    HostileInput::Decades(3),
 ];
 
 /// `10^u` for `u` between -6 and 6.
@@ -81,7 +81,7 @@ fn decades(count: usize, seed: u64) -> Vec<f32> {
     (0..count).map(|_| 10f32.powf(12.0 * draw() - 6.0)).collect()
 }
 
-impl Hostile {
+impl HostileInput {
     /// Rows that f16 has no room for.
     pub(super) fn dtype(self) -> DType {
         if matches!(self, Self::Decades(_)) { DType::F32 } else { DType::F16 }

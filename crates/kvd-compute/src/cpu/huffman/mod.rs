@@ -149,7 +149,7 @@ impl LaneTiles {
     }
 
     /// The code of a row of the page, which lies in a full tile, at a position.
-    pub(super) fn code(&self, token: usize, position: usize) -> u8 {
+    pub(super) fn code_of_token(&self, token: usize, position: usize) -> u8 {
         let (quad, within) = match self.side {
             Side::Key => {
                 let (tile, row) = (token / TILE * TILE, token % TILE);
@@ -161,7 +161,7 @@ impl LaneTiles {
     }
 
     /// Whether a row of the page lies in a full tile.
-    pub(super) fn holds(&self, token: usize) -> bool {
+    pub(super) fn holds_token(&self, token: usize) -> bool {
         token < self.rows
     }
 

@@ -4,7 +4,7 @@
 use crate::cpu::ahead::Ahead;
 use crate::cpu::dots::{Lookup, ROWS, TileCodes, VECTOR_ROWS, key_dots};
 use crate::cpu::hybrid::{self, Groups, ScaleRows};
-use crate::cpu::loss::{alike, largest_of, rounding_loss};
+use crate::cpu::loss::{alike_factor, largest_of, rounding_loss};
 use crate::cpu::parts::{self, Parts, Pushed};
 use crate::cpu::place::Place;
 use crate::cpu::scores::{SPAN, Scores, TILE};
@@ -71,7 +71,7 @@ impl Keys {
                 let total: f32 = query.iter().sum();
                 let Pushed { unit, lost, .. } = parts.push(how.0, query, largest, Some(total));
                 units.push(unit);
-                losses.push(rounding_loss(unit, energy) * alike(how.0, query, unit));
+                losses.push(rounding_loss(unit, energy) * alike_factor(how.0, query, unit));
                 adds.push([lost * middle(groups), total]);
             }
             Group { channels, parts, units, losses, adds }

@@ -21,7 +21,7 @@ pub(super) mod nibbles;
 pub(super) mod values;
 
 use crate::cpu::dots::{Lookup, ROWS, TileCodes, key_dots};
-use crate::cpu::loss::{alike, rounding_loss};
+use crate::cpu::loss::{alike_factor, rounding_loss};
 use crate::cpu::parts::{self, Parts, Pushed};
 use crate::cpu::scores::{SPAN, Scores, TILE};
 use crate::cpu::simd::{How, Simd};
@@ -71,7 +71,7 @@ pub(crate) struct Keys {
     units: Vec<f32>,
     /// What the minima add to a score, by row.
     bases: Vec<f32>,
-    /// See [`alike`]; by row, of queries times the first steps.
+    /// See [`alike_factor`]; by row, of queries times the first steps.
     alikes: Vec<f32>,
     /// See [`Keys::loss`].
     losses: Vec<f32>,
@@ -173,7 +173,7 @@ impl Keys {
             let rows = self.queries.chunks_exact(self.dim).zip(&self.units);
             self.alikes.extend(rows.map(|(query, unit)| {
                 let folded: Vec<f32> = query.iter().zip(&steps).map(|(q, s)| q * s).collect();
-                alike(simd, &folded, *unit)
+                alike_factor(simd, &folded, *unit)
             }));
         }
     }
@@ -185,7 +185,7 @@ impl Keys {
             for query in self.queries.chunks_exact(self.dim) {
                 let (largest, total) = (query.iter().fold(0f32, |m, q| m.max(q.abs())), sum(query));
                 let pushed = self.parts.push(simd, query, largest, Some(total));
-                self.alikes.push(alike(simd, query, pushed.unit));
+                self.alikes.push(alike_factor(simd, query, pushed.unit));
                 self.whole.push(Pushed { base: total, ..pushed });
             }
         }

@@ -4,7 +4,7 @@
 use crate::cpu::ahead::Ahead;
 use crate::cpu::dots::{Lookup, ROWS, SETTLED_TILES, Target, TileCodes, VECTOR_ROWS, value_dots};
 use crate::cpu::hybrid;
-use crate::cpu::loss::{Rounding, largest_of};
+use crate::cpu::loss::{RoundingLoss, largest_of};
 use crate::cpu::parts::{Parts, Pushed};
 use crate::cpu::scores::{Scores, TILE};
 use crate::cpu::simd::{How, Simd, per_level};
@@ -98,7 +98,7 @@ pub(crate) struct Values {
     /// Signed sums of the rounding residuals of weights without steps, by row.
     lost: Vec<f32>,
     /// For rounding of weights times steps, `[rows, groups of channels]`.
-    folded: Vec<Rounding>,
+    folded: Vec<RoundingLoss>,
 }
 
 impl Values {
@@ -133,7 +133,7 @@ impl Values {
             magnitude: 0.0,
             lost: vec![0.0; rows],
             folded: match groups.axis {
-                GroupAxis::Token => vec![Rounding::default(); rows * pairs],
+                GroupAxis::Token => vec![RoundingLoss::default(); rows * pairs],
                 GroupAxis::Channel | GroupAxis::Block => Vec::new(),
             },
         })
@@ -153,10 +153,10 @@ impl Values {
 
     /// Losses of a sum for rounding of weights times steps, of the group of channels that lost
     /// most; none where steps do not go into the weights.
-    pub(crate) fn folded(&self, row: usize) -> Rounding {
+    pub(crate) fn folded_loss(&self, row: usize) -> RoundingLoss {
         let pairs = self.dim.div_ceil(channels(self.groups, self.dim));
         let groups = self.folded.get(row * pairs..(row + 1) * pairs).unwrap_or_default();
-        let most = groups.iter().fold(Rounding::default(), |most, group| most.larger(group));
+        let most = groups.iter().fold(RoundingLoss::default(), |most, group| most.larger(group));
         most.times(spread(self.groups))
     }
 
