@@ -107,7 +107,7 @@ impl Pages {
         &self.0.ends
     }
 
-    /// What the pages are made of.
+    /// Bytes of the pages by kind.
     #[must_use]
     pub fn accounting(&self) -> &PackedBytes {
         &self.0.accounting

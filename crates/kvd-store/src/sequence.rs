@@ -32,7 +32,7 @@ pub struct SequenceUsage {
     pub packed_blocks: u64,
     /// The other blocks: wholly or partly read in the stored precision.
     pub raw_blocks: u64,
-    /// What the blocks hold.
+    /// Bytes of the blocks by kind.
     pub stored: StoredBytes,
 }
 

@@ -60,7 +60,7 @@ struct Growth {
     lengths: Vec<Vec<u32>>,
 }
 
-/// What was seen when the pool refused.
+/// The state of the pool when it refused.
 #[derive(Debug)]
 struct Refusal {
     /// Share of the pool that is free.

@@ -107,7 +107,7 @@ impl Measured {
         }
     }
 
-    /// What is more than `words.toml` of a tree allows.
+    /// The findings where a tree is over the maxima of its `words.toml`.
     pub(super) fn check(&self, root: &Path) -> Result<Vec<String>> {
         let text = fs::read_to_string(root.join(MAXIMA)).context(MAXIMA)?;
         Ok(self.findings(&toml::from_str(&text).context(MAXIMA)?))

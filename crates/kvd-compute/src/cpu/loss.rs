@@ -26,8 +26,8 @@ const OF_LARGEST_SUM: f32 = OF_LARGEST_TERM / 4.0;
 const PEAK: f32 = 1.5;
 /// The error of a score that was measured stands for those of others up to so many times it.
 const MEASURED: f32 = 2.5;
-/// What weights lose together is taken for chance up to so many root mean squares of what they lose
-/// each by itself, and up to so many times the mean weight over the largest ones: smaller weights
+/// The joint loss of weights counts as chance up to so many root mean squares of their single
+/// losses, and up to so many times the mean weight over the largest ones, since smaller weights
 /// lose digits.
 const CHANCE: f32 = 4.0;
 const CHANCE_OF_SMALL: f32 = 48.0;

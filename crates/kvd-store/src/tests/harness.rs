@@ -89,7 +89,7 @@ impl Bench {
         self.store.usage(self.model.id)
     }
 
-    /// What a description says, found by looking at every block.
+    /// The description of a sequence, computed by a walk over all its blocks.
     pub(super) fn recount(&self, id: SequenceId) -> SequenceUsage {
         let entry = self.store.entries().into_iter().find(|entry| entry.id == id).unwrap();
         let mut usage = SequenceUsage {
@@ -289,7 +289,7 @@ impl Bench {
         }
     }
 
-    /// What a pin shows; checks that its rows cover its range in order.
+    /// The rows that a pin lends; checks that they cover its range in order.
     pub(super) fn show(&self, pinned: &Pinned) -> Vec<Token> {
         let bytes = self.bytes.lock();
         let block = self.model.geometry.block_tokens;

@@ -196,7 +196,7 @@ fn compare_levels(backend: &mut CpuBackend, codec: &ModelCodec, name: &str, part
             let what = format!("{name}, {geometry:?}, {group}, {tokens} tokens");
             if let Some(first) = firsts.iter().find(|first| first.way == way) {
                 let exact = exact(name, way, (first.how.0, simd), part.is_full());
-                if first.again == got.again {
+                if first.how.1 == got.how.1 || first.again == got.again {
                     compare(first, &got, exact, order, part, &what);
                 } else {
                     let apart = Apart::of_budgets(&[half, half]);

@@ -5,7 +5,7 @@
 use super::Region;
 use crate::metrics::Metric;
 use crate::service::{
-    AttendReply, Call, InFlight, Model, OpenMemory, RefusedQuery, Service, ServiceError, StoreReply,
+    AttendReply, Call, Model, OpenMemory, RefusedQuery, Service, ServiceError, StoreReply,
 };
 use crate::transport::measure::answer as measured;
 use bytes::Bytes;
@@ -78,20 +78,19 @@ async fn store(
     caller: &Call,
     mut request: v1::StoreBlocksRequest,
 ) -> Result<StoreReply, ServiceError> {
-    // Together, as in a message.
     let slices = [request.k.as_ref(), request.v.as_ref()].map(slice_of);
-    let bytes = slices.iter().flatten().map(|slice| slice.bytes);
-    check_size(service, bytes.fold(0, u64::saturating_add))?;
+    let given: Vec<_> = slices.into_iter().flatten().collect();
+    let bytes = check_slices(service, region, &given)?;
     if let (Some(device), [Some(k), Some(v)]) = (&region.device, slices)
         && let Some(stored) = store_in_place(service, device, caller, (&request, [k, v])).await?
     {
         return Ok(stored);
     }
-    let slices: Vec<_> = slices.into_iter().flatten().collect();
-    let _share = take_slices(service, region, caller, &slices)?;
+    // Before anything is copied.
+    let _share = service.take_bytes(caller, bytes)?;
     let caller = &Call { is_message_admitted: true, ..caller.clone() };
-    request.k = taken(service, region, caller, request.k).await?;
-    request.v = taken(service, region, caller, request.v).await?;
+    request.k = taken(region, caller, request.k).await?;
+    request.v = taken(region, caller, request.v).await?;
     count(service, if region.device.is_some() { "copied" } else { "file" });
     service.store(caller, StoreChunk::try_from(request)?).await
 }
@@ -103,8 +102,6 @@ async fn store_in_place(
     caller: &Call,
     (request, [k, v]): (&v1::StoreBlocksRequest, [v1::RegionSlice; 2]),
 ) -> Result<Option<StoreReply>, ServiceError> {
-    device.check(k.offset, k.bytes)?;
-    device.check(v.offset, v.bytes)?;
     let nothing = Some(inline_payload(Bytes::new()));
     let without = v1::StoreBlocksRequest { k: nothing.clone(), v: nothing, ..*request };
     let chunk = StoreChunk::try_from(without)?;
@@ -148,11 +145,13 @@ async fn attend(
     let payload = request.q.take();
     let elsewhere = region.device.as_ref().zip(slice_of(payload.as_ref()));
     let in_file = slice_of(payload.as_ref()).filter(|_| elsewhere.is_none());
-    let _share = take_slices(service, region, caller, in_file.as_slice())?;
+    let bytes = check_slices(service, region, in_file.as_slice())?;
+    // Before anything is copied.
+    let _share = service.take_bytes(caller, bytes)?;
     let copying = Call { is_message_admitted: true, ..caller.clone() };
     request.q = match elsewhere {
         Some(_) => Some(inline_payload(Bytes::new())),
-        None => taken(service, region, caller, payload).await?,
+        None => taken(region, caller, payload).await?,
     };
     let mut batch = AttendBatch::try_from(request)?;
     service.admit(caller)?;
@@ -189,7 +188,7 @@ async fn attend(
             };
         }
         let share = service.take_bytes(caller, q.bytes)?;
-        batch.q = copied(service, device, caller, q).await?;
+        batch.q = copied(device, caller, q).await?;
         _copy = Some(share);
     }
     count(service, if region.device.is_some() { "copied" } else { "file" });
@@ -270,12 +269,10 @@ fn slice_of(payload: Option<&v1::Payload>) -> Option<v1::RegionSlice> {
 
 /// A slice of device memory, copied; a copy is the daemon's memory, as a message is.
 async fn copied(
-    service: &Service,
     device: &OpenMemory,
     caller: &Call,
     slice: v1::RegionSlice,
 ) -> Result<Bytes, ServiceError> {
-    check_size(service, slice.bytes)?;
     Ok(device.read(caller, slice.offset, slice.bytes).await?.into())
 }
 
@@ -289,36 +286,32 @@ fn check_size(service: &Service, bytes: u64) -> Result<(), ServiceError> {
     Err(ServiceError::new(ErrorCode::MessageTooLarge, message))
 }
 
-/// Takes the bytes of slices from the budget, before anything is copied. What lies outside the
-/// region or is larger than a message may be is refused as that: it never fits, however long the
-/// caller waits.
-fn take_slices(
+/// Tests that slices lie in the region and are together no larger than a message may be, and
+/// answers their bytes. A slice that fails here never fits, however long the caller waits.
+fn check_slices(
     service: &Service,
     region: &Region,
-    caller: &Call,
     slices: &[v1::RegionSlice],
-) -> Result<InFlight, ServiceError> {
+) -> Result<u64, ServiceError> {
     for slice in slices {
         check(region, slice.offset, slice.bytes)?;
     }
     let bytes = slices.iter().fold(0u64, |sum, slice| sum.saturating_add(slice.bytes));
     check_size(service, bytes)?;
-    service.take_bytes(caller, bytes)
+    Ok(bytes)
 }
 
-/// A payload with its bytes, copied out of the region if they are there.
+/// A payload with its bytes, copied out of the region if they are there. [`check_slices`] has
+/// tested its slice.
 async fn taken(
-    service: &Service,
     region: &Region,
     caller: &Call,
     payload: Option<v1::Payload>,
 ) -> Result<Option<v1::Payload>, ServiceError> {
     let Some(slice) = slice_of(payload.as_ref()) else { return Ok(payload) };
-    check(region, slice.offset, slice.bytes)?;
     let bytes = match &region.device {
-        Some(device) => copied(service, device, caller, slice).await?,
+        Some(device) => copied(device, caller, slice).await?,
         None => {
-            check_size(service, slice.bytes)?;
             let mut bytes = vec![0; slice.bytes as usize];
             region.memory.read_bytes(slice.offset, &mut bytes)?;
             bytes.into()
