@@ -1,10 +1,17 @@
 # Functions of .ci/run and its parts. Sourced, from the repository's root.
 
 # Deep parts, cheapest first.
-deep_parts() { echo typos licenses pages fuzz miri kernels nvrtc cross sanitizers; }
+deep_parts() { echo typos licenses pages fuzz kernels nvrtc cross sanitizers; }
 
 # The paths that a part guards: the line "# guards: ..." at the head of its file.
 guards_of() { sed -n 's/^# guards: //p' ".ci/parts/$1.sh"; }
+
+# The seconds after which a part is ended.
+limit_of() {
+    local limit
+    limit=$(sed -n 's/^# limit: //p' ".ci/parts/$1.sh")
+    echo "${limit:-900}"
+}
 
 # The commit at which a part was last green; nothing where none is known.
 green_of() { awk -v part="$1" '$1 == part { print $2 }' .ci/green; }

@@ -1,4 +1,5 @@
 # Format, lints, house rules, generated code and the README's test command, of one build.
+# limit: 2400
 set -euo pipefail
 source .ci/lib.sh
 rustup component add rustfmt clippy >/dev/null 2>&1 || true

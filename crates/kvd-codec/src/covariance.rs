@@ -118,7 +118,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn principal_axes_are_the_axes() {
         let axes = principal_axes(&rows(), 2);
         assert!((axes[0].abs() - 0.75f64.sqrt()).abs() < 1e-5, "{axes:?}");
@@ -126,7 +125,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn moments_are_sums_in_the_order_of_rows() {
         for (dim, count) in [(2, 1), (6, 8), (14, 21), (64, 40)] {
             let value = |i: usize| ((i * 7919 % 1009) as f32 - 504.0) / 97.0;

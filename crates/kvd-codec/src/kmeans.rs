@@ -193,7 +193,6 @@ mod tests {
     use super::*;
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn separated_clusters_are_found_and_ordered_by_use() {
         let mut rng = SplitMix64(1);
         let mut points = Vec::new();

@@ -220,7 +220,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn cells_do_nearly_as_well_as_comparing_everything() {
         let (dim, count) = (4, 1024);
         let points = noise(8192 * dim, 1);
@@ -240,7 +239,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn few_distinct_points_are_fine() {
         let points = [1.0f32, 2.0, 1.0, 2.0, 7.0];
         let entries = fit_clusters(&points, 1, 1024, &mut SplitMix64(0)).entries;

@@ -98,7 +98,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn levels_of_a_normal_source_are_those_of_max() {
         // Max (1960), table I: mean squared errors of 2, 4, 8 and 16 levels.
         let points = normal(20_000);
@@ -118,7 +117,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn few_or_equal_points_need_no_more_levels() {
         let mut levels = [9f32; 8];
         assert_eq!(train_levels(&[], &mut levels), 1.0);

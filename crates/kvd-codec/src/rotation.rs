@@ -106,7 +106,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn it_is_orthogonal_and_the_inverse_undoes_it() {
         for dim in [2, 6, 30, 64, 80, 96, 128, 254, 256] {
             let columns = columns(dim, 3);
@@ -125,7 +124,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn every_channel_reaches_every_other_evenly() {
         // A random rotation's entries have a variance of 1/d and fourth moments of about 3/d².
         for dim in [64, 80, 96, 128, 254] {
@@ -142,7 +140,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn seeds_and_sizes_give_other_maps_and_the_same_seed_the_same() {
         assert_eq!(columns(32, 5), columns(32, 5));
         assert_ne!(columns(32, 5), columns(32, 6));

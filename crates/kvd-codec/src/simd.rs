@@ -286,7 +286,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn every_width_gives_the_sums_in_the_order_of_inputs() {
         let value = |i: usize| ((i * 7919 % 1009) as f32 - 504.0) / 97.0;
         for dim in [2, 6, 16, 40, 64, 80, 96, 126, 128, 256] {

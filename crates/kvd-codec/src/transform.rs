@@ -284,7 +284,6 @@ mod tests {
     use super::*;
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn hadamard_is_orthonormal_and_its_own_inverse() {
         for dim in [2, 30, 32, 80, 96, 128, 254, 256] {
             let step = TransformStep::hadamard_blocks(dim);

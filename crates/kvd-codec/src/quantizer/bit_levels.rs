@@ -134,7 +134,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn many_at_once_are_as_one_by_one() {
         let levels = levels();
         let mut x: Vec<f32> = (-200..=205).map(|step| step as f32 * 0.031).collect();

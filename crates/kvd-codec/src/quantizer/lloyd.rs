@@ -388,7 +388,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn in_many_dimensions_the_levels_are_those_of_a_gaussian() {
         for (bits, (levels, least)) in (1u8..).zip(GAUSSIAN) {
             let lloyd = LloydMax::new(bits, 1024);
@@ -405,7 +404,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn every_level_is_the_centroid_of_its_cell() {
         for dim in [2, 4, 32, 80, 128, 256, 1024] {
             for bits in 1..=8 {
@@ -424,7 +422,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn counting_and_halving_agree() {
         let dim = 2001;
         let row: Vec<f32> = (0..dim).map(|index| index as f32 * 0.005 - 5.0).collect();
@@ -438,7 +435,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn rows_keep_their_length_and_err_as_the_theory_says() {
         let dim = 128;
         // Normal deviates (Box and Muller) of a length that changes from row to row.

@@ -308,7 +308,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn nearest_is_the_first_least_score() {
         for (dim, count) in
             [(1usize, 2usize), (2, 16), (3, 32), (4, 256), (5, 8), (8, 64), (11, 32), (16, 4)]
@@ -383,7 +382,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn every_width_finds_the_first_least_whatever_scores_are() {
         for dim in [1usize, 2, 3, 4, 5, 7, 8, 11, 16] {
             let fill = |value: fn(usize) -> f32, count: usize| -> Vec<f32> {

@@ -382,7 +382,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn every_f16_and_what_lies_between_is_rounded_as_the_library_does() {
         for bits in 0..=u16::MAX {
             let half = f16::from_bits(bits);

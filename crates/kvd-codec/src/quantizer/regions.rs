@@ -280,7 +280,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn fewer_entries_give_the_same_ones() {
         let fitted =
             kmeans::fit_clusters(&noise(4 * 8192, 1, 1.7), DIM, 256, &mut SplitMix64(3)).entries;
@@ -313,7 +312,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn most_points_have_few_candidates() {
         let points = noise(4 * 8192, 1, 1.7);
         let book =

@@ -264,7 +264,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn tiles_have_the_bytes_of_codes_that_are_packed() {
         let axes = [
             (GroupAxis::Channel, Some(32)),

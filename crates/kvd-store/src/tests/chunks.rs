@@ -103,7 +103,7 @@ fn a_pool_full_of_closed_sequences_refuses_nobody() {
     let tokens = 64 * BLOCK;
     let raw_block = 192;
     let b = Bench::new(2 * 64 * raw_block, shape(1, BLOCK, 0, tokens));
-    for round in 0..if cfg!(miri) { 3 } else { 200 } {
+    for round in 0..200 {
         let id = b.open();
         for layer in 0..2 {
             let ticket = b.begin(id, layer, 0, tokens);
@@ -130,7 +130,7 @@ fn many_that_need_what_was_closed_get_it() {
         for _ in 0..threads {
             scope.spawn(|| {
                 start.wait();
-                for round in 0..if cfg!(miri) { 3 } else { 100 } {
+                for round in 0..100 {
                     let id = b.open();
                     for layer in 0..2 {
                         let ticket = b.begin(id, layer, 0, tokens).unwrap();
@@ -161,13 +161,13 @@ fn a_pool_that_is_gone_ends_its_thread() {
 
 #[test]
 fn a_fork_sees_all_layers_before_a_cut_or_all_after_it() {
-    let layers = if cfg!(miri) { 3 } else { 200 };
+    let layers = 200;
     let mut model = (*shape(1, BLOCK, 0, 8)).clone();
     model.geometry.layers = layers;
     let b = Bench::new(1 << 22, Arc::new(model));
     let id = b.open();
     b.fill(id, 0..40);
-    let rounds = if cfg!(miri) { 2 } else { 100 };
+    let rounds = 100;
     thread::scope(|scope| {
         scope.spawn(|| {
             for round in 1..=rounds {

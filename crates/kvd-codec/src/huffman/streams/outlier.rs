@@ -96,7 +96,6 @@ mod tests {
 
     proptest! {
         #[test]
-        #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
         fn rests_come_back_and_take_the_bits_that_are_counted(
             picks in proptest::collection::vec(
                 (0usize..30_000, prop_oneof![-7i32..=7, -70_000i32..=70_000]), 0..40),

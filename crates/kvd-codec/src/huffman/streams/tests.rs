@@ -80,7 +80,6 @@ fn sides() -> impl Strategy<Value = Side> {
 
 proptest! {
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn chunks_come_back_and_shorter_ones_do_not(
         side in sides(),
         parts in proptest::collection::vec((0usize..7, 1usize..12), 1..5),
@@ -104,7 +103,6 @@ proptest! {
     }
 
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn any_bytes_give_codes_that_tables_have_or_an_error(
         side in sides(),
         parts in proptest::collection::vec((0usize..7, 1usize..12), 1..5),
@@ -136,7 +134,6 @@ proptest! {
 
 proptest! {
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn stream_after_stream_gives_the_words_of_step_after_step(
         side in sides(),
         (levels, skew) in (prop_oneof![2u16..33, 33u16..70, 100u16..300], 1f64..3.0),
@@ -212,7 +209,6 @@ fn partial(grouping: SymbolGrouping, absent: u64) -> StreamTable {
 
 proptest! {
     #[test]
-    #[cfg_attr(miri, ignore = "too many numbers for an interpreter")]
     fn codes_without_a_symbol_come_back_with_their_rests(
         side in sides(),
         parts in proptest::collection::vec((0usize..4, 1usize..12), 1..5),
