@@ -9,12 +9,12 @@ const ROOT: &str = "../..";
 
 fn main() {
     println!("cargo:rerun-if-env-changed=KVD_COMMIT");
-    let commit = commit().or_else(given).unwrap_or_else(|| "unknown".to_owned());
+    let commit = checkout_commit().or_else(given_commit).unwrap_or_else(|| "unknown".to_owned());
     println!("cargo:rustc-env=KVD_COMMIT={commit}");
 }
 
 /// What the environment says; nothing that would break a line or a label.
-fn given() -> Option<String> {
+fn given_commit() -> Option<String> {
     let commit = std::env::var("KVD_COMMIT").ok()?;
     let is_name = |c: char| c.is_ascii_alphanumeric() || "-._+".contains(c);
     let commit = commit.trim();
@@ -22,13 +22,13 @@ fn given() -> Option<String> {
         .then(|| commit.to_owned())
 }
 
-fn commit() -> Option<String> {
+fn checkout_commit() -> Option<String> {
     // A tarball may lie in somebody else's checkout, whose commit says nothing.
-    if !git(&["rev-parse", "--show-prefix"])?.is_empty() {
+    if !run_git(&["rev-parse", "--show-prefix"])?.is_empty() {
         return None;
     }
     // Every commit and every change of branch is written down there.
-    let log = git(&["rev-parse", "--path-format=absolute", "--git-path", "logs/HEAD"])?;
+    let log = run_git(&["rev-parse", "--path-format=absolute", "--git-path", "logs/HEAD"])?;
     println!("cargo:rerun-if-changed={log}");
     // What makes the binary another one than that of the commit.
     for package in fs::read_dir("..").ok()?.flatten() {
@@ -37,10 +37,10 @@ fn commit() -> Option<String> {
     for other in ["Cargo.toml", "Cargo.lock", "kernels"] {
         println!("cargo:rerun-if-changed={ROOT}/{other}");
     }
-    git(&["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"])
+    run_git(&["describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"])
 }
 
-fn git(arguments: &[&str]) -> Option<String> {
+fn run_git(arguments: &[&str]) -> Option<String> {
     let output = Command::new("git").arg("-C").arg(ROOT).args(arguments).output().ok()?;
     let text = output.status.success().then_some(output.stdout)?;
     Some(String::from_utf8(text).ok()?.trim().to_owned())

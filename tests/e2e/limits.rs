@@ -1,7 +1,7 @@
 //! Limits: page memory, the queue, messages, deadlines, counts, and the end of the daemon. Each
 //! answers at once and gives way when there is room again.
 
-use kvd::Drained;
+use kvd::DrainOutcome;
 use kvd_client::{AttendQuery, ClientError, ClientOptions, ErrorCode, ModelSpec, Namespace};
 use kvd_proto::v1;
 use kvd_tests::codec::{calibration_for_random, with_windows};
@@ -360,7 +360,7 @@ async fn a_draining_daemon_refuses_new_work_and_takes_back_what_it_lent() {
     assert_eq!(daemon.admin_page("/readyz").await.0, 503);
     assert_eq!(daemon.admin_page("/healthz").await.0, 200);
     engine.close_sequence(conversation).await;
-    assert_eq!(daemon.stop_daemon().await, Drained::Clean);
+    assert_eq!(daemon.stop_daemon().await, DrainOutcome::Clean);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -375,7 +375,7 @@ async fn a_drain_ends_idle_streams_and_is_clean() {
     let stores = engine.client.store_stream(1).await.unwrap();
     let (drained, attends, stores) =
         tokio::join!(daemon.stop_daemon(), attends.finish_stream(), stores.finish_stream());
-    assert_eq!(drained, Drained::Clean);
+    assert_eq!(drained, DrainOutcome::Clean);
     // Whether the client's end or the daemon's came first is a race; both are in order.
     for result in [attends.map(drop), stores.map(drop)] {
         if result.is_err() {

@@ -3,8 +3,8 @@
 use crate::engine::engine;
 use crate::kv::ModelShape;
 use crate::{TestRng, assert_within_budget};
-use kvd::config::Overrides;
-use kvd::{Config, Drained, Running};
+use kvd::config::ConfigOverrides;
+use kvd::{Config, DrainOutcome, RunningDaemon};
 use kvd_client::{Client, ClientOptions, Endpoint, Namespace, PoolStats};
 use kvd_proto::v1::kvd_client::KvdClient;
 use std::net::SocketAddr;
@@ -63,7 +63,7 @@ impl DaemonPlan {
     /// # Panics
     /// When it cannot start.
     pub async fn start(self) -> TestDaemon {
-        let overrides = Overrides { file: None, environment: false, flags: self.flags };
+        let overrides = ConfigOverrides { file: None, environment: false, flags: self.flags };
         let config = Config::load(&overrides).expect("a valid configuration");
         let daemon = kvd::Daemon::build(config).await.expect("sockets and memory");
         TestDaemon { running: daemon.spawn() }
@@ -72,7 +72,7 @@ impl DaemonPlan {
 
 /// A serving daemon.
 pub struct TestDaemon {
-    running: Running,
+    running: RunningDaemon,
 }
 
 impl TestDaemon {
@@ -82,7 +82,7 @@ impl TestDaemon {
     /// Never: it always listens there.
     #[must_use]
     pub fn endpoint(&self) -> Endpoint {
-        let address = self.running.addresses().tcp.expect("a TCP listener");
+        let address = self.running.bound_addresses().tcp.expect("a TCP listener");
         format!("http://{address}").parse().expect("an endpoint")
     }
 
@@ -134,7 +134,7 @@ impl TestDaemon {
     }
 
     /// Stops it, as SIGTERM does.
-    pub async fn stop_daemon(self) -> Drained {
+    pub async fn stop_daemon(self) -> DrainOutcome {
         self.running.drain().await
     }
 

@@ -13,8 +13,8 @@ mod worker;
 
 use calls::{MOST_APART, Shape, apart, floats, get};
 use driver::{EmuDriver, Fail, Watch};
-use kvd::config::Overrides;
-use kvd::{Config, Drained, Running};
+use kvd::config::ConfigOverrides;
+use kvd::{Config, DrainOutcome, RunningDaemon};
 use kvd_client::{
     AttendBatch, Attended, Client, ClientError, DType, ErrorCode, LoadedRows, ModelId, SequenceId,
     StoreChunk,
@@ -39,7 +39,7 @@ const CODECS: [&str; 2] = ["kivi-4; recent=32", "kvcomp"];
 
 /// A daemon whose first lane is the made-up GPU and whose second is the processor.
 struct Daemon {
-    running: Running,
+    running: RunningDaemon,
     client: Client,
     watch: Arc<Mutex<Watch>>,
     dir: tempfile::TempDir,
@@ -73,7 +73,8 @@ impl Daemon {
             ("limits.page_tokens_min", "1".to_owned()),
         ];
         let flags = flags.map(|(key, value)| (key.to_owned(), value)).to_vec();
-        let config = Config::load(&Overrides { file: None, environment: false, flags }).unwrap();
+        let config =
+            Config::load(&ConfigOverrides { file: None, environment: false, flags }).unwrap();
         let (driver, watch) = EmuDriver::new(ThreadOrder::Random(7), pace);
         let options = CudaOptions {
             arena_bytes: POOL_BYTES,
@@ -90,7 +91,8 @@ impl Daemon {
         cpu.set_precision(Precision::Single);
         let lanes: Vec<Box<dyn Backend>> = vec![Box::new(gpu), Box::new(cpu)];
         let running = kvd::Daemon::build_on(config, lanes).await.unwrap().spawn();
-        let endpoint = format!("http://{}", running.addresses().tcp.unwrap()).parse().unwrap();
+        let endpoint =
+            format!("http://{}", running.bound_addresses().tcp.unwrap()).parse().unwrap();
         let client = Client::connect(endpoint).await.unwrap();
         Some(Self { running, client, watch, dir })
     }
@@ -170,7 +172,7 @@ impl Daemon {
     /// Stops it; nothing that its driver gave is left.
     async fn stop(self) {
         drop(self.client);
-        assert_eq!(self.running.drain().await, Drained::Clean);
+        assert_eq!(self.running.drain().await, DrainOutcome::Clean);
         let watch = self.watch.lock();
         assert_eq!((watch.live, watch.calls_after_failure), (0, 0), "{watch:?}");
         assert_eq!(watch.complaints, Vec::<String>::new());
@@ -283,7 +285,7 @@ async fn a_gpu_that_is_lost_is_named_its_calls_fail_and_the_other_lane_lives() {
             assert_eq!(refused.code, Some(ErrorCode::DeviceFailed), "{fail:?}: {refused}");
             assert!(refused.message.contains("must be started again"), "{refused}");
         }
-        while !daemon.running.service().worker().failed() {
+        while !daemon.running.service().first_worker().has_failed() {
             tokio::task::yield_now().await;
         }
         assert_eq!(daemon.readyz(), (503, "failed: cuda emulation\n".to_owned()));

@@ -6,7 +6,9 @@
 use kvd_core::{
     BootId, DType, Geometry, IdSpace, LayerIndex, ModelId, Namespace, RopePairing, SequenceId,
 };
-use kvd_store::{Append, Limits, ModelShape, PackedBytes, Pages, Pool, Store};
+use kvd_store::{
+    ArenaPool, BegunAppend, ModelShape, PackedBytes, PackedPages, SequenceStore, StoreLimits,
+};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -27,44 +29,46 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let namespace = Namespace::new("default")?;
     let model = ModelShape { id: ModelId(1), namespace, geometry, sink: 0, recent: 128 };
-    let bench = Bench::new(Arc::new(model))?;
-    let id = bench.filled()?;
+    let bench = StoreBench::new(Arc::new(model))?;
+    let id = bench.fill_sequence()?;
     println!("{LAYERS} layers, {BLOCKS} blocks each, median of {ROUNDS}");
-    bench.report("describe", || bench.store.describe(bench.namespace(), id).map(drop))?;
-    bench.report("pin of one layer", || {
-        bench.store.pin(bench.namespace(), id, LayerIndex(0), .., None).map(drop)
+    bench.report_times("describe", || {
+        bench.store.describe_sequence(bench.namespace(), id).map(drop)
+    })?;
+    bench.report_times("pin of one layer", || {
+        bench.store.pin_range(bench.namespace(), id, LayerIndex(0), .., None).map(drop)
     })?;
     let mut forks = Vec::new();
-    bench.report("fork", || {
-        forks.push(bench.store.fork(bench.namespace(), id, None)?.0);
+    bench.report_times("fork", || {
+        forks.push(bench.store.fork_sequence(bench.namespace(), id, None)?.0);
         Ok(())
     })?;
     println!("resident after {} forks: {} KiB more", forks.len(), bench.grown_kib());
     for fork in forks {
-        bench.store.close(bench.namespace(), fork)?;
+        bench.store.close_sequence(bench.namespace(), fork)?;
     }
     let began = Instant::now();
-    bench.store.close(bench.namespace(), id)?;
+    bench.store.close_sequence(bench.namespace(), id)?;
     let closed = began.elapsed();
-    while bench.store.pool().usage().used_bytes > 0 {
+    while bench.store.pool().read_usage().used_bytes > 0 {
         std::thread::sleep(Duration::from_micros(200));
     }
     println!("close: {closed:.1?}, all bytes back after {:.1?}", began.elapsed());
     Ok(())
 }
 
-struct Bench {
-    store: Store,
+struct StoreBench {
+    store: SequenceStore,
     model: Arc<ModelShape>,
     resident_kib: std::cell::Cell<u64>,
 }
 
-impl Bench {
+impl StoreBench {
     fn new(model: Arc<ModelShape>) -> Result<Self, Box<dyn std::error::Error>> {
         let boot = BootId::new([1; 16]).ok_or("no boot id")?;
         let ids = Arc::new(IdSpace::new(boot, [2; 16]));
-        let pool = Pool::new("host", 1 << 40);
-        let store = Store::new(pool, Limits::default(), ids.sequence_counter(0, 1));
+        let pool = ArenaPool::new("host", 1 << 40);
+        let store = SequenceStore::new(pool, StoreLimits::default(), ids.sequence_counter(0, 1));
         Ok(Self { store, model, resident_kib: std::cell::Cell::new(0) })
     }
 
@@ -73,21 +77,21 @@ impl Bench {
     }
 
     /// A sequence of so many blocks on each layer, packed up to its window.
-    fn filled(&self) -> Result<SequenceId, Box<dyn std::error::Error>> {
-        let id = self.store.open(self.model.clone())?;
+    fn fill_sequence(&self) -> Result<SequenceId, Box<dyn std::error::Error>> {
+        let id = self.store.open_sequence(self.model.clone())?;
         let step = 4096;
         for start in (0..BLOCKS * BLOCK_TOKENS).step_by(step) {
             for layer in (0..LAYERS).map(LayerIndex) {
                 let tokens = step as u32;
                 let asked =
                     self.store.begin_append(self.namespace(), id, layer, start, tokens, 0)?;
-                let Append::Ticket(ticket) = asked else { return Err("replayed".into()) };
-                let mut packed = Vec::with_capacity(ticket.packs().len());
-                for task in ticket.packs() {
+                let BegunAppend::Ticket(ticket) = asked else { return Err("replayed".into()) };
+                let mut packed = Vec::with_capacity(ticket.pack_tasks().len());
+                for task in ticket.pack_tasks() {
                     let bytes = 12_000 + u64::from(task.block * 7919 % 1024);
-                    let slot = self.store.pool().reserve(bytes)?.seal();
+                    let slot = self.store.pool().reserve_pages(bytes)?.seal_slot();
                     let ends = Arc::from([bytes as u32]);
-                    packed.push(Some(Pages::new(slot, ends, PackedBytes::default())));
+                    packed.push(Some(PackedPages::new(slot, ends, PackedBytes::default())));
                 }
                 ticket.commit(packed);
             }
@@ -96,7 +100,7 @@ impl Bench {
         Ok(id)
     }
 
-    fn report(
+    fn report_times(
         &self,
         name: &str,
         mut work: impl FnMut() -> Result<(), kvd_store::StoreError>,

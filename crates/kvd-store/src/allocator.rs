@@ -30,7 +30,7 @@ const IDLE_PART_OF_ARENA: u64 = 32;
 
 /// The use of a slot's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Region {
+pub enum SlotRegion {
     /// Rows in the stored precision: slots of few sizes.
     Rows,
     /// Encoded pages, of any size.
@@ -59,7 +59,7 @@ impl RowSlab {
 
 /// The free bytes of an arena.
 #[derive(Debug)]
-pub(crate) struct Allocator {
+pub(crate) struct ArenaAllocator {
     capacity_bytes: u64,
     /// Bytes of a slab, about.
     slab_bytes: u64,
@@ -80,7 +80,7 @@ struct OpenSlab {
     offset: u64,
 }
 
-impl Allocator {
+impl ArenaAllocator {
     /// An empty arena; a capacity that is no multiple of the granule is rounded down.
     pub(crate) fn new(capacity_bytes: u64) -> Self {
         let capacity_bytes = capacity_bytes - capacity_bytes % GRANULE_BYTES;
@@ -102,11 +102,11 @@ impl Allocator {
     }
 
     /// Takes [`taken_bytes`] of `len_bytes`; `None` when no free bytes of that region hold them.
-    pub(crate) fn take_slot(&mut self, region: Region, len_bytes: u64) -> Option<u64> {
+    pub(crate) fn take_slot(&mut self, region: SlotRegion, len_bytes: u64) -> Option<u64> {
         let len = taken_bytes(len_bytes)?;
         let offset = match region {
-            Region::Rows => self.take_rows(len)?,
-            Region::Pages => self.take_pages(len)?,
+            SlotRegion::Rows => self.take_rows(len)?,
+            SlotRegion::Pages => self.take_pages(len)?,
         };
         self.used_bytes += len;
         self.slots += 1;
@@ -114,15 +114,15 @@ impl Allocator {
     }
 
     /// Gives back what `take_slot(region, len_bytes)` returned as `offset`.
-    pub(crate) fn give_slot(&mut self, region: Region, offset: u64, len_bytes: u64) {
+    pub(crate) fn give_slot(&mut self, region: SlotRegion, offset: u64, len_bytes: u64) {
         let Some(len) = taken_bytes(len_bytes) else {
             return;
         };
         self.used_bytes -= len;
         self.slots -= 1;
         match region {
-            Region::Rows => self.give_rows(offset),
-            Region::Pages => self.ranges.give_range(SizedRange { offset, len }),
+            SlotRegion::Rows => self.give_rows(offset),
+            SlotRegion::Pages => self.ranges.give_range(SizedRange { offset, len }),
         }
     }
 
@@ -266,55 +266,56 @@ mod tests {
 
     #[test]
     fn pages_take_the_tightest_hole_and_rows_the_low_end() {
-        let mut a = Allocator::new(64 * 10 + 5);
+        let mut a = ArenaAllocator::new(64 * 10 + 5);
         assert_eq!(a.capacity_bytes(), 640);
-        let offsets: Vec<u64> = (0..5).map(|_| a.take_slot(Region::Pages, 128).unwrap()).collect();
+        let offsets: Vec<u64> =
+            (0..5).map(|_| a.take_slot(SlotRegion::Pages, 128).unwrap()).collect();
         assert_eq!(offsets, [512, 384, 256, 128, 0]);
-        assert_eq!(a.take_slot(Region::Pages, 1), None);
-        a.give_slot(Region::Pages, 0, 128);
-        a.give_slot(Region::Pages, 128, 128);
-        a.give_slot(Region::Pages, 512, 128);
+        assert_eq!(a.take_slot(SlotRegion::Pages, 1), None);
+        a.give_slot(SlotRegion::Pages, 0, 128);
+        a.give_slot(SlotRegion::Pages, 128, 128);
+        a.give_slot(SlotRegion::Pages, 512, 128);
         assert_eq!(a.largest_free_bytes(), 256);
-        assert_eq!(a.take_slot(Region::Rows, 128), Some(0));
-        assert_eq!(a.take_slot(Region::Rows, 0), Some(128));
-        assert_eq!(a.take_slot(Region::Rows, u64::MAX), None);
+        assert_eq!(a.take_slot(SlotRegion::Rows, 128), Some(0));
+        assert_eq!(a.take_slot(SlotRegion::Rows, 0), Some(128));
+        assert_eq!(a.take_slot(SlotRegion::Rows, u64::MAX), None);
     }
 
     #[test]
     fn slots_of_rows_lie_side_by_side_and_their_slab_is_given_back_whole() {
-        let mut a = Allocator::new(1 << 20);
+        let mut a = ArenaAllocator::new(1 << 20);
         let (slot, in_slab) = (1024, (1 << 20) / SLABS_OF_ARENA / 1024);
-        let page = a.take_slot(Region::Pages, 100).unwrap();
+        let page = a.take_slot(SlotRegion::Pages, 100).unwrap();
         assert_eq!(page, (1 << 20) - 128);
         let offsets: Vec<_> =
-            (0..in_slab + 1).map(|_| a.take_slot(Region::Rows, slot).unwrap()).collect();
+            (0..in_slab + 1).map(|_| a.take_slot(SlotRegion::Rows, slot).unwrap()).collect();
         assert_eq!(offsets, (0..=in_slab).map(|i| i * slot).collect::<Vec<_>>());
         assert_eq!(a.idle_bytes(), (in_slab - 1) * slot);
-        let pages: Vec<_> = std::iter::from_fn(|| a.take_slot(Region::Pages, 64)).collect();
+        let pages: Vec<_> = std::iter::from_fn(|| a.take_slot(SlotRegion::Pages, 64)).collect();
         assert_eq!((a.largest_range_bytes(), a.largest_free_bytes()), (0, slot));
         // A slot that is free serves the next, wherever there is space besides.
-        a.give_slot(Region::Rows, offsets[3], slot);
-        assert_eq!(a.take_slot(Region::Rows, slot), Some(offsets[3]));
-        offsets.iter().for_each(|&offset| a.give_slot(Region::Rows, offset, slot));
-        pages.iter().for_each(|&offset| a.give_slot(Region::Pages, offset, 64));
-        a.give_slot(Region::Pages, page, 100);
+        a.give_slot(SlotRegion::Rows, offsets[3], slot);
+        assert_eq!(a.take_slot(SlotRegion::Rows, slot), Some(offsets[3]));
+        offsets.iter().for_each(|&offset| a.give_slot(SlotRegion::Rows, offset, slot));
+        pages.iter().for_each(|&offset| a.give_slot(SlotRegion::Pages, offset, 64));
+        a.give_slot(SlotRegion::Pages, page, 100);
         assert_eq!((a.idle_bytes(), a.largest_free_bytes()), (0, 1 << 20));
     }
 
     #[test]
     fn pages_take_free_slots_of_rows_once_many_are_idle() {
         let (capacity, slot) = (1 << 20, 1024);
-        let mut a = Allocator::new(capacity);
+        let mut a = ArenaAllocator::new(capacity);
         let offsets: Vec<_> =
-            (0..capacity / slot).map(|_| a.take_slot(Region::Rows, slot).unwrap()).collect();
+            (0..capacity / slot).map(|_| a.take_slot(SlotRegion::Rows, slot).unwrap()).collect();
         let given: Vec<_> = offsets.iter().skip(1).step_by(2).copied().collect();
         // Every second slot: nothing that a slab gives back whole.
         let idle_max = capacity / IDLE_PART_OF_ARENA;
         let (few, more) = given.split_at((idle_max / slot) as usize);
-        few.iter().for_each(|&offset| a.give_slot(Region::Rows, offset, slot));
-        assert_eq!((a.idle_bytes(), a.take_slot(Region::Pages, 600)), (idle_max, None));
-        more.iter().for_each(|&offset| a.give_slot(Region::Rows, offset, slot));
-        while let Some(offset) = a.take_slot(Region::Pages, 600) {
+        few.iter().for_each(|&offset| a.give_slot(SlotRegion::Rows, offset, slot));
+        assert_eq!((a.idle_bytes(), a.take_slot(SlotRegion::Pages, 600)), (idle_max, None));
+        more.iter().for_each(|&offset| a.give_slot(SlotRegion::Rows, offset, slot));
+        while let Some(offset) = a.take_slot(SlotRegion::Pages, 600) {
             assert!(given.contains(&(offset + 640 - slot)), "{offset}");
         }
         assert!(a.idle_bytes() <= idle_max && a.idle_bytes() > 0);
@@ -329,12 +330,12 @@ mod tests {
                 1..300,
             ),
         ) {
-            let mut a = Allocator::new(capacity);
-            let mut live: Vec<(Region, u64, u64)> = Vec::new();
+            let mut a = ArenaAllocator::new(capacity);
+            let mut live: Vec<(SlotRegion, u64, u64)> = Vec::new();
             for (take, pages, len, pick) in steps {
                 if take || live.is_empty() {
                     let free_before = a.largest_range_bytes();
-                    let region = if pages { Region::Pages } else { Region::Rows };
+                    let region = if pages { SlotRegion::Pages } else { SlotRegion::Rows };
                     // Rows are of few sizes.
                     let len = if pages { len } else { len / 300 * 300 + 64 };
                     let rounded = taken_bytes(len).unwrap();

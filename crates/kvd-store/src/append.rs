@@ -6,10 +6,10 @@
 //! pool's).
 
 use crate::append_plan::{AppendDraft, AppendPlan};
-use crate::layer::Remembered;
-use crate::layer_block::{LayerBlock, PackedBlock, Pages, RawSlot, RowExtent};
-use crate::ledger::{Ledger, SlotAccount};
-use crate::pool::{Pool, PoolFull};
+use crate::layer::RememberedRange;
+use crate::layer_block::{LayerBlock, PackedBlock, PackedPages, RawSlot, RowExtent};
+use crate::ledger::{ModelLedger, SlotAccount};
+use crate::pool::{ArenaPool, PoolFull};
 use crate::sequence::LayerClaim;
 use crate::shape::ModelShape;
 use kvd_core::{LayerIndex, SequenceId};
@@ -19,7 +19,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 /// The answer to an append that fits.
 #[derive(Debug)]
-pub enum Append {
+pub enum BegunAppend {
     /// The same range with the same content is there already.
     Replayed {
         /// Tokens of the layer.
@@ -82,14 +82,14 @@ pub struct PackTask {
 
 /// The exclusive right to append to one layer of one sequence.
 ///
-/// The lane executes [`copies`](Self::copies), then [`writes`](Self::writes), then for each of
-/// [`packs`](Self::packs) its `keep` and the encoding, and calls [`commit`](Self::commit).
+/// The lane executes [`row_copies`](Self::row_copies), then [`row_writes`](Self::row_writes), then for each of
+/// [`pack_tasks`](Self::pack_tasks) its `keep` and the encoding, and calls [`commit`](Self::commit).
 /// Dropping the ticket instead undoes everything: nothing was visible.
 #[derive(Debug)]
 #[must_use = "dropping a ticket takes the append back"]
 pub struct AppendTicket {
     plan: AppendPlan,
-    offered: Remembered,
+    offered: RememberedRange,
     length_after: u32,
     // Holds the sequence's entry, and with it the block that is written in place: a fork made
     // meanwhile cannot take that block for its own alone, even when the sequence is closed.
@@ -102,8 +102,8 @@ impl AppendTicket {
     pub(crate) fn new(
         claim: LayerClaim,
         draft: AppendDraft,
-        pool: &Arc<Pool>,
-        offered: Remembered,
+        pool: &Arc<ArenaPool>,
+        offered: RememberedRange,
     ) -> Result<Self, PoolFull> {
         let length_after = draft.length_after;
         let plan = AppendPlan::new(draft, pool, &claim.entry.model, &claim.entry.ledger)?;
@@ -113,19 +113,19 @@ impl AppendTicket {
     /// Copies to execute before the writes: the rows of a block that cannot be appended to in
     /// place, because others see it or because it is packed.
     #[must_use]
-    pub fn copies(&self) -> &[RowCopy] {
+    pub fn row_copies(&self) -> &[RowCopy] {
         &self.plan.copies
     }
 
     /// Where the request's rows go; together they are all its rows, in order.
     #[must_use]
-    pub fn writes(&self) -> &[RowWrite] {
+    pub fn row_writes(&self) -> &[RowWrite] {
         &self.plan.writes
     }
 
     /// Blocks to encode once the writes are done, in order.
     #[must_use]
-    pub fn packs(&self) -> &[PackTask] {
+    pub fn pack_tasks(&self) -> &[PackTask] {
         &self.plan.packs
     }
 
@@ -176,26 +176,26 @@ impl AppendTicket {
 
     /// The sequence's entry.
     #[cfg(test)]
-    pub(crate) fn entry(&self) -> &crate::sequence::SequenceEntry {
+    pub(crate) fn sequence_entry(&self) -> &crate::sequence::SequenceEntry {
         &self.claim.entry
     }
 
     /// Publishes the append and returns the layer's length, in tokens. `packed[i]` answers
     /// `packs()[i]`; `None` (or a missing answer) means that it could not be packed now, for
     /// instance for want of memory: the block stays raw and is offered again at the next append.
-    pub fn commit(self, packed: Vec<Option<Pages>>) -> u32 {
+    pub fn commit(self, packed: Vec<Option<PackedPages>>) -> u32 {
         debug_assert!(packed.len() <= self.plan.packs.len(), "more answers than packs");
         let Self { plan, offered, length_after, claim } = self;
         let entry = &claim.entry;
         let gone = {
-            let mut layer = entry.layer(claim.layer).lock();
+            let mut layer = entry.layer_mutex(claim.layer).lock();
             for write in &plan.writes {
                 write.to.set_filled(write.to_row + write.rows);
             }
             let mut gone = layer.views.truncate_to(plan.first_view);
             plan.views.into_iter().for_each(|view| layer.views.push(view));
             layer.length = length_after;
-            layer.remember(offered);
+            layer.remember_range(offered);
             let tasks = plan.packs.into_iter().zip(plan.pack_blocks);
             let answers = packed.into_iter().chain(std::iter::repeat_with(|| None));
             for ((task, block), pages) in tasks.zip(answers) {
@@ -213,7 +213,7 @@ impl AppendTicket {
 }
 
 /// Gives a block its packed form. Another sequence may have been faster: then this one is dropped.
-fn set_packed(task: PackTask, block: &LayerBlock, pages: Pages, ledger: &Arc<Ledger>) {
+fn set_packed(task: PackTask, block: &LayerBlock, pages: PackedPages, ledger: &Arc<ModelLedger>) {
     let slot = pages.slot();
     slot.attach_account(|| {
         SlotAccount::new_packed(ledger, pages.accounting(), slot.reserved_bytes())

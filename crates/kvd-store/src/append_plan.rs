@@ -4,12 +4,12 @@
 //! [`AppendPlan`], which takes the memory without that mutex. The claim on the layer keeps the
 //! draft true: nobody else appends or truncates meanwhile, and forks and readers change nothing.
 
-use crate::allocator::Region;
+use crate::allocator::SlotRegion;
 use crate::append::{PackTask, RowCopy, RowWrite};
-use crate::layer::Layer;
+use crate::layer::SequenceLayer;
 use crate::layer_block::{BlockView, LayerBlock, RawSlot, RowExtent, RowForm};
-use crate::ledger::{Ledger, SlotAccount};
-use crate::pool::{Pool, PoolFull};
+use crate::ledger::{ModelLedger, SlotAccount};
+use crate::pool::{ArenaPool, PoolFull};
 use crate::shape::ModelShape;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -47,7 +47,7 @@ struct DueBlock {
 
 impl AppendDraft {
     /// Looks up what `layer` holds for an append up to `length_after`.
-    pub(crate) fn new(layer: &mut Layer, shape: &ModelShape, length_after: u32) -> Self {
+    pub(crate) fn new(layer: &mut SequenceLayer, shape: &ModelShape, length_after: u32) -> Self {
         let (start, blocks) = (layer.length, layer.views.len());
         let rows = start % shape.block_tokens();
         let last = match layer.views.last_mut() {
@@ -99,11 +99,11 @@ impl AppendPlan {
     /// Takes the memory for a draft. The pool may free what was closed before, so no lock is held.
     pub(crate) fn new(
         draft: AppendDraft,
-        pool: &Arc<Pool>,
+        pool: &Arc<ArenaPool>,
         shape: &ModelShape,
-        ledger: &Arc<Ledger>,
+        ledger: &Arc<ModelLedger>,
     ) -> Result<Self, PoolFull> {
-        let allocation = Allocation { pool, shape, ledger };
+        let allocation = RawAllocation { pool, shape, ledger };
         let AppendDraft { start, length_after, blocks, last, due } = draft;
         let mut plan = Self {
             copies: Vec::new(),
@@ -137,7 +137,7 @@ impl AppendPlan {
     }
 
     /// Adds a block at the end.
-    fn add_block(&mut self, allocation: &Allocation<'_>) -> Result<RawSlot, PoolFull> {
+    fn add_block(&mut self, allocation: &RawAllocation<'_>) -> Result<RawSlot, PoolFull> {
         let raw = allocation.reserve_rows(allocation.shape.block_tokens())?;
         self.views.push(BlockView::new_raw(raw.clone()));
         Ok(raw)
@@ -147,7 +147,7 @@ impl AppendPlan {
     fn add_copy(
         &mut self,
         extents: Vec<RowExtent>,
-        allocation: &Allocation<'_>,
+        allocation: &RawAllocation<'_>,
     ) -> Result<RawSlot, PoolFull> {
         let to = self.add_block(allocation)?;
         self.copies.extend(extents.into_iter().map(|from| {
@@ -159,7 +159,7 @@ impl AppendPlan {
 
     /// Adds a task to pack a block. One whose sink rows find no memory waits for the next append:
     /// packing is what frees memory, so the want of it must not refuse the append.
-    fn add_pack(&mut self, due: DueBlock, allocation: &Allocation<'_>) {
+    fn add_pack(&mut self, due: DueBlock, allocation: &RawAllocation<'_>) {
         let DueBlock { index, raw, block } = due;
         let shape = allocation.shape;
         let sink_rows = shape.sink_rows(index);
@@ -176,17 +176,17 @@ impl AppendPlan {
 }
 
 /// Where a plan's memory comes from, and on whose account.
-struct Allocation<'a> {
-    pool: &'a Arc<Pool>,
+struct RawAllocation<'a> {
+    pool: &'a Arc<ArenaPool>,
     shape: &'a ModelShape,
-    ledger: &'a Arc<Ledger>,
+    ledger: &'a Arc<ModelLedger>,
 }
 
-impl Allocation<'_> {
+impl RawAllocation<'_> {
     /// A slot of so many rows in the stored precision.
     fn reserve_rows(&self, rows: u32) -> Result<RawSlot, PoolFull> {
         let size_bytes = self.shape.geometry.raw_layout(rows).size_bytes();
-        let slot = self.pool.reserve_in(Region::Rows, size_bytes)?.seal();
+        let slot = self.pool.reserve_in(SlotRegion::Rows, size_bytes)?.seal_slot();
         let values_per_row = self.shape.geometry.values_per_token();
         slot.attach_account(|| {
             SlotAccount::new_raw(self.ledger, values_per_row, slot.reserved_bytes())

@@ -23,7 +23,7 @@ pub(crate) const REMEMBERED_MAX: usize = 64;
 
 /// An append that was acknowledged.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Remembered {
+pub(crate) struct RememberedRange {
     pub(crate) start: u32,
     pub(crate) tokens: u32,
     pub(crate) content_hash: u64,
@@ -42,17 +42,17 @@ pub(crate) enum RangeFit {
 
 /// Everything a sequence knows of a layer.
 #[derive(Debug)]
-pub(crate) struct Layer {
+pub(crate) struct SequenceLayer {
     /// Tokens stored.
     pub(crate) length: u32,
     /// `ceil(length / block_tokens)` blocks.
     pub(crate) views: ViewList,
     /// The first this many blocks need no more thought: packed, or never to be.
     pub(crate) settled: usize,
-    remembered: VecDeque<Remembered>,
+    remembered: VecDeque<RememberedRange>,
 }
 
-impl Layer {
+impl SequenceLayer {
     /// A layer without tokens; `view_count` counts the views of all sequences.
     pub(crate) fn new(view_count: &Arc<AtomicU64>) -> Self {
         let views = ViewList::new(view_count);
@@ -73,7 +73,7 @@ impl Layer {
     }
 
     /// Remembers an acknowledged range, and forgets the oldest beyond the limit.
-    pub(crate) fn remember(&mut self, stored: Remembered) {
+    pub(crate) fn remember_range(&mut self, stored: RememberedRange) {
         if self.remembered.len() == REMEMBERED_MAX {
             self.remembered.pop_front();
         }
@@ -85,7 +85,7 @@ impl Layer {
     pub(crate) fn fork_first(&self, shape: &ModelShape, length: u32) -> Self {
         Self {
             length,
-            views: self.views.fork_first(shape.blocks(length)),
+            views: self.views.fork_first(shape.count_blocks(length)),
             settled: self.settled.min((length / shape.block_tokens()) as usize),
             remembered: VecDeque::new(),
         }
@@ -97,7 +97,7 @@ impl Layer {
         if length >= self.length {
             return DiscardedViews::default();
         }
-        let gone = self.views.truncate_to(shape.blocks(length));
+        let gone = self.views.truncate_to(shape.count_blocks(length));
         let rows = length % shape.block_tokens();
         if rows > 0
             && let Some(last) = self.views.last_mut()
@@ -138,7 +138,7 @@ impl Layer {
             return PinnedViews::default();
         }
         let first = (range.start / shape.block_tokens()) as usize;
-        PinnedViews::new(&self.views, first..shape.blocks(range.end))
+        PinnedViews::new(&self.views, first..shape.count_blocks(range.end))
     }
 
     /// Adds this layer to a sequence's usage.

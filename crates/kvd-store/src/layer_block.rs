@@ -1,11 +1,11 @@
 //! The K and V of one block in one layer: where they lie and in which form.
 //!
-//! Owns the two forms ([`RawSlot`], [`Pages`]), what a reader or a copy is told ([`RowExtent`]),
+//! Owns the two forms ([`RawSlot`], [`PackedPages`]), what a reader or a copy is told ([`RowExtent`]),
 //! and one sequence's view of a block. No locks: a view belongs to its layer's mutex; what several
 //! sequences share is immutable, set once, or atomic.
 
 use crate::ledger::{PackedBytes, StoredBytes};
-use crate::pool::{FreedSlots, Slot};
+use crate::pool::{FreedSlots, PoolSlot};
 use kvd_core::Extent;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,14 +15,14 @@ use std::sync::{Arc, OnceLock};
 /// are filled is for the holder to know: rows are appended while others already read.
 #[derive(Clone, Debug)]
 pub struct RawSlot {
-    slot: Slot,
+    slot: PoolSlot,
     rows: u32,
 }
 
 impl RawSlot {
     /// A slot with space for `rows` rows. The store makes its own; this serves tests of others.
     #[must_use]
-    pub fn new(slot: Slot, rows: u32) -> Self {
+    pub fn new(slot: PoolSlot, rows: u32) -> Self {
         Self { slot, rows }
     }
 
@@ -40,7 +40,7 @@ impl RawSlot {
 
     /// The slot: its bytes and how long they are held.
     #[must_use]
-    pub fn slot(&self) -> &Slot {
+    pub fn slot(&self) -> &PoolSlot {
         &self.slot
     }
 
@@ -65,21 +65,21 @@ impl RawSlot {
 
 /// The encoded pages of one block, one after another in one slot. A clone is a pin.
 #[derive(Clone, Debug)]
-pub struct Pages(Arc<PagesInner>);
+pub struct PackedPages(Arc<PagesInner>);
 
 #[derive(Debug)]
 struct PagesInner {
-    slot: Slot,
+    slot: PoolSlot,
     ends: Arc<[u32]>,
     accounting: PackedBytes,
 }
 
-impl Pages {
+impl PackedPages {
     /// Pages that a lane has put into `slot`. `ends` is the end of each page in bytes from the
     /// slot's start, K pages of all heads and then V pages; a page starts where the one before
     /// it ends.
     #[must_use]
-    pub fn new(slot: Slot, ends: Arc<[u32]>, accounting: PackedBytes) -> Self {
+    pub fn new(slot: PoolSlot, ends: Arc<[u32]>, accounting: PackedBytes) -> Self {
         debug_assert!(ends.is_sorted(), "page ends {ends:?}");
         debug_assert!(ends.last().is_none_or(|end| u64::from(*end) <= slot.extent().len));
         Self(Arc::new(PagesInner { slot, ends, accounting }))
@@ -96,7 +96,7 @@ impl Pages {
     /// # Panics
     /// When there is no such page: the caller counted heads wrongly.
     #[must_use]
-    pub fn page(&self, index: usize) -> Extent {
+    pub fn page_extent(&self, index: usize) -> Extent {
         let start = if index == 0 { 0 } else { self.0.ends[index - 1] };
         self.extent().sub_extent(u64::from(start), u64::from(self.0.ends[index]))
     }
@@ -115,7 +115,7 @@ impl Pages {
 
     /// The slot: its bytes and how long they are held.
     #[must_use]
-    pub fn slot(&self) -> &Slot {
+    pub fn slot(&self) -> &PoolSlot {
         &self.0.slot
     }
 
@@ -133,7 +133,7 @@ pub enum RowForm {
     /// In the stored precision.
     Raw(RawSlot),
     /// Encoded.
-    Pages(Pages),
+    Pages(PackedPages),
 }
 
 /// Some rows of a block, all in one form. A clone is a pin.
@@ -165,7 +165,7 @@ pub enum RowFormRef<'a> {
     /// In the stored precision.
     Raw(&'a RawSlot),
     /// Encoded.
-    Pages(&'a Pages),
+    Pages(&'a PackedPages),
 }
 
 /// A [`RowExtent`] that something else keeps alive.
@@ -197,7 +197,7 @@ pub(crate) struct PackedBlock {
     /// The rows that stay raw because they belong to the sink: all its rows, from row 0.
     pub(crate) sink: Option<RawSlot>,
     /// The other rows.
-    pub(crate) pages: Pages,
+    pub(crate) pages: PackedPages,
 }
 
 impl PackedBlock {

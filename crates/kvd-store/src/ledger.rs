@@ -1,6 +1,6 @@
 //! Live totals by model: what slots of a model hold, kept by the slots themselves.
 //!
-//! Owns [`Ledger`] (atomic counters of one model) and [`SlotAccount`] (one slot's share of them,
+//! Owns [`ModelLedger`] (atomic counters of one model) and [`SlotAccount`] (one slot's share of them,
 //! taken off in its drop). A slot that several sequences share has one account, so it is counted
 //! once. No locks: a snapshot taken while others work may mix moments, at rest it is exact.
 
@@ -149,12 +149,12 @@ impl SubAssign for StoredBytes {
 
 /// The counters of one model.
 #[derive(Debug, Default)]
-pub(crate) struct Ledger {
+pub(crate) struct ModelLedger {
     sequences: AtomicU64,
     parts: [AtomicU64; FIELDS],
 }
 
-impl Ledger {
+impl ModelLedger {
     pub(crate) fn sequence_opened(&self) {
         self.sequences.fetch_add(1, Relaxed);
     }
@@ -163,7 +163,7 @@ impl Ledger {
         self.sequences.fetch_sub(1, Relaxed);
     }
 
-    pub(crate) fn usage(&self) -> ModelUsage {
+    pub(crate) fn read_usage(&self) -> ModelUsage {
         let parts = std::array::from_fn(|i| self.parts[i].load(Relaxed));
         ModelUsage {
             sequences: self.sequences.load(Relaxed),
@@ -191,7 +191,7 @@ impl Ledger {
 /// One slot's share of a ledger.
 #[derive(Debug)]
 pub(crate) struct SlotAccount {
-    ledger: Arc<Ledger>,
+    ledger: Arc<ModelLedger>,
     /// The part that never changes: everything but the values of a raw slot's rows.
     fixed: StoredBytes,
     values_per_row: u64,
@@ -201,7 +201,7 @@ pub(crate) struct SlotAccount {
 impl SlotAccount {
     /// A packed block.
     pub(crate) fn new_packed(
-        ledger: &Arc<Ledger>,
+        ledger: &Arc<ModelLedger>,
         parts: &PackedBytes,
         reserved_bytes: u64,
     ) -> Self {
@@ -209,11 +209,15 @@ impl SlotAccount {
     }
 
     /// A raw slot without rows so far.
-    pub(crate) fn new_raw(ledger: &Arc<Ledger>, values_per_row: u64, reserved_bytes: u64) -> Self {
+    pub(crate) fn new_raw(
+        ledger: &Arc<ModelLedger>,
+        values_per_row: u64,
+        reserved_bytes: u64,
+    ) -> Self {
         Self::new(ledger, StoredBytes::count_raw(0, reserved_bytes), values_per_row)
     }
 
-    fn new(ledger: &Arc<Ledger>, fixed: StoredBytes, values_per_row: u64) -> Self {
+    fn new(ledger: &Arc<ModelLedger>, fixed: StoredBytes, values_per_row: u64) -> Self {
         ledger.add_bytes(fixed);
         Self { ledger: Arc::clone(ledger), fixed, values_per_row, rows: AtomicU32::new(0) }
     }

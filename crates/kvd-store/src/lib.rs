@@ -4,11 +4,11 @@
 //! bytes. One lane thread per device executes the jobs one after another and is the only one
 //! that touches bytes, so an extent that a guard's drop gave back can be reused at once.
 //!
-//! An append is a ticket: [`Store::begin_append`] decides and reserves, the lane executes
-//! [`AppendTicket::copies`], [`AppendTicket::writes`] and [`AppendTicket::packs`], and
+//! An append is a ticket: [`SequenceStore::begin_append`] decides and reserves, the lane executes
+//! [`AppendTicket::row_copies`], [`AppendTicket::row_writes`] and [`AppendTicket::pack_tasks`], and
 //! [`AppendTicket::commit`] publishes. A ticket that is dropped leaves no trace. Who does not know
 //! the content yet, or is to wait before anything is reserved, holds an [`AppendClaim`] before. A
-//! read is a [`Pinned`]: it names the rows of a range and keeps their bytes alive.
+//! read is a [`PinnedRange`]: it names the rows of a range and keeps their bytes alive.
 //!
 //! A layer's blocks are seen through chunks of 64 views that forks and readers share, so that a
 //! fork or a read copies a pointer for 64 blocks. Totals are kept where they change.
@@ -16,8 +16,8 @@
 //! Locks: the sequence map's shards, one mutex per layer of a sequence, the mutex of what waits to
 //! be freed, one mutex in the pool. A layer's mutex is held to copy pointers, never to reserve
 //! or to free; no other of these is taken under it. Only who truncates, forks or describes takes
-//! several layers' (`sequence`). The drop of a guard ([`Reserved`], [`Slot`], [`AppendClaim`],
-//! [`AppendTicket`], [`Pinned`]) takes the last two at most, one after the other. A long sequence
+//! several layers' (`sequence`). The drop of a guard ([`ReservedSlot`], [`PoolSlot`], [`AppendClaim`],
+//! [`AppendTicket`], [`PinnedRange`]) takes the last two at most, one after the other. A long sequence
 //! is freed by the pool's thread, in batches; who finds the pool full helps it.
 #![forbid(unsafe_code)]
 
@@ -39,13 +39,13 @@ mod store;
 mod tests;
 mod view_list;
 
-pub use allocator::Region;
-pub use append::{Append, AppendClaim, AppendTicket, PackTask, RowCopy, RowWrite};
+pub use allocator::SlotRegion;
+pub use append::{AppendClaim, AppendTicket, BegunAppend, PackTask, RowCopy, RowWrite};
 pub use error::StoreError;
-pub use layer_block::{Pages, RawSlot, RowExtent, RowExtentRef, RowForm, RowFormRef};
+pub use layer_block::{PackedPages, RawSlot, RowExtent, RowExtentRef, RowForm, RowFormRef};
 pub use ledger::{ModelUsage, PackedBytes, StoredBytes};
-pub use pinned::{Pinned, PinnedRows};
-pub use pool::{Pool, PoolFull, PoolUsage, Reserved, Slot};
+pub use pinned::{PinnedRange, PinnedRows};
+pub use pool::{ArenaPool, PoolFull, PoolSlot, PoolUsage, ReservedSlot};
 pub use sequence::SequenceUsage;
-pub use shape::{Limits, ModelShape};
-pub use store::Store;
+pub use shape::{ModelShape, StoreLimits};
+pub use store::SequenceStore;

@@ -1,6 +1,6 @@
 //! Hold of a reader: a range of one layer, alive until it is dropped.
 //!
-//! Owns [`Pinned`]. Whole chunks are held by one pointer each; of the last blocks, which an append
+//! Owns [`PinnedRange`]. Whole chunks are held by one pointer each; of the last blocks, which an append
 //! may still write to, the bytes alone are held, so that a reader never makes a sequence copy rows
 //! that it appends behind those that are read. No locks.
 
@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 /// A range of one layer, readable and kept alive until this is dropped.
 #[derive(Clone, Debug)]
-pub struct Pinned {
+pub struct PinnedRange {
     /// The sequence's model.
     pub model: Arc<ModelShape>,
     /// Tokens the read sees: as asked, or all that the layer had.
@@ -22,7 +22,7 @@ pub struct Pinned {
     pub(crate) views: PinnedViews,
 }
 
-/// Some rows of a [`Pinned`] range, all in one form.
+/// Some rows of a [`PinnedRange`] range, all in one form.
 #[derive(Clone, Debug)]
 pub struct PinnedRows<'a> {
     /// Token of the sequence at `extent.rows.start`.
@@ -31,7 +31,7 @@ pub struct PinnedRows<'a> {
     pub extent: RowExtentRef<'a>,
 }
 
-impl Pinned {
+impl PinnedRange {
     /// Where the tokens of the range lie: in order, disjoint, without gaps.
     pub fn find_rows(&self) -> impl Iterator<Item = PinnedRows<'_>> {
         let block_tokens = self.model.block_tokens();
@@ -45,7 +45,7 @@ impl Pinned {
     }
 }
 
-/// The blocks of a [`Pinned`] range: chunks that hold some of them, then blocks one by one.
+/// The blocks of a [`PinnedRange`] range: chunks that hold some of them, then blocks one by one.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PinnedViews {
     /// Index of the first of `chunks` within the layer.

@@ -1,10 +1,10 @@
 //! A fixed budget of page memory and the guards that hold parts of it.
 //!
-//! Owns who has which extent: [`Reserved`] (exclusive, not readable) becomes [`Slot`] (readable,
+//! Owns who has which extent: [`ReservedSlot`] (exclusive, not readable) becomes [`PoolSlot`] (readable,
 //! clone = pin); dropping either is the way back. One mutex guards the allocator; it is the last
 //! lock of the crate's order and no guard is ever dropped while it is held.
 
-use crate::allocator::{Allocator, Region, taken_bytes};
+use crate::allocator::{ArenaAllocator, SlotRegion, taken_bytes};
 use crate::ledger::SlotAccount;
 use crate::reclaim::ReclaimQueue;
 use crate::view_list::DiscardedViews;
@@ -14,9 +14,9 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 /// One arena's memory, handed out in extents.
-pub struct Pool {
+pub struct ArenaPool {
     tier: &'static str,
-    allocator: Mutex<Allocator>,
+    allocator: Mutex<ArenaAllocator>,
     reclaim: Arc<ReclaimQueue>,
 }
 
@@ -50,7 +50,7 @@ pub struct PoolFull {
     /// Name of the tier.
     pub tier: &'static str,
     /// Use of the bytes.
-    pub region: Region,
+    pub region: SlotRegion,
     /// Bytes asked for, rounded to granules.
     pub needed: u64,
     /// Free bytes in all.
@@ -61,20 +61,20 @@ pub struct PoolFull {
     pub capacity: u64,
 }
 
-impl Pool {
+impl ArenaPool {
     /// A pool over an arena of `capacity_bytes` bytes, rounded down to 64-byte granules.
     #[must_use]
     pub fn new(tier: &'static str, capacity_bytes: u64) -> Arc<Self> {
-        let allocator = Mutex::new(Allocator::new(capacity_bytes));
+        let allocator = Mutex::new(ArenaAllocator::new(capacity_bytes));
         Arc::new(Self { tier, allocator, reclaim: Arc::default() })
     }
 
     /// Takes `len_bytes` bytes for pages, for the caller alone.
     ///
     /// # Errors
-    /// As [`Pool::reserve_in`].
-    pub fn reserve(self: &Arc<Self>, len_bytes: u64) -> Result<Reserved, PoolFull> {
-        self.reserve_in(Region::Pages, len_bytes)
+    /// As [`ArenaPool::reserve_in`].
+    pub fn reserve_pages(self: &Arc<Self>, len_bytes: u64) -> Result<ReservedSlot, PoolFull> {
+        self.reserve_in(SlotRegion::Pages, len_bytes)
     }
 
     /// Takes `len_bytes` bytes, for the caller alone. A pool that is full first frees what was
@@ -84,16 +84,16 @@ impl Pool {
     /// When no free range holds them; nothing changes.
     pub fn reserve_in(
         self: &Arc<Self>,
-        region: Region,
+        region: SlotRegion,
         len_bytes: u64,
-    ) -> Result<Reserved, PoolFull> {
+    ) -> Result<ReservedSlot, PoolFull> {
         loop {
             let seen = self.reclaim.count_batches();
             let full = {
                 let mut allocator = self.allocator.lock();
                 if let Some(offset) = allocator.take_slot(region, len_bytes) {
                     let extent = Extent { offset, len: len_bytes };
-                    return Ok(Reserved {
+                    return Ok(ReservedSlot {
                         pool: Arc::clone(self),
                         region,
                         extent,
@@ -122,7 +122,7 @@ impl Pool {
 
     /// The queue of what waits to be freed.
     #[cfg(test)]
-    pub(crate) fn reclaim(&self) -> &Arc<ReclaimQueue> {
+    pub(crate) fn reclaim_queue(&self) -> &Arc<ReclaimQueue> {
         &self.reclaim
     }
 
@@ -134,7 +134,7 @@ impl Pool {
 
     /// Says what is handed out and what is free.
     #[must_use]
-    pub fn usage(&self) -> PoolUsage {
+    pub fn read_usage(&self) -> PoolUsage {
         let allocator = self.allocator.lock();
         PoolUsage {
             tier: self.tier,
@@ -147,13 +147,13 @@ impl Pool {
     }
 }
 
-impl Drop for Pool {
+impl Drop for ArenaPool {
     fn drop(&mut self) {
         self.reclaim.end_thread();
     }
 }
 
-impl fmt::Debug for Pool {
+impl fmt::Debug for ArenaPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // `usage` would take the lock, and a formatter may run anywhere.
         f.debug_struct("Pool").field("tier", &self.tier).finish_non_exhaustive()
@@ -163,15 +163,15 @@ impl fmt::Debug for Pool {
 /// Memory that its owner fills and nobody reads yet; dropping it gives the bytes back.
 #[derive(Debug)]
 #[must_use = "dropping a reservation gives the bytes back"]
-pub struct Reserved {
-    pool: Arc<Pool>,
-    region: Region,
+pub struct ReservedSlot {
+    pool: Arc<ArenaPool>,
+    region: SlotRegion,
     extent: Extent,
     /// The bytes were given back already.
     returned: bool,
 }
 
-impl Reserved {
+impl ReservedSlot {
     /// Where the bytes are; as long as was asked for.
     #[must_use]
     pub fn extent(&self) -> Extent {
@@ -180,12 +180,12 @@ impl Reserved {
 
     /// Makes the bytes readable by whoever holds the slot.
     #[must_use]
-    pub fn seal(self) -> Slot {
-        Slot(Arc::new(SlotInner { account: OnceLock::new(), reserved: self }))
+    pub fn seal_slot(self) -> PoolSlot {
+        PoolSlot(Arc::new(SlotInner { account: OnceLock::new(), reserved: self }))
     }
 }
 
-impl Drop for Reserved {
+impl Drop for ReservedSlot {
     fn drop(&mut self) {
         if !self.returned {
             self.pool.allocator.lock().give_slot(self.region, self.extent.offset, self.extent.len);
@@ -195,16 +195,16 @@ impl Drop for Reserved {
 
 /// Readable memory; a clone is a pin, and the last drop gives the bytes back.
 #[derive(Clone, Debug)]
-pub struct Slot(Arc<SlotInner>);
+pub struct PoolSlot(Arc<SlotInner>);
 
 #[derive(Debug)]
 struct SlotInner {
     /// Set once a sequence holds the slot: takes its bytes off the model's ledger in its drop.
     account: OnceLock<SlotAccount>,
-    reserved: Reserved,
+    reserved: ReservedSlot,
 }
 
-impl Slot {
+impl PoolSlot {
     /// Where the bytes are.
     #[must_use]
     pub fn extent(&self) -> Extent {
@@ -236,7 +236,7 @@ impl Slot {
 
 /// Slots that nobody holds any more, to be given back under one lock.
 #[derive(Debug, Default)]
-pub(crate) struct FreedSlots(Vec<Reserved>);
+pub(crate) struct FreedSlots(Vec<ReservedSlot>);
 
 impl FreedSlots {
     pub(crate) fn len(&self) -> usize {
@@ -244,7 +244,7 @@ impl FreedSlots {
     }
 
     /// Takes a slot when nobody else holds it.
-    pub(crate) fn take_slot(&mut self, slot: Slot) {
+    pub(crate) fn take_slot(&mut self, slot: PoolSlot) {
         self.0.extend(Arc::into_inner(slot.0).map(|inner| inner.reserved));
     }
 
@@ -268,29 +268,29 @@ mod tests {
 
     #[test]
     fn drop_is_the_way_back() {
-        let pool = Pool::new("host", 1024);
-        let first = pool.reserve_in(Region::Rows, 100).unwrap();
+        let pool = ArenaPool::new("host", 1024);
+        let first = pool.reserve_in(SlotRegion::Rows, 100).unwrap();
         assert_eq!(first.extent(), Extent { offset: 0, len: 100 });
-        let slot = pool.reserve(64).unwrap().seal();
+        let slot = pool.reserve_pages(64).unwrap().seal_slot();
         assert_eq!(slot.extent().offset, 1024 - 64);
-        assert_eq!((slot.reserved_bytes(), pool.usage().used_bytes), (64, 192));
+        assert_eq!((slot.reserved_bytes(), pool.read_usage().used_bytes), (64, 192));
         let pin = slot.clone();
         drop(slot);
         drop(first);
-        assert_eq!((pool.usage().used_bytes, pool.usage().slots), (64, 1));
+        assert_eq!((pool.read_usage().used_bytes, pool.read_usage().slots), (64, 1));
         drop(pin);
-        assert_eq!(pool.usage().used_bytes, 0);
-        assert_eq!(pool.usage().largest_free_bytes, 1024);
+        assert_eq!(pool.read_usage().used_bytes, 0);
+        assert_eq!(pool.read_usage().largest_free_bytes, 1024);
     }
 
     #[test]
     fn full_says_what_is_missing() {
-        let pool = Pool::new("host", 256);
-        let _held = pool.reserve(128).unwrap();
-        let error = pool.reserve(129).unwrap_err();
+        let pool = ArenaPool::new("host", 256);
+        let _held = pool.reserve_pages(128).unwrap();
+        let error = pool.reserve_pages(129).unwrap_err();
         let wanted = PoolFull {
             tier: "host",
-            region: Region::Pages,
+            region: SlotRegion::Pages,
             needed: 192,
             free: 128,
             largest_free: 128,
@@ -301,7 +301,7 @@ mod tests {
             error.to_string().contains("192 bytes needed for pages, 128 of 256 free"),
             "{error}"
         );
-        assert_eq!(pool.usage().slots, 1);
-        assert!(pool.reserve(128).is_ok());
+        assert_eq!(pool.read_usage().slots, 1);
+        assert!(pool.reserve_pages(128).is_ok());
     }
 }

@@ -8,9 +8,9 @@
 //! holder keeps the entry alive by `Arc`: closing only takes it off the map, and the last holder's
 //! drop gives the bytes back.
 
-use crate::layer::Layer;
-use crate::ledger::{Ledger, StoredBytes};
-use crate::pool::Pool;
+use crate::layer::SequenceLayer;
+use crate::ledger::{ModelLedger, StoredBytes};
+use crate::pool::ArenaPool;
 use crate::shape::ModelShape;
 use crate::view_list::DiscardedViews;
 use kvd_core::{LayerIndex, ModelId, SequenceId};
@@ -39,7 +39,7 @@ pub struct SequenceUsage {
 /// A layer, and whether somebody appends to it.
 #[derive(Debug)]
 struct LayerEntry {
-    layer: Mutex<Layer>,
+    layer: Mutex<SequenceLayer>,
     busy: AtomicBool,
 }
 
@@ -48,19 +48,19 @@ struct LayerEntry {
 pub(crate) struct SequenceEntry {
     pub(crate) id: SequenceId,
     pub(crate) model: Arc<ModelShape>,
-    pub(crate) ledger: Arc<Ledger>,
+    pub(crate) ledger: Arc<ModelLedger>,
     pub(crate) cuts: RwLock<()>,
     layers: Box<[LayerEntry]>,
-    pool: Arc<Pool>,
+    pool: Arc<ArenaPool>,
 }
 
 impl SequenceEntry {
     pub(crate) fn new(
         id: SequenceId,
         model: Arc<ModelShape>,
-        ledger: Arc<Ledger>,
-        pool: Arc<Pool>,
-        layers: Vec<Layer>,
+        ledger: Arc<ModelLedger>,
+        pool: Arc<ArenaPool>,
+        layers: Vec<SequenceLayer>,
     ) -> Self {
         let entry = |layer| LayerEntry { layer: Mutex::new(layer), busy: AtomicBool::new(false) };
         let layers = layers.into_iter().map(entry).collect();
@@ -68,17 +68,17 @@ impl SequenceEntry {
     }
 
     /// A layer's mutex.
-    pub(crate) fn layer(&self, layer: usize) -> &Mutex<Layer> {
+    pub(crate) fn layer_mutex(&self, layer: usize) -> &Mutex<SequenceLayer> {
         &self.layers[layer].layer
     }
 
     /// The mutexes of all layers, in the order in which they are taken.
-    pub(crate) fn layers(&self) -> impl Iterator<Item = &Mutex<Layer>> {
+    pub(crate) fn layer_mutexes(&self) -> impl Iterator<Item = &Mutex<SequenceLayer>> {
         self.layers.iter().map(|entry| &entry.layer)
     }
 
     /// The right to append to `layer`; `None` while another has it. Call under the layer's mutex.
-    pub(crate) fn claim(self: &Arc<Self>, layer: usize) -> Option<LayerClaim> {
+    pub(crate) fn claim_layer(self: &Arc<Self>, layer: usize) -> Option<LayerClaim> {
         let was_busy = self.layers[layer].busy.swap(true, Ordering::Acquire);
         (!was_busy).then(|| LayerClaim { entry: Arc::clone(self), layer })
     }

@@ -8,7 +8,7 @@ use std::ops::Range;
 
 /// Named limits of a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct StoreLimits {
     /// Open sequences, over all namespaces. Default 65 536.
     pub sequences_max: u64,
     /// Layers of all open sequences together: each takes book-keeping of its own, also while it
@@ -24,7 +24,7 @@ pub struct Limits {
     pub tokens_per_append_max: u32,
 }
 
-impl Default for Limits {
+impl Default for StoreLimits {
     fn default() -> Self {
         Self {
             sequences_max: 65_536,
@@ -58,7 +58,7 @@ impl ModelShape {
     }
 
     /// Blocks that hold `tokens` tokens, the last perhaps in part.
-    pub(crate) fn blocks(&self, tokens: u32) -> usize {
+    pub(crate) fn count_blocks(&self, tokens: u32) -> usize {
         tokens.div_ceil(self.block_tokens()) as usize
     }
 

@@ -4,15 +4,15 @@
 //! go before a layer's mutex is taken; no shard lock is held while anything else is locked
 //! or while an entry drops.
 
-use crate::append::{Append, AppendClaim, AppendTicket};
+use crate::append::{AppendClaim, AppendTicket, BegunAppend};
 use crate::append_plan::AppendDraft;
 use crate::error::StoreError;
-use crate::layer::{Layer, RangeFit, Remembered};
-use crate::ledger::{Ledger, ModelUsage, StoredBytes};
-use crate::pinned::Pinned;
-use crate::pool::Pool;
+use crate::layer::{RangeFit, RememberedRange, SequenceLayer};
+use crate::ledger::{ModelLedger, ModelUsage, StoredBytes};
+use crate::pinned::PinnedRange;
+use crate::pool::ArenaPool;
 use crate::sequence::{SequenceEntry, SequenceUsage};
-use crate::shape::{Limits, ModelShape};
+use crate::shape::{ModelShape, StoreLimits};
 use crate::view_list::{DiscardedViews, ViewList};
 use dashmap::DashMap;
 use kvd_core::{IdCounter, LayerIndex, ModelId, Namespace, SequenceId};
@@ -22,22 +22,22 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Sequences over one pool.
 #[derive(Debug)]
-pub struct Store {
-    pool: Arc<Pool>,
-    limits: Limits,
+pub struct SequenceStore {
+    pool: Arc<ArenaPool>,
+    limits: StoreLimits,
     pub(crate) ids: IdCounter<SequenceId>,
     open: AtomicU64,
     open_layers: AtomicU64,
     /// Views of all sequences: the lists count themselves.
     view_count: Arc<AtomicU64>,
     sequences: DashMap<SequenceId, Arc<SequenceEntry>>,
-    ledgers: DashMap<ModelId, Arc<Ledger>>,
+    ledgers: DashMap<ModelId, Arc<ModelLedger>>,
 }
 
-impl Store {
+impl SequenceStore {
     /// A store without sequences, which have the ids that `ids` gives.
     #[must_use]
-    pub fn new(pool: Arc<Pool>, limits: Limits, ids: IdCounter<SequenceId>) -> Self {
+    pub fn new(pool: Arc<ArenaPool>, limits: StoreLimits, ids: IdCounter<SequenceId>) -> Self {
         Self {
             pool,
             limits,
@@ -52,7 +52,7 @@ impl Store {
 
     /// The pool that every slot comes from.
     #[must_use]
-    pub fn pool(&self) -> &Arc<Pool> {
+    pub fn pool(&self) -> &Arc<ArenaPool> {
         &self.pool
     }
 
@@ -60,10 +60,11 @@ impl Store {
     ///
     /// # Errors
     /// [`StoreError::LimitExceeded`], or [`StoreError::Geometry`] when the shape is out of range.
-    pub fn open(&self, model: Arc<ModelShape>) -> Result<SequenceId, StoreError> {
+    pub fn open_sequence(&self, model: Arc<ModelShape>) -> Result<SequenceId, StoreError> {
         model.geometry.validate_fields()?;
         let id = self.admit_sequence(&model)?;
-        let layers = (0..model.geometry.layers).map(|_| Layer::new(&self.view_count)).collect();
+        let layers =
+            (0..model.geometry.layers).map(|_| SequenceLayer::new(&self.view_count)).collect();
         let ledger = Arc::clone(&self.ledgers.entry(model.id).or_default());
         Ok(self.insert(id, model, ledger, layers))
     }
@@ -75,24 +76,25 @@ impl Store {
     /// # Errors
     /// [`StoreError::UnknownSequence`], [`StoreError::RangeNotStored`] when a layer is shorter
     /// than `length`, [`StoreError::LimitExceeded`].
-    pub fn fork(
+    pub fn fork_sequence(
         &self,
         ns: &Namespace,
         id: SequenceId,
         length: Option<u32>,
     ) -> Result<(SequenceId, u32), StoreError> {
-        let parent = self.entry(ns, id)?;
+        let parent = self.find_entry(ns, id)?;
         // Appends go on: what they add lies behind what is shared.
         let no_cut = parent.cuts.read();
-        let stored = common_length(parent.layers().map(|layer| layer.lock().length));
+        let stored = common_length(parent.layer_mutexes().map(|layer| layer.lock().length));
         let length = length.unwrap_or(stored);
         if length > stored {
             return Err(StoreError::RangeNotStored { asked: length, stored });
         }
-        let views = ViewList::fork_count(parent.model.blocks(length));
+        let views = ViewList::fork_count(parent.model.count_blocks(length));
         self.check_views(views * u64::from(parent.model.geometry.layers))?;
         let forked = self.admit_sequence(&parent.model)?;
-        let layers = parent.layers().map(|layer| layer.lock().fork_first(&parent.model, length));
+        let layers =
+            parent.layer_mutexes().map(|layer| layer.lock().fork_first(&parent.model, length));
         let layers = layers.collect();
         drop(no_cut);
         let model = Arc::clone(&parent.model);
@@ -106,12 +108,17 @@ impl Store {
     /// # Errors
     /// [`StoreError::UnknownSequence`], [`StoreError::RangeNotStored`] when a layer is shorter
     /// than `length`, [`StoreError::SequenceBusy`] while an append is in flight.
-    pub fn truncate(&self, ns: &Namespace, id: SequenceId, length: u32) -> Result<(), StoreError> {
-        let entry = self.entry(ns, id)?;
+    pub fn truncate_sequence(
+        &self,
+        ns: &Namespace,
+        id: SequenceId,
+        length: u32,
+    ) -> Result<(), StoreError> {
+        let entry = self.find_entry(ns, id)?;
         let mut gone = DiscardedViews::default();
         {
             let _alone = entry.cuts.write();
-            let mut layers: Vec<_> = entry.layers().map(|layer| layer.lock()).collect();
+            let mut layers: Vec<_> = entry.layer_mutexes().map(|layer| layer.lock()).collect();
             if let Some(layer) = entry.busy_layer() {
                 return Err(StoreError::SequenceBusy { id, layer });
             }
@@ -131,7 +138,7 @@ impl Store {
     ///
     /// # Errors
     /// [`StoreError::UnknownSequence`].
-    pub fn close(&self, ns: &Namespace, id: SequenceId) -> Result<(), StoreError> {
+    pub fn close_sequence(&self, ns: &Namespace, id: SequenceId) -> Result<(), StoreError> {
         let removed = self.sequences.remove_if(&id, |_, entry| entry.model.namespace == *ns);
         let Some((_, entry)) = removed else {
             return Err(StoreError::UnknownSequence { id });
@@ -149,8 +156,12 @@ impl Store {
     ///
     /// # Errors
     /// [`StoreError::UnknownSequence`].
-    pub fn describe(&self, ns: &Namespace, id: SequenceId) -> Result<SequenceUsage, StoreError> {
-        let entry = self.entry(ns, id)?;
+    pub fn describe_sequence(
+        &self,
+        ns: &Namespace,
+        id: SequenceId,
+    ) -> Result<SequenceUsage, StoreError> {
+        let entry = self.find_entry(ns, id)?;
         let mut usage = SequenceUsage {
             model: entry.model.id,
             length: 0,
@@ -160,7 +171,7 @@ impl Store {
             stored: StoredBytes::default(),
         };
         let _no_cut = entry.cuts.read();
-        entry.layers().for_each(|layer| layer.lock().add_usage(&entry.model, &mut usage));
+        entry.layer_mutexes().for_each(|layer| layer.lock().add_usage(&entry.model, &mut usage));
         usage.length = common_length(usage.layer_lengths.iter().copied());
         Ok(usage)
     }
@@ -170,13 +181,13 @@ impl Store {
     /// # Errors
     /// [`StoreError::UnknownSequence`].
     pub fn model_of(&self, ns: &Namespace, id: SequenceId) -> Result<Arc<ModelShape>, StoreError> {
-        Ok(Arc::clone(&self.entry(ns, id)?.model))
+        Ok(Arc::clone(&self.find_entry(ns, id)?.model))
     }
 
     /// Asks to append `tokens` tokens at `start` of a layer. Layers do not wait for one another.
     ///
     /// A range that was acknowledged before, one of the layer's last 64, is
-    /// [`Append::Replayed`] when `content_hash` is the same.
+    /// [`BegunAppend::Replayed`] when `content_hash` is the same.
     ///
     /// # Errors
     /// Each range rule has its variant: [`StoreError::RangeGap`], [`StoreError::RangeOverlap`],
@@ -190,29 +201,29 @@ impl Store {
         start: u32,
         tokens: u32,
         content_hash: u64,
-    ) -> Result<Append, StoreError> {
+    ) -> Result<BegunAppend, StoreError> {
         let (entry, index) = self.entry_to_append(ns, id, layer, start, tokens)?;
         let (claim, draft) = {
-            let mut state = entry.layer(index).lock();
+            let mut state = entry.layer_mutex(index).lock();
             if let Some(known) = known_content(&entry, &state, layer, start, tokens)? {
                 if known != content_hash {
                     return Err(StoreError::RangeConflict { start, tokens });
                 }
-                return Ok(Append::Replayed { length: state.length });
+                return Ok(BegunAppend::Replayed { length: state.length });
             }
-            let claim = entry.claim(index).ok_or(StoreError::SequenceBusy { id, layer })?;
+            let claim = entry.claim_layer(index).ok_or(StoreError::SequenceBusy { id, layer })?;
             (claim, AppendDraft::new(&mut state, &entry.model, start + tokens))
         };
-        let offered = Remembered { start, tokens, content_hash };
-        Ok(Append::Ticket(AppendTicket::new(claim, draft, &self.pool, offered)?))
+        let offered = RememberedRange { start, tokens, content_hash };
+        Ok(BegunAppend::Ticket(AppendTicket::new(claim, draft, &self.pool, offered)?))
     }
 
     /// Takes the right to append for a caller who does not know the content yet, and passes the
-    /// claim to [`Store::begin_claimed`] when he does. `None` for a range that was acknowledged
-    /// before: only its content says what [`Store::begin_append`] answers.
+    /// claim to [`SequenceStore::begin_claimed`] when he does. `None` for a range that was acknowledged
+    /// before: only its content says what [`SequenceStore::begin_append`] answers.
     ///
     /// # Errors
-    /// Those of [`Store::begin_append`], but [`StoreError::RangeConflict`] and
+    /// Those of [`SequenceStore::begin_append`], but [`StoreError::RangeConflict`] and
     /// [`StoreError::PoolFull`].
     pub fn claim_append(
         &self,
@@ -223,15 +234,15 @@ impl Store {
         tokens: u32,
     ) -> Result<Option<AppendClaim>, StoreError> {
         let (entry, index) = self.entry_to_append(ns, id, layer, start, tokens)?;
-        let state = entry.layer(index).lock();
+        let state = entry.layer_mutex(index).lock();
         if known_content(&entry, &state, layer, start, tokens)?.is_some() {
             return Ok(None);
         }
-        let claim = entry.claim(index).ok_or(StoreError::SequenceBusy { id, layer })?;
+        let claim = entry.claim_layer(index).ok_or(StoreError::SequenceBusy { id, layer })?;
         Ok(Some(AppendClaim { claim, start, tokens }))
     }
 
-    /// [`Store::begin_append`] of a range that this store gave a claim on. It is new, so it is no
+    /// [`SequenceStore::begin_append`] of a range that this store gave a claim on. It is new, so it is no
     /// replay; also when the sequence was closed meanwhile, and then it is seen by nobody.
     ///
     /// # Errors
@@ -243,11 +254,11 @@ impl Store {
     ) -> Result<AppendTicket, StoreError> {
         let AppendClaim { claim, start, tokens } = claim;
         let draft = {
-            let mut state = claim.entry.layer(claim.layer).lock();
+            let mut state = claim.entry.layer_mutex(claim.layer).lock();
             debug_assert_eq!(state.length, start, "a claimed layer has changed");
             AppendDraft::new(&mut state, &claim.entry.model, start + tokens)
         };
-        let offered = Remembered { start, tokens, content_hash };
+        let offered = RememberedRange { start, tokens, content_hash };
         Ok(AppendTicket::new(claim, draft, &self.pool, offered)?)
     }
 
@@ -257,16 +268,16 @@ impl Store {
     /// # Errors
     /// [`StoreError::RangeNotStored`] when `length` or `range` reaches past what is stored,
     /// [`StoreError::InvalidRange`] when `range` ends before it starts.
-    pub fn pin(
+    pub fn pin_range(
         &self,
         ns: &Namespace,
         id: SequenceId,
         layer: LayerIndex,
         range: impl RangeBounds<u32>,
         length: Option<u32>,
-    ) -> Result<Pinned, StoreError> {
+    ) -> Result<PinnedRange, StoreError> {
         let (entry, index) = self.entry_and_layer(ns, id, layer)?;
-        let state = entry.layer(index).lock();
+        let state = entry.layer_mutex(index).lock();
         let stored = state.length;
         let length = length.unwrap_or(stored);
         if length > stored {
@@ -290,13 +301,13 @@ impl Store {
         }
         let views = state.pin_range(&entry.model, start..end);
         drop(state);
-        Ok(Pinned { model: Arc::clone(&entry.model), length, range: start..end, views })
+        Ok(PinnedRange { model: Arc::clone(&entry.model), length, range: start..end, views })
     }
 
     /// What the sequences of a model hold right now; zeros for a model without any.
     #[must_use]
-    pub fn usage(&self, model: ModelId) -> ModelUsage {
-        self.ledgers.get(&model).map_or_else(ModelUsage::default, |ledger| ledger.usage())
+    pub fn model_usage(&self, model: ModelId) -> ModelUsage {
+        self.ledgers.get(&model).map_or_else(ModelUsage::default, |ledger| ledger.read_usage())
     }
 
     /// Drops the ledger of a model without sequences, which nobody opens any from now on. Reads
@@ -313,12 +324,12 @@ impl Store {
 
     /// Every open sequence.
     #[cfg(test)]
-    pub(crate) fn entries(&self) -> Vec<Arc<SequenceEntry>> {
+    pub(crate) fn all_entries(&self) -> Vec<Arc<SequenceEntry>> {
         self.sequences.iter().map(|entry| Arc::clone(&entry)).collect()
     }
 
     /// An entry by id. The same answer for an id that is missing and for one of others.
-    fn entry(&self, ns: &Namespace, id: SequenceId) -> Result<Arc<SequenceEntry>, StoreError> {
+    fn find_entry(&self, ns: &Namespace, id: SequenceId) -> Result<Arc<SequenceEntry>, StoreError> {
         let found = self.sequences.get(&id).map(|entry| Arc::clone(&entry));
         found.filter(|entry| entry.model.namespace == *ns).ok_or(StoreError::UnknownSequence { id })
     }
@@ -329,7 +340,7 @@ impl Store {
         id: SequenceId,
         layer: LayerIndex,
     ) -> Result<(Arc<SequenceEntry>, usize), StoreError> {
-        let entry = self.entry(ns, id)?;
+        let entry = self.find_entry(ns, id)?;
         let layers = entry.model.geometry.layers;
         if layer.0 >= layers {
             return Err(StoreError::LayerOutOfRange { layer, layers });
@@ -393,7 +404,7 @@ impl Store {
         Ok(self.ids.next().inspect_err(|_| self.uncount_sequence(model))?)
     }
 
-    /// Takes back what [`Store::admit_sequence`] counted.
+    /// Takes back what [`SequenceStore::admit_sequence`] counted.
     fn uncount_sequence(&self, model: &ModelShape) {
         self.open.fetch_sub(1, Relaxed);
         self.open_layers.fetch_sub(u64::from(model.geometry.layers), Relaxed);
@@ -403,8 +414,8 @@ impl Store {
         &self,
         id: SequenceId,
         model: Arc<ModelShape>,
-        ledger: Arc<Ledger>,
-        layers: Vec<Layer>,
+        ledger: Arc<ModelLedger>,
+        layers: Vec<SequenceLayer>,
     ) -> SequenceId {
         ledger.sequence_opened();
         let pool = Arc::clone(&self.pool);
@@ -429,7 +440,7 @@ fn common_length(lengths: impl Iterator<Item = u32>) -> u32 {
 /// of `layer`, and locked.
 fn known_content(
     entry: &SequenceEntry,
-    state: &Layer,
+    state: &SequenceLayer,
     layer: LayerIndex,
     start: u32,
     tokens: u32,

@@ -9,7 +9,10 @@
 use kvd_core::{
     BootId, DType, Geometry, IdSpace, LayerIndex, ModelId, Namespace, RopePairing, SequenceId,
 };
-use kvd_store::{Append, Limits, ModelShape, PackedBytes, Pages, Pool, Store, StoreError};
+use kvd_store::{
+    ArenaPool, BegunAppend, ModelShape, PackedBytes, PackedPages, SequenceStore, StoreError,
+    StoreLimits,
+};
 use std::sync::Arc;
 
 const SEQUENCES: usize = 48;
@@ -51,7 +54,7 @@ struct Workload {
 }
 
 struct Growth {
-    store: Store,
+    store: SequenceStore,
     model: Arc<ModelShape>,
     sizes: Workload,
     layer_means: Vec<f64>,
@@ -87,13 +90,14 @@ impl Growth {
         let model =
             Arc::new(ModelShape { id: ModelId(1), namespace, geometry, sink: 32, recent: 96 });
         let ids = Arc::new(IdSpace::new(BootId::new([1; 16]).unwrap(), [2; 16]));
-        let pool = Pool::new("host", sizes.pool_bytes);
-        let store = Store::new(pool, Limits::default(), ids.sequence_counter(0, 1));
+        let pool = ArenaPool::new("host", sizes.pool_bytes);
+        let store = SequenceStore::new(pool, StoreLimits::default(), ids.sequence_counter(0, 1));
         let mut random = Random(seed);
         let layer_means = (0..sizes.layers)
             .map(|_| sizes.mean * (1.0 + sizes.layer_spread * random.signed()))
             .collect();
-        let sequences = (0..SEQUENCES).map(|_| store.open(model.clone()).unwrap()).collect();
+        let sequences =
+            (0..SEQUENCES).map(|_| store.open_sequence(model.clone()).unwrap()).collect();
         let lengths = vec![vec![0; sizes.layers as usize]; SEQUENCES];
         Self { store, model, sizes, layer_means, random, sequences, lengths }
     }
@@ -105,18 +109,18 @@ impl Growth {
             let (namespace, id) = (&self.model.namespace, self.sequences[sequence]);
             let asked =
                 self.store.begin_append(namespace, id, LayerIndex(layer), start, tokens, 0)?;
-            let Append::Ticket(ticket) = asked else { panic!("replayed") };
+            let BegunAppend::Ticket(ticket) = asked else { panic!("replayed") };
             let mut packed = Vec::new();
-            for task in ticket.packs() {
+            for task in ticket.pack_tasks() {
                 let share = f64::from(task.rows.end - task.rows.start) / 64.0;
                 let mean = self.layer_means[layer as usize];
                 let size = mean * (1.0 + self.sizes.block_spread * self.random.signed()) * share;
                 let raw_bytes = self.model.geometry.raw_layout(64).size_bytes();
                 let bytes = (size * raw_bytes as f64) as u64;
-                let Ok(reserved) = self.store.pool().reserve(bytes) else { break };
+                let Ok(reserved) = self.store.pool().reserve_pages(bytes) else { break };
                 let ends = Arc::from([bytes as u32]);
                 let accounting = PackedBytes { codes: bytes, ..PackedBytes::default() };
-                packed.push(Some(Pages::new(reserved.seal(), ends, accounting)));
+                packed.push(Some(PackedPages::new(reserved.seal_slot(), ends, accounting)));
             }
             ticket.commit(packed);
             self.lengths[sequence][layer as usize] += tokens;
@@ -125,8 +129,8 @@ impl Growth {
     }
 
     fn refusal(&self) -> Refusal {
-        let usage = self.store.pool().usage();
-        let stored = self.store.usage(self.model.id).stored;
+        let usage = self.store.pool().read_usage();
+        let stored = self.store.model_usage(self.model.id).stored;
         // One raw slot of the sink's rows aside, slots hold what they are long.
         let filled = stored.code_bytes + stored.raw_bytes;
         let share = |bytes: u64| bytes as f64 / usage.capacity_bytes as f64;
@@ -147,8 +151,8 @@ impl Growth {
                 }
                 refusals.push(self.refusal());
                 let closed = self.random.below(SEQUENCES as u64) as usize;
-                self.store.close(&self.model.namespace, self.sequences[closed]).unwrap();
-                self.sequences[closed] = self.store.open(self.model.clone()).unwrap();
+                self.store.close_sequence(&self.model.namespace, self.sequences[closed]).unwrap();
+                self.sequences[closed] = self.store.open_sequence(self.model.clone()).unwrap();
                 self.lengths[closed] = vec![0; self.sizes.layers as usize];
             }
         }

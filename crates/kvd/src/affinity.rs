@@ -3,7 +3,7 @@
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 /// The cores of this thread; none where the system does not say.
-pub(crate) fn cores() -> Vec<usize> {
+pub(crate) fn allowed_cores() -> Vec<usize> {
     let Ok(allowed) = sched_getaffinity(None) else { return Vec::new() };
     (0..CpuSet::MAX_CPU).filter(|core| allowed.is_set(*core)).collect()
 }
@@ -30,16 +30,16 @@ pub(crate) fn keep_on_one(cores: &[usize], thread: usize) {
 
 #[cfg(test)]
 mod tests {
-    use super::{cores, keep_on, keep_on_one};
+    use super::{allowed_cores, keep_on, keep_on_one};
 
     #[test]
     fn a_pinned_thread_is_on_the_core_of_its_number() {
-        let all = cores();
+        let all = allowed_cores();
         for thread in 0..2 * all.len() {
             let pinned = std::thread::scope(|scope| {
                 let run = || {
                     keep_on_one(&all, thread);
-                    cores()
+                    allowed_cores()
                 };
                 scope.spawn(run).join().unwrap()
             });
@@ -49,9 +49,9 @@ mod tests {
 
     #[test]
     fn no_cores_leave_a_thread_where_it_is() {
-        let all = cores();
+        let all = allowed_cores();
         keep_on_one(&[], 3);
         assert!(keep_on([]).is_err());
-        assert_eq!(cores(), all);
+        assert_eq!(allowed_cores(), all);
     }
 }

@@ -7,7 +7,7 @@ use crate::device::{self, DeviceError};
 use crate::device_worker::{DeviceWorker, DeviceWorkerThread, WorkerLimits};
 use crate::metrics::Metrics;
 use crate::service::{Service, draw_ids};
-use crate::transport::{BoundAddresses, GrpcServer, ListenError, Phase};
+use crate::transport::{BoundAddresses, GrpcServer, ListenError, ServerPhase};
 use kvd_compute::Backend;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -48,14 +48,14 @@ pub struct Daemon {
 }
 
 /// A serving daemon.
-pub struct Running {
+pub struct RunningDaemon {
     service: Arc<Service>,
     worker_threads: Vec<DeviceWorkerThread>,
     addresses: BoundAddresses,
     admin_address: Option<SocketAddr>,
-    phase: watch::Sender<Phase>,
+    phase: watch::Sender<ServerPhase>,
     /// Of the admin port, which lasts longer.
-    admin_phase: watch::Sender<Phase>,
+    admin_phase: watch::Sender<ServerPhase>,
     grpc: JoinHandle<Result<(), tonic::transport::Error>>,
     admin: Option<JoinHandle<std::io::Result<()>>>,
     upkeep: JoinHandle<()>,
@@ -64,7 +64,7 @@ pub struct Running {
 
 /// How a drain ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Drained {
+pub enum DrainOutcome {
     /// Every request in flight was answered.
     Clean,
     /// The grace period ran out; what was left was cut off.
@@ -85,15 +85,15 @@ pub const DEVICE_STOP_TIME: Duration = Duration::from_secs(2);
 
 /// Ends the threads of all devices; whether all of them have ended in time.
 fn stop_devices(threads: Vec<DeviceWorkerThread>) -> bool {
-    threads.iter().for_each(DeviceWorkerThread::stop);
+    threads.iter().for_each(DeviceWorkerThread::stop_thread);
     let end = Instant::now() + DEVICE_STOP_TIME;
     let left = || end.saturating_duration_since(Instant::now());
     // Each is waited for, whatever became of those before.
-    threads.into_iter().map(|thread| thread.join(left())).filter(|ended| !ended).count() == 0
+    threads.into_iter().map(|thread| thread.join_thread(left())).filter(|ended| !ended).count() == 0
 }
 
 /// Waits for a server whose connections are cut, and gives it up if it hangs all the same.
-async fn end<T>(mut server: JoinHandle<T>) {
+async fn end_server<T>(mut server: JoinHandle<T>) {
     if tokio::time::timeout(CUT_TIME, &mut server).await.is_err() {
         server.abort();
     }
@@ -126,7 +126,7 @@ impl Daemon {
     /// # Errors
     /// What could not be had.
     pub async fn build(config: Config) -> Result<Self, BuildError> {
-        let backends = device::open(&config)?;
+        let backends = device::open_devices(&config)?;
         Self::build_on(config, backends).await
     }
 
@@ -138,11 +138,11 @@ impl Daemon {
         mut config: Config,
         backends: Vec<Box<dyn Backend>>,
     ) -> Result<Self, BuildError> {
-        config.connections_max = Some(descriptors::connections(&config)?);
-        let grpc = GrpcServer::bind(&config).await?;
+        config.connections_max = Some(descriptors::allowed_connections(&config)?);
+        let grpc = GrpcServer::bind_sockets(&config).await?;
         let admin = match config.admin_listen {
             None => None,
-            Some(address) => Some(AdminServer::bind(address).await.map_err(|source| {
+            Some(address) => Some(AdminServer::bind_address(address).await.map_err(|source| {
                 ListenError { address: address.to_string(), key: "admin.listen", source }
             })?),
         };
@@ -153,7 +153,7 @@ impl Daemon {
             let on_failure = move || failures.send_modify(|failed| *failed += 1);
             let (queue_jobs_max, weights) = (config.queue_jobs_max, config.weights.clone());
             let limits = WorkerLimits { queue_jobs_max, weights };
-            DeviceWorker::start(backend, limits, &metrics, on_failure)
+            DeviceWorker::start_thread(backend, limits, &metrics, on_failure)
         };
         let workers = backends.into_iter().map(start).collect::<Result<Vec<_>, _>>();
         let (workers, worker_threads) = workers.map_err(BuildError::Worker)?.into_iter().unzip();
@@ -164,11 +164,11 @@ impl Daemon {
 
     /// Begins to serve.
     #[must_use]
-    pub fn spawn(self) -> Running {
-        let (phase, of_grpc) = watch::channel(Phase::Serving);
-        let (admin_phase, of_admin) = watch::channel(Phase::Serving);
-        let addresses = self.grpc.addresses().clone();
-        let admin_address = self.admin.as_ref().map(AdminServer::address);
+    pub fn spawn(self) -> RunningDaemon {
+        let (phase, of_grpc) = watch::channel(ServerPhase::Serving);
+        let (admin_phase, of_admin) = watch::channel(ServerPhase::Serving);
+        let addresses = self.grpc.bound_addresses().clone();
+        let admin_address = self.admin.as_ref().map(AdminServer::bound_address);
         let shown = |path: &Option<PathBuf>| path.as_ref().map(|path| path.display().to_string());
         tracing::info!(
             tcp = addresses.tcp.map(display),
@@ -177,23 +177,23 @@ impl Daemon {
             admin = admin_address.map(display),
             version = env!("CARGO_PKG_VERSION"),
             commit = env!("KVD_COMMIT"),
-            device = self.service.devices(),
+            device = self.service.device_names(),
             pool_bytes = self.service.pool_stats().capacity_bytes,
             boot_id = self.service.boot_id(),
             "kvd serves"
         );
         warn_of_open_doors(addresses.tcp, admin_address);
-        let grpc = tokio::spawn(self.grpc.serve(self.service.clone(), of_grpc));
+        let grpc = tokio::spawn(self.grpc.serve_all(self.service.clone(), of_grpc));
         let admin =
-            self.admin.map(|admin| tokio::spawn(admin.serve(self.service.clone(), of_admin)));
+            self.admin.map(|admin| tokio::spawn(admin.serve_until(self.service.clone(), of_admin)));
         let metrics = self.service.metrics().clone();
         let upkeep = tokio::spawn(async move {
             loop {
                 tokio::time::sleep(UPKEEP_INTERVAL).await;
-                metrics.upkeep();
+                metrics.run_upkeep();
             }
         });
-        Running {
+        RunningDaemon {
             service: self.service,
             worker_threads: self.worker_threads,
             addresses,
@@ -208,10 +208,10 @@ impl Daemon {
     }
 }
 
-impl Running {
+impl RunningDaemon {
     /// Where gRPC is served.
     #[must_use]
-    pub fn addresses(&self) -> &BoundAddresses {
+    pub fn bound_addresses(&self) -> &BoundAddresses {
         &self.addresses
     }
 
@@ -238,14 +238,14 @@ impl Running {
 
     /// Readiness off, no new work, requests in flight answered within the grace period. Metrics
     /// stay readable until the end.
-    pub async fn drain(self) -> Drained {
+    pub async fn drain(self) -> DrainOutcome {
         tracing::info!("draining");
         self.service.drain();
         let grace = self.service.config().grace_period;
-        self.phase.send_replace(Phase::Draining);
+        self.phase.send_replace(ServerPhase::Draining);
         let mut grpc = self.grpc;
         let drained = match tokio::time::timeout(grace, &mut grpc).await {
-            Ok(Ok(Ok(()))) => Drained::Clean,
+            Ok(Ok(Ok(()))) => DrainOutcome::Clean,
             Ok(other) => {
                 let reason = match other {
                     Ok(Err(error)) => error.to_string(),
@@ -253,22 +253,22 @@ impl Running {
                     Ok(Ok(())) => String::new(),
                 };
                 tracing::error!(reason, "the gRPC server broke");
-                Drained::CutOff
+                DrainOutcome::CutOff
             }
             Err(_) => {
                 let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
                 tracing::warn!(grace_ms, "the grace period ran out; requests are cut off");
-                self.phase.send_replace(Phase::Cut);
-                end(grpc).await;
-                Drained::CutOff
+                self.phase.send_replace(ServerPhase::Cut);
+                end_server(grpc).await;
+                DrainOutcome::CutOff
             }
         };
-        self.admin_phase.send_replace(Phase::Draining);
+        self.admin_phase.send_replace(ServerPhase::Draining);
         if let Some(mut admin) = self.admin {
             // A scraper that keeps its connection open must not hold the daemon.
             if tokio::time::timeout(ADMIN_GRACE, &mut admin).await.is_err() {
-                self.admin_phase.send_replace(Phase::Cut);
-                end(admin).await;
+                self.admin_phase.send_replace(ServerPhase::Cut);
+                end_server(admin).await;
             }
         }
         self.upkeep.abort();

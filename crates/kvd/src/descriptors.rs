@@ -35,11 +35,11 @@ pub(crate) fn raise_limit() {
 ///
 /// # Errors
 /// When the limit of open files is too low for the limits of the configuration.
-pub(crate) fn connections(config: &Config) -> Result<usize, ConfigError> {
+pub(crate) fn allowed_connections(config: &Config) -> Result<usize, ConfigError> {
     connections_within(getrlimit(Resource::Nofile).current, config)
 }
 
-/// [`connections`] of a process that may open `limit` files; any number without one.
+/// [`allowed_connections`] of a process that may open `limit` files; any number without one.
 fn connections_within(limit: Option<u64>, config: &Config) -> Result<usize, ConfigError> {
     let limit = limit.unwrap_or(u64::MAX);
     let regions = config.listen_region.as_ref().map_or(0, |_| config.regions_max as u64);
@@ -66,11 +66,12 @@ fn connections_within(limit: Option<u64>, config: &Config) -> Result<usize, Conf
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Overrides;
+    use crate::config::ConfigOverrides;
 
     fn config(flags: &[(&str, &str)]) -> Config {
         let flags = flags.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned()));
-        Config::load(&Overrides { flags: flags.collect(), ..Overrides::default() }).unwrap()
+        Config::load(&ConfigOverrides { flags: flags.collect(), ..ConfigOverrides::default() })
+            .unwrap()
     }
 
     #[test]

@@ -62,7 +62,7 @@ pub enum GpuUnusable {
 ///
 /// # Errors
 /// When the processor has not the memory or threads, or the GPU asked for cannot be used.
-pub(crate) fn open(config: &Config) -> Result<Vec<Box<dyn Backend>>, DeviceError> {
+pub(crate) fn open_devices(config: &Config) -> Result<Vec<Box<dyn Backend>>, DeviceError> {
     let open = |gpu| open_gpu(config, gpu);
     choose_all(&config.devices, kvd_cuda::probe_devices, open, || open_cpu(config))
 }
@@ -85,7 +85,7 @@ fn choose_all<T>(
             taken.insert(uuid);
             Ok(opened)
         };
-        choose(choice, &probe, once, &cpu)
+        choose_device(choice, &probe, once, &cpu)
     };
     choices.iter().map(open).collect()
 }
@@ -96,7 +96,7 @@ fn open_cpu(config: &Config) -> Result<Box<dyn Backend>, OpenError> {
         prefault: config.prefault,
         threads: config.threads,
     };
-    let cores = if config.pin_threads { affinity::cores() } else { Vec::new() };
+    let cores = if config.pin_threads { affinity::allowed_cores() } else { Vec::new() };
     let on_start = move |thread| affinity::keep_on_one(&cores, thread);
     if config.prefault {
         tracing::info!(pool_bytes = config.pool_bytes, "touching the pool's memory");
@@ -132,20 +132,20 @@ fn open_gpu(config: &Config, gpu: GpuDevice) -> Result<Box<dyn Backend>, GpuUnus
     tracing::info!(gpu, seconds = begun.elapsed().as_secs_f64(), "GPU kernels are loaded");
     match &config.kernel_cache {
         KernelCache::Off => {}
-        KernelCache::Folder(folder) => compile(&mut backend, Some(folder.clone())),
+        KernelCache::Folder(folder) => compile_kernels(&mut backend, Some(folder.clone())),
         KernelCache::Nowhere => {
             let reason = "device.kernel_cache is empty, and so are XDG_CACHE_HOME and HOME";
             tracing::info!(reason, "kernels that are compiled for a codec are not kept");
-            compile(&mut backend, None);
+            compile_kernels(&mut backend, None);
         }
     }
     Ok(Box::new(backend))
 }
 
 /// Has kernels compiled for codecs without kernels of their own, where there is a compiler.
-fn compile(backend: &mut CudaBackend, folder: Option<PathBuf>) {
+fn compile_kernels(backend: &mut CudaBackend, folder: Option<PathBuf>) {
     let started = Nvrtc::open_library().map_err(|error| error.to_string()).and_then(|compiler| {
-        let report = Arc::new(report);
+        let report = Arc::new(log_event);
         let started = backend.compile_with(Box::new(compiler), folder, report);
         started.map_err(|error| error.to_string())
     });
@@ -154,7 +154,7 @@ fn compile(backend: &mut CudaBackend, folder: Option<PathBuf>) {
     }
 }
 
-fn report(event: CompileEvent) {
+fn log_event(event: CompileEvent) {
     match event {
         CompileEvent::Ready { pair, from_cache, seconds } => {
             tracing::info!(pair, from_cache, seconds, "a GPU kernel of its own is ready");
@@ -172,8 +172,8 @@ fn report(event: CompileEvent) {
     }
 }
 
-/// What `open` does, over any machine.
-fn choose<T>(
+/// Chooses as [`open_devices`] does, over any machine.
+fn choose_device<T>(
     choice: &DeviceChoice,
     probe: impl FnOnce() -> Result<Vec<Result<GpuDevice, ProbeError>>, ProbeError>,
     mut gpu: impl FnMut(GpuDevice) -> Result<T, GpuUnusable>,
@@ -183,12 +183,12 @@ fn choose<T>(
         DeviceChoice::Cpu => return Ok(cpu()?),
         DeviceChoice::Auto => match first_usable(probe, gpu) {
             Ok(backend) => return Ok(backend),
-            Err(Unopened::NoGpu(reason)) => {
+            Err(NoGpuReason::NoGpu(reason)) => {
                 tracing::info!(%reason, "device = \"auto\": no GPU, so the CPU serves");
                 return Ok(cpu()?);
             }
             // Many times slower than was meant to be.
-            Err(Unopened::Unusable(reason)) => {
+            Err(NoGpuReason::Unusable(reason)) => {
                 tracing::warn!(reason, "device = \"auto\": no GPU can be used, so the CPU serves");
                 return Ok(cpu()?);
             }
@@ -202,7 +202,7 @@ fn choose<T>(
 
 /// Why `auto` has no GPU.
 #[derive(Debug, PartialEq)]
-enum Unopened {
+enum NoGpuReason {
     /// There is none, or no driver for one.
     NoGpu(ProbeError),
     /// Those that are there cannot be used: why, each by its number.
@@ -213,10 +213,10 @@ enum Unopened {
 fn first_usable<T>(
     probe: impl FnOnce() -> Result<Vec<Result<GpuDevice, ProbeError>>, ProbeError>,
     mut gpu: impl FnMut(GpuDevice) -> Result<T, GpuUnusable>,
-) -> Result<T, Unopened> {
+) -> Result<T, NoGpuReason> {
     let gpus = probe().map_err(|reason| match reason {
-        ProbeError::NoLibrary | ProbeError::NoDevice => Unopened::NoGpu(reason),
-        _ => Unopened::Unusable(reason.to_string()),
+        ProbeError::NoLibrary | ProbeError::NoDevice => NoGpuReason::NoGpu(reason),
+        _ => NoGpuReason::Unusable(reason.to_string()),
     })?;
     let mut reasons = Vec::new();
     for name in (0..gpus.len() as u32).map(GpuName::Ordinal) {
@@ -232,7 +232,7 @@ fn first_usable<T>(
             Err(reason) => reasons.push(format!("{name}: {reason}")),
         }
     }
-    Err(Unopened::Unusable(reasons.join("; ")))
+    Err(NoGpuReason::Unusable(reasons.join("; ")))
 }
 
 #[cfg(test)]
@@ -252,13 +252,14 @@ mod tests {
             1 => Err(GpuUnusable::NoKernels("H100".to_owned())),
             ordinal => Ok(format!("gpu {ordinal}")),
         };
-        choose(choice, probe, open, || Ok("cpu".to_owned())).map_err(|error| error.to_string())
+        choose_device(choice, probe, open, || Ok("cpu".to_owned()))
+            .map_err(|error| error.to_string())
     }
 
     #[test]
     fn the_processor_is_used_without_a_look_at_gpus() {
         let never = || unreachable!("no probe was asked for");
-        let device = choose(&DeviceChoice::Cpu, never, |_| Ok("gpu"), || Ok("cpu")).unwrap();
+        let device = choose_device(&DeviceChoice::Cpu, never, |_| Ok("gpu"), || Ok("cpu")).unwrap();
         assert_eq!(device, "cpu");
     }
 
@@ -289,7 +290,7 @@ mod tests {
         assert_eq!((found.unwrap(), asked), (2, vec![1, 2]));
         let none = |_| Err::<u32, _>(GpuUnusable::NoKernels("H100".to_owned()));
         let unopened = first_usable(|| Ok(vec![Ok(old(0)), Ok(gpu(1))]), none).unwrap_err();
-        let Unopened::Unusable(reason) = unopened else { panic!("{unopened:?}") };
+        let NoGpuReason::Unusable(reason) = unopened else { panic!("{unopened:?}") };
         let (first, second) = reason.split_once("; cuda:1: ").unwrap();
         assert!(first.starts_with("cuda:0: ") && first.contains("capability 7.5"), "{reason}");
         assert!(second.starts_with("H100 is there, but"), "{reason}");
@@ -299,10 +300,10 @@ mod tests {
     fn no_gpu_and_none_that_can_be_used_are_told_apart() {
         let unopened = |error| first_usable(|| Err(error), Ok).unwrap_err();
         for none in [ProbeError::NoLibrary, ProbeError::NoDevice] {
-            assert!(matches!(unopened(none), Unopened::NoGpu(_)));
+            assert!(matches!(unopened(none), NoGpuReason::NoGpu(_)));
         }
         let old = ProbeError::TooOld { have: 12_080, need: 13_000 };
-        let Unopened::Unusable(reason) = unopened(old) else { panic!("a driver is no GPU") };
+        let NoGpuReason::Unusable(reason) = unopened(old) else { panic!("a driver is no GPU") };
         assert!(reason.contains("version 12080"), "{reason}");
     }
 

@@ -24,4 +24,4 @@ pub mod telemetry;
 pub mod transport;
 
 pub use config::Config;
-pub use daemon::{BuildError, Daemon, Drained, Running};
+pub use daemon::{BuildError, Daemon, DrainOutcome, RunningDaemon};

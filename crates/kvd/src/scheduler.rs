@@ -12,7 +12,7 @@
 //! share its part alike ([`crate::shares`]). Jobs of one connection run in the order they came; an
 //! attend that pauses goes behind those that its connection has waiting.
 
-use crate::shares::{Shares, Waits};
+use crate::shares::{TimeShares, WaitingWork};
 use kvd_core::Namespace;
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::ops::RangeInclusive;
@@ -23,7 +23,7 @@ const SHARE: RangeInclusive<Duration> = Duration::from_millis(2)..=Duration::fro
 
 /// Purpose of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum JobKind {
     /// Attention over tokens that are stored already, and what carries its bytes.
     Attend,
     /// Everything else, in the order it came.
@@ -32,7 +32,7 @@ pub(crate) enum Kind {
     AfterAll,
 }
 
-impl Kind {
+impl JobKind {
     /// Where the kind is in [`crate::metrics::DeviceMetrics::KINDS`].
     pub(crate) fn index(self) -> usize {
         usize::from(self != Self::Attend)
@@ -49,72 +49,72 @@ pub(crate) struct OwnerKey {
 
 /// A job as the scheduler knows it.
 #[derive(Clone, Debug)]
-pub(crate) struct Ticket {
+pub(crate) struct JobTicket {
     /// Counts all jobs: the job's name.
     pub(crate) serial: u64,
-    pub(crate) kind: Kind,
+    pub(crate) kind: JobKind,
     pub(crate) owner: OwnerKey,
     /// Whether it takes one of the places that are limited.
     pub(crate) is_counted: bool,
 }
 
 /// A job that waits.
-pub(crate) struct Waiting<J> {
-    pub(crate) ticket: Ticket,
+pub(crate) struct WaitingJob<J> {
+    pub(crate) ticket: JobTicket,
     pub(crate) job: J,
 }
 
 /// Whose turn it is where both wait.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Turn {
+enum NextKind {
     Attends,
     Others,
 }
 
 /// Jobs of one connection, in the order they run.
-struct Line<J>(VecDeque<Waiting<J>>);
+struct ConnectionLine<J>(VecDeque<WaitingJob<J>>);
 
-impl<J> Default for Line<J> {
+impl<J> Default for ConnectionLine<J> {
     fn default() -> Self {
         Self(VecDeque::new())
     }
 }
 
-impl<J> Waits for Line<J> {
+impl<J> WaitingWork for ConnectionLine<J> {
     fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    fn oldest(&self) -> u64 {
+    fn oldest_serial(&self) -> u64 {
         self.0.front().map_or(u64::MAX, |waiting| waiting.ticket.serial)
     }
 }
 
 /// Jobs of one kind, by namespace and connection.
-struct Queue<J> {
-    namespaces: Shares<Namespace, Shares<u64, Line<J>>>,
+struct KindQueue<J> {
+    namespaces: TimeShares<Namespace, TimeShares<u64, ConnectionLine<J>>>,
     waiting: usize,
     /// Those that have a place.
     counted: usize,
 }
 
-impl<J> Queue<J> {
+impl<J> KindQueue<J> {
     fn new() -> Self {
-        Self { namespaces: Shares::default(), waiting: 0, counted: 0 }
+        Self { namespaces: TimeShares::default(), waiting: 0, counted: 0 }
     }
 
-    fn line(&mut self, owner: &OwnerKey) -> Option<&mut Line<J>> {
+    fn find_line(&mut self, owner: &OwnerKey) -> Option<&mut ConnectionLine<J>> {
         self.namespaces.get_mut(&owner.namespace)?.get_mut(&owner.connection)
     }
 
-    fn push(&mut self, waiting: Waiting<J>) {
+    fn push(&mut self, waiting: WaitingJob<J>) {
         self.waiting += 1;
         self.counted += usize::from(waiting.ticket.is_counted);
         let OwnerKey { namespace, connection } = &waiting.ticket.owner;
-        self.namespaces.join(namespace).join(connection).0.push_back(waiting);
+        self.namespaces.join_member(namespace).join_member(connection).0.push_back(waiting);
     }
 
-    fn took_out(&mut self, waiting: Option<Waiting<J>>) -> Option<Waiting<J>> {
+    fn took_out(&mut self, waiting: Option<WaitingJob<J>>) -> Option<WaitingJob<J>> {
         if let Some(waiting) = &waiting {
             self.waiting -= 1;
             self.counted -= usize::from(waiting.ticket.is_counted);
@@ -122,7 +122,7 @@ impl<J> Queue<J> {
         waiting
     }
 
-    fn pop(&mut self) -> Option<Waiting<J>> {
+    fn pop(&mut self) -> Option<WaitingJob<J>> {
         let namespace = self.namespaces.next()?;
         let connections = self.namespaces.get_mut(&namespace)?;
         let connection = connections.next()?;
@@ -130,15 +130,15 @@ impl<J> Queue<J> {
         self.took_out(next)
     }
 
-    fn remove(&mut self, ticket: &Ticket) -> Option<Waiting<J>> {
-        let line = &mut self.line(&ticket.owner)?.0;
+    fn remove(&mut self, ticket: &JobTicket) -> Option<WaitingJob<J>> {
+        let line = &mut self.find_line(&ticket.owner)?.0;
         let at = line.iter().position(|waiting| waiting.ticket.serial == ticket.serial)?;
         let removed = line.remove(at);
         self.took_out(removed)
     }
 
     /// Places that each connection has.
-    fn counts(&self) -> impl Iterator<Item = (OwnerKey, usize)> {
+    fn count_places(&self) -> impl Iterator<Item = (OwnerKey, usize)> {
         self.namespaces.iter().flat_map(|(namespace, connections)| {
             connections.iter().map(|(connection, line)| {
                 let places = line.0.iter().filter(|waiting| waiting.ticket.is_counted).count();
@@ -149,17 +149,17 @@ impl<J> Queue<J> {
 }
 
 /// Jobs that wait.
-pub(crate) struct Scheduler<J> {
-    attends: Queue<J>,
-    others: Queue<J>,
+pub(crate) struct JobScheduler<J> {
+    attends: KindQueue<J>,
+    others: KindQueue<J>,
     /// Those that wait for attends which came before.
-    after_all: VecDeque<Waiting<J>>,
+    after_all: VecDeque<WaitingJob<J>>,
     /// Serial numbers of attends that wait.
     attend_serials: BTreeSet<u64>,
     /// Shares of namespaces that have another one than 1.
     weights: HashMap<Namespace, u32>,
     came: u64,
-    turn: Turn,
+    turn: NextKind,
     /// Time of the others in their last turn, within [`SHARE`].
     share: Duration,
     /// Time that attention has taken in its turn, while another job waited.
@@ -168,17 +168,17 @@ pub(crate) struct Scheduler<J> {
     used: Duration,
 }
 
-impl<J> Scheduler<J> {
+impl<J> JobScheduler<J> {
     pub(crate) fn new(weights: HashMap<Namespace, u32>) -> Self {
         let [taken, used] = [Duration::ZERO; 2];
         Self {
-            attends: Queue::new(),
-            others: Queue::new(),
+            attends: KindQueue::new(),
+            others: KindQueue::new(),
             after_all: VecDeque::new(),
             attend_serials: BTreeSet::new(),
             weights,
             came: 0,
-            turn: Turn::Attends,
+            turn: NextKind::Attends,
             share: *SHARE.start(),
             taken,
             used,
@@ -187,46 +187,51 @@ impl<J> Scheduler<J> {
 
     #[cfg(test)]
     fn is_empty(&self) -> bool {
-        self.waiting().iter().all(|waiting| *waiting == 0)
+        self.waiting_jobs().iter().all(|waiting| *waiting == 0)
     }
 
     /// Jobs that wait, attends and others.
-    pub(crate) fn waiting(&self) -> [usize; 2] {
+    pub(crate) fn waiting_jobs(&self) -> [usize; 2] {
         [self.attends.waiting, self.others.waiting + self.after_all.len()]
     }
 
     /// Jobs that have a place, attends and others.
-    pub(crate) fn counted(&self) -> [usize; 2] {
+    pub(crate) fn counted_jobs(&self) -> [usize; 2] {
         let after_all = self.after_all.iter().filter(|waiting| waiting.ticket.is_counted).count();
         [self.attends.counted, self.others.counted + after_all]
     }
 
     /// The next job's name.
-    pub(crate) fn ticket(&mut self, kind: Kind, owner: OwnerKey, is_counted: bool) -> Ticket {
+    pub(crate) fn make_ticket(
+        &mut self,
+        kind: JobKind,
+        owner: OwnerKey,
+        is_counted: bool,
+    ) -> JobTicket {
         self.came += 1;
-        Ticket { serial: self.came, kind, owner, is_counted }
+        JobTicket { serial: self.came, kind, owner, is_counted }
     }
 
     /// Adds a job, one that comes or one that has paused.
-    pub(crate) fn push(&mut self, ticket: Ticket, job: J) {
-        let waiting = Waiting { ticket, job };
+    pub(crate) fn push(&mut self, ticket: JobTicket, job: J) {
+        let waiting = WaitingJob { ticket, job };
         match waiting.ticket.kind {
-            Kind::Attend => {
+            JobKind::Attend => {
                 self.attend_serials.insert(waiting.ticket.serial);
                 self.attends.push(waiting);
             }
-            Kind::Other => self.others.push(waiting),
-            Kind::AfterAll => self.after_all.push_back(waiting),
+            JobKind::Other => self.others.push(waiting),
+            JobKind::AfterAll => self.after_all.push_back(waiting),
         }
     }
 
     /// Takes out a job that waits.
-    pub(crate) fn remove(&mut self, ticket: &Ticket) -> Option<Waiting<J>> {
-        let is_it = |waiting: &Waiting<J>| waiting.ticket.serial == ticket.serial;
+    pub(crate) fn remove(&mut self, ticket: &JobTicket) -> Option<WaitingJob<J>> {
+        let is_it = |waiting: &WaitingJob<J>| waiting.ticket.serial == ticket.serial;
         if let Some(at) = self.after_all.iter().position(is_it) {
             return self.after_all.remove(at);
         }
-        if ticket.kind != Kind::Attend {
+        if ticket.kind != JobKind::Attend {
             return self.others.remove(ticket);
         }
         self.attend_serials.remove(&ticket.serial);
@@ -234,7 +239,7 @@ impl<J> Scheduler<J> {
     }
 
     /// Takes out all jobs.
-    pub(crate) fn remove_all(&mut self) -> Vec<Waiting<J>> {
+    pub(crate) fn remove_all(&mut self) -> Vec<WaitingJob<J>> {
         self.attend_serials.clear();
         let mut all = Vec::new();
         while let Some(waiting) = self.attends.pop().or_else(|| self.others.pop()) {
@@ -246,27 +251,31 @@ impl<J> Scheduler<J> {
 
     /// The job that gives its place up to one of `owner`: the last of the connection that has most,
     /// where that has more even then.
-    pub(crate) fn take_from_most(&mut self, kind: Kind, owner: &OwnerKey) -> Option<Waiting<J>> {
-        let queue = if kind == Kind::Attend { &mut self.attends } else { &mut self.others };
-        let own = queue.counts().find(|(of, _)| of == owner).map_or(0, |(_, places)| places);
-        let (most, places) = queue.counts().max_by_key(|(_, places)| *places)?;
+    pub(crate) fn take_from_most(
+        &mut self,
+        kind: JobKind,
+        owner: &OwnerKey,
+    ) -> Option<WaitingJob<J>> {
+        let queue = if kind == JobKind::Attend { &mut self.attends } else { &mut self.others };
+        let own = queue.count_places().find(|(of, _)| of == owner).map_or(0, |(_, places)| places);
+        let (most, places) = queue.count_places().max_by_key(|(_, places)| *places)?;
         if places < own + 2 {
             return None;
         }
-        let line = queue.line(&most)?;
+        let line = queue.find_line(&most)?;
         let last = line.0.iter().rev().find(|waiting| waiting.ticket.is_counted)?;
         let ticket = last.ticket.clone();
         self.remove(&ticket)
     }
 
     /// Places that a connection has.
-    pub(crate) fn count_for(&self, kind: Kind, owner: &OwnerKey) -> usize {
-        let queue = if kind == Kind::Attend { &self.attends } else { &self.others };
-        queue.counts().find(|(of, _)| of == owner).map_or(0, |(_, places)| places)
+    pub(crate) fn count_for(&self, kind: JobKind, owner: &OwnerKey) -> usize {
+        let queue = if kind == JobKind::Attend { &self.attends } else { &self.others };
+        queue.count_places().find(|(of, _)| of == owner).map_or(0, |(_, places)| places)
     }
 
-    /// The next job, and what to tell [`Scheduler::ran`] of it.
-    pub(crate) fn next(&mut self) -> Option<Waiting<J>> {
+    /// The next job, and what to tell [`JobScheduler::note_run`] of it.
+    pub(crate) fn next(&mut self) -> Option<WaitingJob<J>> {
         let oldest = self.attend_serials.first().copied().unwrap_or(u64::MAX);
         while self.after_all.front().is_some_and(|waiting| waiting.ticket.serial < oldest) {
             self.others.push(self.after_all.pop_front()?);
@@ -274,7 +283,7 @@ impl<J> Scheduler<J> {
         let attend_first = match (self.attends.waiting, self.others.waiting) {
             (0, _) => false,
             (_, 0) => true,
-            _ => self.turn == Turn::Attends,
+            _ => self.turn == NextKind::Attends,
         };
         if !attend_first {
             return self.others.pop();
@@ -285,33 +294,33 @@ impl<J> Scheduler<J> {
     }
 
     /// A job, or a slice of it, took so long.
-    pub(crate) fn ran(&mut self, ticket: &Ticket, took: Duration) {
-        let Ticket { kind, owner, .. } = ticket;
-        let queue = if *kind == Kind::Attend { &mut self.attends } else { &mut self.others };
+    pub(crate) fn note_run(&mut self, ticket: &JobTicket, took: Duration) {
+        let JobTicket { kind, owner, .. } = ticket;
+        let queue = if *kind == JobKind::Attend { &mut self.attends } else { &mut self.others };
         let weight = self.weights.get(&owner.namespace).copied().unwrap_or(1);
-        queue.namespaces.charge(&owner.namespace, took, weight);
-        queue.namespaces.join(&owner.namespace).charge(&owner.connection, took, 1);
+        queue.namespaces.charge_time(&owner.namespace, took, weight);
+        queue.namespaces.join_member(&owner.namespace).charge_time(&owner.connection, took, 1);
         match kind {
             // What nobody waited for was nobody's share.
-            Kind::Attend if self.others.waiting == 0 => self.taken = Duration::ZERO,
-            Kind::Attend => {
+            JobKind::Attend if self.others.waiting == 0 => self.taken = Duration::ZERO,
+            JobKind::Attend => {
                 self.taken += took;
                 if self.taken >= self.share {
-                    (self.turn, self.taken) = (Turn::Others, Duration::ZERO);
+                    (self.turn, self.taken) = (NextKind::Others, Duration::ZERO);
                 }
             }
             // As above: their turn begins where an attend waits.
-            Kind::Other | Kind::AfterAll if self.attends.waiting == 0 => {
+            JobKind::Other | JobKind::AfterAll if self.attends.waiting == 0 => {
                 self.share = took.clamp(*SHARE.start(), *SHARE.end());
                 [self.taken, self.used] = [Duration::ZERO; 2];
-                self.turn = Turn::Attends;
+                self.turn = NextKind::Attends;
             }
-            Kind::Other | Kind::AfterAll => {
+            JobKind::Other | JobKind::AfterAll => {
                 self.used += took;
                 if self.used >= *SHARE.start() {
                     self.share = self.used.min(*SHARE.end());
                     [self.taken, self.used] = [Duration::ZERO; 2];
-                    self.turn = Turn::Attends;
+                    self.turn = NextKind::Attends;
                 }
             }
         }
@@ -327,30 +336,35 @@ mod tests {
     }
 
     /// Jobs of one connection.
-    fn push(scheduler: &mut Scheduler<u32>, kind: Kind, job: u32) -> Ticket {
+    fn push(scheduler: &mut JobScheduler<u32>, kind: JobKind, job: u32) -> JobTicket {
         push_of(scheduler, owner(1), kind, job)
     }
 
-    fn push_of(scheduler: &mut Scheduler<u32>, owner: OwnerKey, kind: Kind, job: u32) -> Ticket {
-        let ticket = scheduler.ticket(kind, owner, true);
+    fn push_of(
+        scheduler: &mut JobScheduler<u32>,
+        owner: OwnerKey,
+        kind: JobKind,
+        job: u32,
+    ) -> JobTicket {
+        let ticket = scheduler.make_ticket(kind, owner, true);
         scheduler.push(ticket.clone(), job);
         ticket
     }
 
-    fn scheduler(attends: u32, others: u32) -> Scheduler<u32> {
-        let mut scheduler = Scheduler::new(HashMap::new());
-        (0..others).for_each(|job| drop(push(&mut scheduler, Kind::Other, 100 + job)));
-        (0..attends).for_each(|job| drop(push(&mut scheduler, Kind::Attend, job)));
+    fn scheduler(attends: u32, others: u32) -> JobScheduler<u32> {
+        let mut scheduler = JobScheduler::new(HashMap::new());
+        (0..others).for_each(|job| drop(push(&mut scheduler, JobKind::Other, 100 + job)));
+        (0..attends).for_each(|job| drop(push(&mut scheduler, JobKind::Attend, job)));
         scheduler
     }
 
     /// The order of jobs that take so many milliseconds each.
-    fn order(mut scheduler: Scheduler<u32>, attend_ms: u64, other_ms: u64) -> Vec<u32> {
+    fn order(mut scheduler: JobScheduler<u32>, attend_ms: u64, other_ms: u64) -> Vec<u32> {
         let mut order = Vec::new();
-        while let Some(Waiting { ticket, job }) = scheduler.next() {
+        while let Some(WaitingJob { ticket, job }) = scheduler.next() {
             order.push(job);
-            let ms = if ticket.kind == Kind::Attend { attend_ms } else { other_ms };
-            scheduler.ran(&ticket, Duration::from_millis(ms));
+            let ms = if ticket.kind == JobKind::Attend { attend_ms } else { other_ms };
+            scheduler.note_run(&ticket, Duration::from_millis(ms));
         }
         assert!(scheduler.is_empty());
         order
@@ -395,19 +409,19 @@ mod tests {
         for (job, took) in [0, 100, 1].into_iter().zip(took) {
             let next = scheduler.next().unwrap();
             assert_eq!(next.job, job);
-            scheduler.ran(&next.ticket, took);
+            scheduler.note_run(&next.ticket, took);
         }
-        push(&mut scheduler, Kind::Attend, 2);
-        push(&mut scheduler, Kind::Other, 101);
+        push(&mut scheduler, JobKind::Attend, 2);
+        push(&mut scheduler, JobKind::Other, 101);
         assert_eq!(scheduler.next().map(|next| next.job), Some(101));
     }
 
     #[test]
     fn what_is_after_all_waits_for_earlier_attends_and_for_no_later_one() {
         let mut scheduler = scheduler(3, 1);
-        push(&mut scheduler, Kind::AfterAll, 200);
-        push(&mut scheduler, Kind::Attend, 3);
-        push(&mut scheduler, Kind::Other, 101);
+        push(&mut scheduler, JobKind::AfterAll, 200);
+        push(&mut scheduler, JobKind::Attend, 3);
+        push(&mut scheduler, JobKind::Other, 101);
         // It holds nothing else up meanwhile, and then has its turn as any other.
         assert_eq!(order(scheduler, 50, 1), [0, 100, 101, 1, 2, 3, 200]);
     }
@@ -416,21 +430,21 @@ mod tests {
     fn attention_that_nobody_waited_for_is_not_held_against_it() {
         let mut scheduler = scheduler(2, 0);
         let next = scheduler.next().unwrap();
-        scheduler.ran(&next.ticket, Duration::from_secs(1));
-        push(&mut scheduler, Kind::Other, 100);
+        scheduler.note_run(&next.ticket, Duration::from_secs(1));
+        push(&mut scheduler, JobKind::Other, 100);
         assert_eq!(scheduler.next().map(|next| next.job), Some(1));
     }
 
     #[test]
     fn a_paused_attend_lets_all_others_pass_and_keeps_its_age() {
-        let mut scheduler = Scheduler::new(HashMap::new());
-        push(&mut scheduler, Kind::Attend, 0);
-        push(&mut scheduler, Kind::Attend, 1);
+        let mut scheduler = JobScheduler::new(HashMap::new());
+        push(&mut scheduler, JobKind::Attend, 0);
+        push(&mut scheduler, JobKind::Attend, 1);
         let paused = scheduler.next().unwrap();
-        scheduler.ran(&paused.ticket, Duration::from_millis(2));
+        scheduler.note_run(&paused.ticket, Duration::from_millis(2));
         scheduler.push(paused.ticket, paused.job);
-        push_of(&mut scheduler, owner(2), Kind::Attend, 2);
-        push(&mut scheduler, Kind::AfterAll, 200);
+        push_of(&mut scheduler, owner(2), JobKind::Attend, 2);
+        push(&mut scheduler, JobKind::AfterAll, 200);
         // The other connection first, then what the same one has waiting.
         assert_eq!(order(scheduler, 2, 1), [2, 1, 0, 200]);
     }
@@ -438,7 +452,7 @@ mod tests {
     #[test]
     fn a_connection_with_many_jobs_lets_one_of_another_pass() {
         let mut scheduler = scheduler(300, 0);
-        push_of(&mut scheduler, owner(2), Kind::Attend, 1000);
+        push_of(&mut scheduler, owner(2), JobKind::Attend, 1000);
         let order = order(scheduler, 1, 1);
         assert!(order[..2].contains(&1000), "{:?}", &order[..5]);
     }
@@ -446,18 +460,18 @@ mod tests {
     #[test]
     fn namespaces_share_by_their_weights_whatever_their_connections() {
         let name = |name| Namespace::new(name).unwrap();
-        let mut scheduler = Scheduler::new(HashMap::from([(name("big"), 3)]));
+        let mut scheduler = JobScheduler::new(HashMap::from([(name("big"), 3)]));
         for job in 0..1000u64 {
             let connection = job % 10;
             let small = OwnerKey { namespace: name("small"), connection };
-            push_of(&mut scheduler, small, Kind::Attend, 0);
+            push_of(&mut scheduler, small, JobKind::Attend, 0);
             let big = OwnerKey { namespace: name("big"), connection: 99 };
-            push_of(&mut scheduler, big, Kind::Attend, 1);
+            push_of(&mut scheduler, big, JobKind::Attend, 1);
         }
         let mut of_big = 0;
         for _ in 0..1000 {
             let next = scheduler.next().unwrap();
-            scheduler.ran(&next.ticket, Duration::from_millis(1));
+            scheduler.note_run(&next.ticket, Duration::from_millis(1));
             of_big += next.job;
         }
         assert!((745..=755).contains(&of_big), "{of_big} of 1000");
@@ -466,25 +480,25 @@ mod tests {
     #[test]
     fn a_place_is_given_up_by_whoever_has_most_and_only_while_that_has_more() {
         let mut scheduler = scheduler(3, 0);
-        push_of(&mut scheduler, owner(2), Kind::Attend, 50);
-        let stream = scheduler.ticket(Kind::Attend, owner(1), false);
+        push_of(&mut scheduler, owner(2), JobKind::Attend, 50);
+        let stream = scheduler.make_ticket(JobKind::Attend, owner(1), false);
         scheduler.push(stream, 77);
-        assert_eq!((scheduler.counted(), scheduler.waiting()), ([4, 0], [5, 0]));
-        let taken = |scheduler: &mut Scheduler<u32>, connection| {
-            scheduler.take_from_most(Kind::Attend, &owner(connection)).map(|waiting| waiting.job)
+        assert_eq!((scheduler.counted_jobs(), scheduler.waiting_jobs()), ([4, 0], [5, 0]));
+        let taken = |scheduler: &mut JobScheduler<u32>, connection| {
+            scheduler.take_from_most(JobKind::Attend, &owner(connection)).map(|waiting| waiting.job)
         };
         assert_eq!(taken(&mut scheduler, 1), None);
         assert_eq!(taken(&mut scheduler, 3), Some(2));
         assert_eq!(taken(&mut scheduler, 2), None);
-        assert_eq!(scheduler.counted(), [3, 0]);
+        assert_eq!(scheduler.counted_jobs(), [3, 0]);
         assert_eq!(order(scheduler, 1, 1).len(), 4);
     }
 
     #[test]
     fn what_is_taken_out_is_gone_and_holds_nothing_up() {
         let mut scheduler = scheduler(0, 1);
-        let attend = push(&mut scheduler, Kind::Attend, 0);
-        let after_all = push(&mut scheduler, Kind::AfterAll, 200);
+        let attend = push(&mut scheduler, JobKind::Attend, 0);
+        let after_all = push(&mut scheduler, JobKind::AfterAll, 200);
         assert_eq!(scheduler.remove(&attend).map(|waiting| waiting.job), Some(0));
         assert!(scheduler.remove(&attend).is_none());
         assert_eq!(scheduler.next().map(|next| next.job), Some(100));

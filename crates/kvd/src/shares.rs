@@ -11,37 +11,37 @@ use std::hash::Hash;
 use std::time::Duration;
 
 /// Work that waits.
-pub(crate) trait Waits {
+pub(crate) trait WaitingWork {
     /// Whether there is none.
     fn is_empty(&self) -> bool;
 
     /// The serial number of what came first.
-    fn oldest(&self) -> u64;
+    fn oldest_serial(&self) -> u64;
 }
 
 /// Members that share.
-pub(crate) struct Shares<K, V> {
+pub(crate) struct TimeShares<K, V> {
     /// Where the one stands that was served last.
     now: f64,
-    members: HashMap<K, Member<V>>,
+    members: HashMap<K, ShareMember<V>>,
 }
 
-struct Member<V> {
+struct ShareMember<V> {
     start: f64,
     work: V,
 }
 
-impl<K, V> Default for Shares<K, V> {
+impl<K, V> Default for TimeShares<K, V> {
     fn default() -> Self {
         Self { now: 0.0, members: HashMap::new() }
     }
 }
 
-impl<K: Clone + Eq + Hash, V: Waits + Default> Shares<K, V> {
+impl<K: Clone + Eq + Hash, V: WaitingWork + Default> TimeShares<K, V> {
     /// The work of a member, to which some is about to be added.
-    pub(crate) fn join(&mut self, key: &K) -> &mut V {
+    pub(crate) fn join_member(&mut self, key: &K) -> &mut V {
         let now = self.now;
-        let new = || Member { start: now, work: V::default() };
+        let new = || ShareMember { start: now, work: V::default() };
         let member = self.members.entry(key.clone()).or_insert_with(new);
         if member.work.is_empty() {
             member.start = member.start.max(now);
@@ -60,8 +60,10 @@ impl<K: Clone + Eq + Hash, V: Waits + Default> Shares<K, V> {
         // Of those that wait for nothing only what they had too much is remembered.
         self.members.retain(|_, member| !member.work.is_empty() || member.start > now);
         let waiting = self.members.iter().filter(|(_, member)| !member.work.is_empty());
-        let order = |a: &Member<V>, b: &Member<V>| {
-            a.start.total_cmp(&b.start).then_with(|| a.work.oldest().cmp(&b.work.oldest()))
+        let order = |a: &ShareMember<V>, b: &ShareMember<V>| {
+            a.start
+                .total_cmp(&b.start)
+                .then_with(|| a.work.oldest_serial().cmp(&b.work.oldest_serial()))
         };
         let next = waiting.min_by(|(_, a), (_, b)| order(a, b));
         let Some((key, member)) = next else {
@@ -74,9 +76,9 @@ impl<K: Clone + Eq + Hash, V: Waits + Default> Shares<K, V> {
     }
 
     /// A member of that weight was served for so long.
-    pub(crate) fn charge(&mut self, key: &K, took: Duration, weight: u32) {
+    pub(crate) fn charge_time(&mut self, key: &K, took: Duration, weight: u32) {
         let now = self.now;
-        let new = || Member { start: now, work: V::default() };
+        let new = || ShareMember { start: now, work: V::default() };
         let member = self.members.entry(key.clone()).or_insert_with(new);
         member.start += took.as_secs_f64() / f64::from(weight.max(1));
     }
@@ -87,14 +89,14 @@ impl<K: Clone + Eq + Hash, V: Waits + Default> Shares<K, V> {
     }
 }
 
-impl<K, V: Waits> Waits for Shares<K, V> {
+impl<K, V: WaitingWork> WaitingWork for TimeShares<K, V> {
     fn is_empty(&self) -> bool {
         self.members.values().all(|member| member.work.is_empty())
     }
 
-    fn oldest(&self) -> u64 {
+    fn oldest_serial(&self) -> u64 {
         let waiting = self.members.values().filter(|member| !member.work.is_empty());
-        waiting.map(|member| member.work.oldest()).min().unwrap_or(u64::MAX)
+        waiting.map(|member| member.work.oldest_serial()).min().unwrap_or(u64::MAX)
     }
 }
 
@@ -106,26 +108,26 @@ mod tests {
     #[derive(Default)]
     struct Endless(bool);
 
-    impl Waits for Endless {
+    impl WaitingWork for Endless {
         fn is_empty(&self) -> bool {
             !self.0
         }
 
-        fn oldest(&self) -> u64 {
+        fn oldest_serial(&self) -> u64 {
             0
         }
     }
 
     /// How long each was served of `rounds` jobs, which take a member so long each.
     fn served(members: &[(u32, u64, u32)], rounds: usize) -> Vec<u64> {
-        let mut shares = Shares::<u32, Endless>::default();
-        members.iter().for_each(|(key, ..)| shares.join(key).0 = true);
+        let mut shares = TimeShares::<u32, Endless>::default();
+        members.iter().for_each(|(key, ..)| shares.join_member(key).0 = true);
         let mut times = vec![0; members.len()];
         for _ in 0..rounds {
             let key = shares.next().unwrap();
             let at = members.iter().position(|member| member.0 == key).unwrap();
             let (_, millis, weight) = members[at];
-            shares.charge(&key, Duration::from_millis(millis), weight);
+            shares.charge_time(&key, Duration::from_millis(millis), weight);
             times[at] += millis;
         }
         times
@@ -143,17 +145,17 @@ mod tests {
 
     #[test]
     fn who_comes_anew_is_next_and_has_saved_nothing_up() {
-        let mut shares = Shares::<u32, Endless>::default();
-        shares.join(&1).0 = true;
+        let mut shares = TimeShares::<u32, Endless>::default();
+        shares.join_member(&1).0 = true;
         for _ in 0..1000 {
             assert_eq!(shares.next(), Some(1));
-            shares.charge(&1, Duration::from_millis(10), 1);
+            shares.charge_time(&1, Duration::from_millis(10), 1);
         }
-        shares.join(&2).0 = true;
+        shares.join_member(&2).0 = true;
         let mut turns = Vec::new();
         for _ in 0..6 {
             let key = shares.next().unwrap();
-            shares.charge(&key, Duration::from_millis(10), 1);
+            shares.charge_time(&key, Duration::from_millis(10), 1);
             turns.push(key);
         }
         assert_eq!(turns[0], 2);
@@ -163,20 +165,20 @@ mod tests {
 
     #[test]
     fn who_leaves_after_a_long_job_has_not_had_it_for_nothing() {
-        let mut shares = Shares::<u32, Endless>::default();
-        shares.join(&1).0 = true;
-        shares.join(&2).0 = true;
+        let mut shares = TimeShares::<u32, Endless>::default();
+        shares.join_member(&1).0 = true;
+        shares.join_member(&2).0 = true;
         let mut long = 0;
         for _ in 0..1000 {
             let key = shares.next().unwrap();
             if key == 1 {
                 // It sends its next job, of 50 ms, only after the answer to this one.
                 shares.get_mut(&1).unwrap().0 = false;
-                shares.charge(&1, Duration::from_millis(50), 1);
-                shares.join(&1).0 = true;
+                shares.charge_time(&1, Duration::from_millis(50), 1);
+                shares.join_member(&1).0 = true;
                 long += 1;
             } else {
-                shares.charge(&2, Duration::from_millis(1), 1);
+                shares.charge_time(&2, Duration::from_millis(1), 1);
             }
         }
         assert!((15..=25).contains(&long), "{long} jobs of 50 ms beside those of 1 ms");
@@ -184,12 +186,12 @@ mod tests {
 
     #[test]
     fn those_that_have_left_are_forgotten() {
-        let mut shares = Shares::<u32, Endless>::default();
+        let mut shares = TimeShares::<u32, Endless>::default();
         for key in 0..100 {
-            shares.join(&key).0 = true;
+            shares.join_member(&key).0 = true;
             assert!(shares.next().is_some());
             shares.get_mut(&key).unwrap().0 = false;
-            shares.charge(&key, Duration::from_millis(1), 1);
+            shares.charge_time(&key, Duration::from_millis(1), 1);
         }
         assert_eq!(shares.next(), None);
         assert_eq!(shares.iter().count(), 0);

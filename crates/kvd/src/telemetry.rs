@@ -9,7 +9,7 @@ use tracing_subscriber::EnvFilter;
 ///
 /// # Errors
 /// When `log.filter` does not parse.
-pub fn init(config: &Config) -> Result<(), ConfigError> {
+pub fn init_logs(config: &Config) -> Result<(), ConfigError> {
     let filter = EnvFilter::try_new(&config.log_filter)
         .map_err(|error| ConfigError { key: "log.filter".to_owned(), reason: error.to_string() })?;
     let no_color = std::env::var_os("NO_COLOR");

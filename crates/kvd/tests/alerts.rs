@@ -5,7 +5,7 @@
 mod support;
 
 use bytes::Bytes;
-use kvd::Running;
+use kvd::RunningDaemon;
 use kvd::metrics::{ALERT_CODES, RPCS};
 use kvd_compute::{Backend, IncomingRows, RawTarget};
 use kvd_core::{Extent, ModelId, Namespace};
@@ -22,9 +22,9 @@ const TOKEN_BYTES: usize = 64 * 4;
 const SMALL_MESSAGES: [(&str, &str); 2] =
     [("server.message_bytes_max", "1 MiB"), ("limits.calibration_bytes_max", "512 KiB")];
 
-fn page(running: &Running) -> String {
+fn page(running: &RunningDaemon) -> String {
     running.service().refresh_gauges();
-    running.service().metrics().render()
+    running.service().metrics().render_page()
 }
 
 /// Values of all series whose line has each of these texts.
@@ -35,11 +35,11 @@ fn values(page: &str, name: &str, labels: &[&str]) -> Vec<f64> {
     lines.map(|line| line.rsplit(' ').next().unwrap().parse().unwrap()).collect()
 }
 
-fn sum(running: &Running, name: &str, labels: &[&str]) -> f64 {
+fn sum(running: &RunningDaemon, name: &str, labels: &[&str]) -> f64 {
     values(&page(running), name, labels).iter().sum()
 }
 
-fn answered(running: &Running, rpc: &str, code: &str) -> f64 {
+fn answered(running: &RunningDaemon, rpc: &str, code: &str) -> f64 {
     let labels = [format!("rpc=\"{rpc}\""), format!("code=\"{code}\"")];
     sum(running, "kvd_requests_total", &labels.each_ref().map(String::as_str))
 }
@@ -52,7 +52,7 @@ struct Engine {
 }
 
 impl Engine {
-    async fn open(running: &Running, codec: &str) -> Self {
+    async fn open(running: &RunningDaemon, codec: &str) -> Self {
         let mut rpc = support::rpc(running).await;
         let spec = v1::RegisterModelRequest { codec: codec.to_owned(), ..support::spec() };
         let model_id = rpc.register_model(spec).await.unwrap().into_inner().model_id;
@@ -108,8 +108,8 @@ fn noise(index: usize) -> f32 {
     ((bits ^ bits >> 15).wrapping_mul(2_246_822_519) >> 8) as f32 / 8_388_608.0 - 1.0
 }
 
-fn call() -> kvd::service::Call {
-    kvd::service::Call::new(Namespace::new("default").unwrap())
+fn call() -> kvd::service::CallContext {
+    kvd::service::CallContext::new(Namespace::new("default").unwrap())
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -168,7 +168,7 @@ async fn a_full_queue_is_counted_from_its_first_refusal_and_long_waits_are_seen(
     let mut rpc = engine.rpc.clone();
     let attend = support::attend_nothing(engine.model_id, engine.sequence_id);
     let waiting = tokio::spawn(async move { rpc.attend(attend).await.map(|_| ()) });
-    support::until(|| running.service().worker().queued() == 1).await;
+    support::until(|| running.service().first_worker().queued_jobs() == 1).await;
     let labels = ["device=\"0\"", "kind=\"attend\""];
     assert_eq!(sum(&running, "kvd_queue_depth", &labels), 1.0);
     assert!(sum(&running, "kvd_inflight_bytes", &[]) > 0.0);
@@ -194,7 +194,7 @@ async fn jobs_whose_caller_left_are_counted_by_when() {
     let mut rpc = engine.rpc.clone();
     let attend = support::attend_nothing(engine.model_id, engine.sequence_id);
     let waiting = tokio::spawn(async move { rpc.attend(attend).await.map(|_| ()) });
-    support::until(|| running.service().worker().queued() == 1).await;
+    support::until(|| running.service().first_worker().queued_jobs() == 1).await;
     waiting.abort();
     support::until(|| answered(&running, "Attend", "CANCELLED") == 1.0).await;
     drop(gate);
@@ -203,7 +203,7 @@ async fn jobs_whose_caller_left_are_counted_by_when() {
     assert_eq!(abandoned("when=\"during\""), 0.0);
     // This one's caller leaves while it runs.
     let (worker, (begin, begun)) =
-        (running.service().worker().clone(), tokio::sync::oneshot::channel());
+        (running.service().first_worker().clone(), tokio::sync::oneshot::channel());
     let (go, gate) = std::sync::mpsc::sync_channel::<()>(1);
     let leaving = tokio::spawn(async move {
         let work = move |_: &mut dyn Backend| {
@@ -211,7 +211,7 @@ async fn jobs_whose_caller_left_are_counted_by_when() {
             let _ = gate.recv();
             Ok(())
         };
-        worker.run(&call(), work).await
+        worker.run_closure(&call(), work).await
     });
     begun.await.unwrap();
     leaving.abort();
@@ -224,12 +224,12 @@ async fn jobs_whose_caller_left_are_counted_by_when() {
 async fn a_device_that_fails_is_counted_from_its_first_answer_and_ends_readiness() {
     let running = support::start(&[]).await;
     let mut engine = Engine::open(&running, "raw").await;
-    let worker = running.service().worker().clone();
+    let worker = running.service().first_worker().clone();
     let panic = |_: &mut dyn Backend| -> Result<(), kvd::service::ServiceError> {
         panic!("the device is gone")
     };
-    worker.run(&call(), panic).await.unwrap_err();
-    support::until(|| worker.failed()).await;
+    worker.run_closure(&call(), panic).await.unwrap_err();
+    support::until(|| worker.has_failed()).await;
     engine.attend().await.unwrap_err();
     assert_eq!(answered(&running, "Attend", "DEVICE_FAILED"), 1.0);
     assert_eq!(sum(&running, "kvd_ready", &[]), 0.0);
@@ -252,7 +252,7 @@ async fn a_corrupt_page_is_counted_from_its_first_answer() {
         let to = RawTarget { extent, capacity_rows: tokens, first_row: 0 };
         Ok(backend.write(model, &rows, 0, tokens, to)?)
     };
-    running.service().worker().run(&call(), destroy).await.unwrap();
+    running.service().first_worker().run_closure(&call(), destroy).await.unwrap();
     let error = engine.load(64).await.unwrap_err();
     assert_eq!(error.code(), Code::DataLoss, "{error}");
     assert_eq!(answered(&running, "LoadBlocks", "CORRUPT_PAGE"), 1.0);

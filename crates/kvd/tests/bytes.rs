@@ -8,7 +8,7 @@ mod support;
 use bytes::Bytes;
 use h2::client::{ResponseFuture, SendRequest};
 use h2::{RecvStream, SendStream};
-use kvd::Running;
+use kvd::RunningDaemon;
 use kvd_core::ErrorCode;
 use kvd_proto::v1::{self, kvd_client::KvdClient};
 use prost::Message;
@@ -32,7 +32,7 @@ const FLAGS: [(&str, &str); 5] = [
 ];
 
 /// A daemon of those limits and some others.
-async fn small(more: &[(&str, &str)]) -> Running {
+async fn small(more: &[(&str, &str)]) -> RunningDaemon {
     let flags: Vec<_> = FLAGS.iter().chain(more).copied().collect();
     start(&flags).await
 }
@@ -44,8 +44,8 @@ struct Rude {
 }
 
 impl Rude {
-    async fn connect(running: &Running, window: u32) -> Self {
-        let address = running.addresses().tcp.expect("a TCP listener");
+    async fn connect(running: &RunningDaemon, window: u32) -> Self {
+        let address = running.bound_addresses().tcp.expect("a TCP listener");
         let socket = tokio::net::TcpStream::connect(address).await.unwrap();
         let mut builder = h2::client::Builder::new();
         builder.initial_window_size(window).max_concurrent_streams(100);
@@ -131,7 +131,7 @@ async fn half_sent_messages_hold_a_share_for_so_long() {
     assert!(status.message().contains("server.message_timeout_ms"), "{status:?}");
     rude.connection.abort();
     until(|| service.inflight_bytes() == 0).await;
-    let page = service.metrics().render();
+    let page = service.metrics().render_page();
     let line = "kvd_transport_refusals_total{reason=\"over_budget\"} ";
     let counted = page.lines().find_map(|of| of.strip_prefix(line)).unwrap();
     assert!(counted.parse::<u32>().unwrap() >= 1, "{counted}");

@@ -112,7 +112,7 @@ async fn attend(client: &Client, model: ModelId, sequence: SequenceId) -> Vec<f3
 async fn rows_and_queries_of_a_daemon_fit_like_the_same_rows_of_a_file() {
     let running = support::start(&[("limits.page_tokens_min", "1")]).await;
     let endpoint: kvd_client::Endpoint =
-        format!("http://{}", running.addresses().tcp.unwrap()).parse().unwrap();
+        format!("http://{}", running.bound_addresses().tcp.unwrap()).parse().unwrap();
     let client = Client::connect(endpoint.clone()).await.unwrap();
     let rows = rows();
     let spec = ModelSpec {

@@ -2,7 +2,7 @@
 
 mod support;
 
-use kvd::Running;
+use kvd::RunningDaemon;
 use kvd_core::ErrorCode;
 use kvd_proto::v1::{self, kvd_client::KvdClient};
 use std::io::{Read, Write};
@@ -12,8 +12,8 @@ use support::{closes, rpc, start};
 use tonic::Request;
 use tonic::transport::Endpoint;
 
-fn connect(running: &Running) -> TcpStream {
-    TcpStream::connect(running.addresses().tcp.expect("a TCP listener")).expect("connect")
+fn connect(running: &RunningDaemon) -> TcpStream {
+    TcpStream::connect(running.bound_addresses().tcp.expect("a TCP listener")).expect("connect")
 }
 
 /// The preface and empty settings, which is all a client must send first.
@@ -64,7 +64,7 @@ async fn connections_beyond_the_limit_are_closed_until_one_ends() {
     first.get_server_info(v1::GetServerInfoRequest {}).await.unwrap();
     drop(second);
     // The daemon learns a little later that the second one left.
-    let address = format!("http://{}", running.addresses().tcp.unwrap());
+    let address = format!("http://{}", running.bound_addresses().tcp.unwrap());
     let mut patience = 1000;
     loop {
         let third = Endpoint::try_from(address.clone()).unwrap().connect().await;
@@ -79,9 +79,9 @@ async fn connections_beyond_the_limit_are_closed_until_one_ends() {
     }
 }
 
-fn counted(running: &Running, rpc: &str, code: &str) -> bool {
+fn counted(running: &RunningDaemon, rpc: &str, code: &str) -> bool {
     let line = format!("kvd_requests_total{{rpc=\"{rpc}\",code=\"{code}\"}} 1\n");
-    running.service().metrics().render().contains(&line)
+    running.service().metrics().render_page().contains(&line)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -99,7 +99,7 @@ async fn calls_given_up_while_they_wait_are_counted() {
     support::until(|| counted(&running, "Attend", "DEADLINE_EXCEEDED")).await;
     let mut leaving = client.clone();
     let call = tokio::spawn(async move { leaving.attend(attend).await });
-    support::until(|| running.service().worker().queued() == 1).await;
+    support::until(|| running.service().first_worker().queued_jobs() == 1).await;
     call.abort();
     support::until(|| counted(&running, "Attend", "CANCELLED")).await;
     drop(gate);

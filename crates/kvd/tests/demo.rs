@@ -3,25 +3,25 @@
 #![cfg(feature = "eval")]
 #![expect(clippy::unwrap_used, reason = "a set-up that fails is a test that fails")]
 
-use kvd::config::{Config, Overrides};
-use kvd::{Daemon, Running};
+use kvd::config::{Config, ConfigOverrides};
+use kvd::{Daemon, RunningDaemon};
 use kvd_eval::demo::{DemoOptions, DemoReport};
 use kvd_eval::eval::WindowChoice;
 use kvd_eval::measure::MetricsSource;
 
-async fn daemon() -> Running {
+async fn daemon() -> RunningDaemon {
     let flags = [
         ("server.listen_tcp", "127.0.0.1:0"),
         ("admin.listen", "127.0.0.1:0"),
         ("device.pool_bytes", "256 MiB"),
     ];
     let flags = flags.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec();
-    let config = Config::load(&Overrides { file: None, environment: false, flags }).unwrap();
+    let config = Config::load(&ConfigOverrides { file: None, environment: false, flags }).unwrap();
     Daemon::build(config).await.unwrap().spawn()
 }
 
-async fn run(running: &Running, codecs: &[&str]) -> DemoReport {
-    let tcp = running.addresses().tcp.unwrap();
+async fn run(running: &RunningDaemon, codecs: &[&str]) -> DemoReport {
+    let tcp = running.bound_addresses().tcp.unwrap();
     let mut options = DemoOptions::new(format!("http://{tcp}").parse().unwrap());
     options.codecs = codecs.iter().map(|codec| codec.parse().unwrap()).collect();
     options.windows = WindowChoice::Own;
@@ -29,7 +29,7 @@ async fn run(running: &Running, codecs: &[&str]) -> DemoReport {
     (options.prompt_tokens, options.new_tokens) = (96, 24);
     options.keep_open = true;
     let metrics = running.service().metrics().clone();
-    options.metrics = Some(MetricsSource::new(move || metrics.render()));
+    options.metrics = Some(MetricsSource::new(move || metrics.render_page()));
     kvd_eval::demo::run_demo(options, &mut Vec::new()).await.unwrap()
 }
 
@@ -46,7 +46,7 @@ async fn raw_changes_nothing_and_metrics_show_the_table() {
     let running = daemon().await;
     let report = run(&running, &["raw", "kivi-2", "k=fp8; v=raw"]).await;
     running.service().refresh_gauges();
-    let text = running.service().metrics().render();
+    let text = running.service().metrics().render_page();
 
     let [raw, kivi, _] = &report.codecs[..] else { panic!("three codecs were run") };
     assert!(raw.generation.is_same(), "raw wrote {:?}", raw.generation.text);

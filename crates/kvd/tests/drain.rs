@@ -2,7 +2,7 @@
 
 mod support;
 
-use kvd::Drained;
+use kvd::DrainOutcome;
 use kvd_proto::v1;
 use std::io::Write;
 use std::net::TcpStream;
@@ -17,7 +17,7 @@ use tonic_health::pb::health_client::HealthClient;
 /// Far more than a cut takes, far less than waiting for a client that never leaves.
 const PROMPT: Duration = Duration::from_secs(10);
 
-async fn drain(running: kvd::Running) -> Drained {
+async fn drain(running: kvd::RunningDaemon) -> DrainOutcome {
     tokio::time::timeout(PROMPT, running.drain()).await.expect("the drain ends")
 }
 
@@ -38,7 +38,7 @@ async fn health_follows_the_drain_under_both_names() {
         assert_eq!(error.code(), tonic::Code::NotFound);
         running.service().drain();
     }
-    assert_eq!(drain(running).await, Drained::Clean);
+    assert_eq!(drain(running).await, DrainOutcome::Clean);
 }
 
 #[tokio::test]
@@ -59,19 +59,19 @@ async fn watchers_are_told_and_do_not_hold_the_drain() {
         assert!(watch.message().await.unwrap().is_none());
     }
     // The clients are still connected.
-    assert_eq!(drained.await.unwrap(), Drained::Clean);
+    assert_eq!(drained.await.unwrap(), DrainOutcome::Clean);
 }
 
 #[tokio::test]
 async fn clients_that_say_nothing_are_cut_off_on_both_ports() {
     let flags = [("server.grace_period_ms", "200"), ("admin.listen", "127.0.0.1:0")];
     let running = start(&flags).await;
-    let grpc = TcpStream::connect(running.addresses().tcp.unwrap()).unwrap();
+    let grpc = TcpStream::connect(running.bound_addresses().tcp.unwrap()).unwrap();
     let mut admin = TcpStream::connect(running.admin_address().unwrap()).unwrap();
     admin.write_all(b"GET /metrics HT").unwrap();
     // An answer on a later connection shows that those before it were accepted.
     rpc(&running).await.get_server_info(v1::GetServerInfoRequest {}).await.unwrap();
-    assert_eq!(drain(running).await, Drained::CutOff);
+    assert_eq!(drain(running).await, DrainOutcome::CutOff);
     for socket in [grpc, admin] {
         assert!(closes(socket).await);
     }
@@ -103,13 +103,13 @@ async fn stored(rpc: &mut v1::kvd_client::KvdClient<Channel>) -> u64 {
 async fn a_reader_that_stopped_reading_is_cut_off() {
     let running = start(&[("server.grace_period_ms", "200")]).await;
     let sequence_id = stored(&mut rpc(&running).await).await;
-    let address = running.addresses().tcp.unwrap();
+    let address = running.bound_addresses().tcp.unwrap();
     let narrow = Endpoint::try_from(format!("http://{address}")).unwrap();
     let narrow = narrow.initial_stream_window_size(65_535).connect().await.unwrap();
     let range = v1::LoadBlocksRequest { sequence_id, layer: 0, start: 0, end: 16384, dtype: 0 };
     let mut stalled = v1::kvd_client::KvdClient::new(narrow).load_blocks(range).await.unwrap();
     let (began, service) = (Instant::now(), running.service().clone());
-    assert_eq!(drain(running).await, Drained::CutOff);
+    assert_eq!(drain(running).await, DrainOutcome::CutOff);
     assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
     // What was lost shows as an error, not as a short answer.
     let rest = loop {
@@ -120,8 +120,8 @@ async fn a_reader_that_stopped_reading_is_cut_off() {
     };
     assert!(rest.is_err());
     // The worker is gone although the service, held here, is not.
-    let call = kvd::service::Call::new(kvd_core::Namespace::new("default").unwrap());
-    let late = service.worker().run(&call, |_| Ok(())).await.unwrap_err();
+    let call = kvd::service::CallContext::new(kvd_core::Namespace::new("default").unwrap());
+    let late = service.first_worker().run_closure(&call, |_| Ok(())).await.unwrap_err();
     assert_eq!(late.code(), kvd_core::ErrorCode::ShuttingDown);
 }
 
@@ -132,12 +132,12 @@ async fn requests_that_wait_for_a_busy_device_are_cut_off() {
     let mut rpc = rpc(&running).await;
     let spec = support::spec();
     let waiting = tokio::spawn(async move { rpc.register_model(Request::new(spec)).await });
-    support::until(|| running.service().worker().queued() == 1).await;
+    support::until(|| running.service().first_worker().queued_jobs() == 1).await;
     let drained = tokio::spawn(running.drain());
     // The answer does not wait for the job that runs; the end of the daemon does.
     let error = tokio::time::timeout(PROMPT, waiting).await.unwrap().unwrap().unwrap_err();
     assert!(!drained.is_finished(), "{error}");
     drop(gate);
     let drained = tokio::time::timeout(PROMPT, drained).await.unwrap().unwrap();
-    assert_eq!(drained, Drained::CutOff);
+    assert_eq!(drained, DrainOutcome::CutOff);
 }

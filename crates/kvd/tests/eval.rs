@@ -4,7 +4,7 @@
 
 mod support;
 
-use kvd::Running;
+use kvd::RunningDaemon;
 use kvd_eval::eval::{self, EvalCodec, EvalOptions, EvalReport, WindowChoice};
 use kvd_eval::measure::MetricsSource;
 use kvd_eval::search::{self, SearchOptions};
@@ -15,11 +15,11 @@ fn parsed(codecs: &[&str]) -> Vec<EvalCodec> {
 }
 
 /// Codecs on one passage of 256 tokens, positions from 32 on scored.
-fn options(running: &Running, codecs: &[&str], windows: Vec<WindowChoice>) -> EvalOptions {
-    let tcp = running.addresses().tcp.unwrap();
+fn options(running: &RunningDaemon, codecs: &[&str], windows: Vec<WindowChoice>) -> EvalOptions {
+    let tcp = running.bound_addresses().tcp.unwrap();
     let metrics = running.service().metrics().clone();
     EvalOptions {
-        metrics: Some(MetricsSource::new(move || metrics.render())),
+        metrics: Some(MetricsSource::new(move || metrics.render_page())),
         windows,
         passages: 1,
         passage_tokens: 256,

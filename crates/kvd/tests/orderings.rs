@@ -15,7 +15,7 @@ const FAILS: &str = "polar 4+4 keys are near";
 async fn what_the_papers_order_is_ordered_so_and_our_goals_hold() {
     let running =
         support::start(&[("device.pool_bytes", "256 MiB"), ("device.threads", "2")]).await;
-    let endpoint = format!("http://{}", running.addresses().tcp.unwrap()).parse().unwrap();
+    let endpoint = format!("http://{}", running.bound_addresses().tcp.unwrap()).parse().unwrap();
     let windows = vec![WindowChoice::Same { sink: 32, recent: 96 }];
     let options =
         EvalOptions { windows, ..EvalOptions::new(endpoint, EvalCodec::ordering_codecs()) };

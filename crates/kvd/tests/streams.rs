@@ -2,7 +2,7 @@
 
 mod support;
 
-use kvd::Running;
+use kvd::RunningDaemon;
 use kvd_client::{Client, Endpoint as Address};
 use kvd_core::ErrorCode;
 use kvd_proto::v1::{self, kvd_client::KvdClient};
@@ -141,7 +141,8 @@ async fn a_refused_message_ends_its_stream_or_is_answered_as_was_asked() {
 async fn streams_of_the_client_go_on_after_a_refusal() {
     let running = start(&[]).await;
     let (model, sequence) = opened(&mut rpc(&running).await).await;
-    let address: Address = format!("http://{}", running.addresses().tcp.unwrap()).parse().unwrap();
+    let address: Address =
+        format!("http://{}", running.bound_addresses().tcp.unwrap()).parse().unwrap();
     let client = Client::connect(address).await.unwrap();
     let domain = |start| chunk(sequence, start, 4).try_into().unwrap();
     let mut stores = client.store_stream(2).await.unwrap();
@@ -178,7 +179,7 @@ async fn a_stream_waits_where_a_call_is_told_that_the_queue_is_full() {
         let request = attend();
         tokio::spawn(async move { first.attend(request).await })
     };
-    until(|| running.service().worker().queued() == 1).await;
+    until(|| running.service().first_worker().queued_jobs() == 1).await;
     let status = rpc.attend(attend()).await.unwrap_err();
     assert_eq!(kvd_proto::error_code(&status), Some(ErrorCode::QueueFull));
     let mut streams = Vec::new();
@@ -197,8 +198,12 @@ async fn a_stream_waits_where_a_call_is_told_that_the_queue_is_full() {
 
 /// Calls `Attend` as a client that leaves the deadline to the daemon, which tonic's does not;
 /// answers the status.
-async fn attend_until(running: &Running, request: &v1::AttendRequest, timeout: &str) -> Status {
-    let address = running.addresses().tcp.expect("a TCP listener");
+async fn attend_until(
+    running: &RunningDaemon,
+    request: &v1::AttendRequest,
+    timeout: &str,
+) -> Status {
+    let address = running.bound_addresses().tcp.expect("a TCP listener");
     let socket = tokio::net::TcpStream::connect(address).await.expect("connect");
     let (mut send, connection) = h2::client::handshake(socket).await.expect("HTTP/2");
     let connection = tokio::spawn(connection);

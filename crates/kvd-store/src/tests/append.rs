@@ -11,9 +11,9 @@ fn blocks_are_packed_when_they_leave_the_window() {
     b.append(id, 0, 0, &[0, 1, 2, 3, 4, 5]);
     assert_eq!(b.states(id, 0), "rrrrrr");
     let ticket = b.begin(id, 0, 6, 1).unwrap();
-    assert_eq!((ticket.length_after(), ticket.packs().len()), (7, 1));
-    assert_eq!((ticket.packs()[0].block, ticket.packs()[0].rows.clone()), (0, 0..4));
-    assert!(ticket.packs()[0].keep.is_none());
+    assert_eq!((ticket.length_after(), ticket.pack_tasks().len()), (7, 1));
+    assert_eq!((ticket.pack_tasks()[0].block, ticket.pack_tasks()[0].rows.clone()), (0, 0..4));
+    assert!(ticket.pack_tasks()[0].keep.is_none());
     b.finish(ticket, &[6], |_| false);
     assert_eq!(b.states(id, 0), "pppprrr");
     // A long append packs blocks that it has itself written.
@@ -30,9 +30,9 @@ fn sink_rows_stay_raw_in_a_smaller_slot() {
     b.append(id, 0, 0, &[0, 1, 2, 3]);
     assert_eq!(b.states(id, 0), "rrrr");
     let ticket = b.begin(id, 0, 4, 8).unwrap();
-    let rows: Vec<_> = ticket.packs().iter().map(|p| (p.block, p.rows.clone())).collect();
+    let rows: Vec<_> = ticket.pack_tasks().iter().map(|p| (p.block, p.rows.clone())).collect();
     assert_eq!(rows, [(1, 2..4), (2, 0..4)]);
-    let keep = ticket.packs()[0].keep.as_ref().unwrap();
+    let keep = ticket.pack_tasks()[0].keep.as_ref().unwrap();
     assert_eq!((keep.to.rows(), keep.from.rows.clone(), keep.to_row), (2, 0..2, 0));
     b.finish(ticket, &(4..12).collect::<Vec<_>>(), |_| false);
     assert_eq!(b.states(id, 0), "rrrrrrpppppp");
@@ -49,7 +49,7 @@ fn a_block_that_could_not_be_packed_is_offered_again() {
     assert_eq!(b.finish(ticket, &(0..8).collect::<Vec<_>>(), |block| block == 0), [1]);
     assert_eq!(b.states(id, 0), "rrrrpppp");
     let ticket = b.begin(id, 0, 8, 1).unwrap();
-    assert_eq!(ticket.packs().len(), 1);
+    assert_eq!(ticket.pack_tasks().len(), 1);
     // A missing answer is like None.
     b.execute(&ticket, &[8], |_| true);
     ticket.commit(Vec::new());
@@ -86,10 +86,10 @@ fn a_full_pool_refuses_and_changes_nothing() {
     assert_eq!(b.used(), 192 * 2);
     // What still fits is stored although there is no memory for the packed form.
     let ticket = b.begin(id, 0, 5, 7).unwrap();
-    assert_eq!(ticket.packs().len(), 2);
+    assert_eq!(ticket.pack_tasks().len(), 2);
     assert_eq!(b.finish(ticket, &[5, 6, 7, 8, 9, 10, 11], |_| false), [0; 0]);
     assert_eq!(b.states(id, 0), "rrrrrrrrrrrr");
-    b.store.close(b.ns(), id).unwrap();
+    b.store.close_sequence(b.ns(), id).unwrap();
     assert_eq!(b.used(), 0);
     assert_eq!(b.usage(), ModelUsage::default());
 }
@@ -101,7 +101,7 @@ fn no_room_for_the_sink_rows_only_delays_packing() {
     b.append(id, 0, 0, &[0, 1, 2]);
     b.append(id, 1, 0, &[0, 1, 2]);
     let ticket = b.begin(id, 0, 3, 1).unwrap();
-    assert!(ticket.packs().is_empty());
+    assert!(ticket.pack_tasks().is_empty());
     b.finish(ticket, &[3], |_| false);
     assert_eq!(b.states(id, 0), "rrrr");
 }

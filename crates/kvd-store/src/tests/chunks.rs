@@ -2,7 +2,7 @@
 
 use super::harness::{Bench, shape};
 use crate::view_list::CHUNK_VIEWS;
-use crate::{Limits, Region, StoreError};
+use crate::{SlotRegion, StoreError, StoreLimits};
 use kvd_core::LayerIndex;
 use std::sync::{Arc, Barrier};
 use std::thread;
@@ -25,16 +25,17 @@ fn a_fork_copies_pointers_to_chunks_and_the_last_views() {
     // The last chunk's views are the list's own: of those, a fork has copies.
     let (chunks, own) = (9, CHUNK_VIEWS as u64);
     assert_eq!(b.store.view_count(), layers * (blocks + chunks));
-    let (fork, _) = b.store.fork(b.ns(), id, None).unwrap();
+    let (fork, _) = b.store.fork_sequence(b.ns(), id, None).unwrap();
     assert_eq!(b.store.view_count(), layers * (blocks + chunks + chunks + own));
     // In the middle of a chunk, the rest of it is copied.
-    let (short, _) = b.store.fork(b.ns(), id, Some(tokens_of_chunks(2) + BLOCK + 1)).unwrap();
+    let (short, _) =
+        b.store.fork_sequence(b.ns(), id, Some(tokens_of_chunks(2) + BLOCK + 1)).unwrap();
     assert_eq!(b.store.view_count(), layers * (blocks + chunks + chunks + own + 2 + 2));
     for (id, len) in [(fork, tokens), (short, tokens_of_chunks(2) + BLOCK + 1)] {
         assert_eq!(b.values(id, 1), (0..len).collect::<Vec<_>>());
-        b.store.close(b.ns(), id).unwrap();
+        b.store.close_sequence(b.ns(), id).unwrap();
     }
-    b.store.close(b.ns(), id).unwrap();
+    b.store.close_sequence(b.ns(), id).unwrap();
     assert_eq!((b.used(), b.store.view_count()), (0, 0));
 }
 
@@ -44,22 +45,22 @@ fn a_cut_into_a_chunk_leaves_it_to_those_who_share_it() {
     let id = b.open();
     let tokens = tokens_of_chunks(3);
     b.fill(id, 0..tokens);
-    let (fork, _) = b.store.fork(b.ns(), id, None).unwrap();
+    let (fork, _) = b.store.fork_sequence(b.ns(), id, None).unwrap();
     let pinned = b.pin(id, 0);
     let cut = tokens_of_chunks(1) + BLOCK + 1;
-    b.store.truncate(b.ns(), id, cut).unwrap();
+    b.store.truncate_sequence(b.ns(), id, cut).unwrap();
     let ticket = b.begin(id, 0, cut, 2).unwrap();
-    assert_eq!(ticket.copies().len(), 1, "the fork reads the rows behind the cut");
+    assert_eq!(ticket.row_copies().len(), 1, "the fork reads the rows behind the cut");
     b.finish(ticket, &[70, 80], |_| false);
     let cut_values: Vec<u32> = (0..cut).chain([70, 80]).collect();
     assert_eq!(b.values(id, 0), cut_values);
     assert_eq!(b.values(fork, 0), (0..tokens).collect::<Vec<_>>());
     assert_eq!(b.show(&pinned).len(), tokens as usize);
     // Alone, it writes in place: what the reader sees lies before the rows to come.
-    b.store.close(b.ns(), fork).unwrap();
+    b.store.close_sequence(b.ns(), fork).unwrap();
     drop(pinned);
     b.used();
-    assert!(b.begin(id, 1, cut, 2).unwrap().copies().is_empty());
+    assert!(b.begin(id, 1, cut, 2).unwrap().row_copies().is_empty());
 }
 
 #[test]
@@ -69,32 +70,32 @@ fn packing_in_a_shared_chunk_changes_it_for_nobody_else() {
     let b = Bench::new(1 << 20, shape(1, BLOCK, 0, window));
     let id = b.open();
     b.fill(id, 0..window);
-    let (fork, _) = b.store.fork(b.ns(), id, None).unwrap();
+    let (fork, _) = b.store.fork_sequence(b.ns(), id, None).unwrap();
     let pinned = b.pin(id, 0);
     b.append(id, 0, window, &[1000; 8]);
     assert!(b.states(id, 0).starts_with("pppppppprrrr"));
     assert!(b.states(fork, 0).starts_with("rrrrrrrrrrrr"));
     assert!(b.show(&pinned).iter().all(|token| !token.packed));
-    assert_eq!(b.recount(fork), b.store.describe(b.ns(), fork).unwrap());
-    assert_eq!(b.recount(id), b.store.describe(b.ns(), id).unwrap());
+    assert_eq!(b.recount(fork), b.store.describe_sequence(b.ns(), fork).unwrap());
+    assert_eq!(b.recount(id), b.store.describe_sequence(b.ns(), id).unwrap());
 }
 
 #[test]
 fn views_of_all_sequences_are_bounded() {
     // Two layers of two blocks: four views, and four more for each fork.
-    let limits = Limits { sequence_views_max: 10, ..Limits::default() };
+    let limits = StoreLimits { sequence_views_max: 10, ..StoreLimits::default() };
     let b = Bench::limited(1 << 20, shape(1, BLOCK, 0, 8), limits);
     let id = b.open();
     b.fill(id, 0..7);
-    let (fork, _) = b.store.fork(b.ns(), id, None).unwrap();
+    let (fork, _) = b.store.fork_sequence(b.ns(), id, None).unwrap();
     let full = |asked| StoreError::LimitExceeded { limit: "sequence_views_max", max: 10, asked };
-    assert_eq!(b.store.fork(b.ns(), id, None).unwrap_err(), full(12));
+    assert_eq!(b.store.fork_sequence(b.ns(), id, None).unwrap_err(), full(12));
     assert_eq!(b.begin(fork, 0, 7, 12).unwrap_err(), full(11));
     // Within a block that is there, and of one new block, it goes on.
     b.append(fork, 0, 7, &[7, 8]);
-    b.store.close(b.ns(), fork).unwrap();
+    b.store.close_sequence(b.ns(), fork).unwrap();
     b.used();
-    b.store.fork(b.ns(), id, None).unwrap();
+    b.store.fork_sequence(b.ns(), id, None).unwrap();
 }
 
 #[test]
@@ -110,10 +111,10 @@ fn a_pool_full_of_closed_sequences_refuses_nobody() {
             let ticket = ticket.unwrap_or_else(|error| panic!("round {round}: {error}"));
             b.finish(ticket, &vec![round; tokens as usize], |_| false);
         }
-        assert_eq!(b.pool.usage().used_bytes, b.pool.usage().capacity_bytes);
+        assert_eq!(b.pool.read_usage().used_bytes, b.pool.read_usage().capacity_bytes);
         let full = b.begin(id, 0, tokens, 1).unwrap_err();
-        assert!(matches!(full, StoreError::PoolFull(full) if full.region == Region::Rows));
-        b.store.close(b.ns(), id).unwrap();
+        assert!(matches!(full, StoreError::PoolFull(full) if full.region == SlotRegion::Rows));
+        b.store.close_sequence(b.ns(), id).unwrap();
     }
     assert_eq!(b.used(), 0);
 }
@@ -136,7 +137,7 @@ fn many_that_need_what_was_closed_get_it() {
                         let ticket = b.begin(id, layer, 0, tokens).unwrap();
                         b.finish(ticket, &vec![round; tokens as usize], |_| false);
                     }
-                    b.store.close(b.ns(), id).unwrap();
+                    b.store.close_sequence(b.ns(), id).unwrap();
                 }
             });
         }
@@ -149,8 +150,8 @@ fn a_pool_that_is_gone_ends_its_thread() {
     let b = Bench::new(1 << 20, shape(1, BLOCK, 0, 0));
     let id = b.open();
     b.fill(id, 0..tokens_of_chunks(4));
-    b.store.close(b.ns(), id).unwrap();
-    let reclaim = Arc::downgrade(b.pool.reclaim());
+    b.store.close_sequence(b.ns(), id).unwrap();
+    let reclaim = Arc::downgrade(b.pool.reclaim_queue());
     drop(b);
     let began = std::time::Instant::now();
     while reclaim.strong_count() > 0 {
@@ -171,7 +172,7 @@ fn a_fork_sees_all_layers_before_a_cut_or_all_after_it() {
     thread::scope(|scope| {
         scope.spawn(|| {
             for round in 1..=rounds {
-                b.store.truncate(b.ns(), id, 20).unwrap();
+                b.store.truncate_sequence(b.ns(), id, 20).unwrap();
                 for layer in 0..layers {
                     b.append(id, layer, 20, &[1000 * round; 20]);
                 }
@@ -179,18 +180,18 @@ fn a_fork_sees_all_layers_before_a_cut_or_all_after_it() {
         });
         scope.spawn(|| {
             for _ in 0..20 * rounds {
-                let (fork, length) = b.store.fork(b.ns(), id, None).unwrap();
+                let (fork, length) = b.store.fork_sequence(b.ns(), id, None).unwrap();
                 assert_eq!(b.values(fork, 0), b.values(fork, layers - 1), "{length} tokens");
-                let seen = b.store.describe(b.ns(), fork).unwrap();
+                let seen = b.store.describe_sequence(b.ns(), fork).unwrap();
                 assert_eq!(seen.layer_lengths, vec![length; layers as usize]);
-                b.store.close(b.ns(), fork).unwrap();
+                b.store.close_sequence(b.ns(), fork).unwrap();
             }
         });
         scope.spawn(|| {
             for _ in 0..rounds {
-                let seen = b.store.describe(b.ns(), id).unwrap();
+                let seen = b.store.describe_sequence(b.ns(), id).unwrap();
                 assert!(seen.layer_lengths.iter().all(|length| [20, 40].contains(length)));
-                let pinned = b.store.pin(b.ns(), id, LayerIndex(1), 0..20, None).unwrap();
+                let pinned = b.store.pin_range(b.ns(), id, LayerIndex(1), 0..20, None).unwrap();
                 let values: Vec<u32> = b.show(&pinned).iter().map(|token| token.value).collect();
                 assert_eq!(values, (0..20).collect::<Vec<_>>());
             }

@@ -4,12 +4,15 @@
 //! whether it ever went through pages (the stand-in for lost precision). A page holds only the
 //! tokens, so decoding sets the mark.
 
-use crate::append::{Append, AppendTicket, RowCopy};
+use crate::append::{AppendTicket, BegunAppend, RowCopy};
 use crate::layer_block::{BlockView, PinnedBlock};
-use crate::pinned::{Pinned, PinnedRows};
+use crate::pinned::{PinnedRange, PinnedRows};
 use crate::sequence::{SequenceEntry, SequenceUsage};
-use crate::{Limits, ModelShape, PackedBytes, Pool, Slot, Store, StoreError, StoredBytes};
-use crate::{Pages, RawSlot, RowExtent, RowExtentRef, RowForm, RowFormRef};
+use crate::{
+    ArenaPool, ModelShape, PackedBytes, PoolSlot, SequenceStore, StoreError, StoreLimits,
+    StoredBytes,
+};
+use crate::{PackedPages, RawSlot, RowExtent, RowExtentRef, RowForm, RowFormRef};
 use kvd_core::{
     BootId, DType, Extent, Geometry, IdSpace, LayerIndex, ModelId, Namespace, RopePairing,
 };
@@ -51,21 +54,21 @@ pub(super) fn shape(id: u64, block_tokens: u32, sink: u32, recent: u32) -> Arc<M
 
 /// A store with its arena.
 pub(super) struct Bench {
-    pub(super) store: Store,
-    pub(super) pool: Arc<Pool>,
+    pub(super) store: SequenceStore,
+    pub(super) pool: Arc<ArenaPool>,
     pub(super) model: Arc<ModelShape>,
     bytes: Mutex<Vec<u8>>,
 }
 
 impl Bench {
     pub(super) fn new(capacity: u64, model: Arc<ModelShape>) -> Self {
-        Self::limited(capacity, model, Limits::default())
+        Self::limited(capacity, model, StoreLimits::default())
     }
 
-    pub(super) fn limited(capacity: u64, model: Arc<ModelShape>, limits: Limits) -> Self {
-        let pool = Pool::new("host", capacity);
+    pub(super) fn limited(capacity: u64, model: Arc<ModelShape>, limits: StoreLimits) -> Self {
+        let pool = ArenaPool::new("host", capacity);
         let ids = Arc::new(IdSpace::new(BootId::new([1; 16]).unwrap(), [2; 16]));
-        let store = Store::new(Arc::clone(&pool), limits, ids.sequence_counter(0, 1));
+        let store = SequenceStore::new(Arc::clone(&pool), limits, ids.sequence_counter(0, 1));
         Self { store, pool, model, bytes: Mutex::new(vec![0xEE; capacity as usize]) }
     }
 
@@ -74,24 +77,24 @@ impl Bench {
     }
 
     pub(super) fn open(&self) -> SequenceId {
-        self.store.open(Arc::clone(&self.model)).unwrap()
+        self.store.open_sequence(Arc::clone(&self.model)).unwrap()
     }
 
     /// Bytes in use once all that was closed is free.
     pub(super) fn used(&self) -> u64 {
         self.pool.finish_reclaim();
-        self.pool.usage().used_bytes
+        self.pool.read_usage().used_bytes
     }
 
     /// The model's totals once all that was closed is free.
     pub(super) fn usage(&self) -> crate::ModelUsage {
         self.pool.finish_reclaim();
-        self.store.usage(self.model.id)
+        self.store.model_usage(self.model.id)
     }
 
     /// The description of a sequence, computed by a walk over all its blocks.
     pub(super) fn recount(&self, id: SequenceId) -> SequenceUsage {
-        let entry = self.store.entries().into_iter().find(|entry| entry.id == id).unwrap();
+        let entry = self.store.all_entries().into_iter().find(|entry| entry.id == id).unwrap();
         let mut usage = SequenceUsage {
             model: self.model.id,
             length: u32::MAX,
@@ -101,7 +104,7 @@ impl Bench {
             stored: StoredBytes::default(),
         };
         let values = |rows: u32| u64::from(rows) * self.model.geometry.values_per_token();
-        for layer in entry.layers() {
+        for layer in entry.layer_mutexes() {
             let layer = layer.lock();
             usage.length = usage.length.min(layer.length);
             usage.layer_lengths.push(layer.length);
@@ -132,7 +135,7 @@ impl Bench {
     /// Slots in use once all that was closed is free.
     pub(super) fn slots(&self) -> u64 {
         self.pool.finish_reclaim();
-        self.pool.usage().slots
+        self.pool.read_usage().slots
     }
 
     /// Asks to append; a replay is a failed test.
@@ -144,8 +147,8 @@ impl Bench {
         tokens: u32,
     ) -> Result<AppendTicket, StoreError> {
         match self.store.begin_append(self.ns(), id, LayerIndex(layer), start, tokens, 7)? {
-            Append::Ticket(ticket) => Ok(ticket),
-            Append::Replayed { .. } => panic!("replayed"),
+            BegunAppend::Ticket(ticket) => Ok(ticket),
+            BegunAppend::Replayed { .. } => panic!("replayed"),
         }
     }
 
@@ -171,7 +174,7 @@ impl Bench {
         fail: impl Fn(u32) -> bool,
     ) -> Vec<u32> {
         let packed = self.execute(&ticket, values, fail);
-        let blocks = ticket.packs().iter().zip(&packed).filter(|(_, p)| p.is_some());
+        let blocks = ticket.pack_tasks().iter().zip(&packed).filter(|(_, p)| p.is_some());
         let blocks = blocks.map(|(task, _)| task.block).collect();
         let after = ticket.length_after();
         assert_eq!(ticket.commit(packed), after);
@@ -184,13 +187,13 @@ impl Bench {
         ticket: &AppendTicket,
         values: &[u32],
         fail: impl Fn(u32) -> bool,
-    ) -> Vec<Option<Pages>> {
+    ) -> Vec<Option<PackedPages>> {
         let mut bytes = self.bytes.lock();
-        for copy in ticket.copies() {
+        for copy in ticket.row_copies() {
             self.copy(&mut bytes, copy);
         }
         let mut next = 0;
-        for write in ticket.writes() {
+        for write in ticket.row_writes() {
             assert_eq!(write.source_row, next, "writes cover the request in order");
             next += write.rows;
             for i in 0..write.rows {
@@ -200,7 +203,7 @@ impl Bench {
         }
         assert_eq!(next as usize, values.len());
         let mut answers = Vec::new();
-        for task in ticket.packs() {
+        for task in ticket.pack_tasks() {
             if let Some(keep) = &task.keep {
                 self.copy(&mut bytes, keep);
             }
@@ -220,10 +223,10 @@ impl Bench {
         }
     }
 
-    fn pack(&self, bytes: &mut [u8], tokens: &[u32]) -> Option<Pages> {
+    fn pack(&self, bytes: &mut [u8], tokens: &[u32]) -> Option<PackedPages> {
         let page = PAGE_HEADER + 4 * tokens.len() as u64;
         let pages = u64::from(2 * HEADS);
-        let reserved = self.pool.reserve(page * pages).ok()?;
+        let reserved = self.pool.reserve_pages(page * pages).ok()?;
         let base = reserved.extent().offset;
         for p in 0..pages {
             for (i, token) in tokens.iter().enumerate() {
@@ -240,7 +243,7 @@ impl Bench {
             values: tokens.len() as u64 * self.model.geometry.values_per_token(),
             ..PackedBytes::default()
         };
-        Some(Pages::new(reserved.seal(), ends, accounting))
+        Some(PackedPages::new(reserved.seal_slot(), ends, accounting))
     }
 
     fn put_row(&self, bytes: &mut [u8], to: &RawSlot, row: u32, value: u32, lossy: bool) {
@@ -277,7 +280,7 @@ impl Bench {
             RowFormRef::Raw(raw) => self.get_row(bytes, raw, row),
             RowFormRef::Pages(pages) => {
                 let read = |index: usize| {
-                    let page = pages.page(index);
+                    let page = pages.page_extent(index);
                     let at = PAGE_HEADER + 4 * u64::from(row);
                     assert!(at + 4 <= page.len, "row {row} is not in {page:?}");
                     get(bytes, page.offset + at)
@@ -290,7 +293,7 @@ impl Bench {
     }
 
     /// The rows that a pin lends; checks that they cover its range in order.
-    pub(super) fn show(&self, pinned: &Pinned) -> Vec<Token> {
+    pub(super) fn show(&self, pinned: &PinnedRange) -> Vec<Token> {
         let bytes = self.bytes.lock();
         let block = self.model.geometry.block_tokens;
         let mut tokens = Vec::new();
@@ -304,8 +307,8 @@ impl Bench {
         tokens
     }
 
-    pub(super) fn pin(&self, id: SequenceId, layer: u32) -> Pinned {
-        self.store.pin(self.ns(), id, LayerIndex(layer), .., None).unwrap()
+    pub(super) fn pin(&self, id: SequenceId, layer: u32) -> PinnedRange {
+        self.store.pin_range(self.ns(), id, LayerIndex(layer), .., None).unwrap()
     }
 
     /// All tokens of a layer.
@@ -343,7 +346,7 @@ fn get(bytes: &[u8], at: u64) -> u32 {
 pub(super) struct Live(BTreeMap<u64, (Extent, u64)>);
 
 impl Live {
-    pub(super) fn add(&mut self, slot: &Slot) {
+    pub(super) fn add(&mut self, slot: &PoolSlot) {
         self.0.insert(slot.extent().offset, (slot.extent(), slot.reserved_bytes()));
     }
 
@@ -373,26 +376,26 @@ impl Live {
         }
     }
 
-    pub(super) fn add_pinned(&mut self, pinned: &Pinned) {
+    pub(super) fn add_pinned(&mut self, pinned: &PinnedRange) {
         let chunks = pinned.views.chunks().iter();
         chunks.flat_map(|chunk| chunk.views()).for_each(|view| self.add_view(view));
         pinned.views.blocks().iter().for_each(|block| self.add_block(block));
     }
 
     pub(super) fn add_entry(&mut self, entry: &SequenceEntry) {
-        for layer in entry.layers() {
+        for layer in entry.layer_mutexes() {
             let layer = layer.lock();
             (0..layer.views.len()).for_each(|block| self.add_view(layer.views.get(block)));
         }
     }
 
     pub(super) fn add_ticket(&mut self, ticket: &AppendTicket) {
-        self.add_entry(ticket.entry());
-        for copy in ticket.copies() {
+        self.add_entry(ticket.sequence_entry());
+        for copy in ticket.row_copies() {
             self.add_extent(&copy.from);
         }
-        ticket.writes().iter().for_each(|write| self.add(write.to.slot()));
-        for task in ticket.packs() {
+        ticket.row_writes().iter().for_each(|write| self.add(write.to.slot()));
+        for task in ticket.pack_tasks() {
             self.add(task.from.slot());
             task.keep.iter().for_each(|keep| self.add(keep.to.slot()));
         }

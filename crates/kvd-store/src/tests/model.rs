@@ -6,7 +6,7 @@
 
 use super::harness::{Bench, Live, Token, shape};
 use crate::append::AppendTicket;
-use crate::pinned::Pinned;
+use crate::pinned::PinnedRange;
 use crate::{ModelUsage, StoreError};
 use kvd_core::{Coded, ErrorCode, LayerIndex, SequenceId};
 use proptest::prelude::*;
@@ -70,7 +70,7 @@ struct World {
     strict: bool,
     sequences: Vec<Sequence>,
     in_flight: Vec<InFlight>,
-    pins: Vec<(Pinned, Vec<Token>)>,
+    pins: Vec<(PinnedRange, Vec<Token>)>,
     next_value: u32,
 }
 
@@ -115,7 +115,7 @@ impl World {
             Step::Close { seq } => {
                 if let Some(index) = self.pick(seq) {
                     let gone = self.sequences.swap_remove(index);
-                    self.bench.store.close(self.bench.ns(), gone.id).unwrap();
+                    self.bench.store.close_sequence(self.bench.ns(), gone.id).unwrap();
                 }
             }
             Step::Pin { seq, layer, from, to } => self.pin(seq, layer, from, to),
@@ -184,7 +184,7 @@ impl World {
         let parent = &self.sequences[index];
         let length = parent.length() * keep / 100;
         let asked = (keep < 100).then_some(length);
-        let (id, got) = self.bench.store.fork(self.bench.ns(), parent.id, asked).unwrap();
+        let (id, got) = self.bench.store.fork_sequence(self.bench.ns(), parent.id, asked).unwrap();
         assert_eq!(got, length);
         let layers = parent.layers.clone().map(|mut l| {
             l.truncate(length as usize);
@@ -198,7 +198,7 @@ impl World {
         let busy = self.is_busy(self.sequences[index].id, None);
         let sequence = &mut self.sequences[index];
         let length = sequence.length() * keep / 100;
-        match self.bench.store.truncate(self.bench.ns(), sequence.id, length) {
+        match self.bench.store.truncate_sequence(self.bench.ns(), sequence.id, length) {
             Ok(()) => {
                 assert!(!busy);
                 sequence.layers.iter_mut().for_each(|l| l.truncate(length as usize));
@@ -217,8 +217,11 @@ impl World {
         let at = |percent: u32| tokens.len() as u32 * percent / 100;
         let range = at(from.min(to))..at(from.max(to));
         let (ns, layer) = (self.bench.ns(), LayerIndex(layer));
-        let pinned =
-            self.bench.store.pin(ns, sequence.id, layer, range.clone(), Some(range.end)).unwrap();
+        let pinned = self
+            .bench
+            .store
+            .pin_range(ns, sequence.id, layer, range.clone(), Some(range.end))
+            .unwrap();
         let shown = tokens[range.start as usize..range.end as usize].to_vec();
         self.pins.push((pinned, shown));
     }
@@ -229,7 +232,7 @@ impl World {
             for (layer, tokens) in sequence.layers.iter().enumerate() {
                 assert_eq!(&self.bench.read(sequence.id, layer as u32), tokens);
             }
-            let usage = self.bench.store.describe(self.bench.ns(), sequence.id).unwrap();
+            let usage = self.bench.store.describe_sequence(self.bench.ns(), sequence.id).unwrap();
             assert_eq!(usage.length, sequence.length());
             assert_eq!(usage, self.bench.recount(sequence.id), "counted as it changed");
             let block = self.bench.model.geometry.block_tokens as usize;
@@ -244,7 +247,7 @@ impl World {
             live.add_pinned(pinned);
         }
         self.in_flight.iter().for_each(|f| live.add_ticket(&f.ticket));
-        self.bench.store.entries().iter().for_each(|entry| live.add_entry(entry));
+        self.bench.store.all_entries().iter().for_each(|entry| live.add_entry(entry));
         assert_eq!(live.total(), self.bench.used());
         let usage = self.bench.usage();
         assert_eq!(usage.sequences, self.sequences.len() as u64);
@@ -253,14 +256,14 @@ impl World {
 
     fn tear_down(mut self) {
         for sequence in self.sequences.drain(..) {
-            self.bench.store.close(self.bench.ns(), sequence.id).unwrap();
+            self.bench.store.close_sequence(self.bench.ns(), sequence.id).unwrap();
         }
         self.in_flight.clear();
         self.pins.clear();
         assert_eq!(self.bench.used(), 0);
         assert_eq!(
-            self.bench.pool.usage().largest_free_bytes,
-            self.bench.pool.usage().capacity_bytes
+            self.bench.pool.read_usage().largest_free_bytes,
+            self.bench.pool.read_usage().capacity_bytes
         );
         assert_eq!(self.bench.usage(), ModelUsage::default());
         assert_eq!(self.bench.store.view_count(), 0);

@@ -19,22 +19,22 @@ fn threads_on_own_and_forked_sequences_do_not_disturb_one_another() {
                 for round in 0..60u32 {
                     b.fill(own, end..end + 1 + round % 7);
                     end += 1 + round % 7;
-                    let (fork, length) = b.store.fork(b.ns(), base, None).unwrap();
+                    let (fork, length) = b.store.fork_sequence(b.ns(), base, None).unwrap();
                     let pinned = b.pin(fork, 0);
                     let mine = [1000 * (thread + 1) + round; 9];
                     b.append(fork, 0, length, &mine);
                     b.append(fork, 1, length, &mine[..5]);
                     let cut = length - round % 9;
-                    b.store.truncate(b.ns(), fork, cut).unwrap();
+                    b.store.truncate_sequence(b.ns(), fork, cut).unwrap();
                     b.append(fork, 0, cut, &mine);
                     let values: Vec<u32> = (0..cut).chain(mine).collect();
                     assert_eq!(b.values(fork, 0), values);
                     let shown: Vec<u32> = b.show(&pinned).iter().map(|t| t.value).collect();
                     assert_eq!(shown, (0..length).collect::<Vec<_>>());
-                    b.store.close(b.ns(), fork).unwrap();
+                    b.store.close_sequence(b.ns(), fork).unwrap();
                     assert_eq!(b.values(own, 1), (0..end).collect::<Vec<_>>());
                 }
-                b.store.close(b.ns(), own).unwrap();
+                b.store.close_sequence(b.ns(), own).unwrap();
             });
         }
         // The base moves on meanwhile, in steps that every fork finds on both layers.
@@ -42,7 +42,7 @@ fn threads_on_own_and_forked_sequences_do_not_disturb_one_another() {
         scope.spawn(move || (22..80).for_each(|token| b.fill(base, token..token + 1)));
     });
     assert_eq!(b.values(base, 0), (0..80).collect::<Vec<_>>());
-    b.store.close(b.ns(), base).unwrap();
+    b.store.close_sequence(b.ns(), base).unwrap();
     assert_eq!(b.used(), 0);
     assert_eq!(b.usage(), ModelUsage::default());
 }
@@ -68,10 +68,10 @@ fn threads_on_one_layer_take_turns() {
                         1,
                         u64::from(length),
                     ) {
-                        Ok(crate::Append::Ticket(ticket)) => {
+                        Ok(crate::BegunAppend::Ticket(ticket)) => {
                             b.finish(ticket, &[length], |_| false);
                         }
-                        Ok(crate::Append::Replayed { length: now }) => assert!(now > length),
+                        Ok(crate::BegunAppend::Replayed { length: now }) => assert!(now > length),
                         Err(StoreError::SequenceBusy { .. }) => {
                             refused.fetch_add(1, Ordering::Relaxed);
                             thread::yield_now();
@@ -88,6 +88,6 @@ fn threads_on_one_layer_take_turns() {
     });
     let length = b.pin(id, 0).length;
     assert_eq!(b.values(id, 0), (0..length).collect::<Vec<_>>());
-    b.store.close(b.ns(), id).unwrap();
+    b.store.close_sequence(b.ns(), id).unwrap();
     assert_eq!(b.used(), 0);
 }

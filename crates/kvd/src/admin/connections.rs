@@ -25,13 +25,13 @@ struct KnownConnections {
 
 /// One that is open, or has just given way.
 pub(super) struct OpenConnection {
-    activity: Mutex<Activity>,
+    activity: Mutex<RequestActivity>,
     gave_way: Notify,
 }
 
 /// How far its newest request is.
 #[derive(Clone, Copy)]
-enum Activity {
+enum RequestActivity {
     /// None has come whole.
     Waiting,
     /// It is being answered.
@@ -41,7 +41,7 @@ enum Activity {
 }
 
 /// The right to be open; given back when this is dropped.
-pub(super) struct Admitted {
+pub(super) struct AdmittedConnection {
     open: Arc<OpenConnections>,
     number: u64,
     connection: Arc<OpenConnection>,
@@ -55,7 +55,7 @@ impl OpenConnections {
 
     /// Lets one more in. When as many are open as may be, the oldest without a request under way
     /// gives way, and its socket is closed first; none where all have one.
-    pub(super) async fn admit(self: &Arc<Self>) -> Option<Admitted> {
+    pub(super) async fn admit_socket(self: &Arc<Self>) -> Option<AdmittedConnection> {
         let sockets = self.sockets.clone();
         let socket = match sockets.clone().try_acquire_owned() {
             Ok(socket) => socket,
@@ -63,14 +63,14 @@ impl OpenConnections {
             Err(_) => return None,
         };
         let connection = Arc::new(OpenConnection {
-            activity: Mutex::new(Activity::Waiting),
+            activity: Mutex::new(RequestActivity::Waiting),
             gave_way: Notify::new(),
         });
         let mut known = self.known.lock();
         let number = known.next;
         known.next += 1;
         known.by_age.insert(number, connection.clone());
-        Some(Admitted { open: self.clone(), number, connection, _socket: socket })
+        Some(AdmittedConnection { open: self.clone(), number, connection, _socket: socket })
     }
 
     /// Ends the oldest connection that has no request under way; whether there is one.
@@ -89,26 +89,26 @@ impl OpenConnections {
 impl OpenConnection {
     fn is_idle(&self, now: Instant) -> bool {
         match *self.activity.lock() {
-            Activity::Waiting => true,
-            Activity::Answering => false,
-            Activity::Answered(then) => now.saturating_duration_since(then) > ANSWER_TIME,
+            RequestActivity::Waiting => true,
+            RequestActivity::Answering => false,
+            RequestActivity::Answered(then) => now.saturating_duration_since(then) > ANSWER_TIME,
         }
     }
 
     /// A request has come.
     pub(super) fn begin_answer(&self) {
-        *self.activity.lock() = Activity::Answering;
+        *self.activity.lock() = RequestActivity::Answering;
     }
 
     /// Its answer is on its way.
     pub(super) fn end_answer(&self) {
-        *self.activity.lock() = Activity::Answered(Instant::now());
+        *self.activity.lock() = RequestActivity::Answered(Instant::now());
     }
 }
 
-impl Admitted {
+impl AdmittedConnection {
     /// Where its requests are told of.
-    pub(super) fn connection(&self) -> &Arc<OpenConnection> {
+    pub(super) fn open_connection(&self) -> &Arc<OpenConnection> {
         &self.connection
     }
 
@@ -118,7 +118,7 @@ impl Admitted {
     }
 }
 
-impl Drop for Admitted {
+impl Drop for AdmittedConnection {
     fn drop(&mut self) {
         self.open.known.lock().by_age.remove(&self.number);
     }
@@ -138,24 +138,25 @@ mod tests {
     #[tokio::test]
     async fn the_oldest_that_waits_gives_way_and_one_that_is_answered_does_not() {
         let open = OpenConnections::new(2);
-        let [answered, waiting] = [open.admit().await.unwrap(), open.admit().await.unwrap()];
-        answered.connection().begin_answer();
+        let [answered, waiting] =
+            [open.admit_socket().await.unwrap(), open.admit_socket().await.unwrap()];
+        answered.open_connection().begin_answer();
         let newcomer = tokio::spawn({
             let open = open.clone();
-            async move { open.admit().await }
+            async move { open.admit_socket().await }
         });
         waiting.gives_way().await;
         assert!(!newcomer.is_finished(), "its socket is open yet");
         assert!(!is_ready(answered.gives_way()));
         drop(waiting);
         let newcomer = newcomer.await.unwrap().unwrap();
-        newcomer.connection().begin_answer();
-        assert!(open.admit().await.is_none(), "all are being answered");
+        newcomer.open_connection().begin_answer();
+        assert!(open.admit_socket().await.is_none(), "all are being answered");
         // A peer that has just been answered may still read.
-        newcomer.connection().end_answer();
-        assert!(open.admit().await.is_none());
+        newcomer.open_connection().end_answer();
+        assert!(open.admit_socket().await.is_none());
         drop(newcomer);
-        assert!(open.admit().await.is_some());
+        assert!(open.admit_socket().await.is_some());
         assert_eq!(open.known.lock().by_age.len(), 1);
     }
 }

@@ -4,14 +4,14 @@ mod connections;
 
 use crate::metrics::OpenCount;
 use crate::service::Service;
-use crate::transport::{Phase, connections as connections_gauge};
+use crate::transport::{ServerPhase, connections_gauge};
 use axum::Router;
 use axum::extract::{Request, State};
 use axum::http::{StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
-use connections::{Admitted, OpenConnection, OpenConnections};
+use connections::{AdmittedConnection, OpenConnection, OpenConnections};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto::Builder;
 use hyper_util::service::TowerToHyperService;
@@ -38,7 +38,7 @@ impl AdminServer {
     ///
     /// # Errors
     /// What the operating system answers.
-    pub async fn bind(address: SocketAddr) -> std::io::Result<Self> {
+    pub async fn bind_address(address: SocketAddr) -> std::io::Result<Self> {
         let listener = TcpListener::bind(address).await?;
         let address = listener.local_addr()?;
         Ok(Self { listener, address })
@@ -46,7 +46,7 @@ impl AdminServer {
 
     /// Where it is.
     #[must_use]
-    pub fn address(&self) -> SocketAddr {
+    pub fn bound_address(&self) -> SocketAddr {
         self.address
     }
 
@@ -54,32 +54,32 @@ impl AdminServer {
     ///
     /// # Errors
     /// When the listener breaks.
-    pub async fn serve(
+    pub async fn serve_until(
         self,
         service: Arc<Service>,
-        phase: watch::Receiver<Phase>,
+        phase: watch::Receiver<ServerPhase>,
     ) -> std::io::Result<()> {
         let open = OpenConnections::new(service.config().admin_connections_max);
         let head_time = service.config().admin_head_timeout;
         let gauge = connections_gauge(service.metrics(), "admin");
         let routes = Router::new()
-            .route("/metrics", get(metrics))
+            .route("/metrics", get(answer_metrics))
             .route("/healthz", get(|| async { "ok\n" }))
-            .route("/readyz", get(readyz))
+            .route("/readyz", get(answer_ready))
             .layer(CompressionLayer::new().quality(CompressionLevel::Fastest))
             .with_state(service);
         let mut connections = JoinSet::new();
-        let drain = Phase::Draining.reached(phase.clone());
+        let drain = ServerPhase::Draining.wait_until(phase.clone());
         tokio::pin!(drain);
         loop {
             tokio::select! {
                 accepted = self.listener.accept() => match accepted {
-                    Ok((socket, _)) => match open.admit().await {
+                    Ok((socket, _)) => match open.admit_socket().await {
                         Some(admitted) => {
                             let routes = routes.clone();
                             let count = OpenCount::new(&gauge);
-                            let peer = Peer { socket, admitted, head_time, count };
-                            connections.spawn(peer.serve(routes, phase.clone()));
+                            let peer = AdminPeer { socket, admitted, head_time, count };
+                            connections.spawn(peer.serve_requests(routes, phase.clone()));
                         }
                         None => tracing::warn!(
                             "admin.connections_max requests are being answered; one more is closed"
@@ -104,27 +104,27 @@ impl AdminServer {
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
 /// An accepted connection.
-struct Peer {
+struct AdminPeer {
     socket: TcpStream,
-    admitted: Admitted,
+    admitted: AdmittedConnection,
     /// Time to send the head of each request.
     head_time: Duration,
     /// Counts it while it is open.
     count: OpenCount,
 }
 
-impl Peer {
+impl AdminPeer {
     /// Answers until the peer leaves or takes too long, the connection gives way to another, or
     /// the daemon ends.
-    async fn serve(self, routes: Router, phase: watch::Receiver<Phase>) {
+    async fn serve_requests(self, routes: Router, phase: watch::Receiver<ServerPhase>) {
         let Self { socket, admitted, head_time, count: _count } = self;
-        let mark = middleware::from_fn_with_state(admitted.connection().clone(), mark_answer);
+        let mark = middleware::from_fn_with_state(admitted.open_connection().clone(), mark_answer);
         let mut builder = Builder::new(TokioExecutor::new()).http1_only();
         builder.http1().timer(TokioTimer::new()).header_read_timeout(head_time);
         let routes = TowerToHyperService::new(routes.layer(mark));
         let serving = builder.serve_connection(TokioIo::new(socket), routes);
-        let drain = Phase::Draining.reached(phase.clone());
-        let cut = Phase::Cut.reached(phase);
+        let drain = ServerPhase::Draining.wait_until(phase.clone());
+        let cut = ServerPhase::Cut.wait_until(phase);
         tokio::pin!(serving, drain, cut);
         let mut draining = false;
         loop {
@@ -154,10 +154,10 @@ async fn mark_answer(
     response
 }
 
-async fn metrics(State(service): State<Arc<Service>>) -> Response {
+async fn answer_metrics(State(service): State<Arc<Service>>) -> Response {
     let render = move || {
         service.refresh_gauges();
-        service.metrics().render()
+        service.metrics().render_page()
     };
     // Thousands of models take milliseconds, which calls need not wait for.
     match tokio::task::spawn_blocking(render).await {
@@ -169,8 +169,8 @@ async fn metrics(State(service): State<Arc<Service>>) -> Response {
     }
 }
 
-async fn readyz(State(service): State<Arc<Service>>) -> (StatusCode, String) {
-    if service.ready() {
+async fn answer_ready(State(service): State<Arc<Service>>) -> (StatusCode, String) {
+    if service.is_ready() {
         (StatusCode::OK, "ready\n".to_owned())
     } else {
         (StatusCode::SERVICE_UNAVAILABLE, service.why_unready())

@@ -1,9 +1,9 @@
 //! Decode attention over pages of each codec, in turns.
 
-use super::data::{Fill, Filled, LAYER, MODEL, Normal};
-use super::measure::{Figure, Machine, timed};
-use super::peaks::Peaks;
-use super::{BenchError, Shape, each_set, limits};
+use super::data::{FillOptions, FilledBackend, LAYER, MODEL, NormalValues};
+use super::measure::{MachineInfo, MeasuredFigure, measure_time};
+use super::peaks::KnownPeaks;
+use super::{BenchError, HeadShape, each_set, limits};
 use bytes::Bytes;
 use kvd_compute::{
     AttendPlan, Attended, Backend, InstructionSet, LoadPlan, PlanPart, PlanQuery, Precision,
@@ -22,7 +22,7 @@ const ERROR_TOKENS: usize = 2048;
 #[derive(Clone, Debug)]
 pub struct AttendBench {
     /// Heads.
-    pub shape: Shape,
+    pub shape: HeadShape,
     /// Codecs, as presets or specs.
     pub codecs: Vec<String>,
     /// Cached tokens of a sequence.
@@ -64,9 +64,9 @@ pub struct AttendRow {
     /// Stored bits per value, headers and scales included.
     pub bits_per_value: f64,
     /// Processor time per token and KV head, K and V and all query heads, in nanoseconds.
-    pub cpu_ns: Figure,
+    pub cpu_ns: MeasuredFigure,
     /// Wall time per token and KV head, in nanoseconds.
-    pub wall_ns: Figure,
+    pub wall_ns: MeasuredFigure,
     /// Pages read, in GB per second of processor time (median).
     pub stored_gb_per_s: f64,
     /// What the pages stand for in f16, in GB per second of processor time (median).
@@ -87,9 +87,9 @@ pub struct AttendRow {
 }
 
 /// One codec at one context and instruction set.
-struct Case {
+struct AttendCase {
     row: AttendRow,
-    filled: Filled,
+    filled: FilledBackend,
     plans: Vec<AttendPlan>,
     tokens: f64,
     /// Query rows that read a KV head.
@@ -103,18 +103,18 @@ impl AttendBench {
     ///
     /// # Errors
     /// When a codec does not fit the shape, or the memory is not there.
-    pub fn run(&self) -> Result<(Machine, Vec<AttendRow>), BenchError> {
+    pub fn measure_all(&self) -> Result<(MachineInfo, Vec<AttendRow>), BenchError> {
         let threads = self.threads.iter().copied().max().unwrap_or(1);
-        limits::threads(threads)?;
+        limits::check_threads(threads)?;
         for context in &self.contexts {
             let tokens = (0..self.batch).map(|at| u64::from(self.context_of(at, *context))).sum();
             let queries = u64::from(self.query_tokens);
-            limits::call(&self.shape, [queries, tokens], self.batch as u64)?;
+            limits::check_call(&self.shape, [queries, tokens], self.batch as u64)?;
         }
         let progress = ProgressLines::on_stderr();
         progress.begin_task("bench attend", 0);
-        let machine = Machine::look(threads);
-        let (mut rows, mut peaks) = (Vec::new(), Peaks::default());
+        let machine = MachineInfo::inspect_machine(threads);
+        let (mut rows, mut peaks) = (Vec::new(), KnownPeaks::default());
         for context in &self.contexts {
             let mut cases = Vec::new();
             progress.begin_task("bench attend, filling pages", 0);
@@ -122,7 +122,7 @@ impl AttendBench {
                 progress.name_step("bench attend, filling pages", codec);
                 for set in each_set(&self.instruction_sets) {
                     for threads in &self.threads {
-                        cases.push(self.case(codec, *context, set, *threads)?);
+                        cases.push(self.prepare_case(codec, *context, set, *threads)?);
                     }
                 }
             }
@@ -134,35 +134,35 @@ impl AttendBench {
             for round in 0..=self.rounds {
                 for case in &mut cases {
                     // The first round warms up.
-                    case.turn(round, round > 0)?;
+                    case.take_turn(round, round > 0)?;
                     progress.add_steps(1);
                 }
             }
-            rows.extend(cases.into_iter().map(|case| case.finish(&machine)));
+            rows.extend(cases.into_iter().map(|case| case.finish_row(&machine)));
         }
         Ok((machine, rows))
     }
 
     /// Says what a row multiplies with, and how many of those the machine makes.
-    fn set_against(&self, peaks: &mut Peaks, case: &mut Case) -> Result<(), BenchError> {
+    fn set_against(&self, peaks: &mut KnownPeaks, case: &mut AttendCase) -> Result<(), BenchError> {
         let backend = &case.filled.backend;
         let products = backend.products((MODEL, LAYER), self.query_tokens, self.shape.group);
-        let products = products.map_err(BenchError::of(&case.row.codec))?;
+        let products = products.map_err(BenchError::failed_step(&case.row.codec))?;
         let set = backend.instruction_set();
         case.row.products = products.map(Products::name);
         case.row.peak_per_ns = products.map(|products| peaks.per_ns(set, products));
         Ok(())
     }
 
-    fn case(
+    fn prepare_case(
         &self,
         codec: &str,
         context: u32,
         set: Option<InstructionSet>,
         threads: usize,
-    ) -> Result<Case, BenchError> {
+    ) -> Result<AttendCase, BenchError> {
         let per_sequence = context.div_ceil(self.block_tokens) as usize;
-        let fill = Fill {
+        let fill = FillOptions {
             shape: self.shape,
             block_tokens: self.block_tokens,
             threads,
@@ -171,10 +171,10 @@ impl AttendBench {
             buffer_bytes: self.buffer_bytes,
             blocks: per_sequence * self.batch,
         };
-        let filled = Filled::new(codec, fill)?;
+        let filled = FilledBackend::new(codec, fill)?;
         let calls = filled.blocks.chunks_exact(per_sequence * self.batch);
-        let q = self.queries();
-        let plan = |blocks| self.plan((blocks, per_sequence), context, q.clone());
+        let q = self.draw_queries();
+        let plan = |blocks| self.plan_attend((blocks, per_sequence), context, q.clone());
         let plans: Vec<_> = calls.map(plan).collect();
         let geometry = &filled.geometry;
         let values = geometry.values_per_token() as f64 * f64::from(self.block_tokens);
@@ -188,8 +188,8 @@ impl AttendBench {
             threads,
             context,
             bits_per_value: filled.block_bytes * 8.0 / values,
-            cpu_ns: Figure::of(vec![0.0]),
-            wall_ns: Figure::of(vec![0.0]),
+            cpu_ns: MeasuredFigure::from_runs(vec![0.0]),
+            wall_ns: MeasuredFigure::from_runs(vec![0.0]),
             stored_gb_per_s: 0.0,
             logical_gb_per_s: 0.0,
             of_read_speed: 0.0,
@@ -203,17 +203,18 @@ impl AttendBench {
         let tokens = contexts.sum::<f64>() * f64::from(self.shape.kv_heads);
         let rows_per_head = f64::from(self.shape.group * self.query_tokens);
         let [cpu, wall] = [const { Vec::new() }; 2];
-        let mut case = Case { row, filled, plans, tokens, rows_per_head, cpu, wall };
-        case.row.kernel_error = self.error(&mut case.filled).map_err(BenchError::of(codec))?;
+        let mut case = AttendCase { row, filled, plans, tokens, rows_per_head, cpu, wall };
+        case.row.kernel_error =
+            self.measure_error(&mut case.filled).map_err(BenchError::failed_step(codec))?;
         Ok(case)
     }
 
     /// Those of every call.
-    fn queries(&self) -> Bytes {
-        queries(&self.shape, self.batch * self.query_tokens as usize)
+    fn draw_queries(&self) -> Bytes {
+        draw_queries(&self.shape, self.batch * self.query_tokens as usize)
     }
 
-    fn plan(
+    fn plan_attend(
         &self,
         (blocks, per_sequence): (&[Source], usize),
         context: u32,
@@ -233,19 +234,19 @@ impl AttendBench {
     }
 
     /// Relative error of attention over a few blocks against f64 over the same decoded rows.
-    fn error(&self, filled: &mut Filled) -> Result<f64, String> {
+    fn measure_error(&self, filled: &mut FilledBackend) -> Result<f64, String> {
         let blocks = (ERROR_TOKENS / self.block_tokens as usize).clamp(1, filled.blocks.len());
         let context = blocks as u32 * self.block_tokens;
         let one = Self { batch: 1, query_tokens: 1, ..self.clone() };
-        let q = widened(&one.queries());
-        let mut plan = one.plan((&filled.blocks[..blocks], blocks), context, q);
+        let q = widen_to_f32(&one.draw_queries());
+        let mut plan = one.plan_attend((&filled.blocks[..blocks], blocks), context, q);
         plan.dtype = DType::F32;
         let answer = filled.backend.attend(&plan).map_err(|error| error.to_string())?;
-        let parts = parts(&filled.blocks[..blocks], self.block_tokens, context);
+        let parts = plan_parts(&filled.blocks[..blocks], self.block_tokens, context);
         let load = LoadPlan { model: MODEL, layer: LAYER, dtype: DType::F32, parts };
         let rows = filled.backend.load(&load).map_err(|error| error.to_string())?;
-        let [q, k, v, out] = [&plan.q[..], &rows.k, &rows.v, &answer.out].map(values);
-        let exact = reference(&self.shape, &q, &k, &v);
+        let [q, k, v, out] = [&plan.q[..], &rows.k, &rows.v, &answer.out].map(read_floats);
+        let exact = attend_exactly(&self.shape, &q, &k, &v);
         let (mut difference, mut norm) = (0f64, 0f64);
         for (got, want) in out.iter().zip(&exact) {
             difference += (got - want).powi(2);
@@ -256,15 +257,15 @@ impl AttendBench {
 }
 
 /// Queries of so many tokens, the same each time.
-pub(super) fn queries(shape: &Shape, tokens: usize) -> Bytes {
+pub(super) fn draw_queries(shape: &HeadShape, tokens: usize) -> Bytes {
     let heads = shape.kv_heads as usize * shape.group as usize;
-    Normal::new(42).bytes(tokens * heads * shape.head_dim_k as usize, SCORE_DEVIATION)
+    NormalValues::new(42).draw_bytes(tokens * heads * shape.head_dim_k as usize, SCORE_DEVIATION)
 }
 
 /// A plan over sequences, given by their blocks of so many tokens and by their own tokens, with
 /// their queries.
 pub(super) fn plan_of<'a>(
-    shape: &Shape,
+    shape: &HeadShape,
     query_tokens: u32,
     sequences: impl Iterator<Item = (&'a [Source], u32)>,
     (block_tokens, q): (u32, Bytes),
@@ -273,7 +274,7 @@ pub(super) fn plan_of<'a>(
         n_q: query_tokens,
         position: context,
         sliding_window: None,
-        parts: parts(blocks, block_tokens, context).into(),
+        parts: plan_parts(blocks, block_tokens, context).into(),
     };
     let queries: Vec<_> = sequences.map(query).collect();
     let q_heads = shape.kv_heads * shape.group;
@@ -289,7 +290,7 @@ pub(super) fn plan_of<'a>(
     }
 }
 
-pub(super) fn widened(bytes: &Bytes) -> Bytes {
+pub(super) fn widen_to_f32(bytes: &Bytes) -> Bytes {
     let mut wide = vec![0f32; bytes.len() / 2];
     DType::F16.widen_values(bytes, &mut wide);
     let mut out = vec![0; wide.len() * 4];
@@ -297,13 +298,13 @@ pub(super) fn widened(bytes: &Bytes) -> Bytes {
     out.into()
 }
 
-pub(super) fn values(bytes: &[u8]) -> Vec<f64> {
+pub(super) fn read_floats(bytes: &[u8]) -> Vec<f64> {
     let chunks = bytes.as_chunks::<4>().0.iter();
     chunks.map(|bytes| f64::from(f32::from_le_bytes(*bytes))).collect()
 }
 
 /// Attention of one query token over `[tokens, heads, dim]` rows, in f64.
-fn reference(shape: &Shape, q: &[f64], k: &[f64], v: &[f64]) -> Vec<f64> {
+fn attend_exactly(shape: &HeadShape, q: &[f64], k: &[f64], v: &[f64]) -> Vec<f64> {
     let (heads, group) = (shape.kv_heads as usize, shape.group as usize);
     let (dim_k, dim_v) = (shape.head_dim_k as usize, shape.head_dim_v as usize);
     let scale = 1.0 / (dim_k as f64).sqrt();
@@ -324,7 +325,7 @@ fn reference(shape: &Shape, q: &[f64], k: &[f64], v: &[f64]) -> Vec<f64> {
     out
 }
 
-pub(super) fn parts(blocks: &[Source], block_tokens: u32, context: u32) -> Vec<PlanPart> {
+pub(super) fn plan_parts(blocks: &[Source], block_tokens: u32, context: u32) -> Vec<PlanPart> {
     let part = |(first_token, source): (u32, &Source)| PlanPart {
         first_token,
         rows: block_tokens.min(context - first_token),
@@ -333,16 +334,16 @@ pub(super) fn parts(blocks: &[Source], block_tokens: u32, context: u32) -> Vec<P
     (0..).step_by(block_tokens as usize).zip(blocks).map(part).collect()
 }
 
-impl Case {
+impl AttendCase {
     /// Attends to the next part of the buffer.
-    fn turn(&mut self, round: usize, counts: bool) -> Result<(), BenchError> {
+    fn take_turn(&mut self, round: usize, counts: bool) -> Result<(), BenchError> {
         // Enough calls that a turn takes milliseconds.
         let calls = ((4e5 / self.tokens) as usize).clamp(1, self.plans.len());
         for call in 0..calls {
             let plan = &self.plans[(round * calls + call) % self.plans.len()];
             let attend = || self.filled.backend.attend(plan);
-            let (answer, cpu, wall) = timed(attend);
-            let answer: Attended = answer.map_err(BenchError::of(&self.row.codec))?;
+            let (answer, cpu, wall) = measure_time(attend);
+            let answer: Attended = answer.map_err(BenchError::failed_step(&self.row.codec))?;
             black_box(answer);
             if counts {
                 self.cpu.push(cpu / self.tokens);
@@ -352,11 +353,11 @@ impl Case {
         Ok(())
     }
 
-    fn finish(mut self, machine: &Machine) -> AttendRow {
+    fn finish_row(mut self, machine: &MachineInfo) -> AttendRow {
         let heads = f64::from(self.filled.geometry.kv_heads);
         let values = self.filled.geometry.values_per_token() as f64 / heads;
-        self.row.cpu_ns = Figure::of(self.cpu);
-        self.row.wall_ns = Figure::of(self.wall);
+        self.row.cpu_ns = MeasuredFigure::from_runs(self.cpu);
+        self.row.wall_ns = MeasuredFigure::from_runs(self.wall);
         let median = self.row.cpu_ns.median;
         self.row.stored_gb_per_s = values * self.row.bits_per_value / 8.0 / median;
         self.row.logical_gb_per_s = values * 2.0 / median;

@@ -1,7 +1,7 @@
 //! Stores that go on beside what is measured, as prefills of other requests do.
 
-use super::{BenchError, Shape};
-use crate::bench::data::Normal;
+use super::{BenchError, HeadShape};
+use crate::bench::data::NormalValues;
 use kvd_client::{Client, StoreChunk};
 use kvd_core::{LayerIndex, ModelId};
 use std::sync::Arc;
@@ -13,55 +13,55 @@ use tokio::task::JoinHandle;
 const SEQUENCE_TOKENS: u32 = 8192;
 
 /// Writers, each of which stores one chunk after another until all are stopped.
-pub(super) struct Beside {
+pub(super) struct BackgroundStores {
     stop: Arc<AtomicBool>,
     stored: Arc<AtomicU64>,
     writers: Vec<JoinHandle<Result<(), BenchError>>>,
 }
 
-impl Beside {
+impl BackgroundStores {
     /// Starts so many writers, which store so many tokens at a time.
-    pub(super) fn start(
+    pub(super) fn start_writers(
         runtime: &Runtime,
         client: &Client,
-        (model, shape): (ModelId, Shape),
+        (model, shape): (ModelId, HeadShape),
         (writers, tokens): (usize, u32),
     ) -> Self {
         let (stop, stored) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
-        let mut normal = Normal::new(7);
+        let mut normal = NormalValues::new(7);
         let heads = tokens as usize * shape.kv_heads as usize;
-        let mut rows = |dim: u32| normal.bytes(heads * dim as usize, 1.0);
+        let mut rows = |dim: u32| normal.draw_bytes(heads * dim as usize, 1.0);
         let mut started = Vec::new();
         for _ in 0..writers {
             let chunk = (tokens, [shape.head_dim_k, shape.head_dim_v].map(&mut rows));
             let counts = (stop.clone(), stored.clone());
-            started.push(runtime.spawn(write(client.clone(), model, chunk, counts)));
+            started.push(runtime.spawn(write_sequences(client.clone(), model, chunk, counts)));
         }
         Self { stop, stored, writers: started }
     }
 
     /// Tokens stored so far.
-    pub(super) fn tokens(&self) -> u64 {
+    pub(super) fn stored_tokens(&self) -> u64 {
         self.stored.load(Ordering::Relaxed)
     }
 
     /// Lets all writers end.
-    pub(super) fn stop(self, runtime: &Runtime) -> Result<(), BenchError> {
+    pub(super) fn stop_writers(self, runtime: &Runtime) -> Result<(), BenchError> {
         self.stop.store(true, Ordering::Relaxed);
         for writer in self.writers {
-            runtime.block_on(writer).map_err(BenchError::of("store"))??;
+            runtime.block_on(writer).map_err(BenchError::failed_step("store"))??;
         }
         Ok(())
     }
 }
 
-async fn write(
+async fn write_sequences(
     client: Client,
     model: ModelId,
     (tokens, [k, v]): (u32, [bytes::Bytes; 2]),
     (stop, stored): (Arc<AtomicBool>, Arc<AtomicU64>),
 ) -> Result<(), BenchError> {
-    let failed = || BenchError::of("store");
+    let failed = || BenchError::failed_step("store");
     while !stop.load(Ordering::Relaxed) {
         let sequence = client.open_sequence(model).await.map_err(failed())?;
         for index in 0..(SEQUENCE_TOKENS / tokens).max(1) {

@@ -1,8 +1,8 @@
 //! Encoding and decoding of one side at a time, on one thread and held to one instruction set.
 
-use super::data::{LAYER, Normal, bind};
-use super::measure::{Figure, Machine, timed};
-use super::{BenchError, Shape, each_set, limits};
+use super::data::{LAYER, NormalValues, bind_codec};
+use super::measure::{MachineInfo, MeasuredFigure, measure_time};
+use super::{BenchError, HeadShape, each_set, limits};
 use bytes::Bytes;
 use kvd_codec::{
     BlockRows, CodeEncoder, CodecError, CodecSpec, EncodedBlock, ModelCodec, PageError, PageReader,
@@ -22,7 +22,7 @@ const CODES_MIN: usize = 1 << 20;
 #[derive(Clone, Debug)]
 pub struct CodecBench {
     /// Heads.
-    pub shape: Shape,
+    pub shape: HeadShape,
     /// Codecs, as presets or specs.
     pub codecs: Vec<String>,
     /// Tokens per block.
@@ -47,23 +47,23 @@ pub struct CodecRow {
     /// Stored bits per value, headers and scales included.
     pub bits_per_value: f64,
     /// Processor time to encode a value of rows that are f32 already, in nanoseconds.
-    pub encode_ns: Figure,
+    pub encode_ns: MeasuredFigure,
     /// The same values, counted as two bytes each, in GB per second (median). Rows of f16, which
     /// are that long, are widened first: `encode_f16_gb_per_s`.
     pub encode_gb_per_s: f64,
     /// Processor time to widen a value of f16 rows and encode it, block by block as a store does,
     /// in nanoseconds.
-    pub encode_f16_ns: Figure,
+    pub encode_f16_ns: MeasuredFigure,
     /// Encoded f16 input, in GB per second (median).
     pub encode_f16_gb_per_s: f64,
     /// Processor time to make a code's bits, the quantizer apart, in nanoseconds; none where codes
     /// are not entropy-coded by trained tables.
-    pub coding_ns: Option<Figure>,
+    pub coding_ns: Option<MeasuredFigure>,
     /// Processor time of the reference decoder for a value, in nanoseconds.
-    pub decode_ns: Figure,
+    pub decode_ns: MeasuredFigure,
     /// Processor time of the attention kernels' Huffman decoder for a code, in nanoseconds; none
     /// where codes are not entropy-coded.
-    pub codes_ns: Option<Figure>,
+    pub codes_ns: Option<MeasuredFigure>,
     /// What Huffman made of the codes, where its tables are trained.
     pub huffman: Option<HuffmanRow>,
 }
@@ -81,7 +81,7 @@ pub struct HuffmanRow {
 
 /// What turns write to: grown once, since what new memory costs is no part of encoding.
 #[derive(Default)]
-struct Room {
+struct TurnBuffers {
     /// A block's rows, widened.
     rows: [Vec<f32>; 2],
     /// By block.
@@ -89,7 +89,7 @@ struct Room {
 }
 
 /// One side of a codec, and an instruction set.
-struct Case {
+struct CodecCase {
     row: CodecRow,
     side: Side,
     simd: Simd,
@@ -99,7 +99,7 @@ struct Case {
     blocks: Vec<[Vec<f32>; 2]>,
     /// The same as f16.
     halves: Vec<[Bytes; 2]>,
-    room: Room,
+    room: TurnBuffers,
     values: f64,
     encode: Vec<f64>,
     encode_f16: Vec<f64>,
@@ -113,56 +113,57 @@ impl CodecBench {
     ///
     /// # Errors
     /// When a codec does not fit the shape.
-    pub fn run(&self) -> Result<(Machine, Vec<CodecRow>), BenchError> {
+    pub fn measure_all(&self) -> Result<(MachineInfo, Vec<CodecRow>), BenchError> {
         let progress = ProgressLines::on_stderr();
         progress.begin_task("bench codec, making rows", 0);
-        let machine = Machine::look(1);
+        let machine = MachineInfo::inspect_machine(1);
         let mut cases = Vec::new();
         for name in &self.codecs {
-            let spec = kvd_codec::resolve_spec(name).map_err(BenchError::of(name))?;
+            let spec = kvd_codec::resolve_spec(name).map_err(BenchError::failed_step(name))?;
             for side in Side::BOTH {
                 for set in each_set(&self.instruction_sets) {
-                    cases.push(self.case(&spec, (side, set), name)?);
+                    cases.push(self.prepare_case(&spec, (side, set), name)?);
                 }
             }
         }
         progress.begin_task("bench codec", ((self.rounds + 1) * cases.len()) as u64);
         for round in 0..=self.rounds {
             for case in &mut cases {
-                case.turn(round > 0)?;
+                case.take_turn(round > 0)?;
                 progress.add_steps(1);
             }
         }
-        Ok((machine, cases.into_iter().map(Case::finish).collect()))
+        Ok((machine, cases.into_iter().map(CodecCase::finish_row).collect()))
     }
 
     /// The other side has the fewest channels there can be, stored as they are.
-    fn case(
+    fn prepare_case(
         &self,
         spec: &CodecSpec,
         (side, set): (Side, Option<InstructionSet>),
         name: &str,
-    ) -> Result<Case, BenchError> {
-        let simd = Simd::named(set).map_err(BenchError::of(name))?;
+    ) -> Result<CodecCase, BenchError> {
+        let simd = Simd::named(set).map_err(BenchError::failed_step(name))?;
         let raw = kvd_codec::find_preset("raw").expect("a preset of that name");
-        let mut geometry = self.shape.geometry(self.block_tokens);
+        let mut geometry = self.shape.layer_geometry(self.block_tokens);
         let mut spec = spec.clone();
         match side {
             Side::Key => (geometry.head_dim_v, spec.value) = (2, raw.value),
             Side::Value => (geometry.head_dim_k, spec.key) = (2, raw.key),
         }
-        let mut codec = bind(&geometry, spec.clone(), name)?;
+        let mut codec = bind_codec(&geometry, spec.clone(), name)?;
         let per_row = geometry.head_dim(side) * geometry.kv_heads as usize;
         let per_block = per_row * geometry.block_tokens as usize;
         // All different, and in whole groups of those that are decoded together.
         let count = CODES_MIN.div_ceil(per_block).next_multiple_of(CodeDecoder::PAGES);
         // Rows of f32 and of f16, and pages.
-        limits::memory(name, count as u64, 12 * per_block as u64)?;
-        let halves: Vec<_> = (0..count as u64).map(|seed| rows(&geometry, 200 + seed)).collect();
-        let blocks: Vec<_> = halves.iter().map(|block| block.each_ref().map(widened)).collect();
+        limits::check_memory(name, count as u64, 12 * per_block as u64)?;
+        let halves: Vec<_> =
+            (0..count as u64).map(|seed| draw_rows(&geometry, 200 + seed)).collect();
+        let blocks: Vec<_> = halves.iter().map(|block| block.each_ref().map(widen_rows)).collect();
         if codec.needs_tables(LAYER) {
-            let blocks: Vec<_> = blocks.iter().map(|block| view(&geometry, block)).collect();
-            codec.train_tables(LAYER, &blocks).map_err(BenchError::of(name))?;
+            let blocks: Vec<_> = blocks.iter().map(|block| view_block(&geometry, block)).collect();
+            codec.train_tables(LAYER, &blocks).map_err(BenchError::failed_step(name))?;
         }
         let row = CodecRow {
             side_spec: spec.side(side).to_string(),
@@ -170,19 +171,19 @@ impl CodecBench {
             instruction_set: simd.level().name(),
             threads: 1,
             bits_per_value: 0.0,
-            encode_ns: Figure::of(vec![0.0]),
+            encode_ns: MeasuredFigure::from_runs(vec![0.0]),
             encode_gb_per_s: 0.0,
-            encode_f16_ns: Figure::of(vec![0.0]),
+            encode_f16_ns: MeasuredFigure::from_runs(vec![0.0]),
             encode_f16_gb_per_s: 0.0,
             coding_ns: None,
-            decode_ns: Figure::of(vec![0.0]),
+            decode_ns: MeasuredFigure::from_runs(vec![0.0]),
             codes_ns: None,
             huffman: None,
         };
         let values = (per_block * count) as f64;
         let [encode, encode_f16, coding, decode, codes] = [const { Vec::new() }; 5];
         let width = set.map(|_| simd.width());
-        Ok(Case {
+        Ok(CodecCase {
             row,
             side,
             simd,
@@ -190,7 +191,7 @@ impl CodecBench {
             codec,
             blocks,
             halves,
-            room: Room::default(),
+            room: TurnBuffers::default(),
             values,
             encode,
             encode_f16,
@@ -202,44 +203,44 @@ impl CodecBench {
 }
 
 /// A block's rows as f16.
-fn rows(geometry: &Geometry, seed: u64) -> [Bytes; 2] {
-    let mut normal = Normal::new(seed);
+fn draw_rows(geometry: &Geometry, seed: u64) -> [Bytes; 2] {
+    let mut normal = NormalValues::new(seed);
     Side::BOTH.map(|side| {
         let dim = geometry.head_dim(side);
         let count = geometry.block_tokens as usize * geometry.kv_heads as usize * dim;
-        normal.bytes(count, 1.0)
+        normal.draw_bytes(count, 1.0)
     })
 }
 
-fn widened(rows: &Bytes) -> Vec<f32> {
+fn widen_rows(rows: &Bytes) -> Vec<f32> {
     let mut values = vec![0f32; rows.len() / DType::F16.size_bytes()];
     widen_values(DType::F16, rows, &mut values);
     values
 }
 
-fn view<'a>(geometry: &Geometry, block: &'a [Vec<f32>; 2]) -> BlockRows<'a> {
+fn view_block<'a>(geometry: &Geometry, block: &'a [Vec<f32>; 2]) -> BlockRows<'a> {
     BlockRows { tokens: geometry.block_tokens as usize, k: &block[0], v: &block[1] }
 }
 
-impl Case {
+impl CodecCase {
     /// A turn on its instruction set.
-    fn turn(&mut self, counts: bool) -> Result<(), BenchError> {
+    fn take_turn(&mut self, counts: bool) -> Result<(), BenchError> {
         let before = limit_width(self.width);
-        let done = self.measure(counts);
+        let done = self.measure_turn(counts);
         limit_width(before);
         done
     }
 
-    fn measure(&mut self, counts: bool) -> Result<(), BenchError> {
+    fn measure_turn(&mut self, counts: bool) -> Result<(), BenchError> {
         debug_assert_eq!(limit_width(self.width), self.width, "held to something else");
         let mut room = std::mem::take(&mut self.room);
-        let (encoded, encode_f16_ns, _) = timed(|| self.encode_halves(&mut room));
-        encoded.map_err(BenchError::of(&self.row.side_spec))?;
-        let (encoded, encode_ns, _) = timed(|| self.encode_blocks(&mut room));
-        let encoded = encoded.map_err(BenchError::of(&self.row.side_spec))?;
+        let (encoded, encode_f16_ns, _) = measure_time(|| self.encode_halves(&mut room));
+        encoded.map_err(BenchError::failed_step(&self.row.side_spec))?;
+        let (encoded, encode_ns, _) = measure_time(|| self.encode_blocks(&mut room));
+        let encoded = encoded.map_err(BenchError::failed_step(&self.row.side_spec))?;
         let pages = &room.pages.iter().zip(&encoded).collect::<Vec<_>>()[..];
-        let (decoded, decode_ns, _) = timed(|| self.decode_all(pages));
-        decoded.map_err(BenchError::of(&self.row.side_spec))?;
+        let (decoded, decode_ns, _) = measure_time(|| self.decode_all(pages));
+        decoded.map_err(BenchError::failed_step(&self.row.side_spec))?;
         let bytes = |e: &EncodedBlock| match self.side {
             Side::Key => e.key_bytes,
             Side::Value => e.value_bytes,
@@ -247,7 +248,8 @@ impl Case {
         let stored: u64 = pages.iter().map(|(_, encoded)| bytes(encoded)).sum();
         self.row.bits_per_value = stored as f64 * 8.0 / self.values;
         let coding_ns = self.coding_ns();
-        let codes_ns = self.codes_ns(pages).map_err(BenchError::of(&self.row.side_spec))?;
+        let codes_ns =
+            self.codes_ns(pages).map_err(BenchError::failed_step(&self.row.side_spec))?;
         if counts {
             self.encode.push(encode_ns / self.values);
             self.encode_f16.push(encode_f16_ns / self.values);
@@ -260,19 +262,19 @@ impl Case {
     }
 
     /// Encodes every block.
-    fn encode_blocks(&self, room: &mut Room) -> Result<Vec<EncodedBlock>, CodecError> {
+    fn encode_blocks(&self, room: &mut TurnBuffers) -> Result<Vec<EncodedBlock>, CodecError> {
         let geometry = self.codec.geometry();
         room.pages.resize_with(self.blocks.len(), Vec::new);
         let blocks = self.blocks.iter().zip(&mut room.pages);
         let one = |(block, bytes): (_, &mut Vec<u8>)| {
             bytes.clear();
-            self.codec.encode_block(LAYER, &view(geometry, block), bytes)
+            self.codec.encode_block(LAYER, &view_block(geometry, block), bytes)
         };
         blocks.map(one).collect()
     }
 
     /// The same from f16 rows, each block's widened just before.
-    fn encode_halves(&self, room: &mut Room) -> Result<(), CodecError> {
+    fn encode_halves(&self, room: &mut TurnBuffers) -> Result<(), CodecError> {
         let geometry = self.codec.geometry();
         room.pages.resize_with(self.halves.len(), Vec::new);
         for (halves, bytes) in self.halves.iter().zip(&mut room.pages) {
@@ -281,13 +283,13 @@ impl Case {
                 widen_values(DType::F16, rows, values);
             }
             bytes.clear();
-            self.codec.encode_block(LAYER, &view(geometry, &room.rows), bytes)?;
+            self.codec.encode_block(LAYER, &view_block(geometry, &room.rows), bytes)?;
         }
         Ok(())
     }
 
     /// One head's page of each block.
-    fn open<'a>(
+    fn open_pages<'a>(
         &'a self,
         blocks: &'a [(&'a Vec<u8>, &'a EncodedBlock)],
         head: usize,
@@ -306,7 +308,7 @@ impl Case {
         let tokens = geometry.block_tokens as usize;
         let mut out = vec![0f32; tokens * geometry.head_dim(self.side)];
         for head in 0..geometry.kv_heads as usize {
-            for page in self.open(blocks, head)? {
+            for page in self.open_pages(blocks, head)? {
                 page.decode_rows(0, tokens, &mut out)?;
                 black_box(&mut out);
             }
@@ -315,7 +317,7 @@ impl Case {
     }
 
     /// Codes of each head's pages, and what makes words of them; none where no tables are trained.
-    fn coded(&self) -> Vec<(CodeEncoder<'_>, Vec<Vec<u16>>)> {
+    fn quantize_heads(&self) -> Vec<(CodeEncoder<'_>, Vec<Vec<u16>>)> {
         let geometry = self.codec.geometry();
         let per_head = geometry.block_tokens as usize * geometry.head_dim(self.side);
         let of_head = |head: usize| {
@@ -329,7 +331,7 @@ impl Case {
 
     /// Time per code from codes to words, where tables are trained: page after page.
     fn coding_ns(&self) -> Option<f64> {
-        let heads = self.coded();
+        let heads = self.quantize_heads();
         let codes: usize = heads.iter().flat_map(|(_, pages)| pages).map(Vec::len).sum();
         let mut words = Vec::new();
         let mut run = || -> usize {
@@ -341,13 +343,13 @@ impl Case {
         };
         // Its buffer grows once, as that of a worker does.
         black_box(run());
-        let ns = timed(|| black_box(run())).1;
+        let ns = measure_time(|| black_box(run())).1;
         (codes > 0).then_some(ns / codes as f64)
     }
 
     /// Bits of codes and of their words, where tables are trained.
-    fn huffman(&self) -> Option<HuffmanRow> {
-        let heads = self.coded();
+    fn measure_huffman(&self) -> Option<HuffmanRow> {
+        let heads = self.quantize_heads();
         let codes_per_symbol = heads.first()?.0.codes_per_symbol();
         let (mut codes, mut words, mut entropy) = (0, 0, 0.0);
         for (encoder, pages) in &heads {
@@ -370,7 +372,7 @@ impl Case {
         for head in 0..self.codec.geometry().kv_heads as usize {
             let side = self.codec.head_codec(LAYER, self.side, head);
             if let Some(decoder) = CodeDecoder::new(self.simd, side, self.side) {
-                heads.push((decoder, self.open(blocks, head)?));
+                heads.push((decoder, self.open_pages(blocks, head)?));
             }
         }
         let mut run = || -> Result<usize, BackendError> {
@@ -384,19 +386,20 @@ impl Case {
         };
         // Buffers grow once, as those of a worker do.
         run()?;
-        let (codes, ns, _) = timed(run);
+        let (codes, ns, _) = measure_time(run);
         let codes = codes?;
         Ok((codes > 0).then_some(ns / codes as f64))
     }
 
-    fn finish(mut self) -> CodecRow {
-        self.row.huffman = self.huffman();
-        self.row.encode_ns = Figure::of(self.encode);
-        self.row.decode_ns = Figure::of(self.decode);
-        self.row.coding_ns = (!self.coding.is_empty()).then(|| Figure::of(self.coding));
-        self.row.codes_ns = (!self.codes.is_empty()).then(|| Figure::of(self.codes));
+    fn finish_row(mut self) -> CodecRow {
+        self.row.huffman = self.measure_huffman();
+        self.row.encode_ns = MeasuredFigure::from_runs(self.encode);
+        self.row.decode_ns = MeasuredFigure::from_runs(self.decode);
+        self.row.coding_ns =
+            (!self.coding.is_empty()).then(|| MeasuredFigure::from_runs(self.coding));
+        self.row.codes_ns = (!self.codes.is_empty()).then(|| MeasuredFigure::from_runs(self.codes));
         self.row.encode_gb_per_s = 2.0 / self.row.encode_ns.median;
-        self.row.encode_f16_ns = Figure::of(self.encode_f16);
+        self.row.encode_f16_ns = MeasuredFigure::from_runs(self.encode_f16);
         self.row.encode_f16_gb_per_s = 2.0 / self.row.encode_f16_ns.median;
         self.row
     }

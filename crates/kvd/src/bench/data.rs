@@ -1,6 +1,6 @@
 //! Synthetic keys, values and queries, and a backend filled with their pages.
 
-use super::{BenchError, Shape, limits};
+use super::{BenchError, HeadShape, limits};
 use crate::affinity;
 use bytes::Bytes;
 use kvd_codec::{Calibration, CodecSpec, ModelCodec, Samples, fit_calibration};
@@ -19,14 +19,14 @@ const DISTINCT_BLOCKS: usize = 4;
 const FIT_ROWS: usize = 2048;
 
 /// Roughly normal values of unit deviation, the same in every run.
-pub(super) struct Normal(u64);
+pub(super) struct NormalValues(u64);
 
-impl Normal {
+impl NormalValues {
     pub(super) fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    pub(super) fn draw(&mut self) -> f32 {
+    pub(super) fn draw_value(&mut self) -> f32 {
         let mut sum = 0.0;
         for _ in 0..4 {
             self.0 = self
@@ -39,8 +39,8 @@ impl Normal {
         sum * 3f32.sqrt()
     }
 
-    pub(super) fn bytes(&mut self, count: usize, gain: f32) -> Bytes {
-        let values: Vec<f32> = (0..count).map(|_| self.draw() * gain).collect();
+    pub(super) fn draw_bytes(&mut self, count: usize, gain: f32) -> Bytes {
+        let values: Vec<f32> = (0..count).map(|_| self.draw_value() * gain).collect();
         let mut bytes = vec![0; count * DType::F16.size_bytes()];
         DType::F16.narrow_values(&values, &mut bytes);
         bytes.into()
@@ -48,40 +48,41 @@ impl Normal {
 }
 
 /// K and V of `tokens` tokens.
-pub(super) fn rows(geometry: &Geometry, tokens: u32, seed: u64) -> IncomingRows {
-    let mut normal = Normal::new(seed);
+pub(super) fn draw_rows(geometry: &Geometry, tokens: u32, seed: u64) -> IncomingRows {
+    let mut normal = NormalValues::new(seed);
     let count = |side| tokens as usize * geometry.kv_heads as usize * geometry.head_dim(side);
-    let k = normal.bytes(count(Side::Key), 1.0);
-    let v = normal.bytes(count(Side::Value), 1.0);
+    let k = normal.draw_bytes(count(Side::Key), 1.0);
+    let v = normal.draw_bytes(count(Side::Value), 1.0);
     IncomingRows { tokens, k, v }
 }
 
 /// A codec bound to a geometry, fitted on normal rows where it needs that.
-pub(super) fn codec(geometry: &Geometry, name: &str) -> Result<ModelCodec, BenchError> {
-    let spec = kvd_codec::resolve_spec(name).map_err(BenchError::codec(name))?;
-    bind(geometry, spec, name)
+pub(super) fn fit_codec(geometry: &Geometry, name: &str) -> Result<ModelCodec, BenchError> {
+    let spec = kvd_codec::resolve_spec(name).map_err(BenchError::codec_error(name))?;
+    bind_codec(geometry, spec, name)
 }
 
-pub(super) fn bind(
+pub(super) fn bind_codec(
     geometry: &Geometry,
     spec: CodecSpec,
     name: &str,
 ) -> Result<ModelCodec, BenchError> {
     let calibration = if spec.needs_calibration() {
-        Some(calibrate(geometry, &spec).map_err(BenchError::codec(name))?)
+        Some(calibrate_codec(geometry, &spec).map_err(BenchError::codec_error(name))?)
     } else {
         None
     };
-    ModelCodec::new(geometry.clone(), spec, calibration.as_ref()).map_err(BenchError::codec(name))
+    ModelCodec::new(geometry.clone(), spec, calibration.as_ref())
+        .map_err(BenchError::codec_error(name))
 }
 
-fn calibrate(
+fn calibrate_codec(
     geometry: &Geometry,
     spec: &CodecSpec,
 ) -> Result<Calibration, kvd_codec::CalibrationError> {
     let mut samples = Samples::new(geometry);
-    let mut normal = Normal::new(7);
-    let mut draw = |dim| (0..FIT_ROWS * dim).map(|_| normal.draw()).collect::<Vec<_>>();
+    let mut normal = NormalValues::new(7);
+    let mut draw = |dim| (0..FIT_ROWS * dim).map(|_| normal.draw_value()).collect::<Vec<_>>();
     for head in 0..geometry.kv_heads as usize {
         for side in Side::BOTH {
             samples.push(LAYER, side, head, &draw(geometry.head_dim(side)))?;
@@ -93,8 +94,8 @@ fn calibrate(
 
 /// How a backend is to be filled.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Fill {
-    pub(super) shape: Shape,
+pub(super) struct FillOptions {
+    pub(super) shape: HeadShape,
     pub(super) block_tokens: u32,
     pub(super) threads: usize,
     pub(super) instruction_set: Option<InstructionSet>,
@@ -106,7 +107,7 @@ pub(super) struct Fill {
 }
 
 /// A backend whose arena is full of one codec's pages.
-pub(super) struct Filled {
+pub(super) struct FilledBackend {
     pub(super) backend: CpuBackend,
     pub(super) geometry: Geometry,
     /// The blocks, in the order of the arena.
@@ -114,14 +115,14 @@ pub(super) struct Filled {
     pub(super) block_bytes: f64,
 }
 
-impl Filled {
+impl FilledBackend {
     /// Encodes a few blocks and repeats them over the arena.
-    pub(super) fn new(name: &str, fill: Fill) -> Result<Self, BenchError> {
-        let geometry = fill.shape.geometry(fill.block_tokens);
+    pub(super) fn new(name: &str, fill: FillOptions) -> Result<Self, BenchError> {
+        let geometry = fill.shape.layer_geometry(fill.block_tokens);
         let raw = geometry.raw_layout(fill.block_tokens).size_bytes();
-        limits::memory(name, DISTINCT_BLOCKS as u64, 4 * raw)?;
-        let codec = codec(&geometry, name)?;
-        let pages = encode(&geometry, codec.clone(), name)?;
+        limits::check_memory(name, DISTINCT_BLOCKS as u64, 4 * raw)?;
+        let codec = fit_codec(&geometry, name)?;
+        let pages = encode_blocks(&geometry, codec.clone(), name)?;
         let mean = pages.iter().map(|page| page.bytes.len()).sum::<usize>() / pages.len();
         let count = fill
             .blocks
@@ -129,12 +130,12 @@ impl Filled {
         // A block begins on a granule of the pool.
         let stride = |page: &EncodedPages| page.bytes.len().next_multiple_of(64) as u64;
         let largest = pages.iter().map(stride).max().unwrap_or(0);
-        limits::memory(name, count as u64, largest)?;
+        limits::check_memory(name, count as u64, largest)?;
         let bytes = (0..count).map(|i| stride(&pages[i % pages.len()])).sum();
-        let mut backend = open(bytes, fill, name)?;
+        let mut backend = open_backend(bytes, fill, name)?;
         backend.register(MODEL, codec);
         // Tables are trained on what is encoded: let this backend have the same ones.
-        retrain(&mut backend, &geometry, name)?;
+        train_tables(&mut backend, &geometry, name)?;
         let (mut blocks, mut offset) = (Vec::with_capacity(count), 0);
         for i in 0..count {
             let page = &pages[i % pages.len()];
@@ -147,37 +148,41 @@ impl Filled {
     }
 }
 
-fn open(bytes: u64, fill: Fill, name: &str) -> Result<CpuBackend, BenchError> {
-    let geometry = fill.shape.geometry(fill.block_tokens);
+fn open_backend(bytes: u64, fill: FillOptions, name: &str) -> Result<CpuBackend, BenchError> {
+    let geometry = fill.shape.layer_geometry(fill.block_tokens);
     // Room for the raw slots that tables are trained from.
     let slots = DISTINCT_BLOCKS as u64 * geometry.raw_layout(fill.block_tokens).size_bytes();
     let options =
         CpuOptions { arena_bytes: bytes.max(slots), prefault: true, threads: fill.threads };
-    let backend = CpuBackend::starting(options, |i| affinity::keep_on_one(&affinity::cores(), i));
-    let mut backend = backend.map_err(limits::unopened(name))?;
+    let backend =
+        CpuBackend::starting(options, |i| affinity::keep_on_one(&affinity::allowed_cores(), i));
+    let mut backend = backend.map_err(limits::open_error(name))?;
     backend.set_precision(fill.precision);
     if let Some(set) = fill.instruction_set {
-        backend.limit(set).map_err(BenchError::of(name))?;
+        backend.limit(set).map_err(BenchError::failed_step(name))?;
     }
     Ok(backend)
 }
 
 /// Writes the distinct blocks into raw slots at the start of the arena.
-fn write(backend: &mut CpuBackend, geometry: &Geometry) -> Result<Vec<EncodeSource>, String> {
+fn write_blocks(
+    backend: &mut CpuBackend,
+    geometry: &Geometry,
+) -> Result<Vec<EncodeSource>, String> {
     let tokens = geometry.block_tokens;
     let len = geometry.raw_layout(tokens).size_bytes();
     let mut sources = Vec::new();
     for block in 0..DISTINCT_BLOCKS as u64 {
         let extent = Extent { offset: block * len, len };
         let to = RawTarget { extent, capacity_rows: tokens, first_row: 0 };
-        let rows = rows(geometry, tokens, 100 + block);
+        let rows = draw_rows(geometry, tokens, 100 + block);
         backend.write(MODEL, &rows, 0, tokens, to).map_err(|error| error.to_string())?;
         sources.push(EncodeSource { extent, capacity_rows: tokens, first_row: 0, rows: tokens });
     }
     Ok(sources)
 }
 
-fn encode(
+fn encode_blocks(
     geometry: &Geometry,
     codec: ModelCodec,
     name: &str,
@@ -185,15 +190,19 @@ fn encode(
     let arena_bytes =
         DISTINCT_BLOCKS as u64 * geometry.raw_layout(geometry.block_tokens).size_bytes();
     let options = CpuOptions { arena_bytes, prefault: false, threads: 1 };
-    let mut backend = CpuBackend::new(options).map_err(limits::unopened(name))?;
+    let mut backend = CpuBackend::new(options).map_err(limits::open_error(name))?;
     backend.register(MODEL, codec);
-    let sources = write(&mut backend, geometry).map_err(BenchError::of(name))?;
-    let pages = backend.encode(MODEL, LAYER, &sources).map_err(BenchError::of(name))?;
-    pages.into_iter().collect::<Result<_, _>>().map_err(BenchError::of(name))
+    let sources = write_blocks(&mut backend, geometry).map_err(BenchError::failed_step(name))?;
+    let pages = backend.encode(MODEL, LAYER, &sources).map_err(BenchError::failed_step(name))?;
+    pages.into_iter().collect::<Result<_, _>>().map_err(BenchError::failed_step(name))
 }
 
-fn retrain(backend: &mut CpuBackend, geometry: &Geometry, name: &str) -> Result<(), BenchError> {
-    let sources = write(backend, geometry).map_err(BenchError::of(name))?;
-    backend.encode(MODEL, LAYER, &sources).map_err(BenchError::of(name))?;
+fn train_tables(
+    backend: &mut CpuBackend,
+    geometry: &Geometry,
+    name: &str,
+) -> Result<(), BenchError> {
+    let sources = write_blocks(backend, geometry).map_err(BenchError::failed_step(name))?;
+    backend.encode(MODEL, LAYER, &sources).map_err(BenchError::failed_step(name))?;
     Ok(())
 }

@@ -2,7 +2,7 @@
 //! together. It is looked at before memory is taken or threads are started, so that what cannot be
 //! measured is an answer, and no machine that stands still.
 
-use super::{BenchError, Shape};
+use super::{BenchError, HeadShape};
 use crate::affinity;
 use kvd_compute::{ArenaError, CpuOptions, OpenError};
 
@@ -38,8 +38,8 @@ const BLOCK_BYTES: u64 = 256;
 ///
 /// # Errors
 /// When there are more.
-pub(super) fn threads(most: usize) -> Result<(), BenchError> {
-    let cores = affinity::cores().len();
+pub(super) fn check_threads(most: usize) -> Result<(), BenchError> {
+    let cores = affinity::allowed_cores().len();
     if cores > 0 && most > cores {
         return Err(BenchError::Threads { threads: most, cores });
     }
@@ -50,8 +50,8 @@ pub(super) fn threads(most: usize) -> Result<(), BenchError> {
 ///
 /// # Errors
 /// When it is above [`WORK_MAX`] or [`QUERY_BYTES_MAX`].
-pub(super) fn call(
-    shape: &Shape,
+pub(super) fn check_call(
+    shape: &HeadShape,
     [queries, tokens]: [u64; 2],
     batch: u64,
 ) -> Result<(), BenchError> {
@@ -71,9 +71,9 @@ pub(super) fn call(
 ///
 /// # Errors
 /// When the machine has less.
-pub(super) fn memory(what: &str, blocks: u64, bytes: u64) -> Result<(), BenchError> {
+pub(super) fn check_memory(what: &str, blocks: u64, bytes: u64) -> Result<(), BenchError> {
     let bytes = blocks.saturating_mul(bytes.saturating_add(BLOCK_BYTES));
-    match available() {
+    match available_bytes() {
         Some(available) if bytes > available => {
             Err(BenchError::Memory { what: what.to_owned(), bytes, available })
         }
@@ -82,7 +82,7 @@ pub(super) fn memory(what: &str, blocks: u64, bytes: u64) -> Result<(), BenchErr
 }
 
 /// Bytes that this process could take now; none where the system does not say.
-fn available() -> Option<u64> {
+fn available_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let free = line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.saturating_mul(1024);
@@ -99,36 +99,36 @@ fn available() -> Option<u64> {
 }
 
 /// A backend that could not be opened, in words of a benchmark: it has no configuration.
-pub(super) fn unopened(what: &str) -> impl FnOnce(OpenError) -> BenchError + '_ {
+pub(super) fn open_error(what: &str) -> impl FnOnce(OpenError) -> BenchError + '_ {
     move |error| match error {
         OpenError::Arena(ArenaError { bytes, source }) => BenchError::Failed {
             what: what.to_owned(),
             reason: format!("take {bytes} bytes of memory: {source}"),
         },
-        other => BenchError::of(what)(other),
+        other => BenchError::failed_step(what)(other),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::shape;
+    use crate::bench::find_shape;
 
     #[test]
     fn more_threads_than_cores_are_refused_and_the_cores_named() {
-        let cores = affinity::cores().len();
-        threads(cores).unwrap();
-        let error = threads(cores + 1).unwrap_err();
+        let cores = affinity::allowed_cores().len();
+        check_threads(cores).unwrap();
+        let error = check_threads(cores + 1).unwrap_err();
         let BenchError::Threads { threads, cores: of } = error else { panic!("{error}") };
         assert_eq!((threads, of), (cores + 1, cores));
     }
 
     #[test]
     fn a_call_is_as_long_as_its_limits_and_no_longer() {
-        let shape = shape("llama-3.1-8b").unwrap();
-        call(&shape, [2048, 131_072], 1).unwrap();
+        let shape = find_shape("llama-3.1-8b").unwrap();
+        check_call(&find_shape, [2048, 131_072], 1).unwrap();
         let refused = |queries, tokens, batch| {
-            let error = call(&shape, [queries, tokens], batch).unwrap_err();
+            let error = check_call(&find_shape, [queries, tokens], batch).unwrap_err();
             assert!(error.is_usage(), "{error}");
             let BenchError::Limit { asked, max, .. } = error else { panic!("{error}") };
             assert!(asked > max, "{asked} {max}");
@@ -141,8 +141,8 @@ mod tests {
 
     #[test]
     fn memory_that_is_not_there_is_not_taken() {
-        memory("raw", 1, 4096).unwrap();
-        let error = memory("raw", 1 << 40, u64::MAX).unwrap_err();
+        check_memory("raw", 1, 4096).unwrap();
+        let error = check_memory("raw", 1 << 40, u64::MAX).unwrap_err();
         assert!(error.is_usage() && error.to_string().contains("--buffer"), "{error}");
     }
 }

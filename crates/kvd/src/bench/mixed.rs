@@ -1,8 +1,8 @@
 //! Clients of several kinds at once against a daemon that runs: how long each waits for its answer
 //! beside the others.
 
-use super::data::Normal;
-use super::{BenchError, Shape};
+use super::data::NormalValues;
+use super::{BenchError, HeadShape};
 use kvd_client::{AttendBatch, AttendQuery, Client, ClientError, Endpoint, ModelSpec, StoreChunk};
 use kvd_core::{DType, ErrorCode, LayerIndex, ModelId, SequenceId};
 use serde::Serialize;
@@ -20,7 +20,7 @@ pub struct MixedBench {
     /// The daemon.
     pub endpoint: Endpoint,
     /// Heads.
-    pub shape: Shape,
+    pub shape: HeadShape,
     /// The codec, a preset or spec that needs no calibration.
     pub codec: String,
     /// Stored tokens, all of which long attends and the flood see.
@@ -64,14 +64,14 @@ pub struct MixedRow {
 
 /// Times and refusals of one client.
 #[derive(Default)]
-struct Seen {
+struct ClientTimes {
     ms: Vec<f64>,
     refused: usize,
 }
 
-impl Seen {
+impl ClientTimes {
     /// Takes what came of a call that began then.
-    fn note<T>(
+    fn note_answer<T>(
         &mut self,
         began: Instant,
         answer: Result<T, ClientError>,
@@ -79,7 +79,7 @@ impl Seen {
         match answer {
             Ok(_) => self.ms.push(began.elapsed().as_secs_f64() * 1e3),
             Err(error) if error.code == Some(ErrorCode::QueueFull) => self.refused += 1,
-            Err(error) => return Err(BenchError::of("call")(error)),
+            Err(error) => return Err(BenchError::failed_step("call")(error)),
         }
         Ok(())
     }
@@ -87,7 +87,7 @@ impl Seen {
 
 /// Model and sequence that all clients work on.
 #[derive(Clone)]
-struct Target {
+struct LoadTarget {
     bench: MixedBench,
     model: ModelId,
     sequence: SequenceId,
@@ -99,94 +99,96 @@ impl MixedBench {
     ///
     /// # Errors
     /// When the daemon cannot be reached, or refuses anything but for want of a place.
-    pub async fn run(&self) -> Result<Vec<MixedRow>, BenchError> {
-        let client = self.connect().await?;
+    pub async fn run_load(&self) -> Result<Vec<MixedRow>, BenchError> {
+        let client = self.connect_client().await?;
         let spec = ModelSpec {
             name: format!("bench-mixed-{}", std::process::id()),
-            geometry: self.shape.geometry(64),
+            geometry: self.shape.layer_geometry(64),
             codec: self.codec.clone(),
             calibration: bytes::Bytes::new(),
         };
         let model =
-            client.register_model(spec).await.map_err(BenchError::codec(&self.codec))?.model;
-        let sequence = client.open_sequence(model).await.map_err(BenchError::of("open"))?;
+            client.register_model(spec).await.map_err(BenchError::codec_error(&self.codec))?.model;
+        let sequence =
+            client.open_sequence(model).await.map_err(BenchError::failed_step("open"))?;
         for start in (0..self.context).step_by(STORE_TOKENS as usize) {
             let tokens = STORE_TOKENS.min(self.context - start);
-            let stored = client.store_chunk(self.chunk(sequence, start, tokens)).await;
-            stored.map_err(BenchError::of("store"))?;
+            let stored = client.store_chunk(self.draw_chunk(sequence, start, tokens)).await;
+            stored.map_err(BenchError::failed_step("store"))?;
         }
         let target =
-            Target { bench: self.clone(), model, sequence, end: Instant::now() + self.time };
-        let measured = target.measure().await;
-        client.close_sequence(sequence).await.map_err(BenchError::of("close"))?;
-        client.unregister_model(model).await.map_err(BenchError::of("unregister"))?;
+            LoadTarget { bench: self.clone(), model, sequence, end: Instant::now() + self.time };
+        let measured = target.measure_clients().await;
+        client.close_sequence(sequence).await.map_err(BenchError::failed_step("close"))?;
+        client.unregister_model(model).await.map_err(BenchError::failed_step("unregister"))?;
         measured
     }
 
-    async fn connect(&self) -> Result<Client, BenchError> {
-        Client::connect(self.endpoint.clone()).await.map_err(BenchError::of("connect"))
+    async fn connect_client(&self) -> Result<Client, BenchError> {
+        Client::connect(self.endpoint.clone()).await.map_err(BenchError::failed_step("connect"))
     }
 
-    fn chunk(&self, sequence: SequenceId, start: u32, tokens: u32) -> StoreChunk {
+    fn draw_chunk(&self, sequence: SequenceId, start: u32, tokens: u32) -> StoreChunk {
         let heads = tokens as usize * self.shape.kv_heads as usize;
-        let mut normal = Normal::new(3);
-        let k = normal.bytes(heads * self.shape.head_dim_k as usize, 1.0);
-        let v = normal.bytes(heads * self.shape.head_dim_v as usize, 1.0);
+        let mut normal = NormalValues::new(3);
+        let k = normal.draw_bytes(heads * self.shape.head_dim_k as usize, 1.0);
+        let v = normal.draw_bytes(heads * self.shape.head_dim_v as usize, 1.0);
         StoreChunk { sequence, layer: LayerIndex(0), start, tokens, k, v }
     }
 }
 
-impl Target {
-    async fn measure(&self) -> Result<Vec<MixedRow>, BenchError> {
+impl LoadTarget {
+    async fn measure_clients(&self) -> Result<Vec<MixedRow>, BenchError> {
         let bench = &self.bench;
         let mut rows = Vec::new();
         let mut kinds = Vec::new();
         let one =
             AttendQuery { start: Some(0), end: Some(1), ..AttendQuery::new(self.sequence, 1) };
         let steady: Vec<_> =
-            (0..bench.clients).map(|_| self.clone().ask(one, 1, bench.think)).collect();
-        kinds.push(("one token", all(steady)));
+            (0..bench.clients).map(|_| self.clone().ask_repeatedly(one, 1, bench.think)).collect();
+        kinds.push(("one token", spawn_all(steady)));
         let flood = AttendQuery::new(self.sequence, 1);
-        let flood = (bench.flood > 0).then(|| self.clone().ask(flood, bench.flood, Duration::ZERO));
-        kinds.push(("flood", all(flood.into_iter().collect())));
+        let flood = (bench.flood > 0)
+            .then(|| self.clone().ask_repeatedly(flood, bench.flood, Duration::ZERO));
+        kinds.push(("flood", spawn_all(flood.into_iter().collect())));
         let long = AttendQuery::new(self.sequence, bench.long);
-        let long = (bench.long > 0).then(|| self.clone().ask(long, 1, Duration::ZERO));
-        kinds.push(("long attend", all(long.into_iter().collect())));
+        let long = (bench.long > 0).then(|| self.clone().ask_repeatedly(long, 1, Duration::ZERO));
+        kinds.push(("long attend", spawn_all(long.into_iter().collect())));
         let (mut stored, writers) = (JoinSet::new(), bench.writers);
-        (0..writers).for_each(|_| drop(stored.spawn(self.clone().store())));
+        (0..writers).for_each(|_| drop(stored.spawn(self.clone().store_repeatedly())));
         for (kind, mut clients) in kinds {
-            rows.extend(row(kind, seen(&mut clients).await?));
+            rows.extend(row_of_kind(kind, join_clients(&mut clients).await?));
         }
-        rows.extend(row("store", seen(&mut stored).await?));
+        rows.extend(row_of_kind("store", join_clients(&mut stored).await?));
         Ok(rows)
     }
 
     /// One client with so many calls under way.
-    async fn ask(
+    async fn ask_repeatedly(
         self,
         query: AttendQuery,
         under_way: usize,
         think: Duration,
-    ) -> Result<Seen, BenchError> {
-        let client = self.bench.connect().await?;
-        let batch = self.batch(query);
+    ) -> Result<ClientTimes, BenchError> {
+        let client = self.bench.connect_client().await?;
+        let batch = self.build_batch(query);
         let mut callers = JoinSet::new();
         for _ in 0..under_way {
             let (client, batch, end) = (client.clone(), batch.clone(), self.end);
             callers.spawn(async move {
-                let mut seen = Seen::default();
+                let mut seen = ClientTimes::default();
                 while Instant::now() < end {
                     let began = Instant::now();
                     let answer = client.attend_batch(batch.clone()).await;
                     let hint = answer.as_ref().err().and_then(|error| error.retry_after);
-                    seen.note(began, answer)?;
+                    seen.note_answer(began, answer)?;
                     tokio::time::sleep(hint.unwrap_or(think)).await;
                 }
                 Ok(seen)
             });
         }
-        let mut all = Seen::default();
-        for seen in seen(&mut callers).await? {
+        let mut all = ClientTimes::default();
+        for seen in join_clients(&mut callers).await? {
             all.ms.extend(seen.ms);
             all.refused += seen.refused;
         }
@@ -194,15 +196,18 @@ impl Target {
     }
 
     /// One client that stores.
-    async fn store(self) -> Result<Seen, BenchError> {
-        let client = self.bench.connect().await?;
-        let failed = || BenchError::of("writer");
+    async fn store_repeatedly(self) -> Result<ClientTimes, BenchError> {
+        let client = self.bench.connect_client().await?;
+        let failed = || BenchError::failed_step("writer");
         let sequence = client.open_sequence(self.model).await.map_err(failed())?;
-        let chunk = self.bench.chunk(sequence, 0, STORE_TOKENS);
-        let (mut seen, mut start) = (Seen::default(), 0);
+        let chunk = self.bench.draw_chunk(sequence, 0, STORE_TOKENS);
+        let (mut seen, mut start) = (ClientTimes::default(), 0);
         while Instant::now() < self.end {
             let began = Instant::now();
-            seen.note(began, client.store_chunk(StoreChunk { start, ..chunk.clone() }).await)?;
+            seen.note_answer(
+                began,
+                client.store_chunk(StoreChunk { start, ..chunk.clone() }).await,
+            )?;
             start += STORE_TOKENS;
             if start == WRITER_TOKENS {
                 client.truncate_sequence(sequence, 0).await.map_err(failed())?;
@@ -213,7 +218,7 @@ impl Target {
         Ok(seen)
     }
 
-    fn batch(&self, query: AttendQuery) -> AttendBatch {
+    fn build_batch(&self, query: AttendQuery) -> AttendBatch {
         let shape = &self.bench.shape;
         let q_heads = shape.kv_heads * shape.group;
         let values = query.n_q as usize * q_heads as usize * shape.head_dim_k as usize;
@@ -225,30 +230,32 @@ impl Target {
             scale: None,
             soft_cap: None,
             queries: vec![query],
-            q: Normal::new(5).bytes(values, 1.0),
+            q: NormalValues::new(5).draw_bytes(values, 1.0),
             per_query_errors: false,
         }
     }
 }
 
-type Clients = JoinSet<Result<Seen, BenchError>>;
+type ClientTasks = JoinSet<Result<ClientTimes, BenchError>>;
 
-fn all(clients: Vec<impl Future<Output = Result<Seen, BenchError>> + Send + 'static>) -> Clients {
+fn spawn_all(
+    clients: Vec<impl Future<Output = Result<ClientTimes, BenchError>> + Send + 'static>,
+) -> ClientTasks {
     let mut set = JoinSet::new();
     clients.into_iter().for_each(|client| drop(set.spawn(client)));
     set
 }
 
-async fn seen(clients: &mut Clients) -> Result<Vec<Seen>, BenchError> {
+async fn join_clients(clients: &mut ClientTasks) -> Result<Vec<ClientTimes>, BenchError> {
     let mut all = Vec::new();
     while let Some(seen) = clients.join_next().await {
-        all.push(seen.map_err(BenchError::of("client"))??);
+        all.push(seen.map_err(BenchError::failed_step("client"))??);
     }
     Ok(all)
 }
 
 /// The line of a kind; none where nobody is of it.
-fn row(kind: &'static str, clients: Vec<Seen>) -> Option<MixedRow> {
+fn row_of_kind(kind: &'static str, clients: Vec<ClientTimes>) -> Option<MixedRow> {
     if clients.is_empty() {
         return None;
     }
@@ -270,12 +277,12 @@ fn row(kind: &'static str, clients: Vec<Seen>) -> Option<MixedRow> {
         p99_ms,
         p999_ms,
         most_ms,
-        jain: jain(&counts),
+        jain: jain_index(&counts),
     })
 }
 
 /// Jain's fairness index: 1 where all have as much, `1 / n` where one has all.
-fn jain(counts: &[f64]) -> f64 {
+fn jain_index(counts: &[f64]) -> f64 {
     let (sum, squares) = counts.iter().fold((0.0, 0.0), |(a, b), x| (a + x, b + x * x));
     if squares > 0.0 { sum * sum / (counts.len() as f64 * squares) } else { 1.0 }
 }
@@ -286,18 +293,20 @@ mod tests {
 
     #[test]
     fn the_index_is_one_of_equals_and_least_where_one_has_all() {
-        assert!((jain(&[5.0, 5.0, 5.0]) - 1.0).abs() < 1e-12);
-        assert!((jain(&[9.0, 0.0, 0.0]) - 1.0 / 3.0).abs() < 1e-12);
-        assert!((jain(&[1.0, 3.0]) - 0.8).abs() < 1e-12);
+        assert!((jain_index(&[5.0, 5.0, 5.0]) - 1.0).abs() < 1e-12);
+        assert!((jain_index(&[9.0, 0.0, 0.0]) - 1.0 / 3.0).abs() < 1e-12);
+        assert!((jain_index(&[1.0, 3.0]) - 0.8).abs() < 1e-12);
     }
 
     #[test]
     fn a_line_has_the_percentiles_of_all_clients_of_a_kind() {
-        let of =
-            |from: u32, refused| Seen { ms: (from..from + 50).map(f64::from).collect(), refused };
-        let row = row("one token", vec![of(0, 2), of(50, 1)]).unwrap();
+        let of = |from: u32, refused| ClientTimes {
+            ms: (from..from + 50).map(f64::from).collect(),
+            refused,
+        };
+        let row = row_of_kind("one token", vec![of(0, 2), of(50, 1)]).unwrap();
         assert_eq!((row.clients, row.calls, row.refused), (2, 100, 3));
         assert_eq!((row.p50_ms, row.p99_ms, row.most_ms, row.jain), (49.0, 98.0, 99.0, 1.0));
-        assert!(super::row("flood", Vec::new()).is_none());
+        assert!(super::row_of_kind("flood", Vec::new()).is_none());
     }
 }

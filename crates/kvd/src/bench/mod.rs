@@ -22,7 +22,7 @@ mod transport;
 
 pub use attend::{AttendBench, AttendRow};
 pub use codec::{CodecBench, CodecRow, HuffmanRow};
-pub use measure::{Figure, Machine};
+pub use measure::{MachineInfo, MeasuredFigure};
 #[cfg(feature = "eval")]
 pub use mixed::{MixedBench, MixedRow};
 pub use scores::{ScoresBench, ScoresRow};
@@ -35,7 +35,7 @@ use kvd_core::{DType, Geometry, RopePairing};
 
 /// The heads of a model's attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shape {
+pub struct HeadShape {
     /// Name on the command line.
     pub name: &'static str,
     /// KV heads.
@@ -49,27 +49,27 @@ pub struct Shape {
 }
 
 /// Shapes that `--shape` names.
-pub const SHAPES: &[Shape] = &[
-    Shape { name: "llama-3.1-8b", kv_heads: 8, group: 4, head_dim_k: 128, head_dim_v: 128 },
-    Shape { name: "mistral-7b", kv_heads: 8, group: 4, head_dim_k: 128, head_dim_v: 128 },
-    Shape { name: "qwen3-8b", kv_heads: 8, group: 4, head_dim_k: 128, head_dim_v: 128 },
-    Shape { name: "qwen3-32b", kv_heads: 8, group: 8, head_dim_k: 128, head_dim_v: 128 },
-    Shape { name: "llama-3.2-1b", kv_heads: 8, group: 4, head_dim_k: 64, head_dim_v: 64 },
-    Shape { name: "phi-3-mini", kv_heads: 32, group: 1, head_dim_k: 96, head_dim_v: 96 },
-    Shape { name: "stablelm-3b", kv_heads: 32, group: 1, head_dim_k: 80, head_dim_v: 80 },
-    Shape { name: "gemma-2-9b", kv_heads: 8, group: 2, head_dim_k: 256, head_dim_v: 256 },
+pub const SHAPES: &[HeadShape] = &[
+    HeadShape { name: "llama-3.1-8b", kv_heads: 8, group: 4, head_dim_k: 128, head_dim_v: 128 },
+    HeadShape { name: "mistral-7b", kv_heads: 8, group: 4, head_dim_k: 128, head_dim_v: 128 },
+    HeadShape { name: "qwen3-8b", kv_heads: 8, group: 4, head_dim_k: 128, head_dim_v: 128 },
+    HeadShape { name: "qwen3-32b", kv_heads: 8, group: 8, head_dim_k: 128, head_dim_v: 128 },
+    HeadShape { name: "llama-3.2-1b", kv_heads: 8, group: 4, head_dim_k: 64, head_dim_v: 64 },
+    HeadShape { name: "phi-3-mini", kv_heads: 32, group: 1, head_dim_k: 96, head_dim_v: 96 },
+    HeadShape { name: "stablelm-3b", kv_heads: 32, group: 1, head_dim_k: 80, head_dim_v: 80 },
+    HeadShape { name: "gemma-2-9b", kv_heads: 8, group: 2, head_dim_k: 256, head_dim_v: 256 },
     // Multi-head latent attention as one KV head: 512 latent and 64 rotary channels.
-    Shape { name: "mla", kv_heads: 1, group: 128, head_dim_k: 576, head_dim_v: 512 },
+    HeadShape { name: "mla", kv_heads: 1, group: 128, head_dim_k: 576, head_dim_v: 512 },
 ];
 
 /// The shape of that name, or `8x4x128` and `8x4x128x64`: KV heads, query heads that share one,
 /// channels of a key, and of a value where they are others, both even.
 #[must_use]
-pub fn shape(name: &str) -> Option<Shape> {
-    SHAPES.iter().find(|shape| shape.name == name).copied().or_else(|| own(name))
+pub fn find_shape(name: &str) -> Option<HeadShape> {
+    SHAPES.iter().find(|shape| find_shape.name == name).copied().or_else(|| parse_shape(name))
 }
 
-fn own(text: &str) -> Option<Shape> {
+fn parse_shape(text: &str) -> Option<HeadShape> {
     let number = |text: &str| text.parse().ok().filter(|number| (1..=1024).contains(number));
     let numbers: Option<Vec<u32>> = text.split('x').map(number).collect();
     let (kv_heads, group, head_dim_k, head_dim_v) = match numbers?[..] {
@@ -77,11 +77,11 @@ fn own(text: &str) -> Option<Shape> {
         [kv_heads, group, dim_k, dim_v] => (kv_heads, group, dim_k, dim_v),
         _ => return None,
     };
-    let shape = Shape { name: "own", kv_heads, group, head_dim_k, head_dim_v };
-    shape.geometry(1).validate_fields().is_ok().then_some(shape)
+    let shape = HeadShape { name: "own", kv_heads, group, head_dim_k, head_dim_v };
+    find_shape.layer_geometry(1).validate_fields().is_ok().then_some(find_shape)
 }
 
-impl std::fmt::Display for Shape {
+impl std::fmt::Display for HeadShape {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { name, kv_heads, group, head_dim_k, head_dim_v } = self;
         write!(f, "{name} ({kv_heads}x{group}x{head_dim_k}x{head_dim_v})")
@@ -156,12 +156,12 @@ pub enum BenchError {
 
 impl BenchError {
     /// A failure of `what`, for `map_err`.
-    fn of<E: std::fmt::Display>(what: &str) -> impl FnOnce(E) -> Self + '_ {
+    fn failed_step<E: std::fmt::Display>(what: &str) -> impl FnOnce(E) -> Self + '_ {
         move |error| Self::Failed { what: what.to_owned(), reason: error.to_string() }
     }
 
     /// A codec that cannot be measured, for `map_err`.
-    fn codec<E: std::fmt::Display>(codec: &str) -> impl FnOnce(E) -> Self + '_ {
+    fn codec_error<E: std::fmt::Display>(codec: &str) -> impl FnOnce(E) -> Self + '_ {
         move |error| Self::Codec { codec: codec.to_owned(), reason: error.to_string() }
     }
 
@@ -172,9 +172,9 @@ impl BenchError {
     }
 }
 
-impl Shape {
+impl HeadShape {
     /// One layer of this shape.
-    fn geometry(&self, block_tokens: u32) -> Geometry {
+    fn layer_geometry(&self, block_tokens: u32) -> Geometry {
         Geometry {
             layers: 1,
             kv_heads: self.kv_heads,
@@ -189,24 +189,27 @@ impl Shape {
 
 #[cfg(test)]
 mod tests {
-    use super::{SHAPES, shape};
+    use super::{SHAPES, find_shape};
 
     #[test]
     fn a_shape_is_a_name_or_its_numbers() {
-        assert_eq!(shape("mla").map(|shape| shape.to_string()), Some("mla (1x128x576x512)".into()));
         assert_eq!(
-            shape("8x4x128").map(|shape| shape.to_string()),
+            find_shape("mla").map(|shape| shape.to_string()),
+            Some("mla (1x128x576x512)".into())
+        );
+        assert_eq!(
+            find_shape("8x4x128").map(|shape| shape.to_string()),
             Some("own (8x4x128x128)".into())
         );
         assert_eq!(
-            shape("2x1x96x64").map(|shape| shape.to_string()),
+            find_shape("2x1x96x64").map(|shape| shape.to_string()),
             Some("own (2x1x96x64)".into())
         );
         for wrong in ["", "8", "8x4", "0x4x128", "8x4x128x8x1", "8x4xd", "8x4x4096", "8x4x127"] {
-            assert_eq!(shape(wrong), None, "{wrong}");
+            assert_eq!(find_shape(wrong), None, "{wrong}");
         }
         for known in SHAPES {
-            assert_eq!(shape(known.name), Some(*known));
+            assert_eq!(find_shape(known.name), Some(*known));
         }
     }
 }

@@ -1,6 +1,6 @@
 //! How many products the machine makes at most, by instruction set: what figures are set against.
 
-use super::measure::{Figure, timed};
+use super::measure::{MeasuredFigure, measure_time};
 use kvd_compute::{InstructionSet, Products, multiply_adds};
 
 /// Products of the first measurement; the others have as many as take [`LEAST_NS`].
@@ -11,9 +11,9 @@ const LEAST_NS: f64 = 1e6;
 
 /// Those that were asked for, measured once each.
 #[derive(Default)]
-pub(super) struct Peaks(Vec<((InstructionSet, Products), Option<f64>)>);
+pub(super) struct KnownPeaks(Vec<((InstructionSet, Products), Option<f64>)>);
 
-impl Peaks {
+impl KnownPeaks {
     /// Multiplications with additions that one thread makes in a nanosecond (median); `None` where
     /// that is not measured.
     pub(super) fn per_ns(&mut self, set: InstructionSet, products: Products) -> Option<f64> {
@@ -21,16 +21,16 @@ impl Peaks {
         if let Some((_, peak)) = self.0.iter().find(|(known, _)| *known == key) {
             return *peak;
         }
-        let peak = peak(set, products).map(|figure| figure.median);
+        let peak = measure_peak(set, products).map(|figure| figure.median);
         self.0.push((key, peak));
         peak
     }
 }
 
 /// The same with its spread.
-pub(super) fn peak(set: InstructionSet, products: Products) -> Option<Figure> {
+pub(super) fn measure_peak(set: InstructionSet, products: Products) -> Option<MeasuredFigure> {
     let run = |count| {
-        let (count, cpu, _) = timed(|| multiply_adds(set, products, count));
+        let (count, cpu, _) = measure_time(|| multiply_adds(set, products, count));
         Some((cpu, cpu / count? as f64))
     };
     let mut count = COUNT;
@@ -38,5 +38,5 @@ pub(super) fn peak(set: InstructionSet, products: Products) -> Option<Figure> {
         count *= 2;
     }
     let runs: Option<Vec<f64>> = (0..9).map(|_| run(count).map(|(_, ns)| ns)).collect();
-    Some(Figure::of(runs?).inverse())
+    Some(MeasuredFigure::from_runs(runs?).to_rate())
 }

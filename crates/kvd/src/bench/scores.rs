@@ -1,9 +1,9 @@
 //! Scores of keys alone, all of them kept, in turns: what a search over keys would compare.
 
-use super::attend::{parts, plan_of, queries, values, widened};
-use super::data::{Fill, Filled, LAYER, MODEL};
-use super::measure::{Figure, Machine, timed};
-use super::{BenchError, Shape, each_set, limits};
+use super::attend::{draw_queries, plan_of, plan_parts, read_floats, widen_to_f32};
+use super::data::{FillOptions, FilledBackend, LAYER, MODEL};
+use super::measure::{MachineInfo, MeasuredFigure, measure_time};
+use super::{BenchError, HeadShape, each_set, limits};
 use kvd_compute::{AttendPlan, Backend, InstructionSet, LoadPlan, Precision, Source};
 use kvd_core::{DType, ProgressLines};
 use serde::Serialize;
@@ -16,7 +16,7 @@ const ERROR_TOKENS: usize = 2048;
 #[derive(Clone, Debug)]
 pub struct ScoresBench {
     /// Heads.
-    pub shape: Shape,
+    pub shape: HeadShape,
     /// Codecs, as presets or specs.
     pub codecs: Vec<String>,
     /// Cached tokens.
@@ -47,15 +47,15 @@ pub struct ScoresRow {
     /// Stored bits per value of keys, headers included.
     pub bits_per_value: f64,
     /// Processor time per key, all query heads of its KV head, in nanoseconds.
-    pub cpu_ns: Figure,
+    pub cpu_ns: MeasuredFigure,
     /// Relative error of the scores against the same decoded keys in f64.
     pub kernel_error: f64,
 }
 
 /// One codec and instruction set.
-struct Case {
+struct ScoresCase {
     row: ScoresRow,
-    filled: Filled,
+    filled: FilledBackend,
     plans: Vec<AttendPlan>,
     scores: Vec<f32>,
     keys: f64,
@@ -67,32 +67,39 @@ impl ScoresBench {
     ///
     /// # Errors
     /// When a codec does not fit the shape, or the memory is not there.
-    pub fn run(&self) -> Result<(Machine, Vec<ScoresRow>), BenchError> {
-        limits::call(&self.shape, [1, u64::from(self.context)], 1)?;
+    pub fn measure_all(&self) -> Result<(MachineInfo, Vec<ScoresRow>), BenchError> {
+        limits::check_call(&self.shape, [1, u64::from(self.context)], 1)?;
         let progress = ProgressLines::on_stderr();
         progress.begin_task("bench scores, filling pages", 0);
-        let machine = Machine::look(1);
+        let machine = MachineInfo::inspect_machine(1);
         let mut cases = Vec::new();
         for codec in &self.codecs {
             for set in each_set(&self.instruction_sets) {
-                cases.push(self.case(codec, set)?);
+                cases.push(self.prepare_case(codec, set)?);
             }
         }
         progress.begin_task("bench scores", ((self.rounds + 1) * cases.len()) as u64);
         for round in 0..=self.rounds {
             for case in &mut cases {
                 // The first round warms up.
-                case.turn(round, round > 0)?;
+                case.take_turn(round, round > 0)?;
                 progress.add_steps(1);
             }
         }
-        let finish = |case: Case| ScoresRow { cpu_ns: Figure::of(case.cpu), ..case.row };
+        let finish = |case: ScoresCase| ScoresRow {
+            cpu_ns: MeasuredFigure::from_runs(case.cpu),
+            ..case.row
+        };
         Ok((machine, cases.into_iter().map(finish).collect()))
     }
 
-    fn case(&self, codec: &str, set: Option<InstructionSet>) -> Result<Case, BenchError> {
+    fn prepare_case(
+        &self,
+        codec: &str,
+        set: Option<InstructionSet>,
+    ) -> Result<ScoresCase, BenchError> {
         let blocks = self.context.div_ceil(self.block_tokens) as usize;
-        let fill = Fill {
+        let fill = FillOptions {
             shape: self.shape,
             block_tokens: self.block_tokens,
             threads: 1,
@@ -101,22 +108,23 @@ impl ScoresBench {
             buffer_bytes: self.buffer_bytes,
             blocks,
         };
-        let mut filled = Filled::new(codec, fill)?;
-        let kernel_error = self.error(&mut filled).map_err(BenchError::of(codec))?;
+        let mut filled = FilledBackend::new(codec, fill)?;
+        let kernel_error =
+            self.measure_error(&mut filled).map_err(BenchError::failed_step(codec))?;
         let calls = filled.blocks.chunks_exact(blocks);
-        let plans = calls.map(|blocks| self.plan(blocks, self.context)).collect();
+        let plans = calls.map(|blocks| self.plan_scores(blocks, self.context)).collect();
         let row = ScoresRow {
             codec: codec.to_owned(),
             instruction_set: filled.backend.instruction_set().name(),
             precision: filled.backend.effective_precision(1, self.shape.group).name(),
             context: self.context,
             bits_per_value: self.key_bits(&filled.blocks),
-            cpu_ns: Figure::of(vec![0.0]),
+            cpu_ns: MeasuredFigure::from_runs(vec![0.0]),
             kernel_error,
         };
         let keys = f64::from(self.context) * f64::from(self.shape.kv_heads);
         let scores = vec![0.0; self.context as usize * self.q_heads()];
-        Ok(Case { row, filled, plans, scores, keys, cpu: Vec::new() })
+        Ok(ScoresCase { row, filled, plans, scores, keys, cpu: Vec::new() })
     }
 
     fn q_heads(&self) -> usize {
@@ -135,23 +143,23 @@ impl ScoresBench {
         bytes * 8.0 / (rows * self.shape.head_dim_k as usize) as f64
     }
 
-    fn plan(&self, blocks: &[Source], context: u32) -> AttendPlan {
-        let q = queries(&self.shape, 1);
+    fn plan_scores(&self, blocks: &[Source], context: u32) -> AttendPlan {
+        let q = draw_queries(&self.shape, 1);
         plan_of(&self.shape, 1, std::iter::once((blocks, context)), (self.block_tokens, q))
     }
 
     /// Relative error of the scores of a few blocks.
-    fn error(&self, filled: &mut Filled) -> Result<f64, String> {
+    fn measure_error(&self, filled: &mut FilledBackend) -> Result<f64, String> {
         let blocks = (ERROR_TOKENS / self.block_tokens as usize).clamp(1, filled.blocks.len());
         let context = blocks as u32 * self.block_tokens;
-        let mut plan = self.plan(&filled.blocks[..blocks], context);
-        (plan.dtype, plan.q) = (DType::F32, widened(&plan.q));
+        let mut plan = self.plan_scores(&filled.blocks[..blocks], context);
+        (plan.dtype, plan.q) = (DType::F32, widen_to_f32(&plan.q));
         let mut scores = vec![0f32; context as usize * self.q_heads()];
         filled.backend.key_scores(&plan, &mut scores).map_err(|error| error.to_string())?;
-        let parts = parts(&filled.blocks[..blocks], self.block_tokens, context);
+        let parts = plan_parts(&filled.blocks[..blocks], self.block_tokens, context);
         let load = LoadPlan { model: MODEL, layer: LAYER, dtype: DType::F32, parts };
         let rows = filled.backend.load(&load).map_err(|error| error.to_string())?;
-        let (q, k) = (values(&plan.q), values(&rows.k));
+        let (q, k) = (read_floats(&plan.q), read_floats(&rows.k));
         let (dim, heads) = (self.shape.head_dim_k as usize, self.shape.kv_heads as usize);
         let (mut difference, mut norm) = (0f64, 0f64);
         for (row, scores) in scores.chunks_exact(context as usize).enumerate() {
@@ -167,16 +175,16 @@ impl ScoresBench {
     }
 }
 
-impl Case {
+impl ScoresCase {
     /// Scores the next part of the buffer.
-    fn turn(&mut self, round: usize, counts: bool) -> Result<(), BenchError> {
+    fn take_turn(&mut self, round: usize, counts: bool) -> Result<(), BenchError> {
         // Enough calls that a turn takes milliseconds.
         let calls = ((4e5 / self.keys) as usize).clamp(1, self.plans.len());
         for call in 0..calls {
             let plan = &self.plans[(round * calls + call) % self.plans.len()];
             let (backend, scores) = (&self.filled.backend, &mut self.scores);
-            let (done, cpu, _) = timed(|| backend.key_scores(plan, scores));
-            done.map_err(BenchError::of(&self.row.codec))?;
+            let (done, cpu, _) = measure_time(|| backend.key_scores(plan, scores));
+            done.map_err(BenchError::failed_step(&self.row.codec))?;
             black_box(&mut self.scores);
             if counts {
                 self.cpu.push(cpu / self.keys);

@@ -1,8 +1,8 @@
 //! Storing a prefill: check, write into raw slots, encode, place, as the lane does it.
 
-use super::data::{LAYER, MODEL, codec, rows};
-use super::measure::{Figure, Machine, timed};
-use super::{BenchError, Shape, limits};
+use super::data::{LAYER, MODEL, draw_rows, fit_codec};
+use super::measure::{MachineInfo, MeasuredFigure, measure_time};
+use super::{BenchError, HeadShape, limits};
 use kvd_compute::{
     Backend, BackendError, CpuBackend, CpuOptions, EncodeSource, IncomingRows, RawTarget,
 };
@@ -13,7 +13,7 @@ use serde::Serialize;
 #[derive(Clone, Debug)]
 pub struct StoreBench {
     /// Heads.
-    pub shape: Shape,
+    pub shape: HeadShape,
     /// Codecs, as presets or specs.
     pub codecs: Vec<String>,
     /// Tokens of the prefill.
@@ -40,7 +40,7 @@ pub struct StoreRow {
     /// Stored bits per value, headers and scales included, of all turns.
     pub bits_per_value: f64,
     /// Processor time per token and layer, in microseconds.
-    pub cpu_us: Figure,
+    pub cpu_us: MeasuredFigure,
     /// Processor time of the first call per token and layer, in microseconds: it trains tables
     /// where a codec has such, and threads take the memory that they work in.
     pub first_us: f64,
@@ -52,7 +52,7 @@ pub struct StoreRow {
     pub wall_gb_per_s: f64,
 }
 
-struct Case {
+struct StoreCase {
     name: String,
     threads: usize,
     backend: CpuBackend,
@@ -68,28 +68,28 @@ impl StoreBench {
     ///
     /// # Errors
     /// When a codec does not fit the shape, there are not the cores, or the memory is not there.
-    pub fn run(&self) -> Result<(Machine, Vec<StoreRow>), BenchError> {
+    pub fn measure_all(&self) -> Result<(MachineInfo, Vec<StoreRow>), BenchError> {
         let most = self.threads.iter().copied().max().unwrap_or(1);
-        limits::threads(most)?;
+        limits::check_threads(most)?;
         let progress = ProgressLines::on_stderr();
         progress.begin_task("bench store, making rows", 0);
-        let geometry = self.shape.geometry(self.block_tokens);
-        let incoming = self.incoming(&geometry)?;
-        let machine = Machine::look(most);
+        let geometry = self.shape.layer_geometry(self.block_tokens);
+        let incoming = self.draw_blocks(&geometry)?;
+        let machine = MachineInfo::inspect_machine(most);
         let mut cases = Vec::new();
         for name in &self.codecs {
             for threads in &self.threads {
-                cases.push(self.case(name, *threads, &geometry)?);
+                cases.push(self.prepare_case(name, *threads, &geometry)?);
             }
         }
         progress.begin_task("bench store", ((self.rounds + 1) * cases.len()) as u64);
         for round in 0..=self.rounds {
-            let first = round * self.blocks() as usize;
+            let first = round * self.count_blocks() as usize;
             let rows = |block: usize| &incoming[(first + block) % incoming.len()];
             for case in &mut cases {
-                let store = || self.store(&mut case.backend, &geometry, rows);
-                let (stored, cpu, wall) = timed(store);
-                let stored = stored.map_err(BenchError::of(&case.name))?;
+                let store = || self.store_blocks(&mut case.backend, &geometry, rows);
+                let (stored, cpu, wall) = measure_time(store);
+                let stored = stored.map_err(BenchError::failed_step(&case.name))?;
                 progress.add_steps(1);
                 if round == 0 {
                     case.first = cpu;
@@ -100,37 +100,42 @@ impl StoreBench {
                 }
             }
         }
-        Ok((machine, cases.into_iter().map(|case| self.finish(case, &geometry)).collect()))
+        Ok((machine, cases.into_iter().map(|case| self.finish_row(case, &geometry)).collect()))
     }
 
     /// Blocks that all differ, as many as the buffer and one call hold: what was stored a turn ago
     /// is not in a cache.
-    fn incoming(&self, geometry: &Geometry) -> Result<Vec<IncomingRows>, BenchError> {
+    fn draw_blocks(&self, geometry: &Geometry) -> Result<Vec<IncomingRows>, BenchError> {
         let block_bytes = geometry.raw_layout(self.block_tokens).size_bytes();
-        let count = self.buffer_bytes.div_ceil(block_bytes).max(u64::from(self.blocks()));
-        limits::memory("rows to store", count, block_bytes)?;
-        Ok((0..count).map(|seed| rows(geometry, self.block_tokens, 9 + seed)).collect())
+        let count = self.buffer_bytes.div_ceil(block_bytes).max(u64::from(self.count_blocks()));
+        limits::check_memory("rows to store", count, block_bytes)?;
+        Ok((0..count).map(|seed| draw_rows(geometry, self.block_tokens, 9 + seed)).collect())
     }
 
-    fn case(&self, name: &str, threads: usize, geometry: &Geometry) -> Result<Case, BenchError> {
-        let codec = codec(geometry, name)?;
+    fn prepare_case(
+        &self,
+        name: &str,
+        threads: usize,
+        geometry: &Geometry,
+    ) -> Result<StoreCase, BenchError> {
+        let codec = fit_codec(geometry, name)?;
         // Raw slots and, at most as large again, pages.
         let raw = geometry.raw_layout(self.block_tokens).size_bytes() + (1 << 12);
-        let blocks = u64::from(self.blocks());
-        limits::memory(name, 2 * blocks, raw)?;
+        let blocks = u64::from(self.count_blocks());
+        limits::check_memory(name, 2 * blocks, raw)?;
         let options = CpuOptions { arena_bytes: 2 * blocks * raw, prefault: true, threads };
-        let mut backend = CpuBackend::new(options).map_err(limits::unopened(name))?;
+        let mut backend = CpuBackend::new(options).map_err(limits::open_error(name))?;
         backend.register(MODEL, codec);
         let [cpu, wall] = [const { Vec::new() }; 2];
-        Ok(Case { name: name.to_owned(), threads, backend, first: 0.0, cpu, wall, stored: 0 })
+        Ok(StoreCase { name: name.to_owned(), threads, backend, first: 0.0, cpu, wall, stored: 0 })
     }
 
-    fn blocks(&self) -> u32 {
+    fn count_blocks(&self) -> u32 {
         self.tokens.div_ceil(self.block_tokens)
     }
 
     /// Stores so many blocks and says how many bytes their pages have.
-    fn store<'a>(
+    fn store_blocks<'a>(
         &self,
         backend: &mut CpuBackend,
         geometry: &Geometry,
@@ -139,7 +144,7 @@ impl StoreBench {
         let len = geometry.raw_layout(self.block_tokens).size_bytes();
         let tokens = self.block_tokens;
         let mut sources = Vec::new();
-        for block in 0..u64::from(self.blocks()) {
+        for block in 0..u64::from(self.count_blocks()) {
             let (extent, incoming) = (Extent { offset: block * len, len }, rows(block as usize));
             backend.check(MODEL, incoming)?;
             let to = RawTarget { extent, capacity_rows: tokens, first_row: 0 };
@@ -151,7 +156,7 @@ impl StoreBench {
                 rows: tokens,
             });
         }
-        let (mut offset, mut stored) = (u64::from(self.blocks()) * len, 0);
+        let (mut offset, mut stored) = (u64::from(self.count_blocks()) * len, 0);
         for pages in backend.encode(MODEL, LAYER, &sources)? {
             let pages = pages?;
             let extent = Extent { offset, len: pages.bytes.len() as u64 };
@@ -162,18 +167,19 @@ impl StoreBench {
         Ok(stored)
     }
 
-    fn finish(&self, case: Case, geometry: &Geometry) -> StoreRow {
-        let tokens = f64::from(self.blocks()) * f64::from(self.block_tokens);
+    fn finish_row(&self, case: StoreCase, geometry: &Geometry) -> StoreRow {
+        let tokens = f64::from(self.count_blocks()) * f64::from(self.block_tokens);
         let values = tokens * geometry.values_per_token() as f64;
         let stored = case.stored as f64 / case.cpu.len() as f64;
-        let (cpu, wall) = (Figure::of(case.cpu.clone()), Figure::of(case.wall));
+        let (cpu, wall) =
+            (MeasuredFigure::from_runs(case.cpu.clone()), MeasuredFigure::from_runs(case.wall));
         let per_token = |cpu: &f64| cpu / tokens / 1e3;
         StoreRow {
             codec: case.name,
             instruction_set: case.backend.instruction_set().name(),
             threads: case.threads,
             bits_per_value: stored * 8.0 / values,
-            cpu_us: Figure::of(case.cpu.iter().map(per_token).collect()),
+            cpu_us: MeasuredFigure::from_runs(case.cpu.iter().map(per_token).collect()),
             first_us: per_token(&case.first),
             logical_gb_per_s: 2.0 * values / cpu.median,
             stored_gb_per_s: stored / cpu.median,
@@ -185,11 +191,11 @@ impl StoreBench {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::shape;
+    use crate::bench::find_shape;
 
     fn bench(tokens: u32, buffer_bytes: u64) -> StoreBench {
         StoreBench {
-            shape: shape("2x1x64").unwrap(),
+            shape: find_shape("2x1x64").unwrap(),
             codecs: vec!["raw".into(), "kvcomp".into()],
             tokens,
             threads: vec![1],
@@ -203,7 +209,7 @@ mod tests {
     fn rows_to_store_are_more_than_the_buffer_and_all_differ() {
         let of = |tokens, buffer_bytes| {
             let bench = bench(tokens, buffer_bytes);
-            bench.incoming(&bench.shape.geometry(16)).unwrap()
+            bench.draw_blocks(&bench.shape.layer_geometry(16)).unwrap()
         };
         // A block has 16 tokens of 2 heads of 64 channels, K and V of two bytes.
         let incoming = of(33, 5 << 13);
@@ -217,7 +223,7 @@ mod tests {
 
     #[test]
     fn a_row_says_what_its_pages_take_and_what_the_first_call_costs() {
-        let (_, rows) = bench(33, 1).run().unwrap();
+        let (_, rows) = bench(33, 1).measure_all().unwrap();
         let [raw, coded] = &rows[..] else { panic!("{rows:?}") };
         // Pages of f16 have headers.
         assert!((16.0..17.0).contains(&raw.bits_per_value), "{raw:?}");

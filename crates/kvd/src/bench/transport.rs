@@ -1,12 +1,12 @@
 //! One attend from a client to a daemon in this process and back, by every transport: what the way
 //! costs beside the work. Calls follow one another, as layers of a decode step do.
 
-use super::beside::Beside;
-use super::data::Normal;
-use super::measure::{Figure, Machine, timed};
-use super::{BenchError, Shape, limits};
-use crate::config::{Config, Overrides};
-use crate::daemon::{Daemon, Running};
+use super::beside::BackgroundStores;
+use super::data::NormalValues;
+use super::measure::{MachineInfo, MeasuredFigure, measure_time};
+use super::{BenchError, HeadShape, limits};
+use crate::config::{Config, ConfigOverrides};
+use crate::daemon::{Daemon, RunningDaemon};
 use kvd_client::{
     AttendBatch, AttendQuery, AttendStream, Client, Endpoint, ModelSpec, RegionClient,
     RegionOptions, StoreChunk,
@@ -25,7 +25,7 @@ const REGION_BYTES: u64 = 16 << 20;
 #[derive(Clone, Debug)]
 pub struct TransportBench {
     /// Heads.
-    pub shape: Shape,
+    pub shape: HeadShape,
     /// Codecs, as presets or specs, that need no calibration.
     pub codecs: Vec<String>,
     /// Stored tokens.
@@ -56,11 +56,11 @@ pub struct TransportRow {
     /// Query tokens.
     pub query_tokens: u32,
     /// Wall time of a call, microseconds.
-    pub wall_us: Figure,
+    pub wall_us: MeasuredFigure,
     /// Ninety-nine of a hundred calls took no more wall time, microseconds.
     pub slow_us: f64,
     /// Processor time of a call, client and daemon, microseconds; with that of stores beside it.
-    pub cpu_us: Figure,
+    pub cpu_us: MeasuredFigure,
     /// Tokens that were stored beside it, a second.
     pub stored_tokens_per_s: f64,
 }
@@ -69,14 +69,14 @@ pub struct TransportRow {
 const WAYS: usize = 4;
 
 /// A client's way to the daemon.
-enum Way {
+enum TransportWay {
     Unary(&'static str, Client),
     Stream(AttendStream),
     Region(RegionClient),
 }
 
-impl Way {
-    fn name(&self) -> &'static str {
+impl TransportWay {
+    fn way_name(&self) -> &'static str {
         match self {
             Self::Unary(name, _) => name,
             Self::Stream(_) => "unix stream",
@@ -85,14 +85,14 @@ impl Way {
     }
 
     /// One call; what it answers.
-    fn attend(
+    fn attend_once(
         &mut self,
         runtime: &Runtime,
         batch: &AttendBatch,
         dims: [u32; 2],
     ) -> Result<kvd_client::Attended, BenchError> {
         let batch = batch.clone();
-        let failed = BenchError::of("attend");
+        let failed = BenchError::failed_step("attend");
         match self {
             Self::Unary(_, client) => runtime.block_on(client.attend_batch(batch)).map_err(failed),
             Self::Stream(stream) => runtime.block_on(stream.attend_batch(batch)).map_err(failed),
@@ -103,7 +103,7 @@ impl Way {
 
 /// What the turns of one way took.
 #[derive(Clone, Default)]
-struct Times {
+struct WayTimes {
     wall: Vec<f64>,
     cpu: Vec<f64>,
     /// Wall time of each call.
@@ -112,23 +112,23 @@ struct Times {
 }
 
 /// A directory for the sockets, removed in the end.
-struct Sockets(PathBuf);
+struct SocketFolder(PathBuf);
 
-impl Drop for Sockets {
+impl Drop for SocketFolder {
     fn drop(&mut self) {
         // A directory of the system's temporary place that stays is no harm.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }
 
-impl Sockets {
+impl SocketFolder {
     fn new() -> Result<Self, BenchError> {
         let path = std::env::temp_dir().join(format!("kvd-bench-{}", std::process::id()));
-        std::fs::create_dir(&path).map_err(BenchError::of("sockets"))?;
+        std::fs::create_dir(&path).map_err(BenchError::failed_step("sockets"))?;
         Ok(Self(path))
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    fn socket_path(&self, name: &str) -> PathBuf {
         self.0.join(name)
     }
 }
@@ -138,92 +138,94 @@ impl TransportBench {
     ///
     /// # Errors
     /// When the daemon cannot start, or refuses a codec.
-    pub fn run(&self) -> Result<(Machine, Vec<TransportRow>), BenchError> {
+    pub fn measure_all(&self) -> Result<(MachineInfo, Vec<TransportRow>), BenchError> {
         let product = |queries: &u32| {
-            let of =
-                |tokens: &u32| limits::call(&self.shape, [*queries, *tokens].map(u64::from), 1);
+            let of = |tokens: &u32| {
+                limits::check_call(&self.shape, [*queries, *tokens].map(u64::from), 1)
+            };
             self.contexts.iter().try_for_each(of)
         };
         self.query_tokens.iter().try_for_each(product)?;
-        let token_bytes = self.shape.geometry(1).raw_layout(1).size_bytes();
-        limits::memory("what writers store", u64::from(self.storing_tokens), token_bytes)?;
+        let token_bytes = self.shape.layer_geometry(1).raw_layout(1).size_bytes();
+        limits::check_memory("what writers store", u64::from(self.storing_tokens), token_bytes)?;
         let progress = ProgressLines::on_stderr();
         progress.begin_task("bench transport", 0);
-        let machine = Machine::look(2);
-        let failed = BenchError::of("runtime");
+        let machine = MachineInfo::inspect_machine(2);
+        let failed = BenchError::failed_step("runtime");
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
         let runtime = runtime.map_err(failed)?;
-        let sockets = Sockets::new()?;
-        let running = runtime.block_on(start(&sockets))?;
+        let sockets = SocketFolder::new()?;
+        let running = runtime.block_on(start_daemon(&sockets))?;
         let mut rows = Vec::new();
         let measured = self.codecs.len() * self.contexts.len() * self.query_tokens.len();
         let turns = measured * (self.rounds + 1) * WAYS;
         progress.begin_task("bench transport", (turns * self.calls) as u64);
         for codec in &self.codecs {
-            rows.extend(self.codec(&runtime, &running, (&sockets, &progress), codec)?);
+            rows.extend(self.measure_codec(&runtime, &running, (&sockets, &progress), codec)?);
         }
         runtime.block_on(running.drain());
         Ok((machine, rows))
     }
 
-    fn codec(
+    fn measure_codec(
         &self,
         runtime: &Runtime,
-        running: &Running,
-        (sockets, progress): (&Sockets, &ProgressLines),
+        running: &RunningDaemon,
+        (sockets, progress): (&SocketFolder, &ProgressLines),
         codec: &str,
     ) -> Result<Vec<TransportRow>, BenchError> {
-        let mut ways = runtime.block_on(ways(running, sockets))?;
-        let Some(Way::Unary(_, client)) = ways.first() else { return Ok(Vec::new()) };
+        let mut ways = runtime.block_on(open_ways(running, sockets))?;
+        let Some(TransportWay::Unary(_, client)) = ways.first() else { return Ok(Vec::new()) };
         let client = client.clone();
         let spec = ModelSpec {
             name: "bench".to_owned(),
-            geometry: self.shape.geometry(self.block_tokens),
+            geometry: self.shape.layer_geometry(self.block_tokens),
             codec: codec.to_owned(),
             calibration: bytes::Bytes::new(),
         };
-        let model =
-            runtime.block_on(client.register_model(spec)).map_err(BenchError::codec(codec))?;
+        let model = runtime
+            .block_on(client.register_model(spec))
+            .map_err(BenchError::codec_error(codec))?;
         let mut rows = Vec::new();
         for context in &self.contexts {
             progress.name_step("bench transport", &format!("{codec}, {context} tokens"));
-            let stored = self.store(&client, model.model, *context);
+            let stored = self.store_context(&client, model.model, *context);
             let sequence = runtime.block_on(stored)?;
             for n_q in &self.query_tokens {
-                let batch = self.batch(model.model, sequence, *n_q);
+                let batch = self.build_batch(model.model, sequence, *n_q);
                 let of = (model.model, self.shape);
                 // A connection of their own, so that calls wait for the device alone.
-                let beside = runtime.block_on(connect(unix(sockets)))?;
+                let beside = runtime.block_on(connect_client(unix_endpoint(sockets)))?;
                 let storing = (self.storing, self.storing_tokens);
-                let beside = Beside::start(runtime, &beside, of, storing);
+                let beside = BackgroundStores::start_writers(runtime, &beside, of, storing);
                 let of = (codec, *context);
                 let way = (&mut ways[..], &beside, progress);
-                let measured = self.measure(runtime, way, &batch, of);
-                beside.stop(runtime)?;
+                let measured = self.measure_ways(runtime, way, &batch, of);
+                beside.stop_writers(runtime)?;
                 rows.extend(measured?);
             }
             let closed = runtime.block_on(client.close_sequence(sequence));
-            closed.map_err(BenchError::of("close"))?;
+            closed.map_err(BenchError::failed_step("close"))?;
         }
         let gone = runtime.block_on(client.unregister_model(model.model));
-        gone.map_err(BenchError::of("unregister"))?;
+        gone.map_err(BenchError::failed_step("unregister"))?;
         Ok(rows)
     }
 
-    async fn store(
+    async fn store_context(
         &self,
         client: &Client,
         model: ModelId,
         context: u32,
     ) -> Result<SequenceId, BenchError> {
-        let failed = || BenchError::of("store");
+        let failed = || BenchError::failed_step("store");
         let sequence = client.open_sequence(model).await.map_err(failed())?;
-        let mut normal = Normal::new(3);
+        let mut normal = NormalValues::new(3);
         for start in (0..context).step_by(STORE_TOKENS as usize) {
             let tokens = STORE_TOKENS.min(context - start);
             let heads = tokens as usize * self.shape.kv_heads as usize;
-            let k = normal.bytes(heads * self.shape.head_dim_k as usize, 1.0);
-            let v = normal.bytes(heads * self.shape.head_dim_v as usize, 1.0);
+            let k = normal.draw_bytes(heads * self.shape.head_dim_k as usize, 1.0);
+            let v = normal.draw_bytes(heads * self.shape.head_dim_v as usize, 1.0);
             let layer = LayerIndex(0);
             let chunk = StoreChunk { sequence, layer, start, tokens, k, v };
             client.store_chunk(chunk).await.map_err(failed())?;
@@ -231,7 +233,7 @@ impl TransportBench {
         Ok(sequence)
     }
 
-    fn batch(&self, model: ModelId, sequence: SequenceId, n_q: u32) -> AttendBatch {
+    fn build_batch(&self, model: ModelId, sequence: SequenceId, n_q: u32) -> AttendBatch {
         let q_heads = self.shape.kv_heads * self.shape.group;
         let values = n_q as usize * q_heads as usize * self.shape.head_dim_k as usize;
         AttendBatch {
@@ -242,38 +244,39 @@ impl TransportBench {
             scale: None,
             soft_cap: None,
             queries: vec![AttendQuery::new(sequence, n_q)],
-            q: Normal::new(5).bytes(values, 1.0),
+            q: NormalValues::new(5).draw_bytes(values, 1.0),
             per_query_errors: false,
         }
     }
 
     /// Turns of every way, which must all answer the same.
-    fn measure(
+    fn measure_ways(
         &self,
         runtime: &Runtime,
-        (ways, beside, progress): (&mut [Way], &Beside, &ProgressLines),
+        (ways, beside, progress): (&mut [TransportWay], &BackgroundStores, &ProgressLines),
         batch: &AttendBatch,
         (codec, context): (&str, u32),
     ) -> Result<Vec<TransportRow>, BenchError> {
         let dims = [self.shape.head_dim_k, self.shape.head_dim_v];
-        let mut times = vec![Times::default(); ways.len()];
-        let right = ways[0].attend(runtime, batch, dims)?;
+        let mut times = vec![WayTimes::default(); ways.len()];
+        let right = ways[0].attend_once(runtime, batch, dims)?;
         for round in 0..=self.rounds {
             for (way, times) in ways.iter_mut().zip(&mut times) {
-                let before = beside.tokens();
-                let (calls, cpu_ns, wall_ns) = timed(|| {
+                let before = beside.stored_tokens();
+                let (calls, cpu_ns, wall_ns) = measure_time(|| {
                     let call = |_| {
-                        let (answer, _, wall_ns) = timed(|| way.attend(runtime, batch, dims));
+                        let (answer, _, wall_ns) =
+                            measure_time(|| way.attend_once(runtime, batch, dims));
                         Ok((answer?, wall_ns / 1e3))
                     };
                     (0..self.calls).map(call).collect::<Result<Vec<_>, BenchError>>()
                 });
-                let stored = (beside.tokens() - before) as f64 / wall_ns * 1e9;
+                let stored = (beside.stored_tokens() - before) as f64 / wall_ns * 1e9;
                 let calls = calls?;
                 progress.add_steps(self.calls as u64);
                 if calls.iter().any(|(answer, _)| *answer != right) {
                     let reason = "does not answer as the others do".to_owned();
-                    return Err(BenchError::Failed { what: way.name().to_owned(), reason });
+                    return Err(BenchError::Failed { what: way.way_name().to_owned(), reason });
                 }
                 if round > 0 {
                     let each = self.calls as f64 * 1e3;
@@ -287,14 +290,14 @@ impl TransportBench {
         let rows = ways.iter().zip(times).map(|(way, mut times)| {
             times.calls.sort_by(f64::total_cmp);
             TransportRow {
-                transport: way.name(),
+                transport: way.way_name(),
                 codec: codec.to_owned(),
                 context,
                 query_tokens: batch.query_rows(),
-                wall_us: Figure::of(times.wall),
+                wall_us: MeasuredFigure::from_runs(times.wall),
                 slow_us: times.calls[(times.calls.len() - 1) * 99 / 100],
-                cpu_us: Figure::of(times.cpu),
-                stored_tokens_per_s: Figure::of(times.stored).median,
+                cpu_us: MeasuredFigure::from_runs(times.cpu),
+                stored_tokens_per_s: MeasuredFigure::from_runs(times.stored).median,
             }
         });
         Ok(rows.collect())
@@ -302,43 +305,47 @@ impl TransportBench {
 }
 
 /// A daemon in this process, on sockets of its own.
-async fn start(sockets: &Sockets) -> Result<Running, BenchError> {
+async fn start_daemon(sockets: &SocketFolder) -> Result<RunningDaemon, BenchError> {
     let text = |path: &Path| path.display().to_string();
     let flags = [
         ("server.listen_tcp", "127.0.0.1:0".to_owned()),
-        ("server.listen_unix", text(&sockets.path("grpc"))),
-        ("server.listen_region", text(&sockets.path("region"))),
+        ("server.listen_unix", text(&sockets.socket_path("grpc"))),
+        ("server.listen_region", text(&sockets.socket_path("region"))),
         ("admin.listen", String::new()),
         ("device.threads", "1".to_owned()),
     ];
     let flags = flags.map(|(key, value)| (key.to_owned(), value)).to_vec();
-    let overrides = Overrides { file: None, environment: false, flags };
-    let config = Config::load(&overrides).map_err(BenchError::of("configuration"))?;
-    Ok(Daemon::build(config).await.map_err(BenchError::of("daemon"))?.spawn())
+    let overrides = ConfigOverrides { file: None, environment: false, flags };
+    let config = Config::load(&overrides).map_err(BenchError::failed_step("configuration"))?;
+    Ok(Daemon::build(config).await.map_err(BenchError::failed_step("daemon"))?.spawn())
 }
 
-async fn connect(text: String) -> Result<Client, BenchError> {
-    let endpoint = text.parse::<Endpoint>().map_err(BenchError::of("connect"))?;
-    Client::connect(endpoint).await.map_err(BenchError::of("connect"))
+async fn connect_client(text: String) -> Result<Client, BenchError> {
+    let endpoint = text.parse::<Endpoint>().map_err(BenchError::failed_step("connect"))?;
+    Client::connect(endpoint).await.map_err(BenchError::failed_step("connect"))
 }
 
-fn unix(sockets: &Sockets) -> String {
-    format!("unix:{}", sockets.path("grpc").display())
+fn unix_endpoint(sockets: &SocketFolder) -> String {
+    format!("unix:{}", sockets.socket_path("grpc").display())
 }
 
 /// Every way to it.
-async fn ways(running: &Running, sockets: &Sockets) -> Result<Vec<Way>, BenchError> {
-    let failed = || BenchError::of("connect");
+async fn open_ways(
+    running: &RunningDaemon,
+    sockets: &SocketFolder,
+) -> Result<Vec<TransportWay>, BenchError> {
+    let failed = || BenchError::failed_step("connect");
     let mut ways = Vec::new();
-    if let Some(address) = running.addresses().tcp {
-        ways.push(Way::Unary("tcp", connect(format!("http://{address}")).await?));
+    if let Some(address) = running.bound_addresses().tcp {
+        ways.push(TransportWay::Unary("tcp", connect_client(format!("http://{address}")).await?));
     }
-    let unix = connect(unix(sockets)).await?;
+    let unix = connect_client(unix_endpoint(sockets)).await?;
     let stream = unix.attend_stream(1).await.map_err(failed())?;
-    ways.extend([Way::Unary("unix", unix), Way::Stream(stream)]);
+    ways.extend([TransportWay::Unary("unix", unix), TransportWay::Stream(stream)]);
     let options = RegionOptions::default().with_bytes(REGION_BYTES);
-    let region =
-        tokio::task::block_in_place(|| RegionClient::open_region(sockets.path("region"), &options));
-    ways.push(Way::Region(region.map_err(failed())?));
+    let region = tokio::task::block_in_place(|| {
+        RegionClient::open_region(sockets.socket_path("region"), &options)
+    });
+    ways.push(TransportWay::Region(region.map_err(failed())?));
     Ok(ways)
 }

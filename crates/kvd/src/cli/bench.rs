@@ -5,16 +5,18 @@ pub(super) mod flags;
 mod mixed;
 mod tables;
 
-use super::text_args::{codec_text, size};
+use super::text_args::{codec_text, parse_size};
 use super::{CliError, help};
 #[cfg(feature = "eval")]
 use crate::bench::TransportBench;
-use crate::bench::{AttendBench, CodecBench, Machine, ScoresBench, Shape, StoreBench, limits};
+use crate::bench::{
+    AttendBench, CodecBench, HeadShape, MachineInfo, ScoresBench, StoreBench, limits,
+};
 use bytesize::ByteSize;
 use clap::{Args, Subcommand};
 #[cfg(feature = "eval")]
 use flags::up_to;
-use flags::{count, parse_instruction_set, parse_precision, parse_shape};
+use flags::{count_up_to, parse_instruction_set, parse_precision, parse_shape};
 use kvd_compute::{InstructionSet, Precision};
 use kvd_core::Geometry;
 use serde::Serialize;
@@ -52,12 +54,12 @@ pub(super) struct CommonArgs {
     /// Heads of a model by its name, or as numbers: 8x4x128 are 8 KV heads of 128 channels, each
     /// for 4 query heads; a fourth number are the channels of values.
     #[arg(long, default_value = "llama-3.1-8b", value_parser = parse_shape)]
-    shape: Shape,
+    shape: HeadShape,
     /// Tokens per block.
-    #[arg(long, default_value_t = 64, value_parser = count(Geometry::BLOCK_TOKENS_MAX))]
+    #[arg(long, default_value_t = 64, value_parser = count_up_to(Geometry::BLOCK_TOKENS_MAX))]
     block_tokens: u32,
     /// Turns of each codec.
-    #[arg(long, default_value_t = 9, value_parser = count(limits::ROUNDS_MAX))]
+    #[arg(long, default_value_t = 9, value_parser = count_up_to(limits::ROUNDS_MAX))]
     rounds: usize,
     /// Print every figure, in lines wider than most terminals.
     #[arg(long)]
@@ -83,23 +85,23 @@ pub(super) struct AttendArgs {
     sets: SetArgs,
     /// Cached tokens of a sequence; several, with commas.
     #[arg(long, value_delimiter = ',', default_value = "8192")]
-    #[arg(value_parser = count(limits::CONTEXT_MAX))]
+    #[arg(value_parser = count_up_to(limits::CONTEXT_MAX))]
     context: Vec<u32>,
     /// Sequences per call.
-    #[arg(long, default_value_t = 1, value_parser = count(limits::BATCH_MAX))]
+    #[arg(long, default_value_t = 1, value_parser = count_up_to(limits::BATCH_MAX))]
     batch: usize,
     /// Each sequence of a call is half as long as the one before.
     #[arg(long)]
     ragged: bool,
     /// Query tokens per sequence.
-    #[arg(long, default_value_t = 1, value_parser = count(limits::QUERY_TOKENS_MAX))]
+    #[arg(long, default_value_t = 1, value_parser = count_up_to(limits::QUERY_TOKENS_MAX))]
     query_tokens: u32,
     /// Compute threads; several, with commas.
     #[arg(long, value_delimiter = ',', default_value = "1")]
-    #[arg(value_parser = count(limits::THREADS_MAX))]
+    #[arg(value_parser = count_up_to(limits::THREADS_MAX))]
     threads: Vec<usize>,
     /// Pages that calls rotate over, more than the last-level cache holds.
-    #[arg(long, value_name = "SIZE", default_value = "128 MiB", value_parser = size)]
+    #[arg(long, value_name = "SIZE", default_value = "128 MiB", value_parser = parse_size)]
     buffer: ByteSize,
     /// `fast`, as the daemon answers by default; `single`: products of f32 everywhere; `int8`:
     /// queries and weights of 8 bits.
@@ -114,10 +116,10 @@ pub(super) struct ScoresArgs {
     #[command(flatten)]
     sets: SetArgs,
     /// Cached tokens.
-    #[arg(long, default_value_t = 8192, value_parser = count(limits::CONTEXT_MAX))]
+    #[arg(long, default_value_t = 8192, value_parser = count_up_to(limits::CONTEXT_MAX))]
     context: u32,
     /// Pages that calls rotate over, those of values included.
-    #[arg(long, value_name = "SIZE", default_value = "128 MiB", value_parser = size)]
+    #[arg(long, value_name = "SIZE", default_value = "128 MiB", value_parser = parse_size)]
     buffer: ByteSize,
     /// As of `attend`.
     #[arg(long, default_value = "fast", value_parser = parse_precision)]
@@ -137,14 +139,14 @@ pub(super) struct StoreArgs {
     #[command(flatten)]
     common: CommonArgs,
     /// Tokens of the prefill.
-    #[arg(long, default_value_t = 1024, value_parser = count(limits::CONTEXT_MAX))]
+    #[arg(long, default_value_t = 1024, value_parser = count_up_to(limits::CONTEXT_MAX))]
     tokens: u32,
     /// Compute threads; several, with commas.
     #[arg(long, value_delimiter = ',', default_value = "1")]
-    #[arg(value_parser = count(limits::THREADS_MAX))]
+    #[arg(value_parser = count_up_to(limits::THREADS_MAX))]
     threads: Vec<usize>,
     /// Rows that stores rotate over, more than the last-level cache holds.
-    #[arg(long, value_name = "SIZE", default_value = "128 MiB", value_parser = size)]
+    #[arg(long, value_name = "SIZE", default_value = "128 MiB", value_parser = parse_size)]
     buffer: ByteSize,
 }
 
@@ -155,44 +157,44 @@ pub(super) struct TransportArgs {
     common: CommonArgs,
     /// Stored tokens; several, with commas.
     #[arg(long, value_delimiter = ',', default_value = "64,8192")]
-    #[arg(value_parser = count(limits::CONTEXT_MAX))]
+    #[arg(value_parser = count_up_to(limits::CONTEXT_MAX))]
     context: Vec<u32>,
     /// Query tokens; several, with commas.
     #[arg(long, value_delimiter = ',', default_value = "1,16")]
-    #[arg(value_parser = count(limits::QUERY_TOKENS_MAX))]
+    #[arg(value_parser = count_up_to(limits::QUERY_TOKENS_MAX))]
     query_tokens: Vec<u32>,
     /// Calls of one turn.
-    #[arg(long, default_value_t = 100, value_parser = count(limits::CALLS_MAX))]
+    #[arg(long, default_value_t = 100, value_parser = count_up_to(limits::CALLS_MAX))]
     calls: usize,
     /// Writers that store chunks of tokens all the while.
     #[arg(long, default_value_t = 0)]
     #[arg(value_parser = up_to(limits::WRITERS_MAX))]
     storing: usize,
     /// Tokens of such a chunk.
-    #[arg(long, default_value_t = 1024, value_parser = count(limits::STORING_TOKENS_MAX))]
+    #[arg(long, default_value_t = 1024, value_parser = count_up_to(limits::STORING_TOKENS_MAX))]
     storing_tokens: u32,
 }
 
 /// What is printed as JSON.
 #[derive(Serialize)]
-struct Report<T> {
+struct BenchReport<T> {
     shape: String,
-    machine: Machine,
+    machine: MachineInfo,
     rows: Vec<T>,
 }
 
 /// Runs a benchmark and says what it measured.
-pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
+pub(super) fn run_bench(command: BenchCommand) -> Result<String, CliError> {
     match command {
         BenchCommand::Attend(args) => {
-            let bench = attend(&args);
-            let (machine, rows) = bench.run()?;
-            report(&args.common, machine, rows, &tables::ATTEND)
+            let bench = attend_bench(&args);
+            let (machine, rows) = bench.measure_all()?;
+            report_text(&args.common, machine, rows, &tables::ATTEND)
         }
         BenchCommand::Scores(args) => {
             let bench = ScoresBench {
                 shape: args.common.shape,
-                codecs: codecs(&args.common, &["raw", "kivi-4", "kivi-2", "vecinfer-2-reg"]),
+                codecs: chosen_codecs(&args.common, &["raw", "kivi-4", "kivi-2", "vecinfer-2-reg"]),
                 context: args.context,
                 block_tokens: args.common.block_tokens,
                 rounds: args.common.rounds,
@@ -200,38 +202,44 @@ pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
                 precision: args.precision,
                 instruction_sets: args.sets.instruction_set,
             };
-            let (machine, rows) = bench.run()?;
-            report(&args.common, machine, rows, &tables::SCORES)
+            let (machine, rows) = bench.measure_all()?;
+            report_text(&args.common, machine, rows, &tables::SCORES)
         }
         BenchCommand::Codec(CodecArgs { common, sets }) => {
             let bench = CodecBench {
                 shape: common.shape,
-                codecs: codecs(&common, &["fp8", "kivi-4", "kivi-2", "kvcomp", "vecinfer-2"]),
+                codecs: chosen_codecs(
+                    &common,
+                    &["fp8", "kivi-4", "kivi-2", "kvcomp", "vecinfer-2"],
+                ),
                 block_tokens: common.block_tokens,
                 rounds: common.rounds,
                 instruction_sets: sets.instruction_set,
             };
-            let (machine, rows) = bench.run()?;
-            report(&common, machine, rows, &tables::CODEC)
+            let (machine, rows) = bench.measure_all()?;
+            report_text(&common, machine, rows, &tables::CODEC)
         }
         BenchCommand::Store(args) => {
             let bench = StoreBench {
                 shape: args.common.shape,
-                codecs: codecs(&args.common, &["raw", "fp8", "kivi-4", "kvcomp", "vecinfer-2"]),
+                codecs: chosen_codecs(
+                    &args.common,
+                    &["raw", "fp8", "kivi-4", "kvcomp", "vecinfer-2"],
+                ),
                 tokens: args.tokens,
                 threads: args.threads.clone(),
                 block_tokens: args.common.block_tokens,
                 rounds: args.common.rounds,
                 buffer_bytes: args.buffer.as_u64(),
             };
-            let (machine, rows) = bench.run()?;
-            report(&args.common, machine, rows, &tables::STORE)
+            let (machine, rows) = bench.measure_all()?;
+            report_text(&args.common, machine, rows, &tables::STORE)
         }
         #[cfg(feature = "eval")]
         BenchCommand::Transport(args) => {
             let bench = TransportBench {
                 shape: args.common.shape,
-                codecs: codecs(&args.common, &["kivi-4"]),
+                codecs: chosen_codecs(&args.common, &["kivi-4"]),
                 contexts: args.context.clone(),
                 query_tokens: args.query_tokens.clone(),
                 block_tokens: args.common.block_tokens,
@@ -240,18 +248,18 @@ pub(super) fn bench(command: BenchCommand) -> Result<String, CliError> {
                 storing: args.storing,
                 storing_tokens: args.storing_tokens,
             };
-            let (machine, rows) = bench.run()?;
-            report(&args.common, machine, rows, &tables::TRANSPORT)
+            let (machine, rows) = bench.measure_all()?;
+            report_text(&args.common, machine, rows, &tables::TRANSPORT)
         }
         #[cfg(feature = "eval")]
-        BenchCommand::Mixed(args) => mixed::run(args),
+        BenchCommand::Mixed(args) => mixed::run_mixed(args),
     }
 }
 
-fn attend(args: &AttendArgs) -> AttendBench {
+fn attend_bench(args: &AttendArgs) -> AttendBench {
     AttendBench {
         shape: args.common.shape,
-        codecs: codecs(&args.common, &["raw", "fp8", "kivi-4", "kivi-2", "vecinfer-2"]),
+        codecs: chosen_codecs(&args.common, &["raw", "fp8", "kivi-4", "kivi-2", "vecinfer-2"]),
         contexts: args.context.clone(),
         batch: args.batch,
         ragged: args.ragged,
@@ -265,29 +273,29 @@ fn attend(args: &AttendArgs) -> AttendBench {
     }
 }
 
-fn codecs(common: &CommonArgs, otherwise: &[&str]) -> Vec<String> {
+fn chosen_codecs(common: &CommonArgs, otherwise: &[&str]) -> Vec<String> {
     if common.codecs.is_empty() {
         return otherwise.iter().map(|name| (*name).to_owned()).collect();
     }
     common.codecs.clone()
 }
 
-fn report<T: Serialize>(
+fn report_text<T: Serialize>(
     common: &CommonArgs,
-    machine: Machine,
+    machine: MachineInfo,
     rows: Vec<T>,
-    sheet: &tables::Sheet<T>,
+    sheet: &tables::BenchSheet<T>,
 ) -> Result<String, CliError> {
     if common.json {
-        let report = Report { shape: common.shape.to_string(), machine, rows };
+        let report = BenchReport { shape: common.shape.to_string(), machine, rows };
         let text = serde_json::to_string_pretty(&report).map_err(anyhow::Error::from)?;
         return Ok(text + "\n");
     }
     let table = if common.wide { (sheet.wide)(&rows) } else { sheet.narrow_text(&rows) };
-    Ok(heading(&machine, &common.shape) + &table)
+    Ok(heading_text(&machine, &common.shape) + &table)
 }
 
-fn heading(machine: &Machine, shape: &Shape) -> String {
+fn heading_text(machine: &MachineInfo, shape: &HeadShape) -> String {
     let (read, multiply) = (machine.read_gb_per_s, machine.multiply_adds_per_ns);
     format!(
         "kvd {} ({}) on {} ({} cores{})\nshape {shape}\none thread reads {:.1} [{:.1}] GB/s from \
@@ -335,7 +343,7 @@ mod tests {
     #[test]
     fn every_benchmark_runs_and_says_what_it_measured_of_which_build() {
         for arguments in TINY {
-            let json = bench(parsed(&format!("{arguments} --json")).unwrap()).unwrap();
+            let json = run_bench(parsed(&format!("{arguments} --json")).unwrap()).unwrap();
             let report: serde_json::Value = serde_json::from_str(&json).unwrap();
             assert!(!report["rows"].as_array().unwrap().is_empty(), "{json}");
             let commit = report["machine"]["commit"].as_str().unwrap();
@@ -349,7 +357,7 @@ mod tests {
     fn words_of_codes_are_held_against_their_entropy() {
         let codecs = "--codec k=uniform(b=4,axis=block)/huffman;v=raw --codec kivi-4";
         let command = parsed(&format!("codec --shape 2x2x64 --rounds 1 --json {codecs}")).unwrap();
-        let report: serde_json::Value = serde_json::from_str(&bench(command).unwrap()).unwrap();
+        let report: serde_json::Value = serde_json::from_str(&run_bench(command).unwrap()).unwrap();
         let rows = report["rows"].as_array().unwrap();
         let huffman = &rows[0]["huffman"];
         let [entropy, bits_per_code] =
@@ -368,7 +376,8 @@ mod tests {
             let tiny =
                 "attend --shape 1x2x64 --rounds 1 --buffer 64KiB --context 64 --codec kivi-4";
             let command = parsed(&format!("{tiny} --json {arguments}")).unwrap();
-            let report: serde_json::Value = serde_json::from_str(&bench(command).unwrap()).unwrap();
+            let report: serde_json::Value =
+                serde_json::from_str(&run_bench(command).unwrap()).unwrap();
             report["rows"][0]["precision"].as_str().unwrap().to_owned()
         };
         assert_eq!(row("--precision int8 --instruction-set portable"), "fast");
@@ -391,7 +400,7 @@ mod tests {
             let sets = |option: &str| -> Vec<String> {
                 let codec = "--codec k=raw;v=vq(d=2,b=4)";
                 let command = parsed(&format!("{arguments} --json {codec} {option}")).unwrap();
-                let report = bench(command).unwrap();
+                let report = run_bench(command).unwrap();
                 let report: serde_json::Value = serde_json::from_str(&report).unwrap();
                 let set = |row: &serde_json::Value| row["instruction_set"].as_str().map(Into::into);
                 let mut sets: Vec<_> =
@@ -467,7 +476,7 @@ mod tests {
             ("attend --shape 1x1x64 --codec k=vq(d=7,b=4);v=raw", "--codec"),
         ];
         for (arguments, hint) in refused {
-            let error = bench(parsed(arguments).unwrap()).unwrap_err();
+            let error = run_bench(parsed(arguments).unwrap()).unwrap_err();
             assert_eq!(error.exit_code(), 64, "{arguments}: {error}");
             assert!(error.to_string().contains(hint), "{arguments}: {error}");
         }
@@ -481,7 +490,8 @@ mod tests {
         let own = format!("--codec raw --codec kivi-4 --instruction-set {}", names.join(","));
         for precision in ["fast", "int8"] {
             let command = parsed(&format!("{tiny} {own} --precision {precision}")).unwrap();
-            let report: serde_json::Value = serde_json::from_str(&bench(command).unwrap()).unwrap();
+            let report: serde_json::Value =
+                serde_json::from_str(&run_bench(command).unwrap()).unwrap();
             for row in report["rows"].as_array().unwrap() {
                 let raw = row["codec"] == "raw";
                 assert_eq!(row["products"][0] == "f32", raw, "{row}");

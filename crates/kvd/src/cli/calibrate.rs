@@ -1,6 +1,6 @@
 //! `kvd calibrate`: a calibration artefact from a dump, a model, or a daemon.
 
-use super::bench::flags::count;
+use super::bench::flags::count_up_to;
 use super::paths::{check_inputs, check_outputs};
 use super::{CliError, eval};
 use clap::{ArgGroup, Args};
@@ -23,7 +23,7 @@ const MODEL_TOKENS: usize = 45_056;
 pub(super) struct CalibrateArgs {
     /// Codec to fit: a preset, a spec, or @FILE for a policy file; may be repeated, the artefact
     /// then serves all of them.
-    #[arg(long, value_name = "CODEC", value_parser = eval::codec, requires = "out")]
+    #[arg(long, value_name = "CODEC", value_parser = eval::parse_codec, requires = "out")]
     codec: Vec<EvalCodec>,
     /// Where to write the artefact.
     #[arg(long, value_name = "FILE", requires = "codec")]
@@ -43,34 +43,34 @@ pub(super) struct CalibrateArgs {
     #[arg(long, value_name = "FILE", conflicts_with = "endpoint")]
     text: Vec<PathBuf>,
     /// A running daemon, as http://HOST:PORT or unix:PATH.
-    #[arg(long, value_name = "ENDPOINT", requires = "sequence", value_parser = endpoint)]
+    #[arg(long, value_name = "ENDPOINT", requires = "sequence", value_parser = parse_endpoint)]
     endpoint: Option<Endpoint>,
     /// Id of a sequence that the daemon holds; may be repeated.
     #[arg(long, value_name = "ID", requires = "endpoint")]
     sequence: Vec<u64>,
     /// Namespace of the sequences.
-    #[arg(long, value_name = "NAME", requires = "endpoint", value_parser = namespace)]
+    #[arg(long, value_name = "NAME", requires = "endpoint", value_parser = parse_namespace)]
     namespace: Option<Namespace>,
     /// Tokens to take: of each text (45056 when absent), file or sequence (all when absent).
-    #[arg(long, value_name = "N", value_parser = count(eval::COUNT_MAX))]
+    #[arg(long, value_name = "N", value_parser = count_up_to(eval::COUNT_MAX))]
     tokens: Option<usize>,
     /// Tokens after which the model begins anew.
-    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = count(eval::COUNT_MAX))]
+    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = count_up_to(eval::COUNT_MAX))]
     window: usize,
     /// Tokens per block of the model that will use the artefact.
     #[arg(long, value_name = "N", default_value_t = 64)]
-    #[arg(value_parser = count(kvd_core::Geometry::BLOCK_TOKENS_MAX))]
+    #[arg(value_parser = count_up_to(kvd_core::Geometry::BLOCK_TOKENS_MAX))]
     block_tokens: u32,
     /// Seed of the fits: the same rows, codecs and seed give the same bytes.
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
 }
 
-fn endpoint(text: &str) -> Result<Endpoint, String> {
+fn parse_endpoint(text: &str) -> Result<Endpoint, String> {
     text.parse().map_err(|error| format!("{error}"))
 }
 
-fn namespace(text: &str) -> Result<Namespace, String> {
+fn parse_namespace(text: &str) -> Result<Namespace, String> {
     Namespace::new(text).map_err(|error| error.to_string())
 }
 
@@ -97,15 +97,15 @@ impl CalibrateArgs {
 }
 
 /// What can be told before a row is made.
-fn check(args: &CalibrateArgs) -> Result<(), CliError> {
+fn check_args(args: &CalibrateArgs) -> Result<(), CliError> {
     check_outputs(&[("--out", args.out.as_deref()), ("--dump", args.dump.as_deref())])?;
     check_inputs("--model", &args.model)?;
     check_inputs("--text", &args.text)?;
     check_inputs("--samples", &args.samples)
 }
 
-pub(super) async fn calibrate(args: CalibrateArgs) -> Result<(), CliError> {
-    check(&args)?;
+pub(super) async fn run_calibrate(args: CalibrateArgs) -> Result<(), CliError> {
+    check_args(&args)?;
     let options = CalibrateOptions {
         source: args.source(),
         codecs: args.codec.clone(),
@@ -113,11 +113,11 @@ pub(super) async fn calibrate(args: CalibrateArgs) -> Result<(), CliError> {
         dump: args.dump.clone(),
     };
     let made = calibrate::run_calibration(&options).await?;
-    super::print(&report(&args, &made)?)
+    super::print_text(&report_text(&args, &made)?)
 }
 
 /// Writes the artefact and says what was made.
-fn report(args: &CalibrateArgs, made: &CalibrationRun) -> Result<String, CliError> {
+fn report_text(args: &CalibrateArgs, made: &CalibrationRun) -> Result<String, CliError> {
     let mut text = String::new();
     let queries = if made.queries { "with queries" } else { "without queries" };
     let mut say = |what: &str, path: &Path| {

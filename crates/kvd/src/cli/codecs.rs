@@ -1,8 +1,8 @@
 //! `kvd codecs`: the presets, and what speaks for each.
 
-use super::table::{Column, table, wrapped};
+use super::table::{TableColumn, render_table, wrap_text};
 use super::{CliError, machine};
-use crate::bench::{AttendBench, Shape, shape};
+use crate::bench::{AttendBench, HeadShape, find_shape};
 use clap::Args;
 use kvd_codec::{CodecSpec, Preset, Quantizer, presets, resolve_spec};
 use kvd_compute::Precision;
@@ -51,7 +51,7 @@ pub(super) struct CodecsArgs {
 
 /// What is known of a preset.
 #[derive(Serialize)]
-struct Row {
+struct PresetRow {
     name: &'static str,
     spec: &'static str,
     source: &'static str,
@@ -61,58 +61,60 @@ struct Row {
     /// Mean of K and V without windows: by the spec, where it says it, else as measured.
     bits_per_value: f64,
     /// f16 bytes over bytes held, one sequence with its windows, by its tokens.
-    saving: Vec<Saving>,
-    loss: Loss,
+    saving: Vec<PresetSaving>,
+    loss: PresetLoss,
     /// Processor time per token and KV head, nanoseconds; with --speed.
     attend_ns: Option<f64>,
 }
 
 #[derive(Clone, Copy, Serialize)]
-struct Saving {
+struct PresetSaving {
     tokens: u32,
     ratio: f64,
 }
 
 /// What was measured on the fixture, each codec under its own windows.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-struct Loss {
+struct PresetLoss {
     bits_per_value: f64,
     perplexity_change_percent: f64,
     kl_nats: f64,
 }
 
 #[derive(Serialize)]
-struct Report {
+struct PresetReport {
     /// Where losses come from.
     measured: String,
     /// Where attention was timed; with --speed.
     timed: Option<String>,
-    presets: Vec<Row>,
+    presets: Vec<PresetRow>,
 }
 
 /// The presets, in the form that was asked for.
-pub(super) fn text(args: &CodecsArgs) -> Result<String, CliError> {
+pub(super) fn codecs_text(args: &CodecsArgs) -> Result<String, CliError> {
     if args.wide {
         return Ok(wide_text());
     }
-    let mut report = Report { measured: measured(), timed: None, presets: rows() };
+    let mut report =
+        PresetReport { measured: measured_text(), timed: None, presets: preset_rows() };
     if args.speed {
-        time(&mut report)?;
+        time_presets(&mut report)?;
     }
     if args.json {
         let json = serde_json::to_string_pretty(&report).map_err(anyhow::Error::from)?;
         return Ok(json + "\n");
     }
-    Ok(comparison(&report))
+    Ok(comparison_text(&report))
 }
 
-fn rows() -> Vec<Row> {
+fn preset_rows() -> Vec<PresetRow> {
     let row = |preset: &Preset| {
         let spec = resolve_spec(preset.name).expect("a test parses every preset");
-        let loss = loss(QUALITY_PAGE, preset.name).expect("a test looks every preset up");
+        let loss = find_loss(QUALITY_PAGE, preset.name).expect("a test looks every preset up");
         let bits_per_value = implied_bits(&spec).unwrap_or(loss.bits_per_value);
-        let saving = |tokens| Saving { tokens, ratio: saving(&spec, bits_per_value, tokens) };
-        Row {
+        let saving =
+            |tokens| PresetSaving { tokens, ratio: memory_saving(&spec, bits_per_value, tokens) };
+        PresetRow {
             name: preset.name,
             spec: preset.spec_text,
             source: preset.source,
@@ -136,7 +138,7 @@ fn implied_bits(spec: &CodecSpec) -> Option<f64> {
 
 /// f16 bytes over bytes held of one sequence: its first `sink` tokens, its last `recent` and the
 /// block that those begin in are raw.
-fn saving(spec: &CodecSpec, bits_per_value: f64, tokens: u32) -> f64 {
+fn memory_saving(spec: &CodecSpec, bits_per_value: f64, tokens: u32) -> f64 {
     let block = GEOMETRY.block_tokens;
     let packed_end = tokens.saturating_sub(spec.recent) / block * block;
     let packed = f64::from(packed_end.saturating_sub(spec.sink));
@@ -145,7 +147,7 @@ fn saving(spec: &CodecSpec, bits_per_value: f64, tokens: u32) -> f64 {
 }
 
 /// The row of a codec in the page's first table.
-fn loss(page: &str, name: &str) -> Option<Loss> {
+fn find_loss(page: &str, name: &str) -> Option<PresetLoss> {
     let (_, table) = page.split_once("### Quality")?;
     let lines = table.lines().filter(|line| line.starts_with('|'));
     let mut rows = lines.map(|line| -> Vec<&str> {
@@ -157,7 +159,7 @@ fn loss(page: &str, name: &str) -> Option<Loss> {
         let index = head.iter().position(|cell| *cell == column)?;
         row.get(index)?.parse().ok()
     };
-    Some(Loss {
+    Some(PresetLoss {
         bits_per_value: figure("bits/value")?,
         perplexity_change_percent: figure("ppl %")?,
         kl_nats: figure("KL nats")?,
@@ -165,17 +167,17 @@ fn loss(page: &str, name: &str) -> Option<Loss> {
 }
 
 /// Where the losses come from, in the page's own words.
-fn measured() -> String {
+fn measured_text() -> String {
     let line = QUALITY_PAGE.lines().find_map(|line| line.strip_prefix("in "));
     let on = line.and_then(|line| line.split(". ").next()).unwrap_or("in docs/quality.md");
     format!("docs/quality.md, {on}")
 }
 
 /// Times attention with every preset.
-fn time(report: &mut Report) -> Result<(), CliError> {
-    let shape: Shape = shape("llama-3.1-8b").expect("a shape of that name");
+fn time_presets(report: &mut PresetReport) -> Result<(), CliError> {
+    let shape: HeadShape = find_shape("llama-3.1-8b").expect("a shape of that name");
     let bench = AttendBench {
-        shape,
+        find_shape,
         codecs: presets().iter().map(|preset| preset.name.to_owned()).collect(),
         contexts: vec![SPEED_CONTEXT],
         batch: 1,
@@ -188,7 +190,7 @@ fn time(report: &mut Report) -> Result<(), CliError> {
         precision: Precision::Fast,
         instruction_sets: Vec::new(),
     };
-    let (machine, timed) = bench.run()?;
+    let (machine, timed) = bench.measure_all()?;
     let mut apart: Vec<f64> = Vec::new();
     for (row, timed) in report.presets.iter_mut().zip(&timed) {
         row.attend_ns = Some(timed.cpu_ns.median);
@@ -207,27 +209,31 @@ fn time(report: &mut Report) -> Result<(), CliError> {
 }
 
 /// The table for a terminal, and how to read it.
-fn comparison(report: &Report) -> String {
+fn comparison_text(report: &PresetReport) -> String {
     let rows = &report.presets;
-    let cells = |cell: &dyn Fn(&Row) -> String| -> Vec<String> { rows.iter().map(cell).collect() };
-    let ratio = |row: &Row, index: usize| format!("{:.2}", row.saving[index].ratio);
-    let calibration = |row: &Row| if row.needs_calibration { "yes" } else { "no" }.to_owned();
+    let cells =
+        |cell: &dyn Fn(&PresetRow) -> String| -> Vec<String> { rows.iter().map(cell).collect() };
+    let ratio = |row: &PresetRow, index: usize| format!("{:.2}", row.saving[index].ratio);
+    let calibration = |row: &PresetRow| if row.needs_calibration { "yes" } else { "no" }.to_owned();
     let mut columns = vec![
-        Column::text("codec", cells(&|row| row.name.to_owned())),
-        Column::numbers("x 2k", cells(&|row| ratio(row, 0))),
-        Column::numbers("x 32k", cells(&|row| ratio(row, 1))),
-        Column::numbers("ppl %", cells(&|row| format!("{:+.2}", percent(row)))),
-        Column::numbers("KL nats", cells(&|row| format!("{:.5}", row.loss.kl_nats.max(0.0)))),
-        Column::text("calibrate", cells(&calibration)),
+        TableColumn::of_text("codec", cells(&|row| row.name.to_owned())),
+        TableColumn::of_numbers("x 2k", cells(&|row| ratio(row, 0))),
+        TableColumn::of_numbers("x 32k", cells(&|row| ratio(row, 1))),
+        TableColumn::of_numbers("ppl %", cells(&|row| format!("{:+.2}", change_percent(row)))),
+        TableColumn::of_numbers(
+            "KL nats",
+            cells(&|row| format!("{:.5}", row.loss.kl_nats.max(0.0))),
+        ),
+        TableColumn::of_text("calibrate", cells(&calibration)),
     ];
     if report.timed.is_some() {
         let time =
-            |row: &Row| row.attend_ns.map_or_else(|| "-".to_owned(), |ns| format!("{ns:.0}"));
-        columns.push(Column::numbers("ns", cells(&time)));
+            |row: &PresetRow| row.attend_ns.map_or_else(|| "-".to_owned(), |ns| format!("{ns:.0}"));
+        columns.push(TableColumn::of_numbers("ns", cells(&time)));
     }
-    columns.push(Column::text("choose it when", cells(&|row| row.choose_when.to_owned())));
-    let mut text = table(&columns);
-    let mut note = |note: &str| text.push_str(&wrapped(note, "  "));
+    columns.push(TableColumn::of_text("choose it when", cells(&|row| row.choose_when.to_owned())));
+    let mut text = render_table(&columns);
+    let mut note = |note: &str| text.push_str(&wrap_text(note, "  "));
     note("");
     note(
         "Start with kivi-4. Once you can calibrate (kvd calibrate), take kvd-4, and kvd-2 where \
@@ -256,7 +262,7 @@ fn comparison(report: &Report) -> String {
 }
 
 /// What is printed of a change that rounds to nothing has no sign.
-fn percent(row: &Row) -> f64 {
+fn change_percent(row: &PresetRow) -> f64 {
     let percent = row.loss.perplexity_change_percent;
     if percent.abs() < 0.005 { 0.0 } else { percent }
 }
@@ -307,15 +313,16 @@ mod tests {
 
     #[test]
     fn the_comparison_fits_a_terminal_with_speeds_too() {
-        let mut report = Report { measured: measured(), timed: None, presets: rows() };
-        let plain = comparison(&report);
+        let mut report =
+            PresetReport { measured: measured_text(), timed: None, presets: preset_rows() };
+        let plain = comparison_text(&report);
         assert!(columns_of(&plain) <= COLUMNS, "{} columns:\n{plain}", columns_of(&plain));
         assert!(plain.contains("docs/quality.md") && plain.contains("kvd 0.1.0 on cpu"), "{plain}");
         for row in &mut report.presets {
             row.attend_ns = Some(4321.0);
         }
         report.timed = Some("a processor with a long name, one thread, busy ".repeat(4));
-        let timed = comparison(&report);
+        let timed = comparison_text(&report);
         assert!(columns_of(&timed) <= COLUMNS, "{} columns:\n{timed}", columns_of(&timed));
         for preset in presets() {
             assert!(timed.contains(preset.choose_when), "{}", preset.name);
@@ -326,7 +333,7 @@ mod tests {
     #[test]
     fn losses_are_those_of_the_page_and_bits_near_what_specs_say() {
         for preset in presets() {
-            let loss = loss(QUALITY_PAGE, preset.name);
+            let loss = find_loss(QUALITY_PAGE, preset.name);
             let loss = loss.unwrap_or_else(|| panic!("docs/quality.md has no {}", preset.name));
             let spec = resolve_spec(preset.name).unwrap();
             if let Some(bits) = implied_bits(&spec) {
@@ -336,15 +343,18 @@ mod tests {
         }
         let page = "### Quality\n\n| codec | KL nats | bits/value | ppl % |\n|---|---|---|---|\n\
                     | a | 0.5 | 3.25 | -1.5 |\n";
-        let found = Loss { bits_per_value: 3.25, perplexity_change_percent: -1.5, kl_nats: 0.5 };
-        assert_eq!(loss(page, "a"), Some(found));
-        assert_eq!(loss(page, "b"), None);
+        let found =
+            PresetLoss { bits_per_value: 3.25, perplexity_change_percent: -1.5, kl_nats: 0.5 };
+        assert_eq!(find_loss(page, "a"), Some(found));
+        assert_eq!(find_loss(page, "b"), None);
     }
 
     /// Ratios that a daemon told by `DescribeSequence`.
     #[test]
     fn windows_and_open_blocks_are_counted() {
-        let at = |name: &str, bits: f64, tokens| saving(&resolve_spec(name).unwrap(), bits, tokens);
+        let at = |name: &str, bits: f64, tokens| {
+            memory_saving(&resolve_spec(name).unwrap(), bits, tokens)
+        };
         assert_eq!(at("kivi-4", 5.031, 128), 1.0);
         for (name, bits, tokens, ratio) in [
             ("fp8", 8.047, 2048, 1.99),

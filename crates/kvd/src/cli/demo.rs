@@ -1,10 +1,10 @@
 //! `kvd demo`: a daemon in this process and the demo as its client, over loopback gRPC.
 
-use super::bench::flags::count;
-use super::local::{self, Local};
+use super::bench::flags::count_up_to;
+use super::local::{self, LocalDaemon};
 use super::paths::check_inputs;
 use super::{CliError, eval, serve::stop_signal, text_args};
-use crate::daemon::Running;
+use crate::daemon::RunningDaemon;
 use clap::Args;
 use kvd_eval::demo::{self, DemoOptions};
 use kvd_eval::eval::{EvalCodec, WindowChoice};
@@ -16,11 +16,11 @@ use std::path::PathBuf;
 pub(super) struct DemoArgs {
     /// Codec to run, as a preset, a spec or `@FILE` for a policy file; may be repeated. See `kvd
     /// codecs`.
-    #[arg(long, value_name = "CODEC", value_parser = eval::codec)]
+    #[arg(long, value_name = "CODEC", value_parser = eval::parse_codec)]
     codec: Vec<EvalCodec>,
     /// Windows of all codecs: `sink=N,recent=N`, or `own`. When absent, `sink=32,recent=96` for the
     /// default codecs and `own` for those named.
-    #[arg(long, value_name = "WINDOWS", value_parser = eval::windows)]
+    #[arg(long, value_name = "WINDOWS", value_parser = eval::parse_windows)]
     windows: Option<WindowChoice>,
     /// Model folder (config.json, model.safetensors, tokenizer.json, eval_ids.u16); the built-in
     /// tiny model when absent.
@@ -28,11 +28,11 @@ pub(super) struct DemoArgs {
     model: Option<PathBuf>,
     /// Held-out passages to score.
     #[arg(long, value_name = "N", default_value_t = DemoOptions::PASSAGES)]
-    #[arg(value_parser = count(eval::COUNT_MAX))]
+    #[arg(value_parser = count_up_to(eval::COUNT_MAX))]
     passages: usize,
     /// Tokens to write.
     #[arg(long, value_name = "N", default_value_t = DemoOptions::NEW_TOKENS)]
-    #[arg(value_parser = count(eval::COUNT_MAX))]
+    #[arg(value_parser = count_up_to(eval::COUNT_MAX))]
     tokens: usize,
     /// Print the table as one JSON object.
     #[arg(long)]
@@ -48,14 +48,15 @@ pub(super) struct DemoArgs {
     pool: String,
 }
 
-pub(super) async fn demo(args: DemoArgs) -> Result<(), CliError> {
+pub(super) async fn run_demo(args: DemoArgs) -> Result<(), CliError> {
     check_inputs("--model", &args.model)?;
-    let local = Local { admin: &args.admin, pool: &args.pool, block_tokens: local::BLOCK_TOKENS };
-    local.run(async |running| report(&args, running).await).await
+    let local =
+        LocalDaemon { admin: &args.admin, pool: &args.pool, block_tokens: local::BLOCK_TOKENS };
+    local.run_with(async |running| show_demo(&args, running).await).await
 }
 
-async fn report(args: &DemoArgs, running: &Running) -> Result<(), CliError> {
-    let mut options = DemoOptions::new(local::endpoint(running)?);
+async fn show_demo(args: &DemoArgs, running: &RunningDaemon) -> Result<(), CliError> {
+    let mut options = DemoOptions::new(local::daemon_endpoint(running)?);
     if !args.codec.is_empty() {
         options.codecs.clone_from(&args.codec);
         options.windows = WindowChoice::Own;
@@ -65,12 +66,12 @@ async fn report(args: &DemoArgs, running: &Running) -> Result<(), CliError> {
     (options.passages, options.new_tokens) = (args.passages, args.tokens);
     options.json = args.json;
     options.keep_open = args.serve;
-    options.metrics = Some(local::metrics(running));
+    options.metrics = Some(local::daemon_metrics(running));
     let mut text = Vec::new();
     demo::run_demo(options, &mut text).await?;
-    super::print(&String::from_utf8_lossy(&text))?;
+    super::print_text(&String::from_utf8_lossy(&text))?;
     if args.serve {
-        let tcp = local::endpoint(running)?;
+        let tcp = local::daemon_endpoint(running)?;
         // On standard error, so that --json leaves a single object on standard output.
         let mut notes = format!(
             "\nThe daemon stays up with everything stored; Ctrl-C ends it.\n  gRPC     {tcp}\n"

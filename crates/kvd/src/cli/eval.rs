@@ -1,10 +1,10 @@
 //! `kvd eval`: a daemon in this process and the evaluation as its client.
 
-use super::bench::flags::count;
-use super::local::{self, Local};
+use super::bench::flags::count_up_to;
+use super::local::{self, LocalDaemon};
 use super::paths::{check_inputs, check_outputs};
 use super::{CliError, text_args};
-use crate::daemon::Running;
+use crate::daemon::RunningDaemon;
 use anyhow::Context;
 use clap::Args;
 use kvd_eval::demo::DemoOptions;
@@ -25,7 +25,7 @@ pub(super) struct EvalArgs {
     text: Vec<PathBuf>,
     /// Codec to evaluate: a preset, a spec, or @FILE for a policy file; may be repeated. When
     /// nothing says what to evaluate, those of `kvd demo`: raw, kivi-4, vecinfer-2, kvd-4, kvd-2.
-    #[arg(long, value_name = "CODEC", value_parser = codec)]
+    #[arg(long, value_name = "CODEC", value_parser = parse_codec)]
     codec: Vec<EvalCodec>,
     /// Evaluate every preset of `kvd codecs`, before those of --codec.
     #[arg(long)]
@@ -34,25 +34,25 @@ pub(super) struct EvalArgs {
     #[arg(long)]
     orderings: bool,
     /// Windows of every codec: own, or sink=N,recent=N; may be repeated, one block of rows each.
-    #[arg(long, value_name = "WINDOWS", default_value = "own", value_parser = windows)]
+    #[arg(long, value_name = "WINDOWS", default_value = "own", value_parser = parse_windows)]
     windows: Vec<WindowChoice>,
     /// Passages to score.
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = count(COUNT_MAX))]
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = count_up_to(COUNT_MAX))]
     passages: usize,
     /// Tokens of a passage, 8 at least.
-    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = count(COUNT_MAX))]
+    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = count_up_to(COUNT_MAX))]
     tokens: usize,
     /// Tokens per step of a passage.
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = count(COUNT_MAX))]
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = count_up_to(COUNT_MAX))]
     chunk: usize,
     /// Windows of text that calibrations are fitted on.
-    #[arg(long, value_name = "N", default_value_t = 22, value_parser = count(COUNT_MAX))]
+    #[arg(long, value_name = "N", default_value_t = 22, value_parser = count_up_to(COUNT_MAX))]
     calibration_windows: usize,
     /// Calibration artefact to use for every codec that needs one, instead of fitting.
     #[arg(long, value_name = "FILE")]
     calibration: Option<PathBuf>,
     /// Tokens of context over which windows and tables are spread.
-    #[arg(long, value_name = "N", default_value_t = 32_768, value_parser = count(COUNT_MAX))]
+    #[arg(long, value_name = "N", default_value_t = 32_768, value_parser = count_up_to(COUNT_MAX))]
     context: usize,
     /// Seed of the calibrations.
     #[arg(long, value_name = "N", default_value_t = 1)]
@@ -78,7 +78,7 @@ pub(super) struct EvalArgs {
     budget_bits: Option<f64>,
     /// Codec whose sides a layer may get; may be repeated. Eight rates of the kvd presets' family
     /// when absent.
-    #[arg(long, value_name = "CODEC", requires = "search", value_parser = codec)]
+    #[arg(long, value_name = "CODEC", requires = "search", value_parser = parse_codec)]
     candidates: Vec<EvalCodec>,
     /// Write the policy found, as --codec @FILE reads it.
     #[arg(long, value_name = "FILE", requires = "search")]
@@ -94,11 +94,11 @@ pub(super) struct EvalArgs {
     block_tokens: u32,
 }
 
-pub(super) fn codec(text: &str) -> Result<EvalCodec, String> {
+pub(super) fn parse_codec(text: &str) -> Result<EvalCodec, String> {
     text.parse().map_err(|error: anyhow::Error| format!("{error:#}"))
 }
 
-pub(super) fn windows(text: &str) -> Result<WindowChoice, String> {
+pub(super) fn parse_windows(text: &str) -> Result<WindowChoice, String> {
     text.parse().map_err(|error: anyhow::Error| format!("{error:#}"))
 }
 
@@ -107,7 +107,7 @@ pub(super) const COUNT_MAX: usize = 1 << 30;
 
 impl EvalArgs {
     /// What can be told before a model is read.
-    fn check(&self) -> Result<(), CliError> {
+    fn check_files(&self) -> Result<(), CliError> {
         check_outputs(&[
             ("--json", self.json.as_deref()),
             ("--markdown", self.markdown.as_deref()),
@@ -121,7 +121,7 @@ impl EvalArgs {
     }
 
     /// Those that flags name, none twice.
-    fn codecs(&self) -> Vec<EvalCodec> {
+    fn named_codecs(&self) -> Vec<EvalCodec> {
         let mut codecs = if self.all_presets { EvalCodec::all_presets() } else { Vec::new() };
         let ordered = if self.orderings { EvalCodec::ordering_codecs() } else { Vec::new() };
         for codec in ordered.into_iter().chain(self.codec.iter().cloned()) {
@@ -136,16 +136,16 @@ impl EvalArgs {
     }
 }
 
-pub(super) async fn eval(args: EvalArgs) -> Result<(), CliError> {
-    args.check()?;
-    let local = Local { admin: "", pool: &args.pool, block_tokens: args.block_tokens };
-    local.run(async |running| report(&args, running).await).await
+pub(super) async fn run_eval(args: EvalArgs) -> Result<(), CliError> {
+    args.check_files()?;
+    let local = LocalDaemon { admin: "", pool: &args.pool, block_tokens: args.block_tokens };
+    local.run_with(async |running| report_eval(&args, running).await).await
 }
 
-async fn report(args: &EvalArgs, running: &Running) -> Result<(), CliError> {
-    let codecs = args.codecs();
+async fn report_eval(args: &EvalArgs, running: &RunningDaemon) -> Result<(), CliError> {
+    let codecs = args.named_codecs();
     let options = EvalOptions {
-        metrics: Some(local::metrics(running)),
+        metrics: Some(local::daemon_metrics(running)),
         model_dir: args.model.clone(),
         texts: args.text.clone(),
         windows: args.windows.clone(),
@@ -157,17 +157,17 @@ async fn report(args: &EvalArgs, running: &Running) -> Result<(), CliError> {
         context_tokens: args.context,
         seed: args.seed,
         orderings: args.orderings,
-        command: command(),
-        ..EvalOptions::new(local::endpoint(running)?, codecs)
+        command: command_line(),
+        ..EvalOptions::new(local::daemon_endpoint(running)?, codecs)
     };
     let Some(budget) = args.budget_bits else {
-        return write(args, &eval::run_eval(&options).await?);
+        return write_report(args, &eval::run_eval(&options).await?);
     };
-    write(args, &search(args, options, budget).await?)
+    write_report(args, &search_policy(args, options, budget).await?)
 }
 
 /// Writes the policy and its artefact too.
-async fn search(
+async fn search_policy(
     args: &EvalArgs,
     mut options: EvalOptions,
     budget: f64,
@@ -187,37 +187,37 @@ async fn search(
     }
     let (found, report) = search::run_search(&options, &search).await?;
     if let Some(path) = &args.policy {
-        put(path, found.policy.as_bytes())?;
+        write_file(path, found.policy.as_bytes())?;
     }
     if let (Some(path), Some(artefact)) = (&args.artefact, &found.artefact) {
-        put(path, &artefact.to_bytes())?;
+        write_file(path, &artefact.to_bytes())?;
     }
     Ok(report)
 }
 
 /// Files first, so that a table on the terminal says that everything is written.
-fn write(args: &EvalArgs, report: &EvalReport) -> Result<(), CliError> {
+fn write_report(args: &EvalArgs, report: &EvalReport) -> Result<(), CliError> {
     if let Some(path) = &args.svg {
-        put(path, eval::plot_svg(report).as_bytes())?;
+        write_file(path, eval::plot_svg(report).as_bytes())?;
     }
     if let Some(path) = &args.markdown {
         let plot = args.svg.as_deref().map(|svg| seen_from(path, svg));
-        put(path, eval::markdown_page(report, plot.as_deref()).as_bytes())?;
+        write_file(path, eval::markdown_page(report, plot.as_deref()).as_bytes())?;
     }
     if let Some(path) = &args.json {
         let json = serde_json::to_string_pretty(report).map_err(anyhow::Error::from)? + "\n";
         if path.as_os_str() == "-" {
-            return super::print(&json);
+            return super::print_text(&json);
         }
-        put(path, json.as_bytes())?;
+        write_file(path, json.as_bytes())?;
     }
-    super::print(&eval::report_text(
+    super::print_text(&eval::report_text(
         report,
         if args.wide { LineWidth::All } else { LineWidth::Terminal },
     ))
 }
 
-fn put(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
+fn write_file(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
     std::fs::write(path, bytes).with_context(|| format!("cannot write {}", path.display()))
 }
 
@@ -228,7 +228,7 @@ fn seen_from(page: &Path, svg: &Path) -> String {
 }
 
 /// This command line, as it can be typed again.
-fn command() -> String {
+fn command_line() -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_=.,/@:+".contains(c);
     let quoted = |argument: String| {
         if argument.chars().all(plain) { argument } else { format!("'{argument}'") }

@@ -1,15 +1,15 @@
 //! A daemon in this process for the commands that are their own client, over loopback gRPC.
 
 use super::{CliError, serve::stop_signal};
-use crate::config::{Config, Overrides};
-use crate::daemon::{Daemon, Running};
+use crate::config::{Config, ConfigOverrides};
+use crate::daemon::{Daemon, RunningDaemon};
 use crate::telemetry;
 use anyhow::Context;
 use kvd_client::Endpoint;
 use kvd_eval::measure::MetricsSource;
 
 /// Settings of that daemon that differ from the defaults.
-pub(super) struct Local<'a> {
+pub(super) struct LocalDaemon<'a> {
     /// Address of the metrics; empty for none.
     pub(super) admin: &'a str,
     /// Page memory.
@@ -21,11 +21,11 @@ pub(super) struct Local<'a> {
 /// Tokens per block unless a command asks for others: what the daemon's default is.
 pub(super) const BLOCK_TOKENS: u32 = 64;
 
-impl Local<'_> {
+impl LocalDaemon<'_> {
     /// Starts a daemon, does `work` with it and drains it, also after a signal.
-    pub(super) async fn run(
+    pub(super) async fn run_with(
         &self,
-        work: impl AsyncFnOnce(&Running) -> Result<(), CliError>,
+        work: impl AsyncFnOnce(&RunningDaemon) -> Result<(), CliError>,
     ) -> Result<(), CliError> {
         let block_tokens = self.block_tokens.to_string();
         let flags = [
@@ -38,8 +38,8 @@ impl Local<'_> {
             ("log.filter", "warn"),
         ];
         let flags = flags.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec();
-        let config = Config::load(&Overrides { file: None, environment: false, flags })?;
-        telemetry::init(&config)?;
+        let config = Config::load(&ConfigOverrides { file: None, environment: false, flags })?;
+        telemetry::init_logs(&config)?;
         let running = Daemon::build(config).await?.spawn();
         let outcome = tokio::select! {
             result = work(&running) => result,
@@ -52,13 +52,13 @@ impl Local<'_> {
 }
 
 /// Where that daemon listens.
-pub(super) fn endpoint(running: &Running) -> anyhow::Result<Endpoint> {
-    let tcp = running.addresses().tcp.context("the daemon in this process listens on TCP")?;
+pub(super) fn daemon_endpoint(running: &RunningDaemon) -> anyhow::Result<Endpoint> {
+    let tcp = running.bound_addresses().tcp.context("the daemon in this process listens on TCP")?;
     Ok(format!("http://{tcp}").parse()?)
 }
 
 /// Its metrics.
-pub(super) fn metrics(running: &Running) -> MetricsSource {
+pub(super) fn daemon_metrics(running: &RunningDaemon) -> MetricsSource {
     let metrics = running.service().metrics().clone();
-    MetricsSource::new(move || metrics.render())
+    MetricsSource::new(move || metrics.render_page())
 }

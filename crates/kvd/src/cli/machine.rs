@@ -4,10 +4,10 @@
 pub(super) fn load_text(cores: usize) -> String {
     let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let load = text.split(' ').next().and_then(|load| load.parse::<f64>().ok());
-    told(load, cores)
+    describe_load(load, cores)
 }
 
-fn told(load: Option<f64>, cores: usize) -> String {
+fn describe_load(load: Option<f64>, cores: usize) -> String {
     match load {
         None => "how busy the machine is, is not known".to_owned(),
         Some(load) if load > 0.5 * cores as f64 => format!(
@@ -24,9 +24,9 @@ mod tests {
 
     #[test]
     fn a_busy_machine_is_said_to_be() {
-        assert!(told(Some(3.0), 2).contains("busy (load 3.0 on 2 cores)"));
-        assert_eq!(told(Some(0.2), 2), "load 0.2 on 2 cores");
-        assert!(told(None, 2).contains("not known"));
+        assert!(describe_load(Some(3.0), 2).contains("busy (load 3.0 on 2 cores)"));
+        assert_eq!(describe_load(Some(0.2), 2), "load 0.2 on 2 cores");
+        assert!(describe_load(None, 2).contains("not known"));
         assert!(!load_text(2).is_empty());
     }
 }

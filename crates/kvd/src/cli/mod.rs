@@ -22,7 +22,7 @@ mod table;
 mod text_args;
 
 use crate::bench::BenchError;
-use crate::config::{Config, ConfigError, DEFAULT_TOML, Overrides, RawConfig};
+use crate::config::{Config, ConfigError, ConfigOverrides, DEFAULT_TOML, RawConfig};
 use crate::daemon::BuildError;
 use crate::dashboard;
 use crate::device::DeviceError;
@@ -38,13 +38,13 @@ const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("KVD_COMMIT"
 #[derive(Parser)]
 #[command(name = "kvd", version = VERSION, arg_required_else_help = true)]
 #[command(max_term_width = 100, after_help = help::KVD)]
-struct Cli {
+struct CliArgs {
     #[command(subcommand)]
-    command: Command,
+    command: CliCommand,
 }
 
 #[derive(Subcommand)]
-enum Command {
+enum CliCommand {
     /// Run the daemon.
     #[command(after_help = help::SERVE)]
     Serve(ConfigArgs),
@@ -116,7 +116,7 @@ fn key_value(text: &str) -> Result<(String, String), String> {
 }
 
 impl ConfigArgs {
-    fn overrides(self) -> Overrides {
+    fn to_overrides(self) -> ConfigOverrides {
         let short = [
             ("server.listen_tcp", self.listen),
             ("server.listen_unix", self.unix),
@@ -128,11 +128,11 @@ impl ConfigArgs {
         flags.extend(self.set);
         let named = || std::env::var_os("KVD_CONFIG").filter(|path| !path.is_empty());
         let file = self.config.or_else(|| named().map(PathBuf::from));
-        Overrides { file, environment: true, flags }
+        ConfigOverrides { file, environment: true, flags }
     }
 
-    fn load(self) -> Result<Config, ConfigError> {
-        Config::load(&self.overrides())
+    fn load_config(self) -> Result<Config, ConfigError> {
+        Config::load(&self.to_overrides())
     }
 }
 
@@ -195,7 +195,7 @@ fn is_usage(error: &anyhow::Error) -> bool {
 /// Runs the command line of this process.
 #[must_use]
 pub fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
+    let cli = match CliArgs::try_parse() {
         Ok(cli) => cli,
         Err(error) => {
             // Help and version come this way too, and are no errors.
@@ -203,7 +203,7 @@ pub fn main() -> ExitCode {
             return ExitCode::from(if error.use_stderr() { 64 } else { 0 });
         }
     };
-    match run(cli.command) {
+    match run_command(cli.command) {
         Ok(()) => ExitCode::SUCCESS,
         Err(CliError::OutputClosed) => ExitCode::SUCCESS,
         Err(error) => {
@@ -213,36 +213,38 @@ pub fn main() -> ExitCode {
     }
 }
 
-fn run(command: Command) -> Result<(), CliError> {
+fn run_command(command: CliCommand) -> Result<(), CliError> {
     match command {
-        Command::Serve(config) => runtime()?.block_on(serve::serve(config.load()?)),
-        Command::Config { print_default: true, .. } => print(DEFAULT_TOML),
-        Command::Config { config, .. } => print(&config_text(&config.overrides())?),
-        Command::Codecs(args) => print(&codecs::text(&args)?),
-        Command::Bench(command) => print(&bench::bench(command)?),
-        Command::Plan(args) => print(&plan::text(&args)?),
-        Command::Dashboard => print(&dashboard::text()),
+        CliCommand::Serve(config) => {
+            build_runtime()?.block_on(serve::run_daemon(config.load_config()?))
+        }
+        CliCommand::Config { print_default: true, .. } => print_text(DEFAULT_TOML),
+        CliCommand::Config { config, .. } => print_text(&config_text(&config.to_overrides())?),
+        CliCommand::Codecs(args) => print_text(&codecs::codecs_text(&args)?),
+        CliCommand::Bench(command) => print_text(&bench::run_bench(command)?),
+        CliCommand::Plan(args) => print_text(&plan::plan_text(&args)?),
+        CliCommand::Dashboard => print_text(&dashboard::dashboard_text()),
         #[cfg(feature = "eval")]
-        Command::Demo(args) => runtime()?.block_on(demo::demo(args)),
+        CliCommand::Demo(args) => build_runtime()?.block_on(demo::run_demo(args)),
         #[cfg(feature = "eval")]
-        Command::Eval(args) => runtime()?.block_on(eval::eval(args)),
+        CliCommand::Eval(args) => build_runtime()?.block_on(eval::run_eval(args)),
         #[cfg(feature = "eval")]
-        Command::Calibrate(args) => runtime()?.block_on(calibrate::calibrate(args)),
+        CliCommand::Calibrate(args) => build_runtime()?.block_on(calibrate::run_calibrate(args)),
     }
 }
 
-fn runtime() -> Result<tokio::runtime::Runtime, CliError> {
+fn build_runtime() -> Result<tokio::runtime::Runtime, CliError> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
     Ok(runtime.map_err(anyhow::Error::from)?)
 }
 
 /// What holds, as a file; nothing that the daemon would refuse.
-fn config_text(overrides: &Overrides) -> Result<String, CliError> {
+fn config_text(overrides: &ConfigOverrides) -> Result<String, CliError> {
     Config::load(overrides)?;
     Ok(RawConfig::load(overrides)?.to_toml())
 }
 
-fn print(text: &str) -> Result<(), CliError> {
+fn print_text(text: &str) -> Result<(), CliError> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Err(CliError::OutputClosed),

@@ -14,7 +14,7 @@ pub(super) fn check_outputs(outputs: &[(&str, Option<&Path>)]) -> Result<(), Cli
         let Some(path) = path.filter(|path| path.as_os_str() != "-") else { continue };
         let refused =
             |reason: String| CliError::Usage(format!("{option} {}: {reason}", path.display()));
-        try_write(path).map_err(|error| refused(cannot(path, &error)))?;
+        try_write(path).map_err(|error| refused(cannot_write(path, &error)))?;
         let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         if let Some((other, _)) = seen.iter().find(|(_, other)| *other == absolute) {
             return Err(refused(format!("{other} names the same file")));
@@ -52,7 +52,7 @@ fn try_write(path: &Path) -> Result<(), Error> {
     }
 }
 
-fn cannot(path: &Path, error: &Error) -> String {
+fn cannot_write(path: &Path, error: &Error) -> String {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
     match folder {
         Some(folder) if error.kind() == ErrorKind::NotFound && !folder.exists() => {

@@ -1,7 +1,7 @@
 //! `kvd plan`: how the CUDA kernels would be launched on a GPU, with the reasons.
 
-use super::bench::flags::count;
-use super::table::{Column, Labels, table};
+use super::bench::flags::count_up_to;
+use super::table::{CodecLabels, TableColumn, render_table};
 use super::{CliError, text_args};
 use crate::bench::limits;
 use clap::Args;
@@ -20,16 +20,16 @@ pub(super) struct PlanArgs {
     #[arg(long, default_value = "h100", value_name = "GPU")]
     device: String,
     /// Stored tokens of a sequence.
-    #[arg(long, default_value_t = 131_072, value_parser = count(limits::CONTEXT_MAX))]
+    #[arg(long, default_value_t = 131_072, value_parser = count_up_to(limits::CONTEXT_MAX))]
     tokens: u32,
     /// Sequences.
-    #[arg(long, default_value_t = 1, value_parser = count(4096_u32))]
+    #[arg(long, default_value_t = 1, value_parser = count_up_to(4096_u32))]
     batch: u32,
     /// KV heads.
     #[arg(long, default_value_t = 8)]
     kv_heads: u32,
     /// Query heads that share a KV head.
-    #[arg(long, default_value_t = 4, value_parser = count(1024_u32))]
+    #[arg(long, default_value_t = 4, value_parser = count_up_to(1024_u32))]
     group: u32,
     /// Channels of a head.
     #[arg(long, default_value_t = 128)]
@@ -43,7 +43,7 @@ pub(super) struct PlanArgs {
 }
 
 /// What `kvd plan` prints.
-pub(super) fn text(args: &PlanArgs) -> Result<String, CliError> {
+pub(super) fn plan_text(args: &PlanArgs) -> Result<String, CliError> {
     let limits = limits_of(&args.device)?;
     let geometry = Geometry {
         layers: 1,
@@ -66,11 +66,11 @@ pub(super) fn text(args: &PlanArgs) -> Result<String, CliError> {
         let codec = resolve_spec(name).map_err(|error| CliError::Usage(error.to_string()))?;
         plans.push((name, plan_kernel(&codec, &workload, &limits)));
     }
-    Ok(written(args, &limits, &plans).map_err(anyhow::Error::from)?)
+    Ok(write_plans(args, &limits, &plans).map_err(anyhow::Error::from)?)
 }
 
 /// The plans in the form that was asked for.
-fn written(
+fn write_plans(
     args: &PlanArgs,
     limits: &GpuLimits,
     plans: &[(&str, Option<KernelPlan>)],
@@ -95,18 +95,18 @@ fn narrow_table(plans: &[(&str, Option<KernelPlan>)]) -> String {
     let cells = |cell: &dyn Fn(&KernelPlan) -> Option<String>| -> Vec<String> {
         rows.clone().map(|(_, plan)| plan.and_then(cell).unwrap_or_else(none)).collect()
     };
-    let numbers = Column::numbers;
+    let numbers = TableColumn::of_numbers;
     let names = rows.clone().map(|(name, _)| name.to_owned());
-    let Labels { cells: labels, legend } = Labels::new(names, CODEC_COLUMNS);
+    let CodecLabels { cells: labels, legend } = CodecLabels::new(names, CODEC_COLUMNS);
     let columns = [
-        Column::text("codec", labels),
+        TableColumn::of_text("codec", labels),
         numbers("MB read", cells(&|p| Some(format!("{:.1}", p.page_bytes / 1e6)))),
-        Column::text("tensor cores", cells(&|p| Some(tensor_cores(p).to_owned()))),
+        TableColumn::of_text("tensor cores", cells(&|p| Some(tensor_cores(p).to_owned()))),
         numbers("buffers", cells(&|p| Some(p.buffers.to_string()))),
         numbers("blocks/SM", cells(&|p| Some(p.occupancy.blocks.to_string()))),
         numbers("units/head", cells(&|p| Some(p.splits.to_string()))),
     ];
-    table(&columns)
+    render_table(&columns)
         + &legend
         + "\nOne layer, one decode step. MB read: of pages. tensor cores: products of which side.\n"
 }

@@ -7,8 +7,8 @@ use crate::descriptors;
 use crate::telemetry;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-pub(super) async fn serve(config: Config) -> Result<(), CliError> {
-    telemetry::init(&config)?;
+pub(super) async fn run_daemon(config: Config) -> Result<(), CliError> {
+    telemetry::init_logs(&config)?;
     descriptors::raise_limit();
     // Before the daemon takes its time to build, and held through the drain: no signal falls
     // between two listeners.

@@ -1,6 +1,6 @@
 //! What texts of options stand for, where several commands take them.
 
-use crate::config::Size;
+use crate::config::SizeSetting;
 use bytesize::ByteSize;
 
 /// A codec as every command takes it: a preset's name, a spec, or `@FILE` for a policy file. The
@@ -22,12 +22,12 @@ pub(super) fn codec_text(text: &str) -> Result<String, String> {
 /// A size, checked, as the text that settings take.
 #[cfg(feature = "eval")]
 pub(super) fn size_text(text: &str) -> Result<String, String> {
-    text.parse::<Size>().map(|size| size.to_string())
+    text.parse::<SizeSetting>().map(|size| size.to_string())
 }
 
 /// A size.
-pub(super) fn size(text: &str) -> Result<ByteSize, String> {
-    text.parse::<Size>().map(|size| ByteSize(size.as_u64()))
+pub(super) fn parse_size(text: &str) -> Result<ByteSize, String> {
+    text.parse::<SizeSetting>().map(|size| ByteSize(size.as_u64()))
 }
 
 #[cfg(test)]
@@ -52,7 +52,7 @@ mod tests {
 
     #[test]
     fn a_size_is_told_what_it_looks_like() {
-        assert_eq!(size("1.5 GiB").unwrap(), ByteSize(3 << 29));
-        assert!(size("lots").unwrap_err().contains("a size such as 4 GiB"));
+        assert_eq!(parse_size("1.5 GiB").unwrap(), ByteSize(3 << 29));
+        assert!(parse_size("lots").unwrap_err().contains("a size such as 4 GiB"));
     }
 }

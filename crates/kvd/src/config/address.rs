@@ -8,7 +8,10 @@ const NAMED_MAX: usize = 8;
 
 /// The address of a setting; an empty text is none. A host's name is looked up, once: of an IPv4
 /// and an IPv6 address the first is taken, of several of a kind none.
-pub(super) fn address(key: &'static str, text: &str) -> Result<Option<SocketAddr>, ConfigError> {
+pub(super) fn parse_address(
+    key: &'static str,
+    text: &str,
+) -> Result<Option<SocketAddr>, ConfigError> {
     if text.is_empty() {
         return Ok(None);
     }
@@ -64,10 +67,13 @@ mod tests {
 
     #[test]
     fn the_name_of_this_host_is_its_loopback_address() {
-        let address = address("server.listen_tcp", "localhost:7070").unwrap().unwrap();
+        let address = parse_address("server.listen_tcp", "localhost:7070").unwrap().unwrap();
         assert!(address.ip().is_loopback() && address.port() == 7070, "{address}");
-        assert_eq!(super::address("admin.listen", "[::1]:1").unwrap(), "[::1]:1".parse().ok());
-        assert_eq!(super::address("admin.listen", "").unwrap(), None);
+        assert_eq!(
+            super::parse_address("admin.listen", "[::1]:1").unwrap(),
+            "[::1]:1".parse().ok()
+        );
+        assert_eq!(super::parse_address("admin.listen", "").unwrap(), None);
     }
 
     #[test]
@@ -94,7 +100,7 @@ mod tests {
             ("::1:7070x", "such as"),
             ("no-such-host.invalid:7070", "cannot be looked up"),
         ] {
-            let error = address("server.listen_tcp", text).expect_err(text).to_string();
+            let error = parse_address("server.listen_tcp", text).expect_err(text).to_string();
             assert!(error.contains("server.listen_tcp") && error.contains(part), "{error}");
         }
     }

@@ -8,11 +8,11 @@ mod log_filter;
 mod raw;
 mod size;
 
-pub use raw::{ConfigError, Count, Overrides, RawConfig};
-pub use size::Size;
+pub use raw::{ConfigError, ConfigOverrides, CountSetting, RawConfig};
+pub use size::SizeSetting;
 
 use crate::service::PART_BYTES;
-use address::address;
+use address::parse_address;
 use kvd_compute::{CpuOptions, Precision};
 use kvd_core::Namespace;
 use kvd_cuda::GpuName;
@@ -110,7 +110,7 @@ pub struct Config {
     /// Fewest tokens of a page under a codec with an entropy coder; others that quantize take half.
     pub page_tokens_min: u32,
     /// Who may use the daemon.
-    pub namespaces: Namespaces,
+    pub namespaces: AllowedNamespaces,
     /// Their shares of a device's time, where another than 1.
     pub weights: HashMap<Namespace, u32>,
     /// Block size of models that do not say.
@@ -148,17 +148,17 @@ pub enum KernelCache {
 
 /// Tenants that may use the daemon.
 #[derive(Clone, Debug)]
-pub enum Namespaces {
+pub enum AllowedNamespaces {
     /// Any well-formed name.
     Any,
     /// Only these.
     Only(BTreeSet<Namespace>),
 }
 
-impl Namespaces {
+impl AllowedNamespaces {
     /// Whether requests of `namespace` are served.
     #[must_use]
-    pub fn allow(&self, namespace: &Namespace) -> bool {
+    pub fn allow_namespace(&self, namespace: &Namespace) -> bool {
         match self {
             Self::Any => true,
             Self::Only(names) => names.contains(namespace),
@@ -171,68 +171,78 @@ impl Config {
     ///
     /// # Errors
     /// Names the key that is unknown, malformed or out of range.
-    pub fn load(overrides: &Overrides) -> Result<Self, ConfigError> {
-        Self::validate(&RawConfig::load(overrides)?)
+    pub fn load(overrides: &ConfigOverrides) -> Result<Self, ConfigError> {
+        Self::validate_raw(&RawConfig::load(overrides)?)
     }
 
-    fn validate(raw: &RawConfig) -> Result<Self, ConfigError> {
+    fn validate_raw(raw: &RawConfig) -> Result<Self, ConfigError> {
         let (server, limits, device) = (&raw.server, &raw.limits, &raw.device);
         let mut config = Self {
-            listen_tcp: address("server.listen_tcp", &server.listen_tcp)?,
-            listen_unix: path(&server.listen_unix),
-            listen_region: path(&server.listen_region),
-            admin_listen: address("admin.listen", &raw.admin.listen)?,
-            admin_connections_max: permits("admin.connections_max", raw.admin.connections_max)?,
-            admin_head_timeout: millis("admin.head_timeout_ms", raw.admin.head_timeout_ms)?,
-            message_bytes_max: size("server.message_bytes_max", server.message_bytes_max)?,
-            stream_window_bytes: window("server.stream_window_bytes", server.stream_window_bytes)?,
-            connection_window_bytes: window(
+            listen_tcp: parse_address("server.listen_tcp", &server.listen_tcp)?,
+            listen_unix: socket_path(&server.listen_unix),
+            listen_region: socket_path(&server.listen_region),
+            admin_listen: parse_address("admin.listen", &raw.admin.listen)?,
+            admin_connections_max: check_permits(
+                "admin.connections_max",
+                raw.admin.connections_max,
+            )?,
+            admin_head_timeout: check_millis("admin.head_timeout_ms", raw.admin.head_timeout_ms)?,
+            message_bytes_max: check_size("server.message_bytes_max", server.message_bytes_max)?,
+            stream_window_bytes: check_window(
+                "server.stream_window_bytes",
+                server.stream_window_bytes,
+            )?,
+            connection_window_bytes: check_window(
                 "server.connection_window_bytes",
                 server.connection_window_bytes,
             )?,
-            keepalive_interval: millis(
+            keepalive_interval: check_millis(
                 "server.keepalive_interval_ms",
                 server.keepalive_interval_ms,
             )?,
-            keepalive_timeout: millis("server.keepalive_timeout_ms", server.keepalive_timeout_ms)?,
+            keepalive_timeout: check_millis(
+                "server.keepalive_timeout_ms",
+                server.keepalive_timeout_ms,
+            )?,
             streams_per_connection_max: at_least(
                 "server.streams_per_connection_max",
                 server.streams_per_connection_max,
                 1,
             )?,
-            connections_max: connections(&server.connections_max)?,
-            message_timeout: millis("server.message_timeout_ms", server.message_timeout_ms)?,
+            connections_max: parse_connections(&server.connections_max)?,
+            message_timeout: check_millis("server.message_timeout_ms", server.message_timeout_ms)?,
             grace_period: Duration::from_millis(server.grace_period_ms),
-            devices: devices(&device.device)?,
+            devices: parse_devices(&device.device)?,
             pool_bytes: at_least("device.pool_bytes", device.pool_bytes.as_u64(), 1 << 20)?,
             table_bytes: at_least("device.table_bytes", device.table_bytes.as_u64(), 1 << 20)?,
             prefault: device.prefault,
             threads: at_most("device.threads", device.threads, CpuOptions::THREADS_MAX)?,
             pin_threads: device.pin_threads,
-            precision: precision(&device.precision)?,
+            precision: parse_precision(&device.precision)?,
             kernel_cache: kernel_cache(&device.kernel_cache, |name| std::env::var_os(name)),
             graphs_max: device.graphs_max,
-            kernel_timeout: millis("device.kernel_timeout_ms", device.kernel_timeout_ms)?,
+            kernel_timeout: check_millis("device.kernel_timeout_ms", device.kernel_timeout_ms)?,
             queue_jobs_max: queue_jobs(device.queue_jobs_max)?,
             models_max: at_least("limits.models_max", limits.models_max, 1)?,
             sequences_max: at_least("limits.sequences_max", limits.sequences_max, 1)?,
             tokens_per_sequence_max: sequence_tokens(limits.tokens_per_sequence_max)?,
             sequence_layers_max: sequence_layers(limits.sequence_layers_max)?,
             sequence_views_max: sequence_views(limits.sequence_views_max)?,
-            calibration_bytes_max: size(
+            calibration_bytes_max: check_size(
                 "limits.calibration_bytes_max",
                 limits.calibration_bytes_max,
             )?,
             query_sample_bytes_max: limits.query_sample_bytes_max.as_u64(),
-            inflight_bytes_max: size("limits.inflight_bytes_max", limits.inflight_bytes_max)?,
+            inflight_bytes_max: check_size("limits.inflight_bytes_max", limits.inflight_bytes_max)?,
             connection_bytes_max: limits.connection_bytes_max.as_u64() as usize,
-            regions_max: permits("limits.regions_max", limits.regions_max)?,
-            region_bytes_max: size("limits.region_bytes_max", limits.region_bytes_max)? as u64,
+            regions_max: check_permits("limits.regions_max", limits.regions_max)?,
+            region_bytes_max: check_size("limits.region_bytes_max", limits.region_bytes_max)?
+                as u64,
             attend_parts_max: at_least("limits.attend_parts_max", limits.attend_parts_max, 1)?,
             attend_work_max: at_least("limits.attend_work_max", limits.attend_work_max, 1)?,
             page_tokens_min: page_tokens("limits.page_tokens_min", limits.page_tokens_min)?,
-            namespaces: namespaces(&raw.namespaces.allowed)?,
-            weights: weights(&raw.namespaces.weights)?,
+            namespaces: parse_namespaces(&raw.namespaces.allowed)?,
+            weights: parse_weights(&raw.namespaces.weights)?,
             block_tokens_default: page_tokens("defaults.block_tokens", raw.defaults.block_tokens)?,
             log_json: log_json(&raw.log.format)?,
             log_filter: log_filter::log_filter(&raw.log.filter)?,
@@ -295,7 +305,7 @@ impl Config {
 }
 
 /// A socket's path; an empty text is none.
-fn path(text: &str) -> Option<PathBuf> {
+fn socket_path(text: &str) -> Option<PathBuf> {
     (!text.is_empty()).then(|| PathBuf::from(text))
 }
 
@@ -318,22 +328,22 @@ fn at_most(key: &'static str, value: usize, max: usize) -> Result<usize, ConfigE
 }
 
 /// A length of time that is waited again and again, so never none.
-fn millis(key: &'static str, value: u64) -> Result<Duration, ConfigError> {
+fn check_millis(key: &'static str, value: u64) -> Result<Duration, ConfigError> {
     Ok(Duration::from_millis(at_least(key, value, 1)?))
 }
 
 /// What one permit each is given for.
-fn permits(key: &'static str, value: usize) -> Result<usize, ConfigError> {
+fn check_permits(key: &'static str, value: usize) -> Result<usize, ConfigError> {
     at_least(key, at_most(key, value, tokio::sync::Semaphore::MAX_PERMITS)?, 1)
 }
 
 /// Connections, unless the daemon shall find out.
-fn connections(count: &Count) -> Result<Option<usize>, ConfigError> {
+fn parse_connections(count: &CountSetting) -> Result<Option<usize>, ConfigError> {
     let key = "server.connections_max";
     match count {
-        Count::Number(number) => permits(key, *number).map(Some),
-        Count::Word(word) if word == "auto" => Ok(None),
-        Count::Word(word) => {
+        CountSetting::Number(number) => check_permits(key, *number).map(Some),
+        CountSetting::Word(word) if word == "auto" => Ok(None),
+        CountSetting::Word(word) => {
             Err(ConfigError::new(key, format!("{word:?} is neither a number from 1 nor \"auto\"")))
         }
     }
@@ -346,7 +356,7 @@ fn queue_jobs(value: usize) -> Result<usize, ConfigError> {
     at_least(key, at_most(key, value, MAX)?, 1)
 }
 
-fn size(key: &'static str, value: Size) -> Result<usize, ConfigError> {
+fn check_size(key: &'static str, value: SizeSetting) -> Result<usize, ConfigError> {
     let bytes = usize::try_from(value.as_u64()).unwrap_or(usize::MAX);
     at_least(key, bytes, 4096)
 }
@@ -364,16 +374,16 @@ fn sequence_tokens(value: u32) -> Result<u32, ConfigError> {
 }
 
 /// HTTP/2 windows are 31-bit (RFC 9113, section 6.9.1).
-fn window(key: &'static str, value: Size) -> Result<u32, ConfigError> {
+fn check_window(key: &'static str, value: SizeSetting) -> Result<u32, ConfigError> {
     match u32::try_from(value.as_u64()) {
         Ok(bytes) if (65_535..1 << 31).contains(&bytes) => Ok(bytes),
         _ => Err(ConfigError::new(key, format!("{value} is not 64 KiB to 2 GiB"))),
     }
 }
 
-fn namespaces(allowed: &[String]) -> Result<Namespaces, ConfigError> {
+fn parse_namespaces(allowed: &[String]) -> Result<AllowedNamespaces, ConfigError> {
     if allowed.iter().any(|name| name == "*") {
-        return Ok(Namespaces::Any);
+        return Ok(AllowedNamespaces::Any);
     }
     let names = allowed
         .iter()
@@ -386,11 +396,11 @@ fn namespaces(allowed: &[String]) -> Result<Namespaces, ConfigError> {
             "is empty: nobody could use the daemon",
         ));
     }
-    Ok(Namespaces::Only(names))
+    Ok(AllowedNamespaces::Only(names))
 }
 
 /// "name=weight" texts.
-fn weights(texts: &[String]) -> Result<HashMap<Namespace, u32>, ConfigError> {
+fn parse_weights(texts: &[String]) -> Result<HashMap<Namespace, u32>, ConfigError> {
     let mut weights = HashMap::new();
     for text in texts {
         let wrong = |reason: String| ConfigError::new("namespaces.weights", reason);
@@ -442,16 +452,16 @@ fn kernel_cache(text: &str, variable: impl Fn(&str) -> Option<OsString>) -> Kern
     }
 }
 
-fn precision(text: &str) -> Result<Precision, ConfigError> {
+fn parse_precision(text: &str) -> Result<Precision, ConfigError> {
     Precision::ALL.into_iter().find(|precision| precision.name() == text).ok_or_else(|| {
         ConfigError::new("device.precision", format!("{text:?} is not fast, single or int8"))
     })
 }
 
 /// Devices between commas.
-fn devices(text: &str) -> Result<Vec<DeviceChoice>, ConfigError> {
+fn parse_devices(text: &str) -> Result<Vec<DeviceChoice>, ConfigError> {
     let devices: Vec<_> =
-        text.split(',').map(|text| device(text.trim())).collect::<Result<_, _>>()?;
+        text.split(',').map(|text| parse_device(text.trim())).collect::<Result<_, _>>()?;
     let is_named_twice = |(index, choice): (usize, &DeviceChoice)| {
         matches!(choice, DeviceChoice::Cuda(_)) && devices[..index].contains(choice)
     };
@@ -467,7 +477,7 @@ fn devices(text: &str) -> Result<Vec<DeviceChoice>, ConfigError> {
     Err(ConfigError::new("device.device", format!("{text:?}: {reason}")))
 }
 
-fn device(text: &str) -> Result<DeviceChoice, ConfigError> {
+fn parse_device(text: &str) -> Result<DeviceChoice, ConfigError> {
     let gpu = text.strip_prefix("cuda:").map(str::parse);
     match (text, gpu) {
         ("cpu", _) => Ok(DeviceChoice::Cpu),

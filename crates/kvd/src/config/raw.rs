@@ -1,6 +1,6 @@
 //! The configuration as written: file, environment and flags laid over the defaults.
 
-use super::{DEFAULT_TOML, Size};
+use super::{DEFAULT_TOML, SizeSetting};
 use figment::Figment;
 use figment::providers::{Env, Format, Serialized, Toml};
 use figment::value::{Dict, Value};
@@ -25,7 +25,7 @@ impl ConfigError {
 
 /// What lies over the defaults.
 #[derive(Clone, Debug, Default)]
-pub struct Overrides {
+pub struct ConfigOverrides {
     /// A TOML file.
     pub file: Option<PathBuf>,
     /// Read `KVD_<SECTION>__<KEY>` from the environment.
@@ -38,29 +38,29 @@ pub struct Overrides {
 #[serde(deny_unknown_fields)]
 #[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
 pub struct RawConfig {
-    pub server: Server,
-    pub admin: Admin,
-    pub device: Device,
-    pub limits: Limits,
-    pub namespaces: Namespaces,
-    pub defaults: Defaults,
-    pub log: Log,
+    pub server: ServerSettings,
+    pub admin: AdminSettings,
+    pub device: DeviceSettings,
+    pub limits: LimitSettings,
+    pub namespaces: NamespaceSettings,
+    pub defaults: DefaultSettings,
+    pub log: LogSettings,
 }
 
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 #[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
-pub struct Server {
+pub struct ServerSettings {
     pub listen_tcp: String,
     pub listen_unix: String,
     pub listen_region: String,
-    pub message_bytes_max: Size,
-    pub stream_window_bytes: Size,
-    pub connection_window_bytes: Size,
+    pub message_bytes_max: SizeSetting,
+    pub stream_window_bytes: SizeSetting,
+    pub connection_window_bytes: SizeSetting,
     pub keepalive_interval_ms: u64,
     pub keepalive_timeout_ms: u64,
     pub streams_per_connection_max: u32,
-    pub connections_max: Count,
+    pub connections_max: CountSetting,
     pub message_timeout_ms: u64,
     pub grace_period_ms: u64,
 }
@@ -68,7 +68,7 @@ pub struct Server {
 /// A number, or a word that leaves it to the daemon.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(untagged)]
-pub enum Count {
+pub enum CountSetting {
     /// As written.
     Number(usize),
     /// `auto`, or a mistake.
@@ -78,7 +78,7 @@ pub enum Count {
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 #[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
-pub struct Admin {
+pub struct AdminSettings {
     pub listen: String,
     pub connections_max: usize,
     pub head_timeout_ms: u64,
@@ -87,10 +87,10 @@ pub struct Admin {
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 #[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
-pub struct Device {
+pub struct DeviceSettings {
     pub device: String,
-    pub pool_bytes: Size,
-    pub table_bytes: Size,
+    pub pool_bytes: SizeSetting,
+    pub table_bytes: SizeSetting,
     pub prefault: bool,
     pub threads: usize,
     pub pin_threads: bool,
@@ -104,18 +104,18 @@ pub struct Device {
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 #[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
-pub struct Limits {
+pub struct LimitSettings {
     pub models_max: usize,
     pub sequences_max: usize,
     pub tokens_per_sequence_max: u32,
     pub sequence_layers_max: u64,
     pub sequence_views_max: u64,
-    pub calibration_bytes_max: Size,
-    pub query_sample_bytes_max: Size,
-    pub inflight_bytes_max: Size,
-    pub connection_bytes_max: Size,
+    pub calibration_bytes_max: SizeSetting,
+    pub query_sample_bytes_max: SizeSetting,
+    pub inflight_bytes_max: SizeSetting,
+    pub connection_bytes_max: SizeSetting,
     pub regions_max: usize,
-    pub region_bytes_max: Size,
+    pub region_bytes_max: SizeSetting,
     pub attend_parts_max: u64,
     pub attend_work_max: u64,
     pub page_tokens_min: u32,
@@ -124,7 +124,7 @@ pub struct Limits {
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 #[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
-pub struct Namespaces {
+pub struct NamespaceSettings {
     pub allowed: Vec<String>,
     pub weights: Vec<String>,
 }
@@ -132,14 +132,14 @@ pub struct Namespaces {
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 #[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
-pub struct Defaults {
+pub struct DefaultSettings {
     pub block_tokens: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 #[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
-pub struct Log {
+pub struct LogSettings {
     pub format: String,
     pub filter: String,
 }
@@ -149,7 +149,7 @@ impl RawConfig {
     #[must_use]
     pub fn to_toml(&self) -> String {
         let text = |raw: &Self| toml::to_string(raw).expect("texts, numbers and lists of texts");
-        let (own, defaults) = (text(self), text(&Self::defaults()));
+        let (own, defaults) = (text(self), text(&Self::default_config()));
         let pairs = own.lines().zip(defaults.lines());
         if own.lines().count() != defaults.lines().count() {
             return own;
@@ -165,7 +165,7 @@ impl RawConfig {
         file
     }
 
-    fn defaults() -> Self {
+    fn default_config() -> Self {
         Figment::from(Toml::string(DEFAULT_TOML)).extract().expect("a test reads the defaults")
     }
 
@@ -173,7 +173,7 @@ impl RawConfig {
     ///
     /// # Errors
     /// Names the key that is unknown or of the wrong type, or the file that cannot be read.
-    pub fn load(overrides: &Overrides) -> Result<Self, ConfigError> {
+    pub fn load(overrides: &ConfigOverrides) -> Result<Self, ConfigError> {
         let mut figment = Figment::from(Toml::string(DEFAULT_TOML));
         let known: Dict = figment.extract().expect("a test reads the defaults");
         if let Some(path) = &overrides.file {
@@ -181,24 +181,24 @@ impl RawConfig {
             let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
             let file = Figment::from(Toml::string(&text));
             let given: Dict = file.extract().map_err(|error| failed(error.kind.to_string()))?;
-            let mut keys = given.iter().flat_map(|(section, value)| keys(section, value));
+            let mut keys = given.iter().flat_map(|(section, value)| list_keys(section, value));
             if let Some(key) = keys.find(|key| !is_known(&known, key)) {
-                return Err(unknown(key, &format!("in {}", path.display())));
+                return Err(unknown_setting(key, &format!("in {}", path.display())));
             }
             figment = figment.merge(file);
         }
         if overrides.environment {
-            let environment = environment();
+            let environment = read_environment();
             if let Some((key, _)) =
                 environment.iter().find(|(key, _)| !is_known(&known, key.as_str()))
             {
-                return Err(unknown(variable(key.as_str()), "in the environment"));
+                return Err(unknown_setting(variable_name(key.as_str()), "in the environment"));
             }
             figment = figment.merge(environment);
         }
         for (key, value) in &overrides.flags {
             if !is_known(&known, key) {
-                return Err(unknown(key, "on the command line"));
+                return Err(unknown_setting(key, "on the command line"));
             }
             let value: Value = value.parse().expect("any text is a figment value");
             figment = figment.merge(Serialized::default(key, value));
@@ -208,8 +208,8 @@ impl RawConfig {
             let key = error.path.join(".");
             let of_environment =
                 error.metadata.as_ref().is_some_and(|source| source.name.contains("environment"));
-            let key = if of_environment { variable(&key) } else { key };
-            ConfigError::new(key, plain(&error.kind.to_string()))
+            let key = if of_environment { variable_name(&key) } else { key };
+            ConfigError::new(key, plain_reason(&error.kind.to_string()))
         })
     }
 }
@@ -219,7 +219,7 @@ impl RawConfig {
 ///
 /// An empty value is what a Compose file leaves of a variable that nobody set: it is a value where
 /// an empty text means something, and no setting elsewhere.
-fn environment() -> Env {
+fn read_environment() -> Env {
     let is_setting = |key: &str| {
         let is_empty = || {
             let given = |name: &str| name.eq_ignore_ascii_case(&format!("{PREFIX}{key}"));
@@ -245,7 +245,7 @@ const MAY_BE_EMPTY: [&str; 5] = [
 const PREFIX: &str = "KVD_";
 
 /// An error of the wrong type, for people who do not know Rust's.
-fn plain(reason: &str) -> String {
+fn plain_reason(reason: &str) -> String {
     const WORDS: [(&str, &str); 5] = [
         ("usize", "a whole number from 0 on"),
         ("u64", "a whole number from 0 on"),
@@ -260,12 +260,12 @@ fn plain(reason: &str) -> String {
 }
 
 /// The variable of a key, as an operator looks for it.
-fn variable(key: &str) -> String {
+fn variable_name(key: &str) -> String {
     format!("environment {PREFIX}{}", key.replace('.', "__").to_uppercase())
 }
 
 /// The `section.key` of everything in a section; the section itself when it is none.
-fn keys(section: &str, value: &Value) -> Vec<String> {
+fn list_keys(section: &str, value: &Value) -> Vec<String> {
     match value.as_dict() {
         Some(dict) => dict.keys().map(|key| format!("{section}.{key}")).collect(),
         None => vec![section.to_owned()],
@@ -278,7 +278,7 @@ fn is_known(defaults: &Dict, key: &str) -> bool {
     defaults.get(section).and_then(Value::as_dict).is_some_and(|keys| keys.contains_key(key))
 }
 
-fn unknown(key: impl Into<String>, place: &str) -> ConfigError {
+fn unknown_setting(key: impl Into<String>, place: &str) -> ConfigError {
     let reason = format!("no such setting, {place}; kvd config --print-default lists them");
     ConfigError::new(key, reason)
 }

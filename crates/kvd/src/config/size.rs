@@ -8,12 +8,12 @@ use std::str::FromStr;
 
 /// A number of bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Size(u64);
+pub struct SizeSetting(u64);
 
 /// What texts of sizes look like, for messages.
 const EXPECTED: &str = "a size such as 4 GiB, 512 MiB or 1048576";
 
-impl Size {
+impl SizeSetting {
     /// So many bytes.
     #[must_use]
     pub const fn from_bytes(bytes: u64) -> Self {
@@ -27,7 +27,7 @@ impl Size {
     }
 }
 
-impl FromStr for Size {
+impl FromStr for SizeSetting {
     type Err = String;
 
     /// A number with a unit or without, decimals too: `1.5 GiB`, `64MiB`, `2 GB`, `4096`.
@@ -39,7 +39,7 @@ impl FromStr for Size {
     }
 }
 
-impl fmt::Display for Size {
+impl fmt::Display for SizeSetting {
     /// In the largest unit that divides it, so that nothing is rounded.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const UNITS: [(u64, &str); 4] =
@@ -52,36 +52,36 @@ impl fmt::Display for Size {
     }
 }
 
-impl Serialize for Size {
+impl Serialize for SizeSetting {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
 }
 
-impl<'de> Deserialize<'de> for Size {
+impl<'de> Deserialize<'de> for SizeSetting {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Text;
-        impl Visitor<'_> for Text {
-            type Value = Size;
+        struct SizeText;
+        impl Visitor<'_> for SizeText {
+            type Value = SizeSetting;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str(EXPECTED)
             }
 
-            fn visit_u64<E: Error>(self, bytes: u64) -> Result<Size, E> {
-                Ok(Size(bytes))
+            fn visit_u64<E: Error>(self, bytes: u64) -> Result<SizeSetting, E> {
+                Ok(SizeSetting(bytes))
             }
 
-            fn visit_i64<E: Error>(self, bytes: i64) -> Result<Size, E> {
-                let size = u64::try_from(bytes).map(Size);
+            fn visit_i64<E: Error>(self, bytes: i64) -> Result<SizeSetting, E> {
+                let size = u64::try_from(bytes).map(SizeSetting);
                 size.map_err(|_| E::custom(format!("{bytes} is not {EXPECTED}")))
             }
 
-            fn visit_str<E: Error>(self, text: &str) -> Result<Size, E> {
+            fn visit_str<E: Error>(self, text: &str) -> Result<SizeSetting, E> {
                 text.parse().map_err(E::custom)
             }
         }
-        deserializer.deserialize_any(Text)
+        deserializer.deserialize_any(SizeText)
     }
 }
 
@@ -101,7 +101,7 @@ mod tests {
             (1 << 40, "1 TiB"),
             (u64::MAX - 2047, "18014398509481982 KiB"),
         ] {
-            let size = Size::from_bytes(bytes);
+            let size = SizeSetting::from_bytes(bytes);
             assert_eq!(size.to_string(), text);
             if bytes < 1 << 53 {
                 assert_eq!(text.parse(), Ok(size));
@@ -112,7 +112,7 @@ mod tests {
     #[test]
     fn what_is_no_size_is_told_what_is() {
         for text in ["lots", "", "GiB", "4 XiB", "-1 GiB", "1e99 GiB", "99999999999 PiB", "NaN"] {
-            let error = text.parse::<Size>().expect_err(text);
+            let error = text.parse::<SizeSetting>().expect_err(text);
             assert!(error.contains("a size such as 4 GiB"), "{error}");
         }
     }

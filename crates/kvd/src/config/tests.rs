@@ -8,16 +8,16 @@ fn load(file: &str, flags: &[(&str, &str)]) -> Result<Config, ConfigError> {
     let path = dir.path().join("kvd.toml");
     std::fs::write(&path, file).unwrap();
     let flags = flags.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
-    Config::load(&Overrides { file: Some(path), environment: false, flags })
+    Config::load(&ConfigOverrides { file: Some(path), environment: false, flags })
 }
 
 #[test]
 fn defaults_are_valid_and_complete() {
-    let config = Config::load(&Overrides::default()).unwrap();
+    let config = Config::load(&ConfigOverrides::default()).unwrap();
     assert_eq!(config.pool_bytes, 1 << 30);
     assert_eq!(config.block_tokens_default, 64);
-    assert!(config.namespaces.allow(&Namespace::new("default").unwrap()));
-    assert!(!config.namespaces.allow(&Namespace::new("other").unwrap()));
+    assert!(config.namespaces.allow_namespace(&Namespace::new("default").unwrap()));
+    assert!(!config.namespaces.allow_namespace(&Namespace::new("other").unwrap()));
 }
 
 #[test]
@@ -48,7 +48,7 @@ fn compiled_kernels_are_kept_where_the_system_keeps_caches_or_where_it_is_said()
 fn a_device_is_the_processor_or_a_gpu_by_number_or_uuid() {
     let devices = |text: &str| load("", &[("device.device", text)]).unwrap().devices;
     let device = |text: &str| devices(text).remove(0);
-    assert_eq!(Config::load(&Overrides::default()).unwrap().devices, [DeviceChoice::Cpu]);
+    assert_eq!(Config::load(&ConfigOverrides::default()).unwrap().devices, [DeviceChoice::Cpu]);
     let two = [DeviceChoice::Cuda(GpuName::Ordinal(0)), DeviceChoice::Cuda(GpuName::Ordinal(1))];
     assert_eq!(devices("cuda:0, cuda:1"), two);
     assert_eq!(devices("cpu,cpu").len(), 2);
@@ -123,7 +123,7 @@ fn sizes_that_belong_together_may_grow_together() {
 #[test]
 #[ignore = "run by the tests of the environment, in a process of their own"]
 fn environment_probe() {
-    let overrides = Overrides { environment: true, ..Overrides::default() };
+    let overrides = ConfigOverrides { environment: true, ..ConfigOverrides::default() };
     let answer = match Config::load(&overrides) {
         Ok(config) => format!("threads {}", config.threads),
         Err(error) => error.to_string(),
@@ -167,7 +167,7 @@ fn errors_name_the_variable() {
 #[test]
 fn a_star_lets_any_namespace_in() {
     let config = load("[namespaces]\nallowed = [\"*\"]\n", &[]).unwrap();
-    assert!(config.namespaces.allow(&Namespace::new("anyone").unwrap()));
+    assert!(config.namespaces.allow_namespace(&Namespace::new("anyone").unwrap()));
 }
 
 #[test]
@@ -202,7 +202,7 @@ fn settings_in_deployments_are_known_and_hold_good_values() {
 /// Another value of a setting than its default, of the same kind.
 fn other(value: &toml::Value) -> toml::Value {
     match value {
-        toml::Value::String(text) if text.parse::<Size>().is_ok() => "12345 B".into(),
+        toml::Value::String(text) if text.parse::<SizeSetting>().is_ok() => "12345 B".into(),
         toml::Value::String(_) => "a \"b\" \\ c # = 'ü'\tx".into(),
         toml::Value::Integer(count) => (count + 1).into(),
         toml::Value::Boolean(flag) => (!flag).into(),
@@ -217,7 +217,8 @@ fn every_key_that_is_printed_is_read_back() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("kvd.toml");
         std::fs::write(&path, text).unwrap();
-        RawConfig::load(&Overrides { file: Some(path), ..Overrides::default() }).unwrap()
+        RawConfig::load(&ConfigOverrides { file: Some(path), ..ConfigOverrides::default() })
+            .unwrap()
     };
     let defaults = read("");
     assert_eq!(read(&defaults.to_toml()), defaults);
@@ -262,7 +263,7 @@ fn a_level_of_the_log_or_a_size_that_is_none_is_refused_with_what_there_is() {
 #[test]
 fn weights_are_names_and_numbers() {
     let weights = |text: &str| load("", &[("namespaces.weights", text)]);
-    assert!(Config::load(&Overrides::default()).unwrap().weights.is_empty());
+    assert!(Config::load(&ConfigOverrides::default()).unwrap().weights.is_empty());
     let two = weights("[\"interactive=4\", \"batch = 1\"]").unwrap().weights;
     let of = |name| two[&Namespace::new(name).unwrap()];
     assert_eq!((of("interactive"), of("batch"), two.len()), (4, 1, 2));

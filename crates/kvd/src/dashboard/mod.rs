@@ -9,8 +9,8 @@ mod query;
 mod tests;
 mod threshold;
 
-use panels::{Panel, Row};
-use query::Query;
+use panels::{DashboardPanel, PanelRow};
+use query::PanelQuery;
 use serde_json::{Value, json};
 
 /// Grafana's grid is this many units wide.
@@ -20,8 +20,8 @@ const ROW_HEIGHT: u32 = 1;
 
 /// The dashboard as one JSON object, to be imported into Grafana or provisioned from a file.
 #[must_use]
-pub fn json() -> Value {
-    json!({
+pub fn dashboard_json() -> Value {
+    dashboard_json!({
         "uid": "kvd",
         "title": "kvd",
         "description": "KV-cache memory: what it holds, what it saves, how fast it answers.",
@@ -33,8 +33,8 @@ pub fn json() -> Value {
         "time": { "from": "now-30m", "to": "now" },
         "timezone": "browser",
         "annotations": { "list": [] },
-        "templating": { "list": variables() },
-        "panels": grid(&panels::rows()),
+        "templating": { "list": list_variables() },
+        "panels": lay_out_grid(&panels::all_rows()),
     })
 }
 
@@ -43,14 +43,14 @@ pub fn json() -> Value {
 /// # Panics
 /// Never: every key is a text.
 #[must_use]
-pub fn text() -> String {
-    let mut text = serde_json::to_string_pretty(&json()).expect("keys are texts");
-    text.push('\n');
-    text
+pub fn dashboard_text() -> String {
+    let mut text = serde_json::to_string_pretty(&dashboard_json()).expect("keys are texts");
+    dashboard_text.push('\n');
+    dashboard_text
 }
 
 /// What the viewer chooses at the top: the data source, daemons, namespaces and models.
-fn variables() -> Vec<Value> {
+fn list_variables() -> Vec<Value> {
     let mut variables = vec![json!({
         "name": "datasource",
         "label": "Data source",
@@ -60,11 +60,11 @@ fn variables() -> Vec<Value> {
     })];
     for variable in query::VARIABLES {
         let query = format!("label_values({}, {})", variable.of.name(), variable.name);
-        variables.push(json!({
+        variables.push(dashboard_json!({
             "name": variable.name,
             "label": variable.title,
             "type": "query",
-            "datasource": datasource(),
+            "datasource": datasource_ref(),
             "query": { "query": query, "refId": variable.name },
             "definition": query,
             "refresh": 2,
@@ -78,16 +78,16 @@ fn variables() -> Vec<Value> {
     variables
 }
 
-fn datasource() -> Value {
-    json!({ "type": "prometheus", "uid": "${datasource}" })
+fn datasource_ref() -> Value {
+    dashboard_json!({ "type": "prometheus", "uid": "${datasource}" })
 }
 
 /// Lays rows out one below the other, and panels from left to right with line breaks.
-fn grid(rows: &[Row]) -> Vec<Value> {
+fn lay_out_grid(rows: &[PanelRow]) -> Vec<Value> {
     let mut out = Vec::new();
     let mut y = 0;
     for row in rows {
-        out.push(json!({
+        out.push(dashboard_json!({
             "id": out.len() + 1,
             "type": "row",
             "title": row.title,
@@ -102,8 +102,8 @@ fn grid(rows: &[Row]) -> Vec<Value> {
                 x = 0;
                 y += row.height;
             }
-            let at = json!({ "x": x, "y": y, "w": panel.width, "h": row.height });
-            out.push(render(panel, out.len() + 1, at));
+            let at = dashboard_json!({ "x": x, "y": y, "w": panel.width, "h": row.height });
+            out.push(render_panel(panel, out.len() + 1, at));
             x += panel.width;
         }
         y += row.height;
@@ -111,44 +111,46 @@ fn grid(rows: &[Row]) -> Vec<Value> {
     out
 }
 
-fn render(panel: &Panel, id: usize, grid_pos: Value) -> Value {
-    let targets: Vec<_> = panel.queries.iter().enumerate().map(|(i, q)| target(q, i)).collect();
-    let mut defaults = json!({ "unit": panel.unit });
+fn render_panel(panel: &DashboardPanel, id: usize, grid_pos: Value) -> Value {
+    let targets: Vec<_> =
+        panel.queries.iter().enumerate().map(|(i, q)| query_target(q, i)).collect();
+    let mut defaults = dashboard_json!({ "unit": panel.unit });
     if let Some(max) = panel.max {
-        defaults["min"] = json!(0);
-        defaults["max"] = json!(max);
+        defaults["min"] = dashboard_json!(0);
+        defaults["max"] = dashboard_json!(max);
     }
     if !panel.thresholds.is_empty() {
-        let steps = panel.thresholds.iter().map(|step| step.json());
-        defaults["thresholds"] = json!({ "mode": "absolute", "steps": steps.collect::<Vec<_>>() });
-        defaults["color"] = json!({ "mode": "thresholds" });
+        let steps = panel.thresholds.iter().map(|step| step.to_json());
+        defaults["thresholds"] =
+            dashboard_json!({ "mode": "absolute", "steps": steps.collect::<Vec<_>>() });
+        defaults["color"] = dashboard_json!({ "mode": "thresholds" });
     }
     if !panel.values.is_empty() {
         let options: serde_json::Map<_, _> = panel
             .values
             .iter()
-            .map(|(value, text)| ((*value).to_owned(), json!({ "text": text })))
+            .map(|(value, text)| ((*value).to_owned(), dashboard_json!({ "text": text })))
             .collect();
-        defaults["mappings"] = json!([{ "type": "value", "options": options }]);
+        defaults["mappings"] = dashboard_json!([{ "type": "value", "options": options }]);
     }
-    json!({
+    dashboard_json!({
         "id": id,
-        "type": panel.kind.name(),
+        "type": panel.kind.type_name(),
         "title": panel.title,
         "description": panel.description,
-        "datasource": datasource(),
+        "datasource": datasource_ref(),
         "gridPos": grid_pos,
         "fieldConfig": { "defaults": defaults, "overrides": [] },
-        "options": panel.kind.options(),
+        "options": panel.kind.panel_options(),
         "targets": targets,
     })
 }
 
-fn target(query: &Query, index: usize) -> Value {
+fn query_target(query: &PanelQuery, index: usize) -> Value {
     let letter = char::from(b'A' + u8::try_from(index).expect("few queries per panel"));
-    json!({
+    dashboard_json!({
         "refId": letter.to_string(),
-        "datasource": datasource(),
+        "datasource": datasource_ref(),
         "editorMode": "code",
         "expr": query.expr,
         "legendFormat": query.legend,

@@ -1,20 +1,23 @@
 //! What the dashboard shows, row by row.
 
-use super::query::{OF_DAEMON, Query, busy, legend, quantiles, rate, rate_where, selector, total};
+use super::query::{
+    OF_DAEMON, PanelQuery, busy_seconds, legend, quantile_queries, rate, rate_where, selector,
+    sum_level,
+};
 use super::threshold::{self, Threshold};
 use crate::metrics::Metric;
 use serde_json::{Value, json};
 
 /// A titled group of panels.
-pub(super) struct Row {
+pub(super) struct PanelRow {
     pub(super) title: &'static str,
     /// Of each of its panels, in Grafana's units.
     pub(super) height: u32,
-    pub(super) panels: Vec<Panel>,
+    pub(super) panels: Vec<DashboardPanel>,
 }
 
 /// One panel.
-pub(super) struct Panel {
+pub(super) struct DashboardPanel {
     pub(super) title: &'static str,
     /// Shown behind the panel's information sign.
     pub(super) description: String,
@@ -29,7 +32,7 @@ pub(super) struct Panel {
     pub(super) thresholds: &'static [Threshold],
     /// Words that stand for values.
     pub(super) values: &'static [(&'static str, &'static str)],
-    pub(super) queries: Vec<Query>,
+    pub(super) queries: Vec<PanelQuery>,
 }
 
 /// How a panel draws.
@@ -45,14 +48,14 @@ pub(super) enum PanelKind {
 
 impl PanelKind {
     /// Grafana's panel type.
-    pub(super) fn name(self) -> &'static str {
+    pub(super) fn type_name(self) -> &'static str {
         match self {
             Self::Lines => "timeseries",
             Self::Stat | Self::Names => "stat",
         }
     }
 
-    pub(super) fn options(self) -> Value {
+    pub(super) fn panel_options(self) -> Value {
         let last = json!({ "calcs": ["lastNotNull"], "fields": "", "values": false });
         match self {
             Self::Lines => json!({
@@ -74,20 +77,24 @@ const DEVICE: &[&str] = &["instance", "device"];
 const MODEL_PART: &[&str] = &["namespace", "model", "codec", "part"];
 
 /// All rows, top to bottom.
-pub(super) fn rows() -> Vec<Row> {
-    let row = |title, panels| Row { title, height: 7, panels };
+pub(super) fn all_rows() -> Vec<PanelRow> {
+    let row = |title, panels| PanelRow { title, height: 7, panels };
     vec![
-        Row { title: "At a glance", height: 4, panels: glance() },
-        row("Health", health()),
-        row("Requests", requests()),
+        PanelRow { title: "At a glance", height: 4, panels: glance_panels() },
+        row("Health", health_panels()),
+        row("Requests", request_panels()),
         row("Device", [device_use(), device_speed()].into_iter().flatten().collect()),
-        row("Compression", [held(), encoding()].into_iter().flatten().collect()),
-        row("Pool", pool()),
+        row("Compression", [held_panels(), encoding_panels()].into_iter().flatten().collect()),
+        row("Pool", pool_panels()),
     ]
 }
 
-fn lines<const N: usize>(title: &'static str, unit: &'static str, queries: [Query; N]) -> Panel {
-    Panel {
+fn lines<const N: usize>(
+    title: &'static str,
+    unit: &'static str,
+    queries: [PanelQuery; N],
+) -> DashboardPanel {
+    DashboardPanel {
         title,
         description: String::new(),
         kind: PanelKind::Lines,
@@ -100,7 +107,7 @@ fn lines<const N: usize>(title: &'static str, unit: &'static str, queries: [Quer
     }
 }
 
-impl Panel {
+impl DashboardPanel {
     /// Explains the panel by a metric's own help text.
     fn explained(self, metric: Metric) -> Self {
         self.described(metric.help())
@@ -128,29 +135,29 @@ impl Panel {
 }
 
 /// Calls that did not end well, refusals of gRPC itself included.
-fn refused() -> Query {
+fn refused_query() -> PanelQuery {
     let failed = rate_where(Metric::RequestsTotal, r#"code!="OK""#, &[]);
     let transport = rate(Metric::TransportRefusalsTotal, &[]);
     let expr = format!("({failed} or vector(0)) + ({transport} or vector(0))");
-    Query::new(expr, "refused")
+    PanelQuery::new(expr, "refused")
 }
 
 /// The answers first: what is saved, what it costs, how fast it goes.
-fn glance() -> Vec<Panel> {
+fn glance_panels() -> Vec<DashboardPanel> {
     use Metric::{
         AttendedLogicalBytesTotal, CodecError, CompressionRatio, EncodedLogicalBytesTotal,
         HeldBytes, LoadedLogicalBytesTotal, LogicalBytes, PoolCapacityBytes, PoolUsedBytes,
         SavedBytes, StoredLogicalBytesTotal,
     };
-    let one = |title, unit, expr: String| lines(title, unit, [Query::new(expr, "")]).stat();
-    let ratio = format!("{} / ({} > 0)", total(LogicalBytes, &[]), total(HeldBytes, &[]));
+    let one = |title, unit, expr: String| lines(title, unit, [PanelQuery::new(expr, "")]).stat();
+    let ratio = format!("{} / ({} > 0)", sum_level(LogicalBytes, &[]), sum_level(HeldBytes, &[]));
     let used = format!("max({} / {})", selector(PoolUsedBytes), selector(PoolCapacityBytes));
     let error = format!("max({})", selector(CodecError));
     let speed = |title, metric| {
         one(title, "Bps", rate(metric, &[])).explained(metric).colored(threshold::MOVES).wide(6)
     };
     vec![
-        one("Saved", "bytes", total(SavedBytes, &[]))
+        one("Saved", "bytes", sum_level(SavedBytes, &[]))
             .explained(SavedBytes)
             .colored(threshold::SAVES)
             .wide(5),
@@ -162,7 +169,7 @@ fn glance() -> Vec<Panel> {
             .described("Used over capacity, of the fullest device. Stores are refused at 100 %.")
             .colored(threshold::POOL)
             .wide(5),
-        lines("Refusals", "reqps", [refused()])
+        lines("Refusals", "reqps", [refused_query()])
             .stat()
             .described("Calls that ended with an error, and what gRPC itself refused.")
             .colored(threshold::REFUSALS)
@@ -181,28 +188,28 @@ fn glance() -> Vec<Panel> {
     ]
 }
 
-fn health() -> Vec<Panel> {
+fn health_panels() -> Vec<DashboardPanel> {
     use Metric::{BuildInfo, Connections, Models, OpenStreams, Ready, Sequences};
-    let build = Query::new(
+    let build = PanelQuery::new(
         selector(BuildInfo),
         "{{instance}}: kvd {{version}} ({{commit}}), {{device}}, boot {{boot_id}}",
     );
     let process = |expr: &str, name: &str| {
         let expr = expr.replace('?', &format!("{{{OF_DAEMON}}}"));
-        Query::new(expr, &format!("{name} {{{{instance}}}}"))
+        PanelQuery::new(expr, &format!("{name} {{{{instance}}}}"))
     };
     let cpu = process("rate(process_cpu_seconds_total?[$__rate_interval])", "");
     let files = [process("process_open_fds?", "open"), process("process_max_fds?", "most")];
     vec![
-        Panel {
+        DashboardPanel {
             values: &[("0", "not ready"), ("1", "ready")],
-            ..lines("Ready", "none", [Query::new(selector(Ready), "{{instance}}")])
+            ..lines("Ready", "none", [PanelQuery::new(selector(Ready), "{{instance}}")])
                 .stat()
                 .explained(Ready)
                 .colored(threshold::READY)
                 .wide(4)
         },
-        Panel {
+        DashboardPanel {
             kind: PanelKind::Names,
             ..lines("Build", "none", [build]).explained(BuildInfo).wide(12)
         },
@@ -210,11 +217,11 @@ fn health() -> Vec<Panel> {
             .stat()
             .described("Seconds since the daemon started.")
             .wide(4),
-        lines("Models", "none", [Query::level(Models, &[])]).stat().explained(Models).wide(4),
-        lines("Open sequences", "none", [Query::level(Sequences, MODEL)]).explained(Sequences),
-        lines("Connections", "none", [Query::level(Connections, &["instance", "listener"])])
+        lines("Models", "none", [PanelQuery::level(Models, &[])]).stat().explained(Models).wide(4),
+        lines("Open sequences", "none", [PanelQuery::level(Sequences, MODEL)]).explained(Sequences),
+        lines("Connections", "none", [PanelQuery::level(Connections, &["instance", "listener"])])
             .explained(Connections),
-        lines("Open streams", "none", [Query::level(OpenStreams, &["instance", "rpc"])])
+        lines("Open streams", "none", [PanelQuery::level(OpenStreams, &["instance", "rpc"])])
             .explained(OpenStreams),
         lines("Resident memory", "bytes", [process("process_resident_memory_bytes?", "")])
             .described("Resident memory of the daemon."),
@@ -225,58 +232,66 @@ fn health() -> Vec<Panel> {
     ]
 }
 
-fn requests() -> Vec<Panel> {
+fn request_panels() -> Vec<DashboardPanel> {
     use Metric::{
         InflightBytes, RegionBytes, RegionCallsTotal, Regions, RequestSeconds, RequestsTotal,
         TransportRefusalsTotal,
     };
-    let refused = Query::rate_where(RequestsTotal, r#"code!="OK""#, &["rpc", "code"]);
+    let refused = PanelQuery::rate_where(RequestsTotal, r#"code!="OK""#, &["rpc", "code"]);
     vec![
-        lines("Requests by rpc", "reqps", [Query::rate(RequestsTotal, &["rpc"])])
+        lines("Requests by rpc", "reqps", [PanelQuery::rate(RequestsTotal, &["rpc"])])
             .explained(RequestsTotal),
         lines("Refusals by rpc and code", "reqps", [refused])
             .described("docs/operating.md says what each code means and what to do."),
-        lines("Latency by rpc", "s", quantiles(RequestSeconds, &["rpc"], ""))
+        lines("Latency by rpc", "s", quantile_queries(RequestSeconds, &["rpc"], ""))
             .explained(RequestSeconds),
-        lines("Refused by gRPC", "reqps", [Query::rate(TransportRefusalsTotal, &["reason"])])
+        lines("Refused by gRPC", "reqps", [PanelQuery::rate(TransportRefusalsTotal, &["reason"])])
             .explained(TransportRefusalsTotal)
             .wide(12),
-        lines("Bytes in flight", "bytes", [Query::level(InflightBytes, &["instance"])])
+        lines("Bytes in flight", "bytes", [PanelQuery::level(InflightBytes, &["instance"])])
             .explained(InflightBytes)
             .wide(12),
-        lines("Regions", "none", [Query::level(Regions, &["instance"])]).explained(Regions),
-        lines("Memory of regions", "bytes", [Query::level(RegionBytes, &["instance"])])
+        lines("Regions", "none", [PanelQuery::level(Regions, &["instance"])]).explained(Regions),
+        lines("Memory of regions", "bytes", [PanelQuery::level(RegionBytes, &["instance"])])
             .explained(RegionBytes),
-        lines("Calls through regions", "reqps", [Query::rate(RegionCallsTotal, &["payloads"])])
-            .explained(RegionCallsTotal),
+        lines(
+            "Calls through regions",
+            "reqps",
+            [PanelQuery::rate(RegionCallsTotal, &["payloads"])],
+        )
+        .explained(RegionCallsTotal),
     ]
 }
 
-fn device_use() -> Vec<Panel> {
+fn device_use() -> Vec<DashboardPanel> {
     use Metric::{
         AbandonedJobsTotal, AttendSeconds, DeviceBusySecondsTotal, EncodeSeconds,
         GpuGraphChangesTotal, GpuLaunchesTotal, LoadSeconds, QueueDepth, QueueSeconds,
         QueuedStreamMessages, StoreSeconds,
     };
     const KIND: &[&str] = &["instance", "device", "kind"];
-    let share = |metric, name: &str| Query::new(busy(metric, DEVICE), &legend(DEVICE)).named(name);
+    let share = |metric, name: &str| {
+        PanelQuery::new(busy_seconds(metric, DEVICE), &legend(DEVICE)).named(name)
+    };
     let shares = [
         share(StoreSeconds, "store"),
         share(EncodeSeconds, "encode"),
         share(AttendSeconds, "attend"),
         share(LoadSeconds, "load"),
     ];
-    let times =
-        |title, metric| lines(title, "s", quantiles(metric, DEVICE, "")).explained(metric).wide(6);
+    let times = |title, metric| {
+        lines(title, "s", quantile_queries(metric, DEVICE, "")).explained(metric).wide(6)
+    };
     vec![
-        lines("Queue", "none", [Query::level(QueueDepth, KIND)]).explained(QueueDepth),
-        lines("Messages of streams in it", "none", [Query::level(QueuedStreamMessages, KIND)])
+        lines("Queue", "none", [PanelQuery::level(QueueDepth, KIND)]).explained(QueueDepth),
+        lines("Messages of streams in it", "none", [PanelQuery::level(QueuedStreamMessages, KIND)])
             .explained(QueuedStreamMessages),
-        lines("Time in the queue", "s", quantiles(QueueSeconds, KIND, "")).explained(QueueSeconds),
+        lines("Time in the queue", "s", quantile_queries(QueueSeconds, KIND, ""))
+            .explained(QueueSeconds),
         lines(
             "Share of time the device is busy",
             "percentunit",
-            [Query::rate(DeviceBusySecondsTotal, KIND)],
+            [PanelQuery::rate(DeviceBusySecondsTotal, KIND)],
         )
         .explained(DeviceBusySecondsTotal)
         .up_to(1.0),
@@ -287,7 +302,7 @@ fn device_use() -> Vec<Panel> {
         lines(
             "Jobs nobody waits for",
             "ops",
-            [Query::rate(AbandonedJobsTotal, &["instance", "device", "when"])],
+            [PanelQuery::rate(AbandonedJobsTotal, &["instance", "device", "when"])],
         )
         .explained(AbandonedJobsTotal)
         .wide(12),
@@ -295,14 +310,14 @@ fn device_use() -> Vec<Panel> {
         times("Store, device time", StoreSeconds),
         times("Encode, device time", EncodeSeconds),
         times("Load, device time", LoadSeconds),
-        lines("GPU launches", "ops", [Query::rate(GpuLaunchesTotal, &["how"])])
+        lines("GPU launches", "ops", [PanelQuery::rate(GpuLaunchesTotal, &["how"])])
             .explained(GpuLaunchesTotal),
-        lines("GPU graph changes", "ops", [Query::rate(GpuGraphChangesTotal, &["change"])])
+        lines("GPU graph changes", "ops", [PanelQuery::rate(GpuGraphChangesTotal, &["change"])])
             .explained(GpuGraphChangesTotal),
     ]
 }
 
-fn device_speed() -> Vec<Panel> {
+fn device_speed() -> Vec<DashboardPanel> {
     use Metric::{
         AttendedLayerQueryTokensTotal, AttendedLogicalBytesTotal, AttendedStoredBytesTotal,
         LoadedLogicalBytesTotal, ModelDeviceJobsTotal, ModelDeviceSecondsTotal, ModelLayers,
@@ -310,27 +325,27 @@ fn device_speed() -> Vec<Panel> {
     };
     const WORK: &[&str] = &["namespace", "model", "codec", "work"];
     let attended = [
-        Query::rate(AttendedStoredBytesTotal, MODEL).named("compressed"),
-        Query::rate(AttendedLogicalBytesTotal, MODEL).named("logical"),
+        PanelQuery::rate(AttendedStoredBytesTotal, MODEL).named("compressed"),
+        PanelQuery::rate(AttendedLogicalBytesTotal, MODEL).named("logical"),
     ];
     let while_busy = [
-        speed(AttendedStoredBytesTotal, "attend").named("compressed"),
-        speed(AttendedLogicalBytesTotal, "attend").named("logical"),
+        speed_query(AttendedStoredBytesTotal, "attend").named("compressed"),
+        speed_query(AttendedLogicalBytesTotal, "attend").named("logical"),
     ];
     let moved = [
-        Query::rate(StoredLogicalBytesTotal, MODEL).named("stored"),
-        Query::rate(LoadedLogicalBytesTotal, MODEL).named("loaded"),
+        PanelQuery::rate(StoredLogicalBytesTotal, MODEL).named("stored"),
+        PanelQuery::rate(LoadedLogicalBytesTotal, MODEL).named("loaded"),
     ];
     let layers = format!("max by ({}) ({})", MODEL.join(", "), selector(ModelLayers));
     let tokens = |metric, name: &str| {
         let expr = format!("{} / {layers}", rate(metric, MODEL));
-        Query::new(expr, &legend(MODEL)).named(name)
+        PanelQuery::new(expr, &legend(MODEL)).named(name)
     };
     let tokens = [
         tokens(AttendedLayerQueryTokensTotal, "attended"),
         tokens(StoredLayerTokensTotal, "stored"),
     ];
-    let seconds = Query::rate(ModelDeviceSecondsTotal, WORK);
+    let seconds = PanelQuery::rate(ModelDeviceSecondsTotal, WORK);
     let mean =
         format!("{} / {}", rate(ModelDeviceSecondsTotal, WORK), rate(ModelDeviceJobsTotal, WORK));
     vec![
@@ -344,92 +359,92 @@ fn device_speed() -> Vec<Panel> {
         lines("Tokens", "ops", tokens)
             .described("Query tokens answered and tokens stored: counts by layer over the layers."),
         lines("Device time of models", "percentunit", [seconds]).explained(ModelDeviceSecondsTotal),
-        lines("Mean device time of a job", "s", [Query::new(mean, &legend(WORK))])
+        lines("Mean device time of a job", "s", [PanelQuery::new(mean, &legend(WORK))])
             .described("Device seconds of a model over its jobs, by work."),
     ]
 }
 
-fn held() -> Vec<Panel> {
+fn held_panels() -> Vec<DashboardPanel> {
     use Metric::{
         CodecError, CodecRowError, CompressionRatio, ErrorBound, HeldBytes, LogicalBytes,
         ModelOnceBytes, ModelRegistered, PackedBytes, PackedBytesPerValue, PackedPartBytes,
         PackedValues, RawBytes, RawValues, SavedBytes, TableVersions,
     };
     let errors = [
-        Query::largest(CodecError, MODEL_SIDE).named("error"),
-        Query::largest(CodecRowError, MODEL_SIDE).named("error of rows"),
-        Query::largest(ErrorBound, MODEL_SIDE).named("bound"),
+        PanelQuery::largest(CodecError, MODEL_SIDE).named("error"),
+        PanelQuery::largest(CodecRowError, MODEL_SIDE).named("error of rows"),
+        PanelQuery::largest(ErrorBound, MODEL_SIDE).named("bound"),
     ];
     let values = [
-        Query::level(PackedValues, MODEL).named("packed"),
-        Query::level(RawValues, MODEL).named("raw"),
+        PanelQuery::level(PackedValues, MODEL).named("packed"),
+        PanelQuery::level(RawValues, MODEL).named("raw"),
     ];
     let bytes = [
-        Query::level(HeldBytes, MODEL).named("held"),
-        Query::level(LogicalBytes, MODEL).named("logical"),
+        PanelQuery::level(HeldBytes, MODEL).named("held"),
+        PanelQuery::level(LogicalBytes, MODEL).named("logical"),
     ];
-    let [packed, raw] = [PackedValues, RawValues].map(|metric| total(metric, MODEL));
-    let share = Query::new(format!("{packed} / ({packed} + {raw})"), &legend(MODEL));
-    let bits = Query::largest(PackedBytesPerValue, MODEL);
-    let bits = Query::new(format!("8 * {}", bits.expr), &bits.legend);
+    let [packed, raw] = [PackedValues, RawValues].map(|metric| sum_level(metric, MODEL));
+    let share = PanelQuery::new(format!("{packed} / ({packed} + {raw})"), &legend(MODEL));
+    let bits = PanelQuery::largest(PackedBytesPerValue, MODEL);
+    let bits = PanelQuery::new(format!("8 * {}", bits.expr), &bits.legend);
     let age = format!("time() - max by ({}) ({})", MODEL.join(", "), selector(ModelRegistered));
     vec![
         lines("Held and logical bytes", "bytes", bytes)
             .described("Bytes of K and V as they are held, and as they would be raw."),
-        lines("Saved bytes", "bytes", [Query::level(SavedBytes, MODEL)]).explained(SavedBytes),
-        lines("Smallest compression ratio", "none", [smallest(CompressionRatio)])
+        lines("Saved bytes", "bytes", [PanelQuery::level(SavedBytes, MODEL)]).explained(SavedBytes),
+        lines("Smallest compression ratio", "none", [smallest_query(CompressionRatio)])
             .explained(CompressionRatio),
         lines("Bits per packed value", "none", [bits]).explained(PackedBytesPerValue),
         lines("Codec error and declared bound", "percentunit", errors).described(
             "Relative error of what attention sees of recently sampled blocks, that of their rows, \
              and the bound that the codec declares.",
         ),
-        lines("Packed bytes by side", "bytes", [Query::level(PackedBytes, MODEL_SIDE)])
+        lines("Packed bytes by side", "bytes", [PanelQuery::level(PackedBytes, MODEL_SIDE)])
             .explained(PackedBytes),
-        lines("Packed bytes by part", "bytes", [Query::level(PackedPartBytes, &["part"])])
+        lines("Packed bytes by part", "bytes", [PanelQuery::level(PackedPartBytes, &["part"])])
             .explained(PackedPartBytes),
-        lines("Window bytes", "bytes", [Query::level(RawBytes, MODEL)]).explained(RawBytes),
+        lines("Window bytes", "bytes", [PanelQuery::level(RawBytes, MODEL)]).explained(RawBytes),
         lines("Values held", "short", values)
             .described("K and V values in packed blocks, and in windows and open blocks."),
         lines("Share of values packed", "percentunit", [share])
             .described("Values in packed blocks over all values held.")
             .up_to(1.0),
-        lines("Held once per model", "bytes", [Query::level(ModelOnceBytes, MODEL_PART)])
+        lines("Held once per model", "bytes", [PanelQuery::level(ModelOnceBytes, MODEL_PART)])
             .explained(ModelOnceBytes),
-        lines("Huffman table versions", "none", [Query::largest(TableVersions, MODEL)])
+        lines("Huffman table versions", "none", [PanelQuery::largest(TableVersions, MODEL)])
             .explained(TableVersions),
-        lines("Registered for", "s", [Query::new(age, &legend(MODEL))])
+        lines("Registered for", "s", [PanelQuery::new(age, &legend(MODEL))])
             .described("Seconds since a model was registered."),
     ]
 }
 
 /// A ratio, the worst daemon's.
-fn smallest(metric: Metric) -> Query {
+fn smallest_query(metric: Metric) -> PanelQuery {
     let expr = format!("min by ({}) ({})", MODEL.join(", "), selector(metric));
-    Query::new(expr, &legend(MODEL))
+    PanelQuery::new(expr, &legend(MODEL))
 }
 
-fn encoding() -> Vec<Panel> {
+fn encoding_panels() -> Vec<DashboardPanel> {
     use Metric::{
         EncodedLayerBlocksTotal, EncodedLogicalBytesTotal, EncodedPageBytesTotal,
         FallbackPagesTotal, OverBoundPagesTotal, PackDeferredTotal, SampledBlocksTotal,
     };
     let encoded = [
-        Query::rate(EncodedLogicalBytesTotal, MODEL).named("logical"),
-        Query::rate(EncodedPageBytesTotal, MODEL).named("pages"),
+        PanelQuery::rate(EncodedLogicalBytesTotal, MODEL).named("logical"),
+        PanelQuery::rate(EncodedPageBytesTotal, MODEL).named("pages"),
     ];
     let while_busy = [
-        speed(EncodedLogicalBytesTotal, "encode").named("logical"),
-        speed(EncodedPageBytesTotal, "encode").named("pages"),
+        speed_query(EncodedLogicalBytesTotal, "encode").named("logical"),
+        speed_query(EncodedPageBytesTotal, "encode").named("pages"),
     ];
     let outcomes = [
-        Query::rate(EncodedLayerBlocksTotal, MODEL).named("blocks encoded"),
-        Query::rate(PackDeferredTotal, MODEL).named("blocks deferred"),
-        Query::rate(FallbackPagesTotal, MODEL).named("pages kept raw"),
+        PanelQuery::rate(EncodedLayerBlocksTotal, MODEL).named("blocks encoded"),
+        PanelQuery::rate(PackDeferredTotal, MODEL).named("blocks deferred"),
+        PanelQuery::rate(FallbackPagesTotal, MODEL).named("pages kept raw"),
     ];
     let contract = [
-        Query::rate(SampledBlocksTotal, MODEL).named("blocks measured"),
-        Query::rate(OverBoundPagesTotal, MODEL_SIDE).named("pages over their bound"),
+        PanelQuery::rate(SampledBlocksTotal, MODEL).named("blocks measured"),
+        PanelQuery::rate(OverBoundPagesTotal, MODEL_SIDE).named("pages over their bound"),
     ];
     vec![
         lines("Encoded bytes", "Bps", encoded)
@@ -445,34 +460,35 @@ fn encoding() -> Vec<Panel> {
 }
 
 /// Bytes of a counter over the device seconds of that work, by model.
-fn speed(bytes: Metric, work: &str) -> Query {
+fn speed_query(bytes: Metric, work: &str) -> PanelQuery {
     let work = format!("work=\"{work}\"");
     let seconds = rate_where(Metric::ModelDeviceSecondsTotal, &work, MODEL);
     let expr = format!("{} / {seconds}", rate(bytes, MODEL));
-    Query::new(expr, &legend(MODEL))
+    PanelQuery::new(expr, &legend(MODEL))
 }
 
-fn pool() -> Vec<Panel> {
+fn pool_panels() -> Vec<DashboardPanel> {
     use Metric::{PoolCapacityBytes, PoolLargestFreeBytes, PoolSlots, PoolUsedBytes};
     const TIER: &[&str] = &["instance", "device", "tier"];
-    let used = format!("{} / {}", total(PoolUsedBytes, TIER), total(PoolCapacityBytes, TIER));
+    let used =
+        format!("{} / {}", sum_level(PoolUsedBytes, TIER), sum_level(PoolCapacityBytes, TIER));
     vec![
         lines(
             "Pool",
             "bytes",
             [
-                Query::level(PoolUsedBytes, TIER).named("used"),
-                Query::level(PoolCapacityBytes, TIER).named("capacity"),
-                Query::level(PoolLargestFreeBytes, TIER).named("largest free"),
+                PanelQuery::level(PoolUsedBytes, TIER).named("used"),
+                PanelQuery::level(PoolCapacityBytes, TIER).named("capacity"),
+                PanelQuery::level(PoolLargestFreeBytes, TIER).named("largest free"),
             ],
         )
         .described("A small largest free range with much free memory in all is fragmentation.")
         .wide(12),
-        lines("Pool use", "percentunit", [Query::new(used, &legend(TIER))])
+        lines("Pool use", "percentunit", [PanelQuery::new(used, &legend(TIER))])
             .described("Used over capacity, by device.")
             .colored(threshold::POOL)
             .up_to(1.0)
             .wide(6),
-        lines("Slots", "none", [Query::level(PoolSlots, TIER)]).explained(PoolSlots).wide(6),
+        lines("Slots", "none", [PanelQuery::level(PoolSlots, TIER)]).explained(PoolSlots).wide(6),
     ]
 }

@@ -1,9 +1,9 @@
 //! PromQL from metrics: the few shapes that the dashboard is made of.
 
-use crate::metrics::{Kind, Metric, Scope};
+use crate::metrics::{Metric, MetricKind, MetricScope};
 
 /// A choice at the top of the dashboard: the values of one label.
-pub(super) struct Variable {
+pub(super) struct DashboardVariable {
     /// The label, and the variable's name.
     pub(super) name: &'static str,
     /// What the viewer reads.
@@ -13,20 +13,20 @@ pub(super) struct Variable {
 }
 
 /// Every choice but the data source.
-pub(super) const VARIABLES: [Variable; 4] = [
-    Variable { name: "job", title: "Job", of: Metric::Ready },
-    Variable { name: "instance", title: "Daemon", of: Metric::Ready },
-    Variable { name: "namespace", title: "Namespace", of: Metric::Sequences },
-    Variable { name: "model", title: "Model", of: Metric::Sequences },
+pub(super) const VARIABLES: [DashboardVariable; 4] = [
+    DashboardVariable { name: "job", title: "Job", of: Metric::Ready },
+    DashboardVariable { name: "instance", title: "Daemon", of: Metric::Ready },
+    DashboardVariable { name: "namespace", title: "Namespace", of: Metric::Sequences },
+    DashboardVariable { name: "model", title: "Model", of: Metric::Sequences },
 ];
 
 /// One curve, or one per value of the labels it is split by.
-pub(super) struct Query {
+pub(super) struct PanelQuery {
     pub(super) expr: String,
     pub(super) legend: String,
 }
 
-impl Query {
+impl PanelQuery {
     /// A query of its own wording.
     pub(super) fn new(expr: String, legend: &str) -> Self {
         Self { expr, legend: legend.to_owned() }
@@ -34,12 +34,12 @@ impl Query {
 
     /// A level, summed over what it is not split by.
     pub(super) fn level(metric: Metric, by: &[&str]) -> Self {
-        Self { expr: total(metric, by), legend: legend(by) }
+        Self { expr: sum_level(metric, by), legend: legend(by) }
     }
 
     /// A ratio or an error, which no sum makes sense of: the largest.
     pub(super) fn largest(metric: Metric, by: &[&str]) -> Self {
-        let expr = format!("max {}({})", clause(by), selector(metric));
+        let expr = format!("max {}({})", by_clause(by), selector(metric));
         Self { expr, legend: legend(by) }
     }
 
@@ -65,15 +65,15 @@ impl Query {
 }
 
 /// Median and 99th percentile of a histogram.
-pub(super) fn quantiles(metric: Metric, by: &[&str], name: &str) -> [Query; 2] {
-    debug_assert_eq!(metric.kind(), Kind::Histogram);
+pub(super) fn quantile_queries(metric: Metric, by: &[&str], name: &str) -> [PanelQuery; 2] {
+    debug_assert_eq!(metric.kind(), MetricKind::Histogram);
     let mut labels = vec!["le"];
     labels.extend(by);
-    let buckets = increase(&format!("{}_bucket", metric.name()), metric, &labels);
+    let buckets = sum_increase(&format!("{}_bucket", metric.name()), metric, &labels);
     [("p50", 0.5), ("p99", 0.99)].map(|(label, q)| {
         let expr = format!("histogram_quantile({q}, {buckets})");
         let name = if name.is_empty() { label.to_owned() } else { format!("{name} {label}") };
-        Query { expr, legend: legend(by) }.named(&name)
+        PanelQuery { expr, legend: legend(by) }.named(&name)
     })
 }
 
@@ -84,46 +84,46 @@ pub(super) fn rate(metric: Metric, by: &[&str]) -> String {
 
 /// The same of the series that `matcher` names, such as `work="store"`.
 pub(super) fn rate_where(metric: Metric, matcher: &str, by: &[&str]) -> String {
-    debug_assert_eq!(metric.kind(), Kind::Counter);
-    let choice = selection(metric, matcher);
-    format!("sum {}(rate({}{choice}[$__rate_interval]))", clause(by), metric.name())
+    debug_assert_eq!(metric.kind(), MetricKind::Counter);
+    let choice = label_matchers(metric, matcher);
+    format!("sum {}(rate({}{choice}[$__rate_interval]))", by_clause(by), metric.name())
 }
 
 /// Seconds per second that a histogram of durations took.
-pub(super) fn busy(metric: Metric, by: &[&str]) -> String {
-    debug_assert_eq!(metric.kind(), Kind::Histogram);
-    increase(&format!("{}_sum", metric.name()), metric, by)
+pub(super) fn busy_seconds(metric: Metric, by: &[&str]) -> String {
+    debug_assert_eq!(metric.kind(), MetricKind::Histogram);
+    sum_increase(&format!("{}_sum", metric.name()), metric, by)
 }
 
 /// A level, summed by `by`.
-pub(super) fn total(metric: Metric, by: &[&str]) -> String {
-    debug_assert_eq!(metric.kind(), Kind::Gauge);
-    format!("sum {}({})", clause(by), selector(metric))
+pub(super) fn sum_level(metric: Metric, by: &[&str]) -> String {
+    debug_assert_eq!(metric.kind(), MetricKind::Gauge);
+    format!("sum {}({})", by_clause(by), selector(metric))
 }
 
 /// The series of a metric that the viewer chose.
 pub(super) fn selector(metric: Metric) -> String {
-    format!("{}{}", metric.name(), selection(metric, ""))
+    format!("{}{}", metric.name(), label_matchers(metric, ""))
 }
 
-fn increase(series: &str, metric: Metric, by: &[&str]) -> String {
-    format!("sum {}(rate({series}{}[$__rate_interval]))", clause(by), selection(metric, ""))
+fn sum_increase(series: &str, metric: Metric, by: &[&str]) -> String {
+    format!("sum {}(rate({series}{}[$__rate_interval]))", by_clause(by), label_matchers(metric, ""))
 }
 
 /// The label matchers of the viewer's choice of daemons.
 pub(super) const OF_DAEMON: &str = r#"job=~"$job",instance=~"$instance""#;
 
 /// The label matchers of the viewer's choice, and one more if it is not empty.
-fn selection(metric: Metric, matcher: &str) -> String {
+fn label_matchers(metric: Metric, matcher: &str) -> String {
     let model = match metric.scope() {
-        Scope::Model => r#",namespace=~"$namespace",model=~"$model""#,
-        Scope::Device | Scope::Daemon => "",
+        MetricScope::Model => r#",namespace=~"$namespace",model=~"$model""#,
+        MetricScope::Device | MetricScope::Daemon => "",
     };
     let comma = if matcher.is_empty() { "" } else { "," };
     format!("{{{OF_DAEMON}{model}{comma}{matcher}}}")
 }
 
-fn clause(by: &[&str]) -> String {
+fn by_clause(by: &[&str]) -> String {
     if by.is_empty() { String::new() } else { format!("by ({}) ", by.join(", ")) }
 }
 

@@ -1,10 +1,10 @@
 //! Dashboard, alerts, pages of documentation and exporter agree with the enums they speak of.
 
-use super::{GRID_WIDTH, json};
-use crate::config::{Config, Overrides};
+use super::{GRID_WIDTH, dashboard_json};
+use crate::config::{Config, ConfigOverrides};
 use crate::daemon::Daemon;
-use crate::metrics::{ALERT_CODES, Kind, Metric, RPCS, Scope};
-use crate::service::Call;
+use crate::metrics::{ALERT_CODES, Metric, MetricKind, MetricScope, RPCS};
+use crate::service::CallContext;
 use bytes::Bytes;
 use kvd_compute::{CpuBackend, CpuOptions};
 use kvd_core::{DType, ErrorCode, Geometry, LayerIndex, Namespace, RopePairing};
@@ -31,8 +31,8 @@ fn metrics_in(text: &str) -> BTreeSet<&'static str> {
 fn metric(series: &str) -> Option<Metric> {
     Metric::ALL.iter().copied().find(|metric| {
         let suffixes: &[&str] = match metric.kind() {
-            Kind::Histogram => &["_bucket", "_sum", "_count"],
-            Kind::Counter | Kind::Gauge => &[""],
+            MetricKind::Histogram => &["_bucket", "_sum", "_count"],
+            MetricKind::Counter | MetricKind::Gauge => &[""],
         };
         series.strip_prefix(metric.name()).is_some_and(|suffix| suffixes.contains(&suffix))
     })
@@ -43,7 +43,7 @@ fn every_metric() -> BTreeSet<&'static str> {
 }
 
 fn panels() -> Vec<Value> {
-    json()["panels"].as_array().expect("panels").clone()
+    dashboard_json()["panels"].as_array().expect("panels").clone()
 }
 
 fn expressions(panel: &Value) -> Vec<String> {
@@ -55,7 +55,7 @@ fn expressions(panel: &Value) -> Vec<String> {
 fn file_is_what_the_code_makes() {
     let file: Value = serde_json::from_str(&file("deploy/grafana/kvd.json")).unwrap();
     let hint = "run `cargo run -p kvd -- dashboard > deploy/grafana/kvd.json`";
-    assert!(file == json(), "deploy/grafana/kvd.json is stale: {hint}");
+    assert!(file == dashboard_json(), "deploy/grafana/kvd.json is stale: {hint}");
 }
 
 #[test]
@@ -63,7 +63,7 @@ fn every_metric_is_shown_and_no_other() {
     let shown: Vec<_> = panels().iter().flat_map(expressions).collect();
     assert_eq!(metrics_in(&shown.join("\n")), every_metric());
     // Variables name metrics too, and their choice is what the panels filter by.
-    let text = json().to_string();
+    let text = dashboard_json().to_string();
     metrics_in(&text);
     for variable in super::query::VARIABLES {
         assert!(text.contains(&format!("${}", variable.name)), "{} is unused", variable.name);
@@ -135,13 +135,13 @@ fn operating_page_lists_every_error_code() {
 async fn exposition() -> String {
     let flags = [("server.listen_tcp", "127.0.0.1:0"), ("admin.listen", "127.0.0.1:0")]
         .map(|(key, value)| (key.to_owned(), value.to_owned()));
-    let overrides = Overrides { flags: flags.into(), ..Overrides::default() };
+    let overrides = ConfigOverrides { flags: flags.into(), ..ConfigOverrides::default() };
     let options = CpuOptions { arena_bytes: 1 << 20, prefault: false, threads: 1 };
     let backend = Box::new(CpuBackend::new(options).unwrap());
     let config = Config::load(&overrides).unwrap();
     let running = Daemon::build_on(config, vec![backend]).await.unwrap().spawn();
     let service = running.service().clone();
-    let call = Call::new(Namespace::new("default").unwrap());
+    let call = CallContext::new(Namespace::new("default").unwrap());
     let geometry = Geometry {
         layers: 1,
         kv_heads: 1,
@@ -159,10 +159,10 @@ async fn exposition() -> String {
     let k = Bytes::from(0x3c00_u16.to_le_bytes().repeat(128 * 8));
     let (layer, v) = (LayerIndex(0), k.clone());
     let chunk = StoreChunk { sequence, layer, start: 0, tokens: 128, k, v };
-    service.store(&call, chunk).await.unwrap();
-    service.metrics().request("RegisterModel", None, Duration::from_millis(1));
+    service.store_chunk(&call, chunk).await.unwrap();
+    service.metrics().count_request("RegisterModel", None, Duration::from_millis(1));
     service.refresh_gauges();
-    let page = service.metrics().render();
+    let page = service.metrics().render_page();
     drop(service);
     running.drain().await;
     page
@@ -177,9 +177,9 @@ async fn exporter_exposes_every_metric() {
         let metric = metric(name).unwrap_or_else(|| panic!("no metric {name}"));
         exposed.insert(metric.name());
         for label in ["namespace=", "model=", "codec="] {
-            assert_eq!(series.contains(label), metric.scope() == Scope::Model, "{series}");
+            assert_eq!(series.contains(label), metric.scope() == MetricScope::Model, "{series}");
         }
-        let of_device = metric.scope() == Scope::Device || metric == Metric::BuildInfo;
+        let of_device = metric.scope() == MetricScope::Device || metric == Metric::BuildInfo;
         assert_eq!(series.contains("device="), of_device, "{series}");
     }
     let missing: Vec<_> =

@@ -1,29 +1,29 @@
 //! Jobs of a device, as data: what is to be done, and who is told what came of it.
 
-use crate::scheduler::Kind;
+use crate::scheduler::JobKind;
 use crate::service::ServiceError;
 use crate::service::jobs::{
-    Attend, AttendInPlace, CloseRegion, Load, OpenRegion, ReadRegion, Register, Store,
-    StoreInPlace, Unregister, WriteRegion,
+    AttendInPlace, AttendJob, CloseRegion, LoadJob, OpenRegion, ReadRegion, RegisterJob,
+    StoreInPlace, StoreJob, UnregisterJob, WriteRegion,
 };
 use kvd_compute::{Backend, Stop};
 use std::any::Any;
 use tokio::sync::oneshot;
 
 /// Work of a job on the device.
-pub(crate) trait Work: Send {
+pub(crate) trait DeviceWork: Send {
     /// Its result.
     type Reply: Send;
 
     /// In what order it runs.
-    fn kind(&self) -> Kind;
+    fn job_kind(&self) -> JobKind;
 
     /// Goes on until the reply is there or, `None`, until the slice is over: then it is called
     /// again. Dropped before the reply it undoes what it has begun.
     ///
     /// # Errors
     /// Why it failed; it is not called again.
-    fn run(
+    fn run_slice(
         &mut self,
         backend: &mut dyn Backend,
         stop: &Stop,
@@ -31,37 +31,37 @@ pub(crate) trait Work: Send {
 }
 
 /// Work, and who waits for its reply.
-pub(crate) struct Asked<W: Work> {
+pub(crate) struct AskedWork<W: DeviceWork> {
     pub(super) work: W,
     pub(super) reply: oneshot::Sender<Result<W::Reply, ServiceError>>,
 }
 
 /// State of a job that had the device.
-pub(super) enum Step<J> {
+pub(super) enum JobStep<J> {
     /// It goes on later.
     Paused(J),
     /// It was answered; whether somebody was there to hear it.
     Done { heard: bool },
 }
 
-impl<W: Work> Asked<W> {
-    fn run(mut self: Box<Self>, backend: &mut dyn Backend, stop: &Stop) -> Step<Box<Self>> {
+impl<W: DeviceWork> AskedWork<W> {
+    fn run_work(mut self: Box<Self>, backend: &mut dyn Backend, stop: &Stop) -> JobStep<Box<Self>> {
         let ran = stop.check().map_err(ServiceError::from);
-        let ran = ran.and_then(|()| self.work.run(backend, stop));
+        let ran = ran.and_then(|()| self.work.run_slice(backend, stop));
         let result = match ran {
             // What a failed device did in this job is not known to be done.
             _ if backend.failure().is_some() => Err(super::device_failed()),
-            Ok(None) => return Step::Paused(self),
+            Ok(None) => return JobStep::Paused(self),
             Ok(Some(reply)) => Ok(reply),
             Err(error) => Err(error),
         };
         let Self { work, reply } = *self;
         // What it holds is free before its caller asks for more.
         drop(work);
-        Step::Done { heard: reply.send(result).is_ok() }
+        JobStep::Done { heard: reply.send(result).is_ok() }
     }
 
-    fn refuse(self, error: ServiceError) {
+    fn refuse_work(self, error: ServiceError) {
         // Nobody may be there any more.
         let _ = self.reply.send(Err(error));
     }
@@ -70,31 +70,31 @@ impl<W: Work> Asked<W> {
 macro_rules! jobs {
     ($($variant:ident: $work:ty;)*) => {
         /// A job of a device.
-        pub(crate) enum Job {
-            $($variant(Box<Asked<$work>>),)*
+        pub(crate) enum DeviceJob {
+            $($variant(Box<AskedWork<$work>>),)*
         }
 
-        impl Job {
+        impl DeviceJob {
             /// Gives the job the device.
-            pub(super) fn run(self, backend: &mut dyn Backend, stop: &Stop) -> Step<Self> {
+            pub(super) fn run_job(self, backend: &mut dyn Backend, stop: &Stop) -> JobStep<Self> {
                 match self {
-                    $(Self::$variant(asked) => match asked.run(backend, stop) {
-                        Step::Paused(asked) => Step::Paused(Self::$variant(asked)),
-                        Step::Done { heard } => Step::Done { heard },
+                    $(Self::$variant(asked) => match asked.run_work(backend, stop) {
+                        JobStep::Paused(asked) => JobStep::Paused(Self::$variant(asked)),
+                        JobStep::Done { heard } => JobStep::Done { heard },
                     },)*
                 }
             }
 
             /// Answers the job without having run it to its end.
-            pub(super) fn refuse(self, error: ServiceError) {
+            pub(super) fn refuse_job(self, error: ServiceError) {
                 match self {
-                    $(Self::$variant(asked) => asked.refuse(error),)*
+                    $(Self::$variant(asked) => asked.refuse_work(error),)*
                 }
             }
         }
 
-        $(impl From<Asked<$work>> for Job {
-            fn from(asked: Asked<$work>) -> Self {
+        $(impl From<AskedWork<$work>> for DeviceJob {
+            fn from(asked: AskedWork<$work>) -> Self {
                 Self::$variant(Box::new(asked))
             }
         })*
@@ -102,39 +102,39 @@ macro_rules! jobs {
 }
 
 jobs! {
-    Attend: Attend;
+    Attend: AttendJob;
     AttendInPlace: AttendInPlace;
-    Store: Store;
+    Store: StoreJob;
     StoreInPlace: StoreInPlace;
-    Load: Load;
+    Load: LoadJob;
     OpenRegion: OpenRegion;
     CloseRegion: CloseRegion;
     ReadRegion: ReadRegion;
     WriteRegion: WriteRegion;
-    Register: Register;
-    Unregister: Unregister;
-    Custom: Custom;
+    Register: RegisterJob;
+    Unregister: UnregisterJob;
+    Custom: CustomJob;
 }
 
 /// Work of somebody who embeds the daemon.
-type Closure =
+type WorkClosure =
     Box<dyn FnOnce(&mut dyn Backend) -> Result<Box<dyn Any + Send>, ServiceError> + Send>;
 
 /// Work that is none of the daemon's own.
-pub(crate) struct Custom {
-    pub(super) kind: Kind,
+pub(crate) struct CustomJob {
+    pub(super) kind: JobKind,
     /// None once it has begun.
-    pub(super) work: Option<Closure>,
+    pub(super) work: Option<WorkClosure>,
 }
 
-impl Work for Custom {
+impl DeviceWork for CustomJob {
     type Reply = Box<dyn Any + Send>;
 
-    fn kind(&self) -> Kind {
+    fn job_kind(&self) -> JobKind {
         self.kind
     }
 
-    fn run(
+    fn run_slice(
         &mut self,
         backend: &mut dyn Backend,
         _: &Stop,

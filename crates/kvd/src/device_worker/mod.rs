@@ -9,13 +9,13 @@
 mod job;
 mod thread;
 
-pub(crate) use job::{Asked, Job, Work};
+pub(crate) use job::{AskedWork, DeviceJob, DeviceWork};
 pub use thread::DeviceWorkerThread;
 
 use crate::metrics::{DeviceMetrics, Metrics};
-use crate::scheduler::{Kind, OwnerKey, Scheduler, Ticket, Waiting};
-use crate::service::{Call, ServiceError};
-use job::Custom;
+use crate::scheduler::{JobKind, JobScheduler, JobTicket, OwnerKey, WaitingJob};
+use crate::service::{CallContext, ServiceError};
+use job::CustomJob;
 use kvd_compute::{Backend, DeviceInfo};
 use kvd_core::{ErrorCode, Namespace};
 use parking_lot::{Condvar, Mutex};
@@ -43,18 +43,18 @@ pub struct WorkerLimits {
 /// Handle on a device's thread; clones share it.
 #[derive(Clone)]
 pub struct DeviceWorker {
-    handles: Arc<Handles>,
+    handles: Arc<WorkerHandles>,
     queue_jobs_max: usize,
     info: DeviceInfo,
     metrics: Arc<DeviceMetrics>,
 }
 
 /// All handles on a thread, which ends after the last of them.
-struct Handles {
-    shared: Arc<Shared>,
+struct WorkerHandles {
+    shared: Arc<WorkerState>,
 }
 
-impl Drop for Handles {
+impl Drop for WorkerHandles {
     fn drop(&mut self) {
         self.shared.queue.lock().closed = true;
         self.shared.changed.notify_all();
@@ -62,8 +62,8 @@ impl Drop for Handles {
 }
 
 /// State that handles and thread share.
-struct Shared {
-    queue: Mutex<Queue>,
+struct WorkerState {
+    queue: Mutex<JobQueue>,
     /// Told when a job comes, and when the queue is closed.
     changed: Condvar,
     /// Jobs that wait: what a running attend looks at.
@@ -73,8 +73,8 @@ struct Shared {
 }
 
 /// Jobs that wait.
-struct Queue {
-    jobs: Scheduler<Entry>,
+struct JobQueue {
+    jobs: JobScheduler<QueuedJob>,
     /// Whether no more are taken.
     closed: bool,
     /// About how long a job takes, by kind.
@@ -82,8 +82,8 @@ struct Queue {
 }
 
 /// A job with what is known of its caller.
-struct Entry {
-    job: Job,
+struct QueuedJob {
+    job: DeviceJob,
     accepted: Instant,
     deadline: Option<Instant>,
     /// Set once its caller is gone.
@@ -92,9 +92,9 @@ struct Entry {
     cost: Duration,
 }
 
-impl Shared {
+impl WorkerState {
     /// Answers for jobs that come too late.
-    fn closed(&self) -> ServiceError {
+    fn closed_error(&self) -> ServiceError {
         // A thread that is gone without having been stopped is a failure as well.
         if self.failed.load(Ordering::Acquire) || !self.stopped.load(Ordering::Acquire) {
             return device_failed();
@@ -104,8 +104,8 @@ impl Shared {
     }
 
     /// Says how many jobs wait, to those that run.
-    fn count(&self, queue: &Queue) {
-        self.waiting.store(queue.jobs.waiting().iter().sum(), Ordering::Release);
+    fn count_waiting(&self, queue: &JobQueue) {
+        self.waiting.store(queue.jobs.waiting_jobs().iter().sum(), Ordering::Release);
     }
 }
 
@@ -116,32 +116,32 @@ fn device_failed() -> ServiceError {
 
 /// A job that was accepted. Dropped before its answer it takes the job back: out of the queue, or
 /// by telling the device to stop.
-struct Accepted<'a> {
+struct AcceptedJob<'a> {
     worker: &'a DeviceWorker,
-    ticket: Ticket,
+    ticket: JobTicket,
     cancelled: Arc<AtomicBool>,
     answered: bool,
 }
 
-impl Accepted<'_> {
+impl AcceptedJob<'_> {
     /// Takes the job out of the queue, if it waits there.
-    fn withdraw(&self) -> Option<Waiting<Entry>> {
+    fn withdraw_job(&self) -> Option<WaitingJob<QueuedJob>> {
         let shared = &self.worker.handles.shared;
         let mut queue = shared.queue.lock();
         let taken = queue.jobs.remove(&self.ticket);
-        shared.count(&queue);
+        shared.count_waiting(&queue);
         taken
     }
 }
 
-impl Drop for Accepted<'_> {
+impl Drop for AcceptedJob<'_> {
     fn drop(&mut self) {
         if self.answered {
             return;
         }
         self.cancelled.store(true, Ordering::Release);
         // Dropped without the lock: what it holds may take other locks.
-        if let Some(Waiting { job, .. }) = self.withdraw() {
+        if let Some(WaitingJob { job, .. }) = self.withdraw_job() {
             let metrics = &self.worker.metrics;
             let begun = !job.cost.is_zero();
             if begun { &metrics.abandoned_during } else { &metrics.abandoned_before }.increment(1);
@@ -154,18 +154,18 @@ impl DeviceWorker {
     ///
     /// # Errors
     /// When the operating system gives no thread.
-    pub fn start(
+    pub fn start_thread(
         backend: Box<dyn Backend>,
         limits: WorkerLimits,
         metrics: &Metrics,
         on_failure: impl FnOnce() + Send + 'static,
     ) -> std::io::Result<(Self, DeviceWorkerThread)> {
-        let queue = Queue {
-            jobs: Scheduler::new(limits.weights),
+        let queue = JobQueue {
+            jobs: JobScheduler::new(limits.weights),
             closed: false,
             job_time: [Duration::ZERO; 2],
         };
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(WorkerState {
             queue: Mutex::new(queue),
             changed: Condvar::new(),
             waiting: Arc::default(),
@@ -175,18 +175,18 @@ impl DeviceWorker {
         let info = backend.info();
         let tier = if info.uuid.is_some() { "gpu" } else { "host" };
         let worker = Self {
-            handles: Arc::new(Handles { shared: shared.clone() }),
+            handles: Arc::new(WorkerHandles { shared: shared.clone() }),
             queue_jobs_max: limits.queue_jobs_max,
             info,
             metrics: Arc::new(metrics.add_device(tier)),
         };
-        let thread = thread::start(backend, shared, worker.metrics.clone(), on_failure)?;
+        let thread = thread::start_thread(backend, shared, worker.metrics.clone(), on_failure)?;
         Ok((worker, thread))
     }
 
     /// Description of the device.
     #[must_use]
-    pub fn info(&self) -> &DeviceInfo {
+    pub fn device_info(&self) -> &DeviceInfo {
         &self.info
     }
 
@@ -197,25 +197,25 @@ impl DeviceWorker {
 
     /// Whether the device has failed.
     #[must_use]
-    pub fn failed(&self) -> bool {
+    pub fn has_failed(&self) -> bool {
         self.handles.shared.failed.load(Ordering::Acquire)
     }
 
     /// Jobs that wait: accepted and not begun, or paused.
     #[must_use]
-    pub fn queued(&self) -> usize {
+    pub fn queued_jobs(&self) -> usize {
         self.queued_by_kind().iter().sum()
     }
 
     /// Jobs that wait by kind, in the order of [`DeviceMetrics::KINDS`].
     pub(crate) fn queued_by_kind(&self) -> [usize; 2] {
-        self.handles.shared.queue.lock().jobs.waiting()
+        self.handles.shared.queue.lock().jobs.waiting_jobs()
     }
 
     /// Those of them that are messages of streams, which wait without a place.
     pub(crate) fn queued_stream_messages(&self) -> [usize; 2] {
         let queue = self.handles.shared.queue.lock();
-        let (waiting, counted) = (queue.jobs.waiting(), queue.jobs.counted());
+        let (waiting, counted) = (queue.jobs.waiting_jobs(), queue.jobs.counted_jobs());
         [0, 1].map(|kind: usize| waiting[kind] - counted[kind])
     }
 
@@ -224,23 +224,27 @@ impl DeviceWorker {
     ///
     /// # Errors
     /// `QUEUE_FULL`, `DEADLINE_EXCEEDED`, `DEVICE_FAILED`, `SHUTTING_DOWN` after
-    /// [`DeviceWorkerThread::join`], or what the work answers.
-    pub(crate) async fn ask<W>(&self, call: &Call, work: W) -> Result<W::Reply, ServiceError>
+    /// [`DeviceWorkerThread::join_thread`], or what the work answers.
+    pub(crate) async fn ask_device<W>(
+        &self,
+        call: &CallContext,
+        work: W,
+    ) -> Result<W::Reply, ServiceError>
     where
-        W: Work,
-        Job: From<Asked<W>>,
+        W: DeviceWork,
+        DeviceJob: From<AskedWork<W>>,
     {
         call.check_deadline()?;
         let (reply, mut answer) = oneshot::channel();
-        let kind = work.kind();
-        let mut accepted = self.submit(call, kind, Asked { work, reply }.into())?;
-        let closed = |_| Err(self.handles.shared.closed());
+        let kind = work.job_kind();
+        let mut accepted = self.submit_job(call, kind, AskedWork { work, reply }.into())?;
+        let closed = |_| Err(self.handles.shared.closed_error());
         let result = match call.deadline {
             None => answer.await.unwrap_or_else(closed),
             Some(deadline) => match tokio::time::timeout_at(deadline.into(), &mut answer).await {
                 Ok(answer) => answer.unwrap_or_else(closed),
                 // What waits is not begun; what has the device is told to stop, and says so.
-                Err(_) if accepted.withdraw().is_some() => Err(Call::too_late()),
+                Err(_) if accepted.withdraw_job().is_some() => Err(CallContext::too_late()),
                 Err(_) => answer.await.unwrap_or_else(closed),
             },
         };
@@ -252,61 +256,73 @@ impl DeviceWorker {
     ///
     /// # Errors
     /// As the daemon's own jobs, or what `work` answers.
-    pub async fn run<T, F>(&self, call: &Call, work: F) -> Result<T, ServiceError>
+    pub async fn run_closure<T, F>(&self, call: &CallContext, work: F) -> Result<T, ServiceError>
     where
         F: FnOnce(&mut dyn Backend) -> Result<T, ServiceError> + Send + 'static,
         T: Send + 'static,
     {
-        self.run_as(Kind::Other, call, work).await
+        self.run_as(JobKind::Other, call, work).await
     }
 
-    async fn run_as<T, F>(&self, kind: Kind, call: &Call, work: F) -> Result<T, ServiceError>
+    async fn run_as<T, F>(
+        &self,
+        kind: JobKind,
+        call: &CallContext,
+        work: F,
+    ) -> Result<T, ServiceError>
     where
         F: FnOnce(&mut dyn Backend) -> Result<T, ServiceError> + Send + 'static,
         T: Send + 'static,
     {
         let work = move |backend: &mut dyn Backend| Ok(Box::new(work(backend)?) as Box<_>);
-        let reply = self.ask(call, Custom { kind, work: Some(Box::new(work)) }).await?;
+        let reply = self.ask_device(call, CustomJob { kind, work: Some(Box::new(work)) }).await?;
         let other = |_| ServiceError::new(ErrorCode::Internal, "a job answered another's question");
         reply.downcast().map(|reply| *reply).map_err(other)
     }
 
     /// Puts a job into the queue. Where no place is left, one is taken from the connection that has
     /// most, if that has more than this one's.
-    fn submit(&self, call: &Call, kind: Kind, job: Job) -> Result<Accepted<'_>, ServiceError> {
+    fn submit_job(
+        &self,
+        call: &CallContext,
+        kind: JobKind,
+        job: DeviceJob,
+    ) -> Result<AcceptedJob<'_>, ServiceError> {
         let shared = &self.handles.shared;
-        let owner =
-            OwnerKey { namespace: call.namespace.clone(), connection: call.owner.connection() };
+        let owner = OwnerKey {
+            namespace: call.namespace.clone(),
+            connection: call.owner.connection_number(),
+        };
         let cancelled = Arc::new(AtomicBool::new(false));
         let (accepted, deadline) = (Instant::now(), call.deadline);
         let cost = Duration::ZERO;
-        let entry = Entry { job, accepted, deadline, cancelled: cancelled.clone(), cost };
+        let entry = QueuedJob { job, accepted, deadline, cancelled: cancelled.clone(), cost };
         let mut queue = shared.queue.lock();
         if queue.closed || shared.failed.load(Ordering::Acquire) {
-            return Err(shared.closed());
+            return Err(shared.closed_error());
         }
         let is_counted = !call.waits_for_queue;
         let mut refused = None;
-        if is_counted && queue.jobs.counted()[kind.index()] >= self.queue_jobs_max {
+        if is_counted && queue.jobs.counted_jobs()[kind.index()] >= self.queue_jobs_max {
             refused = queue.jobs.take_from_most(kind, &owner);
             if refused.is_none() {
                 return Err(self.queue_full(&queue, kind, &owner));
             }
         }
-        let ticket = queue.jobs.ticket(kind, owner, is_counted);
+        let ticket = queue.jobs.make_ticket(kind, owner, is_counted);
         queue.jobs.push(ticket.clone(), entry);
-        shared.count(&queue);
+        shared.count_waiting(&queue);
         let error = refused.as_ref().map(|of| self.queue_full(&queue, kind, &of.ticket.owner));
         drop(queue);
         shared.changed.notify_one();
-        if let (Some(Waiting { job, .. }), Some(error)) = (refused, error) {
-            job.job.refuse(error);
+        if let (Some(WaitingJob { job, .. }), Some(error)) = (refused, error) {
+            job.job.refuse_job(error);
         }
-        Ok(Accepted { worker: self, ticket, cancelled, answered: false })
+        Ok(AcceptedJob { worker: self, ticket, cancelled, answered: false })
     }
 
     /// The answer where no place is left, with the time that the caller's own jobs take about.
-    fn queue_full(&self, queue: &Queue, kind: Kind, owner: &OwnerKey) -> ServiceError {
+    fn queue_full(&self, queue: &JobQueue, kind: JobKind, owner: &OwnerKey) -> ServiceError {
         let (max, own) = (self.queue_jobs_max, queue.jobs.count_for(kind, owner));
         let message = format!(
             "{max} jobs of this kind wait for the device already, {own} of them of this \

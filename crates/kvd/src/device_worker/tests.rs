@@ -1,7 +1,7 @@
 //! The queue in front of a device, and the thread behind it.
 
 use super::*;
-use crate::service::Owner;
+use crate::service::CallOwner;
 use kvd_compute::{CpuBackend, CpuOptions};
 use std::collections::VecDeque;
 use std::sync::mpsc;
@@ -13,23 +13,23 @@ fn start() -> (DeviceWorker, DeviceWorkerThread) {
     let options = CpuOptions { arena_bytes: 1 << 20, prefault: false, threads: 1 };
     let backend = Box::new(CpuBackend::new(options).unwrap());
     let limits = WorkerLimits { queue_jobs_max: 2, weights: HashMap::new() };
-    DeviceWorker::start(backend, limits, &Metrics::new(), || {}).unwrap()
+    DeviceWorker::start_thread(backend, limits, &Metrics::new(), || {}).unwrap()
 }
 
-fn call() -> Call {
-    Call::new(Namespace::new("default").unwrap())
+fn call() -> CallContext {
+    CallContext::new(Namespace::new("default").unwrap())
 }
 
 /// A call of a connection of its own.
-fn stranger() -> Call {
-    Call { owner: Owner::new(1 << 20), ..call() }
+fn stranger() -> CallContext {
+    CallContext { owner: CallOwner::new(1 << 20), ..call() }
 }
 
 /// A job on a task of its own.
 fn spawn<T: Send + 'static>(
     worker: &DeviceWorker,
-    kind: Kind,
-    call: Call,
+    kind: JobKind,
+    call: CallContext,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> tokio::task::JoinHandle<Result<T, ServiceError>> {
     let worker = worker.clone();
@@ -40,7 +40,7 @@ fn spawn<T: Send + 'static>(
 async fn hold(worker: &DeviceWorker) -> mpsc::SyncSender<()> {
     let (go, gate) = mpsc::sync_channel::<()>(1);
     let (begun, has_begun) = oneshot::channel();
-    drop(spawn(worker, Kind::Other, call(), move || {
+    drop(spawn(worker, JobKind::Other, call(), move || {
         let _ = begun.send(());
         let _ = gate.recv();
     }));
@@ -50,8 +50,8 @@ async fn hold(worker: &DeviceWorker) -> mpsc::SyncSender<()> {
 
 async fn queued(worker: &DeviceWorker, count: usize) {
     let began = Instant::now();
-    while worker.queued() != count {
-        assert!(began.elapsed() < PATIENCE, "{} jobs wait", worker.queued());
+    while worker.queued_jobs() != count {
+        assert!(began.elapsed() < PATIENCE, "{} jobs wait", worker.queued_jobs());
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
 }
@@ -59,18 +59,18 @@ async fn queued(worker: &DeviceWorker, count: usize) {
 #[tokio::test]
 async fn an_idle_worker_ends_while_handles_remain_and_refuses_what_comes_after() {
     let (worker, thread) = start();
-    assert_eq!(worker.run(&call(), |_| Ok(7)).await.unwrap(), 7);
-    assert!(thread.join(PATIENCE));
-    let late = worker.run(&call(), |_| Ok(7)).await.unwrap_err();
+    assert_eq!(worker.run_closure(&call(), |_| Ok(7)).await.unwrap(), 7);
+    assert!(thread.join_thread(PATIENCE));
+    let late = worker.run_closure(&call(), |_| Ok(7)).await.unwrap_err();
     assert_eq!(late.code(), ErrorCode::ShuttingDown);
-    assert!(!worker.failed());
+    assert!(!worker.has_failed());
 }
 
 #[tokio::test]
 async fn the_thread_ends_after_its_last_handle() {
     let (worker, thread) = start();
     drop(worker.clone());
-    assert_eq!(worker.run(&call(), |_| Ok(7)).await.unwrap(), 7);
+    assert_eq!(worker.run_closure(&call(), |_| Ok(7)).await.unwrap(), 7);
     drop(worker);
     assert_eq!(thread.ended.recv_timeout(PATIENCE), Err(mpsc::RecvTimeoutError::Disconnected));
 }
@@ -84,13 +84,13 @@ async fn attention_passes_other_jobs_that_wait_and_each_kind_has_its_places() {
         let order = order.clone();
         spawn(&worker, kind, call(), move || order.lock().push(name))
     };
-    let store = job(Kind::Other, "store");
+    let store = job(JobKind::Other, "store");
     queued(&worker, 1).await;
-    let second = job(Kind::Other, "second store");
+    let second = job(JobKind::Other, "second store");
     queued(&worker, 2).await;
-    let attend = job(Kind::Attend, "attend");
+    let attend = job(JobKind::Attend, "attend");
     queued(&worker, 3).await;
-    let refused = job(Kind::AfterAll, "too many").await.unwrap().unwrap_err();
+    let refused = job(JobKind::AfterAll, "too many").await.unwrap().unwrap_err();
     assert_eq!(refused.code(), ErrorCode::QueueFull);
     assert!(refused.to_string().contains("2 of them of this connection"), "{refused}");
     let hint = refused.retry_hint().unwrap();
@@ -100,7 +100,7 @@ async fn attention_passes_other_jobs_that_wait_and_each_kind_has_its_places() {
         job.await.unwrap().unwrap();
     }
     assert_eq!(*order.lock(), ["attend", "store", "second store"]);
-    assert_eq!(worker.queued(), 0);
+    assert_eq!(worker.queued_jobs(), 0);
 }
 
 #[tokio::test]
@@ -108,12 +108,12 @@ async fn others_get_their_turn_while_attends_keep_coming() {
     let (worker, _thread) = start();
     let stored = Arc::new(AtomicBool::new(false));
     let slow =
-        || spawn(&worker, Kind::Attend, call(), || std::thread::sleep(Duration::from_millis(1)));
+        || spawn(&worker, JobKind::Attend, call(), || std::thread::sleep(Duration::from_millis(1)));
     // Two are always on their way, so that one waits whenever the worker looks.
     let go = hold(&worker).await;
     let mut under_way = VecDeque::from([slow(), slow()]);
     let done = stored.clone();
-    let store = spawn(&worker, Kind::Other, call(), move || done.store(true, Ordering::Release));
+    let store = spawn(&worker, JobKind::Other, call(), move || done.store(true, Ordering::Release));
     queued(&worker, 3).await;
     drop(go);
     for _ in 0..10_000 {
@@ -131,9 +131,9 @@ async fn others_get_their_turn_while_attends_keep_coming() {
 async fn stopping_finishes_the_running_job_and_answers_a_full_queue() {
     let (worker, thread) = start();
     let go = hold(&worker).await;
-    let waiting = [0, 1].map(|_| spawn(&worker, Kind::Other, call(), || 2));
+    let waiting = [0, 1].map(|_| spawn(&worker, JobKind::Other, call(), || 2));
     queued(&worker, 2).await;
-    let end = tokio::task::spawn_blocking(move || thread.join(PATIENCE));
+    let end = tokio::task::spawn_blocking(move || thread.join_thread(PATIENCE));
     let stopped = worker.handles.shared.stopped.clone();
     while !stopped.load(Ordering::Acquire) {
         tokio::task::yield_now().await;
@@ -151,7 +151,7 @@ async fn a_job_that_does_not_end_is_waited_for_so_long_and_no_longer() {
     let _never = hold(&worker).await;
     let began = Instant::now();
     let limit = Duration::from_millis(100);
-    assert!(!tokio::task::spawn_blocking(move || thread.join(limit)).await.unwrap());
+    assert!(!tokio::task::spawn_blocking(move || thread.join_thread(limit)).await.unwrap());
     assert!((limit..PATIENCE).contains(&began.elapsed()));
 }
 
@@ -164,7 +164,8 @@ async fn a_job_leaves_the_queue_with_all_it_holds_when_its_caller_does() {
         let held = held.clone();
         move || drop(held)
     };
-    let jobs: Vec<_> = (0..2).map(|_| spawn(&worker, Kind::Other, call(), keep(&held))).collect();
+    let jobs: Vec<_> =
+        (0..2).map(|_| spawn(&worker, JobKind::Other, call(), keep(&held))).collect();
     queued(&worker, 2).await;
     assert_eq!(Arc::strong_count(&held), 3);
     for job in jobs {
@@ -172,8 +173,8 @@ async fn a_job_leaves_the_queue_with_all_it_holds_when_its_caller_does() {
         assert!(job.await.unwrap_err().is_cancelled());
     }
     // Before the device has done anything.
-    assert_eq!((worker.queued(), Arc::strong_count(&held)), (0, 1));
-    let next = spawn(&worker, Kind::Other, call(), || 3);
+    assert_eq!((worker.queued_jobs(), Arc::strong_count(&held)), (0, 1));
+    let next = spawn(&worker, JobKind::Other, call(), || 3);
     queued(&worker, 1).await;
     drop(go);
     assert_eq!(next.await.unwrap().unwrap(), 3);
@@ -184,10 +185,10 @@ async fn a_job_that_waits_ends_at_its_deadline_wherever_its_caller_is() {
     let (worker, _thread) = start();
     let _go = hold(&worker).await;
     let deadline = Some(Instant::now() + Duration::from_millis(30));
-    let late = spawn(&worker, Kind::Attend, Call { deadline, ..call() }, || ());
+    let late = spawn(&worker, JobKind::Attend, CallContext { deadline, ..call() }, || ());
     let answer = tokio::time::timeout(PATIENCE, late).await.expect("an answer").unwrap();
     assert_eq!(answer.unwrap_err().code(), ErrorCode::DeadlineExceeded);
-    assert_eq!(worker.queued(), 0);
+    assert_eq!(worker.queued_jobs(), 0);
 }
 
 #[tokio::test]
@@ -195,17 +196,17 @@ async fn the_connection_with_most_jobs_gives_a_place_up_to_another() {
     let (worker, _thread) = start();
     let go = hold(&worker).await;
     let flood = stranger();
-    let first = spawn(&worker, Kind::Attend, flood.clone(), || 1);
+    let first = spawn(&worker, JobKind::Attend, flood.clone(), || 1);
     queued(&worker, 1).await;
-    let second = spawn(&worker, Kind::Attend, flood.clone(), || 2);
+    let second = spawn(&worker, JobKind::Attend, flood.clone(), || 2);
     queued(&worker, 2).await;
-    let other = spawn(&worker, Kind::Attend, stranger(), || 3);
+    let other = spawn(&worker, JobKind::Attend, stranger(), || 3);
     let refused = second.await.unwrap().unwrap_err();
     assert_eq!(refused.code(), ErrorCode::QueueFull);
     assert!(refused.retry_hint().is_some());
     // Now each has one, and whoever comes has no better right to it.
     for caller in [flood, stranger()] {
-        let refused = spawn(&worker, Kind::Attend, caller, || 4).await.unwrap().unwrap_err();
+        let refused = spawn(&worker, JobKind::Attend, caller, || 4).await.unwrap().unwrap_err();
         assert_eq!(refused.code(), ErrorCode::QueueFull);
     }
     drop(go);
@@ -216,11 +217,12 @@ async fn the_connection_with_most_jobs_gives_a_place_up_to_another() {
 async fn messages_of_streams_wait_beside_the_places_and_are_counted() {
     let (worker, _thread) = start();
     let go = hold(&worker).await;
-    let stream = || Call { waits_for_queue: true, ..stranger() };
-    let streams: Vec<_> = (0..50).map(|_| spawn(&worker, Kind::Attend, stream(), || 1)).collect();
+    let stream = || CallContext { waits_for_queue: true, ..stranger() };
+    let streams: Vec<_> =
+        (0..50).map(|_| spawn(&worker, JobKind::Attend, stream(), || 1)).collect();
     queued(&worker, 50).await;
     assert_eq!(worker.queued_stream_messages(), [50, 0]);
-    let unary = spawn(&worker, Kind::Attend, stranger(), || 1);
+    let unary = spawn(&worker, JobKind::Attend, stranger(), || 1);
     queued(&worker, 51).await;
     assert_eq!(worker.queued_stream_messages(), [50, 0]);
     drop(go);
@@ -233,16 +235,16 @@ async fn messages_of_streams_wait_beside_the_places_and_are_counted() {
 async fn a_panic_ends_the_device_and_answers_those_that_wait() {
     let (worker, thread) = start();
     let go = hold(&worker).await;
-    let panics = spawn(&worker, Kind::Other, call(), || panic!("a defect"));
+    let panics = spawn(&worker, JobKind::Other, call(), || panic!("a defect"));
     queued(&worker, 1).await;
-    let waiting = spawn(&worker, Kind::Other, call(), || ());
+    let waiting = spawn(&worker, JobKind::Other, call(), || ());
     queued(&worker, 2).await;
     drop(go);
     for job in [panics, waiting] {
         assert_eq!(job.await.unwrap().unwrap_err().code(), ErrorCode::DeviceFailed);
     }
-    assert!(worker.failed());
-    let late = worker.run(&call(), |_| Ok(())).await.unwrap_err();
+    assert!(worker.has_failed());
+    let late = worker.run_closure(&call(), |_| Ok(())).await.unwrap_err();
     assert_eq!(late.code(), ErrorCode::DeviceFailed);
-    assert!(thread.join(PATIENCE));
+    assert!(thread.join_thread(PATIENCE));
 }

@@ -61,7 +61,7 @@ impl DeviceMetrics {
             tier,
             label: label.clone(),
         };
-        metrics.keep(group.finish());
+        metrics.keep_group(group.build_group());
         device
     }
 }

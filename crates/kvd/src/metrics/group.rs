@@ -15,7 +15,7 @@ use std::time::Duration;
 
 /// How the 64 bits of a series are read.
 #[derive(Clone, Copy)]
-enum Reading {
+enum SeriesReading {
     /// A whole number.
     Count,
     /// Nanoseconds, shown in seconds.
@@ -25,12 +25,12 @@ enum Reading {
 }
 
 /// One line of the exposition.
-struct Series {
+struct MetricSeries {
     metric: Metric,
     /// `name{labels}` as written.
     text: String,
     bits: Arc<AtomicU64>,
-    reading: Reading,
+    reading: SeriesReading,
 }
 
 /// A counter of seconds: the crate `metrics` counts in whole numbers alone.
@@ -39,7 +39,7 @@ pub struct SecondsCounter(Arc<AtomicU64>);
 
 impl SecondsCounter {
     /// Adds a duration.
-    pub fn add(&self, took: Duration) {
+    pub fn add_time(&self, took: Duration) {
         let nanoseconds = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         self.0.fetch_add(nanoseconds, Ordering::Relaxed);
     }
@@ -48,13 +48,13 @@ impl SecondsCounter {
 /// Series with some labels in common. What holds it keeps them on the page.
 pub(super) struct SeriesGroup {
     /// By metric, in the order of [`Metric::ALL`].
-    series: Vec<Series>,
+    series: Vec<MetricSeries>,
 }
 
 /// Makes a [`SeriesGroup`]: handles first, then the group.
 pub(super) struct GroupBuilder<'a> {
     labels: &'a [(&'static str, &'a str)],
-    series: Vec<Series>,
+    series: Vec<MetricSeries>,
 }
 
 impl<'a> GroupBuilder<'a> {
@@ -65,7 +65,7 @@ impl<'a> GroupBuilder<'a> {
 
     /// A counter that begins at 0.
     pub(super) fn counter(&mut self, metric: Metric, own: &[(&'static str, &str)]) -> Counter {
-        Counter::from_arc(self.add(metric, own, Reading::Count, 0))
+        Counter::from_arc(self.add_series(metric, own, SeriesReading::Count, 0))
     }
 
     /// A counter of seconds that begins at 0.
@@ -74,19 +74,19 @@ impl<'a> GroupBuilder<'a> {
         metric: Metric,
         own: &[(&'static str, &str)],
     ) -> SecondsCounter {
-        SecondsCounter(self.add(metric, own, Reading::Nanoseconds, 0))
+        SecondsCounter(self.add_series(metric, own, SeriesReading::Nanoseconds, 0))
     }
 
     /// A level, which has no series until it is set, nor while it is set to NaN.
     pub(super) fn gauge(&mut self, metric: Metric, own: &[(&'static str, &str)]) -> Gauge {
-        Gauge::from_arc(self.add(metric, own, Reading::Level, f64::NAN.to_bits()))
+        Gauge::from_arc(self.add_series(metric, own, SeriesReading::Level, f64::NAN.to_bits()))
     }
 
-    fn add(
+    fn add_series(
         &mut self,
         metric: Metric,
         own: &[(&'static str, &str)],
-        reading: Reading,
+        reading: SeriesReading,
         bits: u64,
     ) -> Arc<AtomicU64> {
         let mut text = metric.name().to_owned();
@@ -99,26 +99,26 @@ impl<'a> GroupBuilder<'a> {
             text.push('}');
         }
         let bits = Arc::new(AtomicU64::new(bits));
-        self.series.push(Series { metric, text, bits: bits.clone(), reading });
+        self.series.push(MetricSeries { metric, text, bits: bits.clone(), reading });
         bits
     }
 
     /// The group of all handles that were made.
-    pub(super) fn finish(mut self) -> Arc<SeriesGroup> {
+    pub(super) fn build_group(mut self) -> Arc<SeriesGroup> {
         self.series.sort_by_key(|series| series.metric as usize);
         Arc::new(SeriesGroup { series: self.series })
     }
 }
 
-impl Series {
+impl MetricSeries {
     /// Adds the line of the series, if it has one now.
-    fn write(&self, page: &mut String) -> bool {
+    fn write_line(&self, page: &mut String) -> bool {
         let bits = self.bits.load(Ordering::Relaxed);
         // Writing to a text does not fail.
         let _ = match self.reading {
-            Reading::Count => writeln!(page, "{} {bits}", self.text),
-            Reading::Nanoseconds => writeln!(page, "{} {}", self.text, bits as f64 / 1e9),
-            Reading::Level => {
+            SeriesReading::Count => writeln!(page, "{} {bits}", self.text),
+            SeriesReading::Nanoseconds => writeln!(page, "{} {}", self.text, bits as f64 / 1e9),
+            SeriesReading::Level => {
                 let level = f64::from_bits(bits);
                 if level.is_nan() {
                     return false;
@@ -144,7 +144,7 @@ pub(super) fn write_groups(groups: &[Arc<SeriesGroup>], page: &mut String) {
             let rest = &group.series[*written..];
             let count = rest.iter().take_while(|series| series.metric == *metric).count();
             *written += count;
-            rest[..count].iter().for_each(|series| any |= series.write(page));
+            rest[..count].iter().for_each(|series| any |= series.write_line(page));
         }
         if any {
             page.push('\n');
@@ -163,13 +163,13 @@ mod tests {
         let mut builder = GroupBuilder::new(&[("device", "0")]);
         let slots = builder.gauge(Metric::PoolSlots, &[("tier", "a\"b\\")]);
         let busy = builder.seconds(Metric::DeviceBusySecondsTotal, &[]);
-        let groups = [builder.finish()];
+        let groups = [builder.build_group()];
         let page = || {
             let mut page = String::new();
             write_groups(&groups, &mut page);
             page
         };
-        busy.add(Duration::from_millis(1500));
+        busy.add_time(Duration::from_millis(1500));
         let help = |metric: Metric| format!("# HELP {} {}\n", metric.name(), metric.help());
         let busy = format!(
             "{}# TYPE kvd_device_busy_seconds_total counter\n\

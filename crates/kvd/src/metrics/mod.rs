@@ -8,7 +8,7 @@ mod name;
 pub use device::DeviceMetrics;
 pub use group::SecondsCounter;
 pub use model::{ModelLabels, ModelMetrics};
-pub use name::{Kind, Metric, Scope};
+pub use name::{Metric, MetricKind, MetricScope};
 
 use group::SeriesGroup;
 use kvd_core::ErrorCode;
@@ -90,11 +90,11 @@ impl Metrics {
             .build_recorder();
         for metric in Metric::ALL {
             let name = KeyName::from_const_str(metric.name());
-            let (unit, help) = (metric.unit(), metric.help().into());
+            let (unit, help) = (metric.metric_unit(), metric.help().into());
             match metric.kind() {
-                Kind::Counter => recorder.describe_counter(name, unit, help),
-                Kind::Gauge => recorder.describe_gauge(name, unit, help),
-                Kind::Histogram => recorder.describe_histogram(name, unit, help),
+                MetricKind::Counter => recorder.describe_counter(name, unit, help),
+                MetricKind::Gauge => recorder.describe_gauge(name, unit, help),
+                MetricKind::Histogram => recorder.describe_histogram(name, unit, help),
             }
         }
         let process = metrics_process::Collector::default();
@@ -104,7 +104,7 @@ impl Metrics {
         let metrics = Self { recorder, handle, process, devices, groups };
         for rpc in RPCS {
             for code in ALERT_CODES {
-                metrics.requests(rpc, code.name()).increment(0);
+                metrics.requests_counter(rpc, code.name()).increment(0);
             }
         }
         metrics
@@ -112,20 +112,20 @@ impl Metrics {
 
     /// A counter of the daemon with its labels.
     pub fn counter(&self, metric: Metric, labels: &[(&'static str, &str)]) -> Counter {
-        debug_assert_eq!(metric.kind(), Kind::Counter);
-        self.recorder.register_counter(&key(metric, labels), &METADATA)
+        debug_assert_eq!(metric.kind(), MetricKind::Counter);
+        self.recorder.register_counter(&metric_key(metric, labels), &METADATA)
     }
 
     /// A gauge of the daemon with its labels.
     pub fn gauge(&self, metric: Metric, labels: &[(&'static str, &str)]) -> Gauge {
-        debug_assert_eq!(metric.kind(), Kind::Gauge);
-        self.recorder.register_gauge(&key(metric, labels), &METADATA)
+        debug_assert_eq!(metric.kind(), MetricKind::Gauge);
+        self.recorder.register_gauge(&metric_key(metric, labels), &METADATA)
     }
 
     /// A histogram with its labels; it lasts as long as the recorder.
     pub fn histogram(&self, metric: Metric, labels: &[(&'static str, &str)]) -> Histogram {
-        debug_assert_eq!(metric.kind(), Kind::Histogram);
-        self.recorder.register_histogram(&key(metric, labels), &METADATA)
+        debug_assert_eq!(metric.kind(), MetricKind::Histogram);
+        self.recorder.register_histogram(&metric_key(metric, labels), &METADATA)
     }
 
     /// The handles of one more device, whose pool is of that tier. Its label is the number of
@@ -136,29 +136,29 @@ impl Metrics {
     }
 
     /// Shows a group's series from now on.
-    fn keep(&self, group: Arc<SeriesGroup>) -> Arc<SeriesGroup> {
+    fn keep_group(&self, group: Arc<SeriesGroup>) -> Arc<SeriesGroup> {
         self.groups.lock().push(group.clone());
         group
     }
 
     /// Ends the series of a model: it is gone, its last values must not linger.
-    pub fn forget(&self, model: &ModelMetrics) {
+    pub fn forget_model(&self, model: &ModelMetrics) {
         self.groups.lock().retain(|group| !Arc::ptr_eq(group, &model.group));
     }
 
-    fn requests(&self, rpc: &'static str, code: &str) -> Counter {
+    fn requests_counter(&self, rpc: &'static str, code: &str) -> Counter {
         self.counter(Metric::RequestsTotal, &[("rpc", rpc), ("code", code)])
     }
 
     /// Counts one finished call.
-    pub fn request(&self, rpc: &'static str, code: Option<ErrorCode>, took: Duration) {
-        self.requests(rpc, code.map_or("OK", ErrorCode::name)).increment(1);
+    pub fn count_request(&self, rpc: &'static str, code: Option<ErrorCode>, took: Duration) {
+        self.requests_counter(rpc, code.map_or("OK", ErrorCode::name)).increment(1);
         self.histogram(Metric::RequestSeconds, &[("rpc", rpc)]).record(took.as_secs_f64());
     }
 
     /// The text exposition. It reads the process's own figures from the system.
     #[must_use]
-    pub fn render(&self) -> String {
+    pub fn render_page(&self) -> String {
         metrics::with_local_recorder(&self.recorder, || self.process.collect());
         let mut page = self.handle.render();
         let groups = self.groups.lock().clone();
@@ -168,7 +168,7 @@ impl Metrics {
 
     /// Folds recorded samples into their buckets; to be called every few seconds, so that memory
     /// does not grow while nobody scrapes.
-    pub fn upkeep(&self) {
+    pub fn run_upkeep(&self) {
         self.handle.run_upkeep();
     }
 }
@@ -192,14 +192,14 @@ impl Drop for OpenCount {
 
 const METADATA: Metadata<'static> = Metadata::new("kvd", Level::INFO, None);
 
-fn key(metric: Metric, labels: &[(&'static str, &str)]) -> Key {
+fn metric_key(metric: Metric, labels: &[(&'static str, &str)]) -> Key {
     let labels: Vec<Label> =
         labels.iter().map(|(name, value)| Label::new(*name, (*value).to_owned())).collect();
     Key::from_parts(metric.name(), labels)
 }
 
 impl Metric {
-    fn unit(self) -> Option<Unit> {
+    fn metric_unit(self) -> Option<Unit> {
         let name = self.name();
         let stem = name.strip_suffix("_total").unwrap_or(name);
         if stem.ends_with("_seconds") {
@@ -225,9 +225,12 @@ mod tests {
             let name = metric.name();
             assert!(name.starts_with("kvd_"), "{name}");
             let total = name.ends_with("_total");
-            assert_eq!(total, metric.kind() == Kind::Counter, "{name}");
+            assert_eq!(total, metric.kind() == MetricKind::Counter, "{name}");
             // Histograms are in the exporter library, which forgets nothing.
-            assert!(metric.kind() != Kind::Histogram || metric.scope() != Scope::Model, "{name}");
+            assert!(
+                metric.kind() != MetricKind::Histogram || metric.scope() != MetricScope::Model,
+                "{name}"
+            );
             assert!(!metric.help().is_empty(), "{name}");
         }
     }
@@ -235,9 +238,9 @@ mod tests {
     #[test]
     fn render_shows_what_was_recorded() {
         let metrics = Metrics::new();
-        metrics.request("Attend", None, Duration::from_nanos(800));
-        metrics.request("Attend", Some(ErrorCode::PoolFull), Duration::from_micros(300));
-        let text = metrics.render();
+        metrics.count_request("Attend", None, Duration::from_nanos(800));
+        metrics.count_request("Attend", Some(ErrorCode::PoolFull), Duration::from_micros(300));
+        let text = metrics.render_page();
         assert!(text.contains("kvd_requests_total{rpc=\"Attend\",code=\"POOL_FULL\"} 1"), "{text}");
         assert!(text.contains("kvd_request_seconds_bucket{rpc=\"Attend\",le=\"0.000001\"} 1"));
         assert!(text.contains("kvd_request_seconds_bucket{rpc=\"Attend\",le=\"0.0005\"} 2"));
@@ -245,7 +248,7 @@ mod tests {
 
     #[test]
     fn the_process_is_told_of_by_the_names_that_every_exporter_has() {
-        let text = Metrics::new().render();
+        let text = Metrics::new().render_page();
         for name in [
             "process_cpu_seconds_total",
             "process_start_time_seconds",
@@ -270,13 +273,13 @@ mod tests {
     #[test]
     fn a_model_that_is_forgotten_leaves_no_series_and_shares_headers_until_then() {
         let metrics = Metrics::new();
-        metrics.request("Attend", None, Duration::from_micros(300));
+        metrics.count_request("Attend", None, Duration::from_micros(300));
         let device = metrics.add_device("host");
         let one = ModelMetrics::new(&metrics, &device, labels("one"), 2);
         let two = ModelMetrics::new(&metrics, &device, labels("two"), 2);
         one.stored_layer_tokens.increment(3);
-        two.store.record(Duration::from_millis(500));
-        let text = metrics.render();
+        two.store.record_job(Duration::from_millis(500));
+        let text = metrics.render_page();
         let header = "# TYPE kvd_stored_layer_tokens_total counter\n";
         assert_eq!(text.matches(header).count(), 1, "{text}");
         let sample = "kvd_stored_layer_tokens_total{namespace=\"default\",model=\"one\"";
@@ -289,15 +292,15 @@ mod tests {
             let known = ["kvd_", "process_", "# "].iter().any(|start| line.starts_with(start));
             assert!(line.is_empty() || known, "{line}");
         }
-        metrics.forget(&one);
-        let text = metrics.render();
+        metrics.forget_model(&one);
+        let text = metrics.render_page();
         assert!(!text.contains("model=\"one\"") && text.contains("model=\"two\""), "{text}");
         // Work in flight may still count; the same name starts anew.
         one.stored_layer_tokens.increment(1);
         let again = ModelMetrics::new(&metrics, &device, labels("one"), 2);
         again.stored_layer_tokens.increment(2);
         let sample = "model=\"one\",codec=\"raw\"} 2\n";
-        assert!(metrics.render().contains(sample));
+        assert!(metrics.render_page().contains(sample));
     }
 
     #[test]
@@ -306,8 +309,8 @@ mod tests {
         let gauge = metrics.gauge(Metric::Connections, &[("listener", "tcp")]);
         let open = [OpenCount::new(&gauge), OpenCount::new(&gauge)];
         let sample = |count| format!("kvd_connections{{listener=\"tcp\"}} {count}\n");
-        assert!(metrics.render().contains(&sample(2)));
+        assert!(metrics.render_page().contains(&sample(2)));
         drop(open);
-        assert!(metrics.render().contains(&sample(0)));
+        assert!(metrics.render_page().contains(&sample(0)));
     }
 }

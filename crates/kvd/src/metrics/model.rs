@@ -15,9 +15,9 @@ pub(crate) struct WorkMetrics {
 
 impl WorkMetrics {
     /// Counts one job.
-    pub(crate) fn record(&self, took: Duration) {
+    pub(crate) fn record_job(&self, took: Duration) {
         self.durations.record(took.as_secs_f64());
-        self.seconds.add(took);
+        self.seconds.add_time(took);
         self.jobs.increment(1);
     }
 }
@@ -76,7 +76,7 @@ pub struct ModelLabels<'a> {
 
 impl ModelMetrics {
     /// Resolves the handles of one model on a device, whose series last until
-    /// [`Metrics::forget`].
+    /// [`Metrics::forget_model`].
     #[must_use]
     pub fn new(
         metrics: &Metrics,
@@ -143,7 +143,7 @@ impl ModelMetrics {
             error_bound,
             codec_error,
             codec_row_error,
-            group: metrics.keep(group.finish()),
+            group: metrics.keep_group(group.build_group()),
         }
     }
 }

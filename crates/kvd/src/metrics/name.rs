@@ -2,7 +2,7 @@
 
 /// What Prometheus calls the type of a metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum MetricKind {
     /// Only grows.
     Counter,
     /// A level.
@@ -13,7 +13,7 @@ pub enum Kind {
 
 /// Whose series a metric has: they begin and end with it, and carry its labels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Scope {
+pub enum MetricScope {
     /// The daemon as a whole; whatever labels each metric has of its own.
     Daemon,
     /// A device: `device`, its number in the configuration.
@@ -42,14 +42,14 @@ macro_rules! metrics {
 
             /// Type in the exposition.
             #[must_use]
-            pub const fn kind(self) -> Kind {
-                match self { $(Self::$variant => Kind::$kind,)* }
+            pub const fn kind(self) -> MetricKind {
+                match self { $(Self::$variant => MetricKind::$kind,)* }
             }
 
             /// Whose series it has.
             #[must_use]
-            pub const fn scope(self) -> Scope {
-                match self { $(Self::$variant => Scope::$scope,)* }
+            pub const fn scope(self) -> MetricScope {
+                match self { $(Self::$variant => MetricScope::$scope,)* }
             }
 
             /// What it says.

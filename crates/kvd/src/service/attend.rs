@@ -1,12 +1,12 @@
 //! `Attend`: from queries over sequences to one plan, and its answer.
 
-use super::attend_job::{Attend, AttendInPlace, Prepared};
+use super::attend_job::{AttendInPlace, AttendJob, PreparedAttend};
 use super::budget::InFlight;
-use super::{Call, Model, Service, ServiceError, plan};
+use super::{CallContext, RegisteredModel, Service, ServiceError, plan};
 use kvd_compute::{AttendPlan, AttendTask, PlanPart, PlanQuery, RegionPlaces, first_non_finite};
 use kvd_core::{DType, ErrorCode, Geometry, SequenceId};
 use kvd_proto::domain::{AttendBatch, AttendQuery};
-use kvd_store::Pinned;
+use kvd_store::PinnedRange;
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -50,18 +50,18 @@ const QUERY_ERROR_BYTES: u64 = 256;
 pub(super) type ReadKey = (SequenceId, u32, u32, u32);
 
 /// What one query reads.
-pub(super) struct Read {
+pub(super) struct QueryRead {
     pub(super) key: ReadKey,
     pub(super) position: u32,
 }
 
-impl Read {
+impl QueryRead {
     /// Reads nothing.
-    fn nothing(sequence: SequenceId) -> Self {
+    fn read_nothing(sequence: SequenceId) -> Self {
         Self { key: (sequence, 0, 0, 0), position: 0 }
     }
 
-    fn tokens(&self) -> u32 {
+    fn count_tokens(&self) -> u32 {
         let (_, _, start, end) = self.key;
         end - start
     }
@@ -72,19 +72,19 @@ impl Service {
     ///
     /// # Errors
     /// Shape and range errors, queries that are not finite, queue errors.
-    pub async fn attend(
+    pub async fn attend_batch(
         &self,
-        call: &Call,
+        call: &CallContext,
         batch: AttendBatch,
     ) -> Result<AttendReply, ServiceError> {
-        self.admit(call)?;
+        self.admit_call(call)?;
         let model = self.batch_model(call, &batch)?;
         batch.check_shape(&model.shape.geometry)?;
         let reply_bytes = self.check_reply_size(&batch, &model.shape.geometry)?;
         let worker = self.shards[model.shard].worker.clone();
         // What came in a message is taken already.
         let bytes = call.bytes_to_admit(batch.q.len() as u64);
-        let mut prepared = self.prepare(call, model, batch, bytes)?;
+        let mut prepared = self.prepare_attend(call, model, batch, bytes)?;
         if prepared.query_tokens == 0 {
             // Every query was refused for that: there is no row to answer.
             let query_errors = prepared.query_errors;
@@ -92,7 +92,7 @@ impl Service {
             return Ok(AttendReply { out, lse, query_errors, held: None });
         }
         prepared.answer = Some(self.admit_answer(call, reply_bytes).await?);
-        worker.ask(call, Attend(prepared)).await
+        worker.ask_device(call, AttendJob(prepared)).await
     }
 
     /// The same where queries are in device memory and the answer goes there; the batch has none
@@ -100,15 +100,15 @@ impl Service {
     /// which queries failed alone.
     ///
     /// # Errors
-    /// As [`Service::attend`]; a query that is not finite refuses the batch in any case.
+    /// As [`Service::attend_batch`]; a query that is not finite refuses the batch in any case.
     pub(crate) async fn attend_in_place(
         &self,
-        call: &Call,
+        call: &CallContext,
         batch: AttendBatch,
         (places, q_bytes): (RegionPlaces, u64),
         launched: impl FnMut() + Send + 'static,
     ) -> Result<Vec<RefusedQuery>, ServiceError> {
-        self.admit(call)?;
+        self.admit_call(call)?;
         let model = self.batch_model(call, &batch)?;
         batch.check_shape_of(&model.shape.geometry, q_bytes)?;
         // The limit of an answer that is carried: one batch does not hold the device for longer.
@@ -117,30 +117,31 @@ impl Service {
         // Never more than a batch that is carried may take.
         let bytes = (rows * ROW_BYTES).min(2 * self.config.message_bytes_max as u64);
         let worker = self.shards[model.shard].worker.clone();
-        let prepared = self.prepare(call, model, batch, bytes)?;
+        let prepared = self.prepare_attend(call, model, batch, bytes)?;
         let job = AttendInPlace { prepared, places, launched: Box::new(launched) };
-        worker.ask(call, job).await
+        worker.ask_device(call, job).await
     }
 
     /// Tests and plans a batch whose queries take `bytes` of the daemon's memory.
-    fn prepare(
+    fn prepare_attend(
         &self,
-        call: &Call,
-        model: Arc<Model>,
+        call: &CallContext,
+        model: Arc<RegisteredModel>,
         mut batch: AttendBatch,
         bytes: u64,
-    ) -> Result<Prepared, ServiceError> {
-        let Reads { mut reads, mut query_errors } = self.resolve(call, &model, &batch)?;
+    ) -> Result<PreparedAttend, ServiceError> {
+        let ResolvedReads { mut reads, mut query_errors } =
+            self.resolve_reads(call, &model, &batch)?;
         let parts = self.check_work(&batch, &reads, model.shape.geometry.block_tokens)?;
         let inflight = self.take_bytes(call, bytes + parts * PART_BYTES)?;
         if let Some(sample) = model.queries.as_ref().filter(|_| !batch.q.is_empty()) {
-            sample.offer(&batch);
+            sample.offer_batch(&batch);
         }
         if batch.per_query_errors {
             refuse_non_finite(&mut batch, &model.shape.geometry, &mut reads, &mut query_errors);
         }
         if let Some(recent) = model.recent_queries.as_ref().filter(|_| !batch.q.is_empty()) {
-            recent.offer(&batch);
+            recent.offer_batch(&batch);
         }
         let (queries, pins) = self.plan_queries(call, &batch, &reads, &mut query_errors)?;
         query_errors.sort_by_key(|refused| refused.index);
@@ -155,7 +156,7 @@ impl Service {
             queries,
             q: batch.q,
         };
-        Ok(Prepared {
+        Ok(PreparedAttend {
             task: AttendTask::new(plan),
             model,
             query_tokens,
@@ -199,12 +200,12 @@ impl Service {
 
     /// What each query reads, in the batch's order. One that cannot be read fails alone where the
     /// batch asks for that, and then reads nothing.
-    pub(super) fn resolve(
+    pub(super) fn resolve_reads(
         &self,
-        call: &Call,
-        model: &Model,
+        call: &CallContext,
+        model: &RegisteredModel,
         batch: &AttendBatch,
-    ) -> Result<Reads, ServiceError> {
+    ) -> Result<ResolvedReads, ServiceError> {
         let mut query_errors = Vec::new();
         let mut reads = Vec::with_capacity(batch.queries.len());
         for (index, query) in (0..).zip(&batch.queries) {
@@ -212,20 +213,20 @@ impl Service {
                 Ok(read) => read,
                 Err(error) => {
                     refuse_query(batch, index, error, &mut query_errors)?;
-                    Read::nothing(query.sequence)
+                    QueryRead::read_nothing(query.sequence)
                 }
             });
         }
-        Ok(Reads { reads, query_errors })
+        Ok(ResolvedReads { reads, query_errors })
     }
 
     fn resolve_query(
         &self,
-        call: &Call,
-        model: &Model,
+        call: &CallContext,
+        model: &RegisteredModel,
         batch: &AttendBatch,
         query: &AttendQuery,
-    ) -> Result<Read, ServiceError> {
+    ) -> Result<QueryRead, ServiceError> {
         query.check_query()?;
         let store = &self.shard_of(query.sequence)?.store;
         let of = store.model_of(&call.namespace, query.sequence)?;
@@ -236,7 +237,7 @@ impl Service {
         }
         // No token is pinned here: this tests and finds the length.
         let pinned =
-            store.pin(&call.namespace, query.sequence, batch.layer, 0..0, query.kv_length)?;
+            store.pin_range(&call.namespace, query.sequence, batch.layer, 0..0, query.kv_length)?;
         let length = pinned.length;
         let position = match query.position {
             Some(position) => position,
@@ -249,7 +250,7 @@ impl Service {
             })?,
         };
         let (start, end) = range_to_read(query, length, position, of.geometry.block_tokens);
-        Ok(Read { key: (query.sequence, length, start, end), position })
+        Ok(QueryRead { key: (query.sequence, length, start, end), position })
     }
 
     /// Refuses a batch that would hold memory or the device for too long, before anything of it
@@ -257,19 +258,19 @@ impl Service {
     pub(super) fn check_work(
         &self,
         batch: &AttendBatch,
-        reads: &[Read],
+        reads: &[QueryRead],
         block_tokens: u32,
     ) -> Result<u64, ServiceError> {
         let (mut parts, mut work, mut distinct) = (0u64, 0u64, 0u64);
         let mut seen = HashSet::new();
         for (query, read) in batch.queries.iter().zip(reads) {
-            let blocks = u64::from(read.tokens().div_ceil(block_tokens));
+            let blocks = u64::from(read.count_tokens().div_ceil(block_tokens));
             parts += blocks;
             if seen.insert(read.key) {
                 distinct += blocks;
             }
             let window = query.sliding_window.map_or(u32::MAX, |w| w.saturating_add(query.n_q));
-            let scores = u64::from(query.n_q) * u64::from(read.tokens().min(window));
+            let scores = u64::from(query.n_q) * u64::from(read.count_tokens().min(window));
             work = work.saturating_add(scores.saturating_mul(u64::from(batch.q_heads)));
         }
         let check = |what, asked: u64, limit, max: u64| {
@@ -289,14 +290,14 @@ impl Service {
     }
 
     /// Pins and plans each distinct range once; queries that read the same share the parts. A
-    /// sequence that was closed meanwhile fails its query as [`Service::resolve`] does.
+    /// sequence that was closed meanwhile fails its query as [`Service::resolve_reads`] does.
     pub(super) fn plan_queries(
         &self,
-        call: &Call,
+        call: &CallContext,
         batch: &AttendBatch,
-        reads: &[Read],
+        reads: &[QueryRead],
         query_errors: &mut Vec<RefusedQuery>,
-    ) -> Result<(Vec<PlanQuery>, Vec<Pinned>), ServiceError> {
+    ) -> Result<(Vec<PlanQuery>, Vec<PinnedRange>), ServiceError> {
         let mut planned = HashMap::<ReadKey, Arc<[PlanPart]>>::with_capacity(reads.len());
         let mut pins = Vec::with_capacity(reads.len());
         let mut queries = Vec::with_capacity(reads.len());
@@ -311,11 +312,17 @@ impl Service {
                     let namespace = &call.namespace;
                     let pinned = self.shard_of(sequence).and_then(|shard| {
                         let store = &shard.store;
-                        Ok(store.pin(namespace, sequence, batch.layer, range, Some(length))?)
+                        Ok(store.pin_range(
+                            namespace,
+                            sequence,
+                            batch.layer,
+                            range,
+                            Some(length),
+                        )?)
                     });
                     match pinned {
                         Ok(pinned) => {
-                            let parts = new.insert(plan::parts(&pinned).into()).clone();
+                            let parts = new.insert(plan::list_parts(&pinned).into()).clone();
                             pins.push(pinned);
                             parts
                         }
@@ -341,8 +348,8 @@ impl Service {
 }
 
 /// What a batch reads, query by query, and which queries fail alone.
-pub(super) struct Reads {
-    pub(super) reads: Vec<Read>,
+pub(super) struct ResolvedReads {
+    pub(super) reads: Vec<QueryRead>,
     pub(super) query_errors: Vec<RefusedQuery>,
 }
 
@@ -365,7 +372,7 @@ fn refuse_query(
 fn refuse_non_finite(
     batch: &mut AttendBatch,
     geometry: &Geometry,
-    reads: &mut [Read],
+    reads: &mut [QueryRead],
     query_errors: &mut Vec<RefusedQuery>,
 ) {
     let value_bytes = batch.dtype.size_bytes();
@@ -388,7 +395,7 @@ fn refuse_non_finite(
             },
         };
         finite.get_or_insert_with(|| batch.q.to_vec())[rows].fill(0);
-        *read = Read::nothing(query.sequence);
+        *read = QueryRead::read_nothing(query.sequence);
         // One that failed already keeps its first reason.
         if query_errors.iter().all(|refused| refused.index != index) {
             let error = ServiceError::new(ErrorCode::NonFinite, message);

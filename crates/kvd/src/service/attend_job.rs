@@ -3,24 +3,24 @@
 use super::attend::{AttendReply, RefusedQuery};
 use super::budget::InFlight;
 use super::launches::count_launches;
-use super::{Model, ServiceError};
-use crate::device_worker::Work;
+use super::{RegisteredModel, ServiceError};
+use crate::device_worker::DeviceWork;
 use crate::metrics::Metrics;
-use crate::scheduler::Kind;
+use crate::scheduler::JobKind;
 use kvd_compute::{AttendPlan, AttendTask, Backend, PlanPart, PlanQuery, RegionPlaces, Stop};
 use kvd_core::Geometry;
-use kvd_store::Pinned;
+use kvd_store::PinnedRange;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// An attend that the device may begin.
-pub(super) struct Prepared {
+pub(super) struct PreparedAttend {
     pub(super) task: AttendTask,
-    pub(super) model: Arc<Model>,
+    pub(super) model: Arc<RegisteredModel>,
     pub(super) query_tokens: u32,
     pub(super) query_errors: Vec<RefusedQuery>,
     /// Keeps what the plan names as it is until the device has answered.
-    pub(super) _pins: Vec<Pinned>,
+    pub(super) _pins: Vec<PinnedRange>,
     /// Its bytes.
     pub(super) _inflight: InFlight,
     /// The answer's bytes.
@@ -30,7 +30,7 @@ pub(super) struct Prepared {
     pub(super) took: Duration,
 }
 
-impl Prepared {
+impl PreparedAttend {
     /// Goes on by `work`, and counts the time and the launches.
     fn go_on<T>(
         &mut self,
@@ -45,9 +45,9 @@ impl Prepared {
     }
 
     /// Counts an attend that was answered; answers which queries failed.
-    fn end(&mut self, stored_bytes_read: u64) -> Vec<RefusedQuery> {
+    fn end_attend(&mut self, stored_bytes_read: u64) -> Vec<RefusedQuery> {
         let metrics = &self.model.metrics;
-        metrics.attend.record(self.took);
+        metrics.attend.record_job(self.took);
         metrics.attended_layer_query_tokens.increment(u64::from(self.query_tokens));
         metrics.attended_stored_bytes.increment(stored_bytes_read);
         let logical = logical_bytes(&self.task.plan, &self.model.shape.geometry);
@@ -57,23 +57,23 @@ impl Prepared {
 }
 
 /// The job of an attend whose answer is carried.
-pub(crate) struct Attend(pub(super) Prepared);
+pub(crate) struct AttendJob(pub(super) PreparedAttend);
 
-impl Work for Attend {
+impl DeviceWork for AttendJob {
     type Reply = AttendReply;
 
-    fn kind(&self) -> Kind {
-        Kind::Attend
+    fn job_kind(&self) -> JobKind {
+        JobKind::Attend
     }
 
-    fn run(
+    fn run_slice(
         &mut self,
         backend: &mut dyn Backend,
         stop: &Stop,
     ) -> Result<Option<AttendReply>, ServiceError> {
         let attended = self.0.go_on(backend, |backend, task| backend.attend_slice(task, stop));
         let Some(attended) = attended? else { return Ok(None) };
-        let query_errors = self.0.end(attended.stored_bytes_read);
+        let query_errors = self.0.end_attend(attended.stored_bytes_read);
         let held = self.0.answer.take();
         Ok(Some(AttendReply { out: attended.out, lse: attended.lse, query_errors, held }))
     }
@@ -81,20 +81,20 @@ impl Work for Attend {
 
 /// The job of an attend whose queries and answer are in device memory.
 pub(crate) struct AttendInPlace {
-    pub(super) prepared: Prepared,
+    pub(super) prepared: PreparedAttend,
     pub(super) places: RegionPlaces,
     /// Called once the device has all of it.
     pub(super) launched: Box<dyn FnMut() + Send>,
 }
 
-impl Work for AttendInPlace {
+impl DeviceWork for AttendInPlace {
     type Reply = Vec<RefusedQuery>;
 
-    fn kind(&self) -> Kind {
-        Kind::Attend
+    fn job_kind(&self) -> JobKind {
+        JobKind::Attend
     }
 
-    fn run(
+    fn run_slice(
         &mut self,
         backend: &mut dyn Backend,
         _: &Stop,
@@ -103,7 +103,7 @@ impl Work for AttendInPlace {
         let read = self
             .prepared
             .go_on(backend, |backend, task| backend.attend_in_place(&task.plan, places, launched));
-        Ok(Some(self.prepared.end(read?)))
+        Ok(Some(self.prepared.end_attend(read?)))
     }
 }
 

@@ -44,20 +44,20 @@ impl ByteBudget {
         u32::try_from(bytes.div_ceil(UNIT_BYTES)).unwrap_or(u32::MAX)
     }
 
-    fn take(&self, bytes: u64) -> Result<OwnedSemaphorePermit, ServiceError> {
+    fn take_permits(&self, bytes: u64) -> Result<OwnedSemaphorePermit, ServiceError> {
         let permits = self.permits.clone().try_acquire_many_owned(Self::units_of(bytes));
-        permits.map_err(|_| self.full(bytes))
+        permits.map_err(|_| self.full_error(bytes))
     }
 
-    async fn wait(&self, bytes: u64) -> Result<OwnedSemaphorePermit, ServiceError> {
+    async fn wait_permits(&self, bytes: u64) -> Result<OwnedSemaphorePermit, ServiceError> {
         let units = Self::units_of(bytes);
         if units as usize > self.units {
-            return Err(self.full(bytes));
+            return Err(self.full_error(bytes));
         }
-        self.permits.clone().acquire_many_owned(units).await.map_err(|_| self.full(bytes))
+        self.permits.clone().acquire_many_owned(units).await.map_err(|_| self.full_error(bytes))
     }
 
-    fn full(&self, bytes: u64) -> ServiceError {
+    fn full_error(&self, bytes: u64) -> ServiceError {
         let (key, max) = (self.key, self.max_bytes);
         let message = format!("{bytes} bytes more would be over {key} = {max}; retry later");
         ServiceError::new(ErrorCode::QueueFull, message)
@@ -66,28 +66,28 @@ impl ByteBudget {
 
 /// The budgets that a request of a connection takes from.
 #[derive(Clone, Debug)]
-pub(crate) struct Budgets {
+pub(crate) struct ByteBudgets {
     pub(crate) connection: ByteBudget,
     pub(crate) all: ByteBudget,
 }
 
-impl Budgets {
+impl ByteBudgets {
     /// Takes a share, or refuses: what waits here would hold its bytes all the same.
     ///
     /// # Errors
     /// `QUEUE_FULL`, by the connection's budget or that of all.
-    pub(crate) fn take(&self, bytes: u64) -> Result<InFlight, ServiceError> {
-        let connection = self.connection.take(bytes)?;
-        Ok(InFlight { _connection: connection, _all: self.all.take(bytes)? })
+    pub(crate) fn take_share(&self, bytes: u64) -> Result<InFlight, ServiceError> {
+        let connection = self.connection.take_permits(bytes)?;
+        Ok(InFlight { _connection: connection, _all: self.all.take_permits(bytes)? })
     }
 
     /// Waits for a share, in the order of those who wait: for what holds nothing yet.
     ///
     /// # Errors
     /// `QUEUE_FULL` when a budget is smaller as a whole.
-    pub(crate) async fn wait(&self, bytes: u64) -> Result<InFlight, ServiceError> {
-        let connection = self.connection.wait(bytes).await?;
-        Ok(InFlight { _connection: connection, _all: self.all.wait(bytes).await? })
+    pub(crate) async fn wait_share(&self, bytes: u64) -> Result<InFlight, ServiceError> {
+        let connection = self.connection.wait_permits(bytes).await?;
+        Ok(InFlight { _connection: connection, _all: self.all.wait_permits(bytes).await? })
     }
 }
 
@@ -95,46 +95,46 @@ impl Budgets {
 mod tests {
     use super::*;
 
-    fn budgets(connection: u64, all: u64) -> Budgets {
+    fn budgets(connection: u64, all: u64) -> ByteBudgets {
         let connection = ByteBudget::new("limits.connection_bytes_max", connection);
-        Budgets { connection, all: ByteBudget::new("limits.inflight_bytes_max", all) }
+        ByteBudgets { connection, all: ByteBudget::new("limits.inflight_bytes_max", all) }
     }
 
     #[test]
     fn shares_are_refused_when_used_up_and_come_back() {
         let budgets = budgets(20 << 10, 10 << 10);
-        let first = budgets.take(1).unwrap();
+        let first = budgets.take_share(1).unwrap();
         assert_eq!(budgets.all.taken_bytes(), 1 << 10);
-        let second = budgets.take(9 << 10).unwrap();
-        let error = budgets.take(1).unwrap_err();
+        let second = budgets.take_share(9 << 10).unwrap();
+        let error = budgets.take_share(1).unwrap_err();
         assert_eq!(error.code(), ErrorCode::QueueFull);
         assert!(error.to_string().contains("limits.inflight_bytes_max = 10240"), "{error}");
         drop(first);
-        drop(budgets.take(1024).unwrap());
+        drop(budgets.take_share(1024).unwrap());
         drop(second);
         assert_eq!([&budgets.all, &budgets.connection].map(ByteBudget::taken_bytes), [0, 0]);
-        drop(budgets.take(10 << 10).unwrap());
-        assert!(budgets.take(u64::MAX).is_err());
+        drop(budgets.take_share(10 << 10).unwrap());
+        assert!(budgets.take_share(u64::MAX).is_err());
     }
 
     #[test]
     fn one_connection_leaves_the_others_theirs() {
         let greedy = budgets(4 << 10, 10 << 10);
         let all = greedy.all.clone();
-        let other = Budgets { all, ..budgets(4 << 10, 0) };
-        let _held = greedy.take(4 << 10).unwrap();
-        let error = greedy.take(1).unwrap_err();
+        let other = ByteBudgets { all, ..budgets(4 << 10, 0) };
+        let _held = greedy.take_share(4 << 10).unwrap();
+        let error = greedy.take_share(1).unwrap_err();
         assert!(error.to_string().contains("limits.connection_bytes_max = 4096"), "{error}");
-        other.take(4 << 10).unwrap();
+        other.take_share(4 << 10).unwrap();
     }
 
     #[tokio::test]
     async fn who_waits_has_a_share_when_one_comes_back_unless_it_never_can() {
         let budgets = budgets(4 << 10, 10 << 10);
-        let held = budgets.take(4 << 10).unwrap();
+        let held = budgets.take_share(4 << 10).unwrap();
         let waiting = tokio::spawn({
             let budgets = budgets.clone();
-            async move { budgets.wait(2 << 10).await }
+            async move { budgets.wait_share(2 << 10).await }
         });
         tokio::task::yield_now().await;
         assert!(!waiting.is_finished());
@@ -142,6 +142,6 @@ mod tests {
         let share = waiting.await.unwrap().unwrap();
         assert_eq!(budgets.all.taken_bytes(), 2 << 10);
         drop(share);
-        assert_eq!(budgets.wait(5 << 10).await.unwrap_err().code(), ErrorCode::QueueFull);
+        assert_eq!(budgets.wait_share(5 << 10).await.unwrap_err().code(), ErrorCode::QueueFull);
     }
 }

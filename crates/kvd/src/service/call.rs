@@ -9,7 +9,7 @@ use std::time::Instant;
 
 /// Whose jobs and bytes count together: a connection.
 #[derive(Clone, Debug)]
-pub struct Owner(Arc<OwnerState>);
+pub struct CallOwner(Arc<OwnerState>);
 
 #[derive(Debug)]
 struct OwnerState {
@@ -17,7 +17,7 @@ struct OwnerState {
     bytes: ByteBudget,
 }
 
-impl Owner {
+impl CallOwner {
     /// A new connection, whose requests and answers may take so many bytes at once.
     #[must_use]
     pub fn new(bytes_max: u64) -> Self {
@@ -29,25 +29,25 @@ impl Owner {
 
     /// Calls that come from this process, over no connection: together one owner.
     #[must_use]
-    pub fn local() -> Self {
-        static LOCAL: LazyLock<Owner> = LazyLock::new(|| Owner::new(u64::MAX));
+    pub fn in_process() -> Self {
+        static LOCAL: LazyLock<CallOwner> = LazyLock::new(|| CallOwner::new(u64::MAX));
         LOCAL.clone()
     }
 
     /// The connection's number.
-    pub(crate) fn connection(&self) -> u64 {
+    pub(crate) fn connection_number(&self) -> u64 {
         self.0.connection
     }
 
     /// The connection's share of bytes.
-    pub(crate) fn bytes(&self) -> &ByteBudget {
+    pub(crate) fn byte_budget(&self) -> &ByteBudget {
         &self.0.bytes
     }
 }
 
 /// The part of a request that is the same for every rpc.
 #[derive(Clone, Debug)]
-pub struct Call {
+pub struct CallContext {
     /// The tenant.
     pub namespace: Namespace,
     /// When the caller stops waiting.
@@ -56,16 +56,16 @@ pub struct Call {
     /// being told `QUEUE_FULL`.
     pub waits_for_queue: bool,
     /// Whose call it is.
-    pub owner: Owner,
+    pub owner: CallOwner,
     /// Whether the bytes of its message count against the budgets already.
     pub is_message_admitted: bool,
 }
 
-impl Call {
+impl CallContext {
     /// A caller without a deadline, in this process.
     #[must_use]
     pub fn new(namespace: Namespace) -> Self {
-        let owner = Owner::local();
+        let owner = CallOwner::in_process();
         Self {
             namespace,
             deadline: None,

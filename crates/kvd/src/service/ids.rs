@@ -1,6 +1,6 @@
 //! The ids of this start of the daemon, and what is said of those of another.
 
-use super::{Call, DeviceShard, Model, Service, ServiceError};
+use super::{CallContext, DeviceShard, RegisteredModel, Service, ServiceError};
 use kvd_core::{BootId, ErrorCode, IdSpace, ModelId, SequenceId};
 use kvd_proto::StaleId;
 use kvd_proto::domain::AttendBatch;
@@ -11,7 +11,7 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// When the system gives no random numbers.
-pub(crate) fn draw() -> Result<Arc<IdSpace>, getrandom::Error> {
+pub(crate) fn draw_ids() -> Result<Arc<IdSpace>, getrandom::Error> {
     let bytes = || {
         let mut bytes = [0; 16];
         getrandom::fill(&mut bytes).map(|()| bytes)
@@ -31,14 +31,14 @@ pub(super) fn unknown_model(
     namespace: &kvd_core::Namespace,
     id: ModelId,
 ) -> ServiceError {
-    stale(ids, ErrorCode::UnknownModel, "model", id.0).unwrap_or_else(|| {
+    stale_error(ids, ErrorCode::UnknownModel, "model", id.0).unwrap_or_else(|| {
         let message = format!("model {id} is not registered in namespace {namespace}");
         ServiceError::new(ErrorCode::UnknownModel, message)
     })
 }
 
 /// The error of an id that another boot gave.
-fn stale(ids: &IdSpace, code: ErrorCode, kind: &str, id: u64) -> Option<ServiceError> {
+fn stale_error(ids: &IdSpace, code: ErrorCode, kind: &str, id: u64) -> Option<ServiceError> {
     let id_boot = format!("{:08x}", ids.other_boot(id)?);
     let boot_id = ids.boot().to_string();
     // Short enough for a completion record of a region, behind its code and its query.
@@ -71,10 +71,10 @@ impl Service {
     /// `UNKNOWN_SEQUENCE` as in every other call of theirs.
     pub(crate) fn batch_model(
         &self,
-        call: &Call,
+        call: &CallContext,
         batch: &AttendBatch,
-    ) -> Result<Arc<Model>, ServiceError> {
-        self.models.find(&call.namespace, batch.model).map_err(|error| {
+    ) -> Result<Arc<RegisteredModel>, ServiceError> {
+        self.models.find_model(&call.namespace, batch.model).map_err(|error| {
             let mut queries = (0..).zip(&batch.queries);
             let stale = queries.find_map(|(index, query)| {
                 Some(self.stale_sequence(query.sequence)?.in_query(index))
@@ -84,6 +84,6 @@ impl Service {
     }
 
     fn stale_sequence(&self, id: SequenceId) -> Option<ServiceError> {
-        stale(&self.ids, ErrorCode::UnknownSequence, "sequence", id.0)
+        stale_error(&self.ids, ErrorCode::UnknownSequence, "sequence", id.0)
     }
 }

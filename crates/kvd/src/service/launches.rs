@@ -13,7 +13,7 @@ const COUNTED: [(Metric, [(&str, &str); 1]); 4] = [
 ];
 
 /// In the order of [`COUNTED`].
-fn counts(launches: &Launches) -> [u64; 4] {
+fn list_counts(launches: &Launches) -> [u64; 4] {
     let Launches { kernels, graphs, graphs_built, nodes_updated, .. } = *launches;
     [kernels, graphs, graphs_built, nodes_updated]
 }
@@ -32,7 +32,7 @@ pub(super) fn count_launches(
     before: &Launches,
     after: &Launches,
 ) {
-    let pairs = counts(before).into_iter().zip(counts(after));
+    let pairs = list_counts(before).into_iter().zip(list_counts(after));
     for ((metric, label), (before, after)) in COUNTED.iter().zip(pairs) {
         if after > before {
             metrics.counter(*metric, label).increment(after - before);
@@ -79,7 +79,7 @@ mod tests {
         ];
         let device = || -> DeviceInfo { unreachable!("nothing is said of it") };
         looks.windows(2).for_each(|pair| count_launches(&metrics, device, &pair[0], &pair[1]));
-        let text = metrics.render();
+        let text = metrics.render_page();
         let mut lines: Vec<&str> =
             text.lines().filter(|line| line.starts_with("kvd_gpu")).collect();
         lines.sort_unstable();

@@ -2,13 +2,13 @@
 
 use super::attend::ENVELOPE_BYTES;
 use super::budget::InFlight;
-use super::{Call, Model, Service, ServiceError, plan};
-use crate::device_worker::Work;
-use crate::scheduler::Kind;
+use super::{CallContext, RegisteredModel, Service, ServiceError, plan};
+use crate::device_worker::DeviceWork;
+use crate::scheduler::JobKind;
 use kvd_compute::{Backend, LoadPlan, Stop};
 use kvd_core::{DType, Geometry};
 use kvd_proto::domain::LoadRange;
-use kvd_store::Pinned;
+use kvd_store::PinnedRange;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -31,24 +31,24 @@ pub struct LoadPiece {
 }
 
 /// The job of one piece.
-pub(crate) struct Load {
+pub(crate) struct LoadJob {
     plan: LoadPlan,
     start: u32,
     tokens: u32,
-    model: Arc<Model>,
+    model: Arc<RegisteredModel>,
     /// Keeps what the plan names as it is until it is read.
-    _pinned: Pinned,
+    _pinned: PinnedRange,
     answer: Option<InFlight>,
 }
 
-impl Work for Load {
+impl DeviceWork for LoadJob {
     type Reply = LoadPiece;
 
-    fn kind(&self) -> Kind {
-        Kind::Other
+    fn job_kind(&self) -> JobKind {
+        JobKind::Other
     }
 
-    fn run(
+    fn run_slice(
         &mut self,
         backend: &mut dyn Backend,
         _: &Stop,
@@ -56,7 +56,7 @@ impl Work for Load {
         let began = Instant::now();
         let rows = backend.load(&self.plan)?;
         let (metrics, tokens) = (&self.model.metrics, self.tokens);
-        metrics.load.record(began.elapsed());
+        metrics.load.record_job(began.elapsed());
         let bytes = u64::from(tokens) * self.model.shape.geometry.token_bytes();
         metrics.loaded_logical_bytes.increment(bytes);
         let (start, held) = (self.start, self.answer.take());
@@ -72,14 +72,20 @@ impl Service {
     /// Unknown ids, or a range that is not stored.
     pub fn load_pieces(
         &self,
-        call: &Call,
+        call: &CallContext,
         range: &LoadRange,
     ) -> Result<Vec<LoadRange>, ServiceError> {
-        self.admit(call)?;
+        self.admit_call(call)?;
         let store = &self.shard_of(range.sequence)?.store;
         let shape = store.model_of(&call.namespace, range.sequence)?;
         range.check_shape(&shape.geometry)?;
-        store.pin(&call.namespace, range.sequence, range.layer, range.start..range.end, None)?;
+        store.pin_range(
+            &call.namespace,
+            range.sequence,
+            range.layer,
+            range.start..range.end,
+            None,
+        )?;
         let dtype = range.dtype.unwrap_or(shape.geometry.dtype);
         // A piece is never larger than a message may be, unless it is of one token.
         let max = (self.config.message_bytes_max as u64).saturating_sub(ENVELOPE_BYTES);
@@ -103,27 +109,36 @@ impl Service {
     /// When the sequence was closed or truncated since, or a page is corrupt.
     pub async fn load_piece(
         &self,
-        call: &Call,
+        call: &CallContext,
         piece: &LoadRange,
     ) -> Result<LoadPiece, ServiceError> {
         // The load as a whole was let in: a drain lets it finish.
         call.check_deadline()?;
         let shard = self.shard_of(piece.sequence)?;
         let shape = shard.store.model_of(&call.namespace, piece.sequence)?;
-        let model = self.models.find(&call.namespace, shape.id)?;
+        let model = self.models.find_model(&call.namespace, shape.id)?;
         let (start, end) = (piece.start, piece.end);
-        let pinned =
-            shard.store.pin(&call.namespace, piece.sequence, piece.layer, start..end, None)?;
+        let pinned = shard.store.pin_range(
+            &call.namespace,
+            piece.sequence,
+            piece.layer,
+            start..end,
+            None,
+        )?;
         let dtype = piece.dtype.unwrap_or(shape.geometry.dtype);
-        let plan =
-            LoadPlan { model: shape.id, layer: piece.layer, dtype, parts: plan::parts(&pinned) };
+        let plan = LoadPlan {
+            model: shape.id,
+            layer: piece.layer,
+            dtype,
+            parts: plan::list_parts(&pinned),
+        };
         let tokens = end - start;
         let token_bytes = shape.geometry.values_per_token() * dtype.size_bytes() as u64;
         // It holds nothing else that others wait for.
-        let answer = self.budgets(call).wait(u64::from(tokens) * token_bytes).await?;
+        let answer = self.call_budgets(call).wait_share(u64::from(tokens) * token_bytes).await?;
         let answer = Some(answer);
-        let job = Load { plan, start, tokens, model, _pinned: pinned, answer };
-        shard.worker.ask(call, job).await
+        let job = LoadJob { plan, start, tokens, model, _pinned: pinned, answer };
+        shard.worker.ask_device(call, job).await
     }
 }
 

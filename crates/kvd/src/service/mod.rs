@@ -27,13 +27,13 @@ mod tests;
 
 pub(crate) use attend::PART_BYTES;
 pub use attend::{AttendReply, RefusedQuery};
-pub(crate) use budget::{Budgets, InFlight};
-pub use call::{Call, Owner};
+pub(crate) use budget::{ByteBudgets, InFlight};
+pub use call::{CallContext, CallOwner};
 pub use error::ServiceError;
-pub(crate) use ids::draw as draw_ids;
+pub(crate) use ids::draw_ids;
 pub use load::LoadPiece;
-pub use model::Model;
-pub(crate) use region::{Offer, OpenMemory};
+pub use model::RegisteredModel;
+pub(crate) use region::{MemoryOffer, OpenMemory};
 pub(crate) use stats::DevicePool;
 pub use stats::{ModelStats, PoolStats};
 pub use store::StoreReply;
@@ -44,8 +44,8 @@ use crate::metrics::{Metric, Metrics};
 use budget::ByteBudget;
 use kvd_compute::Precision;
 use kvd_core::{ErrorCode, IdSpace, Namespace};
-use kvd_store::{Limits, Pool, Store};
-use model::Models;
+use kvd_store::{ArenaPool, SequenceStore, StoreLimits};
+use model::ModelRegistry;
 use pool_log::PoolLog;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -55,10 +55,10 @@ use tokio::sync::Semaphore;
 /// How long a message of a stream waits for room for its answer before it is refused.
 const ANSWER_TIME: Duration = Duration::from_secs(10);
 
-/// A device and what is stored on it. Whole models are on one: which, says [`Model::shard`].
+/// A device and what is stored on it. Whole models are on one: which, says [`RegisteredModel::shard`].
 pub(crate) struct DeviceShard {
     worker: DeviceWorker,
-    store: Arc<Store>,
+    store: Arc<SequenceStore>,
 }
 
 /// The daemon's state, shared by all transports.
@@ -68,7 +68,7 @@ pub struct Service {
     ids: Arc<IdSpace>,
     /// At least one.
     shards: Vec<DeviceShard>,
-    models: Arc<Models>,
+    models: Arc<ModelRegistry>,
     metrics: Arc<Metrics>,
     /// Bytes of all requests and answers.
     inflight: ByteBudget,
@@ -87,18 +87,21 @@ impl Service {
         metrics: Arc<Metrics>,
         ids: Arc<IdSpace>,
     ) -> Self {
-        let limits = Limits {
+        let limits = StoreLimits {
             sequences_max: config.sequences_max as u64,
             sequence_layers_max: config.sequence_layers_max,
             sequence_views_max: config.sequence_views_max,
             tokens_per_sequence_max: config.tokens_per_sequence_max,
-            ..Limits::default()
+            ..StoreLimits::default()
         };
         let count = workers.len() as u64;
         let shard = |(index, worker): (u64, DeviceWorker)| {
-            let pool = Pool::new(worker.metrics().tier, worker.info().arena_bytes);
+            let pool = ArenaPool::new(worker.metrics().tier, worker.device_info().arena_bytes);
             let sequences = ids.sequence_counter(index, count);
-            DeviceShard { worker, store: Arc::new(Store::new(pool, limits.clone(), sequences)) }
+            DeviceShard {
+                worker,
+                store: Arc::new(SequenceStore::new(pool, limits.clone(), sequences)),
+            }
         };
         let shards: Vec<DeviceShard> = (0..).zip(workers).map(shard).collect();
         assert!(!shards.is_empty(), "a service without a device");
@@ -107,7 +110,7 @@ impl Service {
             ("version", env!("CARGO_PKG_VERSION")),
             ("commit", env!("KVD_COMMIT")),
             ("boot_id", &boot_id),
-            ("device", &devices(&shards)),
+            ("device", &describe_devices(&shards)),
         ];
         metrics.gauge(Metric::BuildInfo, &labels).set(1.0);
         // Both then count up and down with the regions themselves.
@@ -123,7 +126,7 @@ impl Service {
                 config.inflight_bytes_max as u64,
             ),
             building: Arc::new(Semaphore::new(1)),
-            models: Arc::new(Models::new(config.models_max, ids.clone())),
+            models: Arc::new(ModelRegistry::new(config.models_max, ids.clone())),
             draining: AtomicBool::new(false),
             pool_log: PoolLog::default(),
             config,
@@ -148,15 +151,15 @@ impl Service {
 
     /// The devices, in words.
     #[must_use]
-    pub fn devices(&self) -> String {
-        devices(&self.shards)
+    pub fn device_names(&self) -> String {
+        describe_devices(&self.shards)
     }
 
     /// How far attention kernels may round, by the name of the setting; of several devices the
     /// coarsest. GPUs keep to the bound of single precision whatever the setting says.
     #[must_use]
-    pub fn precision(&self) -> &'static str {
-        let on_cpu = self.workers().any(|worker| worker.info().uuid.is_none());
+    pub fn precision_name(&self) -> &'static str {
+        let on_cpu = self.workers().any(|worker| worker.device_info().uuid.is_none());
         let precision = if on_cpu { self.config.precision } else { Precision::Single };
         precision.name()
     }
@@ -168,15 +171,15 @@ impl Service {
 
     /// The first of them; of a daemon with one device, that one's.
     #[must_use]
-    pub fn worker(&self) -> &DeviceWorker {
+    pub fn first_worker(&self) -> &DeviceWorker {
         &self.shards[0].worker
     }
 
     /// Where the next model goes: of the devices that work, the one with the fewest.
     fn next_shard(&self) -> usize {
-        let models = self.models.list(None);
+        let models = self.models.list_models(None);
         let count = |shard: usize| models.iter().filter(|model| model.shard == shard).count();
-        let by_use = |shard: &usize| (self.shards[*shard].worker.failed(), count(*shard));
+        let by_use = |shard: &usize| (self.shards[*shard].worker.has_failed(), count(*shard));
         (0..self.shards.len()).min_by_key(by_use).unwrap_or(0)
     }
 
@@ -193,15 +196,15 @@ impl Service {
 
     /// Whether requests are served.
     #[must_use]
-    pub fn ready(&self) -> bool {
-        !self.draining.load(Ordering::Acquire) && !self.workers().any(DeviceWorker::failed)
+    pub fn is_ready(&self) -> bool {
+        !self.draining.load(Ordering::Acquire) && !self.workers().any(DeviceWorker::has_failed)
     }
 
     /// Why not, for people.
     #[must_use]
     pub fn why_unready(&self) -> String {
-        let failed = self.workers().filter(|worker| worker.failed());
-        let failed = failed.map(|worker| format!("failed: {}\n", worker.info().description));
+        let failed = self.workers().filter(|worker| worker.has_failed());
+        let failed = failed.map(|worker| format!("failed: {}\n", worker.device_info().description));
         let draining = self.draining.load(Ordering::Acquire);
         failed.chain(draining.then(|| "draining\n".to_owned())).collect()
     }
@@ -213,47 +216,51 @@ impl Service {
     }
 
     /// Budgets of a caller.
-    pub(crate) fn budgets(&self, call: &Call) -> Budgets {
+    pub(crate) fn call_budgets(&self, call: &CallContext) -> ByteBudgets {
         self.budgets_of(&call.owner)
     }
 
     /// Budgets of a connection.
-    pub(crate) fn budgets_of(&self, owner: &Owner) -> Budgets {
-        Budgets { connection: owner.bytes().clone(), all: self.inflight.clone() }
+    pub(crate) fn budgets_of(&self, owner: &CallOwner) -> ByteBudgets {
+        ByteBudgets { connection: owner.byte_budget().clone(), all: self.inflight.clone() }
     }
 
     /// Takes bytes of a request or its answer.
-    pub(crate) fn take_bytes(&self, call: &Call, bytes: u64) -> Result<InFlight, ServiceError> {
-        self.budgets(call).take(bytes)
+    pub(crate) fn take_bytes(
+        &self,
+        call: &CallContext,
+        bytes: u64,
+    ) -> Result<InFlight, ServiceError> {
+        self.call_budgets(call).take_share(bytes)
     }
 
     /// Takes the bytes of an answer. On a stream they are waited for a while: what holds them may
     /// be answers of the same stream that its client has yet to read.
-    async fn admit_answer(&self, call: &Call, bytes: u64) -> Result<InFlight, ServiceError> {
-        let budgets = self.budgets(call);
+    async fn admit_answer(&self, call: &CallContext, bytes: u64) -> Result<InFlight, ServiceError> {
+        let budgets = self.call_budgets(call);
         if call.waits_for_queue
-            && let Ok(share) = tokio::time::timeout(ANSWER_TIME, budgets.wait(bytes)).await
+            && let Ok(share) = tokio::time::timeout(ANSWER_TIME, budgets.wait_share(bytes)).await
         {
             return share;
         }
-        budgets.take(bytes)
+        budgets.take_share(bytes)
     }
 
     /// Lets a request in, or says why not.
     ///
     /// # Errors
     /// `SHUTTING_DOWN`, `NAMESPACE_DENIED` or `DEADLINE_EXCEEDED`.
-    pub fn admit(&self, call: &Call) -> Result<(), ServiceError> {
+    pub fn admit_call(&self, call: &CallContext) -> Result<(), ServiceError> {
         if self.draining.load(Ordering::Acquire) {
             let message = "the daemon drains and takes no new work; retry on its successor";
             return Err(ServiceError::new(ErrorCode::ShuttingDown, message));
         }
-        self.allow(&call.namespace)?;
+        self.check_namespace(&call.namespace)?;
         call.check_deadline()
     }
 
-    fn allow(&self, namespace: &Namespace) -> Result<(), ServiceError> {
-        if self.config.namespaces.allow(namespace) {
+    fn check_namespace(&self, namespace: &Namespace) -> Result<(), ServiceError> {
+        if self.config.namespaces.allow_namespace(namespace) {
             return Ok(());
         }
         let message =
@@ -262,7 +269,8 @@ impl Service {
     }
 }
 
-fn devices(shards: &[DeviceShard]) -> String {
-    let names: Vec<_> = shards.iter().map(|shard| &shard.worker.info().description[..]).collect();
+fn describe_devices(shards: &[DeviceShard]) -> String {
+    let names: Vec<_> =
+        shards.iter().map(|shard| &shard.worker.device_info().description[..]).collect();
     names.join(", ")
 }

@@ -6,14 +6,14 @@ use super::{DeviceShard, ServiceError, ids};
 use crate::metrics::ModelMetrics;
 use kvd_codec::{CheckedBlock, CodecSpec, ErrorSum, Quantizer, SideSpec};
 use kvd_core::{ErrorCode, IdCounter, IdSpace, ModelId, Namespace, SequenceId};
-use kvd_store::{ModelShape, Store};
+use kvd_store::{ModelShape, SequenceStore};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A registered model.
-pub struct Model {
+pub struct RegisteredModel {
     /// Geometry, windows and owner, as the store sees them.
     pub shape: Arc<ModelShape>,
     /// Name, unique in its namespace.
@@ -46,7 +46,7 @@ pub struct Model {
     pub(super) table_versions: AtomicU64,
 }
 
-impl Model {
+impl RegisteredModel {
     /// Pages that could not be quantized and were kept raw, since registration.
     #[must_use]
     pub fn fallback_pages(&self) -> u64 {
@@ -55,7 +55,7 @@ impl Model {
 
     /// Whether packing saves memory anywhere: pages of floats as wide as the rows do not.
     #[must_use]
-    pub fn compresses(&self) -> bool {
+    pub fn saves_memory(&self) -> bool {
         let native = self.shape.geometry.dtype;
         let saves = |side: &SideSpec| match side.quantizer {
             Quantizer::Float(format) => format
@@ -78,13 +78,13 @@ impl Model {
     /// none before the first.
     #[must_use]
     pub fn sampled_error(&self) -> [Option<f64>; 2] {
-        self.sampled.lock().attention.map(|sampled| sampled.ratio())
+        self.sampled.lock().attention.map(|sampled| sampled.error_ratio())
     }
 
     /// The same of their rows.
     #[must_use]
     pub fn sampled_row_error(&self) -> [Option<f64>; 2] {
-        self.sampled.lock().rows.map(|sampled| sampled.ratio())
+        self.sampled.lock().rows.map(|sampled| sampled.error_ratio())
     }
 }
 
@@ -96,9 +96,13 @@ pub(super) struct SampledErrors {
 }
 
 impl SampledErrors {
-    pub(super) fn add(&mut self, block: &CheckedBlock) {
+    pub(super) fn add_block(&mut self, block: &CheckedBlock) {
         let sums = block.attention.into_iter().chain(block.rows);
-        self.attention.iter_mut().chain(&mut self.rows).zip(sums).for_each(|(to, sum)| to.add(sum));
+        self.attention
+            .iter_mut()
+            .chain(&mut self.rows)
+            .zip(sums)
+            .for_each(|(to, sum)| to.add_sum(sum));
     }
 }
 
@@ -115,7 +119,7 @@ impl SampledError {
     /// What one more block leaves of those before it: their weights sum to about 256 blocks.
     const KEPT: f64 = 1.0 - 1.0 / 256.0;
 
-    fn add(&mut self, sum: ErrorSum) {
+    fn add_sum(&mut self, sum: ErrorSum) {
         self.any = true;
         // A block of numbers near the largest must not end the figure for good.
         if sum.error.is_finite() && sum.norm.is_finite() {
@@ -124,55 +128,57 @@ impl SampledError {
         }
     }
 
-    fn ratio(&self) -> Option<f64> {
+    fn error_ratio(&self) -> Option<f64> {
         let ratio = if self.norm > 0.0 { (self.error / self.norm).sqrt() } else { 0.0 };
         self.any.then_some(ratio)
     }
 }
 
 /// All models. One mutex: registrations are rare, look-ups short.
-pub(super) struct Models {
+pub(super) struct ModelRegistry {
     limit: usize,
     space: Arc<IdSpace>,
     ids: IdCounter<ModelId>,
-    state: Mutex<State>,
+    state: Mutex<RegistryState>,
 }
 
 #[derive(Default)]
-struct State {
-    by_id: BTreeMap<ModelId, Arc<Model>>,
+struct RegistryState {
+    by_id: BTreeMap<ModelId, Arc<RegisteredModel>>,
 }
 
-impl Models {
+impl ModelRegistry {
     pub(super) fn new(limit: usize, space: Arc<IdSpace>) -> Self {
         Self { limit, ids: space.model_counter(), space, state: Mutex::default() }
     }
 
-    pub(super) fn find(
+    pub(super) fn find_model(
         &self,
         namespace: &Namespace,
         id: ModelId,
-    ) -> Result<Arc<Model>, ServiceError> {
+    ) -> Result<Arc<RegisteredModel>, ServiceError> {
         if tracing::enabled!(tracing::Level::DEBUG) {
             tracing::Span::current().record("model", id.0);
         }
-        self.state.lock().find(&self.space, namespace, id).cloned()
+        self.state.lock().find_model(&self.space, namespace, id).cloned()
     }
 
-    pub(super) fn list(&self, namespace: Option<&Namespace>) -> Vec<Arc<Model>> {
+    pub(super) fn list_models(&self, namespace: Option<&Namespace>) -> Vec<Arc<RegisteredModel>> {
         let state = self.state.lock();
-        let of = |model: &&Arc<Model>| namespace.is_none_or(|name| model.shape.namespace == *name);
+        let of = |model: &&Arc<RegisteredModel>| {
+            namespace.is_none_or(|name| model.shape.namespace == *name)
+        };
         state.by_id.values().filter(of).cloned().collect()
     }
 
     /// The model of that name when it has the same content; `None` when there is room for it.
-    pub(super) fn check(
+    pub(super) fn check_name(
         &self,
         namespace: &Namespace,
         name: &str,
         fingerprint: &str,
-    ) -> Result<Option<Arc<Model>>, ServiceError> {
-        self.state.lock().check(self.limit, namespace, name, fingerprint)
+    ) -> Result<Option<Arc<RegisteredModel>>, ServiceError> {
+        self.state.lock().check_name(self.limit, namespace, name, fingerprint)
     }
 
     /// Adds what `make` makes under a new id, unless the name was taken or the limit reached
@@ -183,10 +189,10 @@ impl Models {
         namespace: &Namespace,
         name: &str,
         fingerprint: &str,
-        make: impl FnOnce(ModelId) -> Model,
-    ) -> Result<Arc<Model>, ServiceError> {
+        make: impl FnOnce(ModelId) -> RegisteredModel,
+    ) -> Result<Arc<RegisteredModel>, ServiceError> {
         let mut state = self.state.lock();
-        if let Some(model) = state.check(self.limit, namespace, name, fingerprint)? {
+        if let Some(model) = state.check_name(self.limit, namespace, name, fingerprint)? {
             return Ok(model);
         }
         let id = self.ids.next()?;
@@ -196,15 +202,15 @@ impl Models {
     }
 
     /// Opens a sequence of a model that is registered until it is open.
-    pub(super) fn open(
+    pub(super) fn open_sequence(
         &self,
         namespace: &Namespace,
         id: ModelId,
         shards: &[DeviceShard],
     ) -> Result<SequenceId, ServiceError> {
         let state = self.state.lock();
-        let model = state.find(&self.space, namespace, id)?;
-        Ok(shards[model.shard].store.open(model.shape.clone())?)
+        let model = state.find_model(&self.space, namespace, id)?;
+        Ok(shards[model.shard].store.open_sequence(model.shape.clone())?)
     }
 
     /// Takes a model out, unless it has sequences.
@@ -212,11 +218,11 @@ impl Models {
         &self,
         namespace: &Namespace,
         id: ModelId,
-        store: &Store,
-    ) -> Result<Arc<Model>, ServiceError> {
+        store: &SequenceStore,
+    ) -> Result<Arc<RegisteredModel>, ServiceError> {
         let mut state = self.state.lock();
-        let model = state.find(&self.space, namespace, id)?.clone();
-        let sequences = store.usage(id).sequences;
+        let model = state.find_model(&self.space, namespace, id)?.clone();
+        let sequences = store.model_usage(id).sequences;
         if sequences > 0 {
             let message = format!("model {id} has {sequences} open sequences; close them first");
             return Err(ServiceError::new(ErrorCode::ModelInUse, message));
@@ -227,15 +233,17 @@ impl Models {
     }
 }
 
-impl State {
-    fn check(
+impl RegistryState {
+    fn check_name(
         &self,
         limit: usize,
         namespace: &Namespace,
         name: &str,
         fingerprint: &str,
-    ) -> Result<Option<Arc<Model>>, ServiceError> {
-        let same = |model: &&Arc<Model>| model.shape.namespace == *namespace && model.name == name;
+    ) -> Result<Option<Arc<RegisteredModel>>, ServiceError> {
+        let same = |model: &&Arc<RegisteredModel>| {
+            model.shape.namespace == *namespace && model.name == name
+        };
         if let Some(model) = self.by_id.values().find(same) {
             return same_content(model, fingerprint).map(Some);
         }
@@ -246,19 +254,22 @@ impl State {
         Ok(None)
     }
 
-    fn find(
+    fn find_model(
         &self,
         ids: &IdSpace,
         namespace: &Namespace,
         id: ModelId,
-    ) -> Result<&Arc<Model>, ServiceError> {
+    ) -> Result<&Arc<RegisteredModel>, ServiceError> {
         let found = self.by_id.get(&id).filter(|model| model.shape.namespace == *namespace);
         found.ok_or_else(|| ids::unknown_model(ids, namespace, id))
     }
 }
 
 /// The model that has the name already, if it is the same.
-fn same_content(model: &Arc<Model>, fingerprint: &str) -> Result<Arc<Model>, ServiceError> {
+fn same_content(
+    model: &Arc<RegisteredModel>,
+    fingerprint: &str,
+) -> Result<Arc<RegisteredModel>, ServiceError> {
     if model.fingerprint == fingerprint {
         return Ok(model.clone());
     }
@@ -282,15 +293,15 @@ mod tests {
     #[test]
     fn old_blocks_fade_and_none_is_not_zero() {
         let mut sampled = SampledError::default();
-        assert_eq!(sampled.ratio(), None);
+        assert_eq!(sampled.error_ratio(), None);
         let sum = |error, norm| ErrorSum { error, norm };
-        (0..100_000).for_each(|_| sampled.add(sum(0.01, 1.0)));
-        assert!((sampled.ratio().unwrap() - 0.1).abs() < 1e-9);
-        (0..1024).for_each(|_| sampled.add(sum(0.25, 1.0)));
-        sampled.add(sum(f64::INFINITY, 1.0));
-        assert!(sampled.ratio().unwrap() > 0.49 && sampled.ratio().unwrap() < 0.5);
+        (0..100_000).for_each(|_| sampled.add_sum(sum(0.01, 1.0)));
+        assert!((sampled.error_ratio().unwrap() - 0.1).abs() < 1e-9);
+        (0..1024).for_each(|_| sampled.add_sum(sum(0.25, 1.0)));
+        sampled.add_sum(sum(f64::INFINITY, 1.0));
+        assert!(sampled.error_ratio().unwrap() > 0.49 && sampled.error_ratio().unwrap() < 0.5);
         let mut zeros = SampledError::default();
-        zeros.add(sum(0.0, 0.0));
-        assert_eq!(zeros.ratio(), Some(0.0));
+        zeros.add_sum(sum(0.0, 0.0));
+        assert_eq!(zeros.error_ratio(), Some(0.0));
     }
 }

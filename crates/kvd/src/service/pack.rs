@@ -1,9 +1,9 @@
 //! Packing: the worker's part of a store that turns blocks which leave the window into pages.
 
-use super::{Model, ServiceError, plan};
+use super::{RegisteredModel, ServiceError, plan};
 use kvd_compute::{Backend, EncodedPages};
 use kvd_core::{Geometry, Side};
-use kvd_store::{AppendTicket, PackTask, PackedBytes, Pages, Pool};
+use kvd_store::{AppendTicket, ArenaPool, PackTask, PackedBytes, PackedPages};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -13,19 +13,19 @@ use std::time::Instant;
 const ENCODE_BATCH_BYTES: u64 = 64 << 20;
 
 /// What a store packs with.
-pub(super) struct Packer<'a> {
+pub(super) struct BlockPacker<'a> {
     pub(super) backend: &'a mut dyn Backend,
-    pub(super) pool: &'a Arc<Pool>,
-    pub(super) model: &'a Model,
+    pub(super) pool: &'a Arc<ArenaPool>,
+    pub(super) model: &'a RegisteredModel,
     pub(super) ticket: &'a AppendTicket,
 }
 
-impl Packer<'_> {
+impl BlockPacker<'_> {
     /// Encodes the blocks that leave the window. A block that finds no room stays raw and is
     /// offered again by the next append: giving up the append would not free anything. One that
     /// cannot be encoded stays raw for good.
-    pub(super) fn pack(&mut self) -> Result<Vec<Option<Pages>>, ServiceError> {
-        let tasks = self.ticket.packs();
+    pub(super) fn pack_blocks(&mut self) -> Result<Vec<Option<PackedPages>>, ServiceError> {
+        let tasks = self.ticket.pack_tasks();
         if tasks.is_empty() {
             return Ok(Vec::new());
         }
@@ -43,22 +43,22 @@ impl Packer<'_> {
         // Where the pool was full, one block finds out at little cost whether it still is.
         let mut batch = if tasks.iter().any(|task| task.retried) { 1 } else { batch_max };
         let mut packed = Vec::with_capacity(tasks.len());
-        while packed.len() < tasks.len() && self.batch(batch, &mut packed)? {
+        while packed.len() < tasks.len() && self.encode_batch(batch, &mut packed)? {
             batch = batch.saturating_mul(2).min(batch_max);
         }
         // Those after the first without room were not tried, or found none either.
-        let news = |(task, pages): &(&PackTask, Option<&Option<Pages>>)| {
+        let news = |(task, pages): &(&PackTask, Option<&Option<PackedPages>>)| {
             !task.retried && pages.is_none_or(Option::is_none)
         };
         let answers = (0..tasks.len()).map(|index| packed.get(index));
         let deferred = tasks.iter().zip(answers).filter(news).count();
         let model = self.model;
         // Rows that are kept as they came lose nothing by waiting: no alert is to tell of them.
-        if model.compresses() {
+        if model.saves_memory() {
             model.metrics.pack_deferred.increment(deferred as u64);
             model.deferred_blocks.fetch_add(deferred as u64, Ordering::Relaxed);
         }
-        model.metrics.encode.record(began.elapsed());
+        model.metrics.encode.record_job(began.elapsed());
         if let Ok(once) = self.backend.model_bytes(model.shape.id) {
             model.table_bytes.store(once.tables, Ordering::Relaxed);
             model.table_versions.store(once.table_versions, Ordering::Relaxed);
@@ -68,18 +68,18 @@ impl Packer<'_> {
 
     /// Encodes the next tasks, `count` at most, and adds their answers to `packed`. False when
     /// the rest need not be tried.
-    fn batch(
+    fn encode_batch(
         &mut self,
         count: usize,
-        packed: &mut Vec<Option<Pages>>,
+        packed: &mut Vec<Option<PackedPages>>,
     ) -> Result<bool, ServiceError> {
         let (id, layer, first) = (self.model.shape.id, self.ticket.layer(), packed.len());
-        let tasks = &self.ticket.packs()[first..];
+        let tasks = &self.ticket.pack_tasks()[first..];
         let tasks = &tasks[..tasks.len().min(count)];
         for keep in tasks.iter().filter_map(|task| task.keep.as_ref()) {
             let count = keep.from.rows.end - keep.from.rows.start;
             let (from, to) =
-                (plan::source(&keep.from.borrow()), plan::target(&keep.to, keep.to_row));
+                (plan::source(&keep.from.borrow()), plan::raw_target(&keep.to, keep.to_row));
             self.backend.copy(id, layer, &from, count, to)?;
         }
         let sources: Vec<_> = tasks.iter().map(plan::encode_source).collect();
@@ -93,7 +93,7 @@ impl Packer<'_> {
         };
         for (offset, encoded) in encoded.iter().enumerate() {
             match encoded {
-                Ok(pages) => match self.place(pages) {
+                Ok(pages) => match self.place_pages(pages) {
                     Some(pages) => packed.push(Some(pages)),
                     // A pool without room for one block has none for the rest.
                     None => return Ok(false),
@@ -110,9 +110,9 @@ impl Packer<'_> {
         Ok(true)
     }
 
-    fn place(&mut self, pages: &EncodedPages) -> Option<Pages> {
+    fn place_pages(&mut self, pages: &EncodedPages) -> Option<PackedPages> {
         let (model, metrics) = (self.model, &self.model.metrics);
-        let reserved = self.pool.reserve(pages.size_bytes()).ok()?;
+        let reserved = self.pool.reserve_pages(pages.size_bytes()).ok()?;
         self.backend.place(pages, reserved.extent());
         metrics.encoded_layer_blocks.increment(1);
         metrics.fallback_pages.increment(u64::from(pages.fallback_pages));
@@ -126,7 +126,7 @@ impl Packer<'_> {
         }
         if let Some(checked) = &pages.sampled {
             metrics.sampled_blocks.increment(1);
-            model.sampled.lock().add(checked);
+            model.sampled.lock().add_block(checked);
         }
         let accounting = PackedBytes {
             codes: pages.parts.codes,
@@ -137,7 +137,7 @@ impl Packer<'_> {
             value: pages.side_bytes[Side::Value.index()],
             values: pages.values,
         };
-        Some(Pages::new(reserved.seal(), pages.page_ends.clone(), accounting))
+        Some(PackedPages::new(reserved.seal_slot(), pages.page_ends.clone(), accounting))
     }
 }
 

@@ -1,7 +1,7 @@
 //! From the store's words to the backend's: parts to sources, slots to targets.
 
 use kvd_compute::{EncodeSource, PlanPart, RawTarget, Source, StagedWrite};
-use kvd_store::{PackTask, Pinned, PinnedRows, RawSlot, RowExtentRef, RowFormRef, RowWrite};
+use kvd_store::{PackTask, PinnedRange, PinnedRows, RawSlot, RowExtentRef, RowFormRef, RowWrite};
 
 /// Where some rows lie.
 pub(super) fn source(extent: &RowExtentRef<'_>) -> Source {
@@ -17,7 +17,7 @@ pub(super) fn source(extent: &RowExtentRef<'_>) -> Source {
 }
 
 /// The parts of a pinned range. The caller keeps `pinned` until the backend has answered.
-pub(super) fn parts(pinned: &Pinned) -> Vec<PlanPart> {
+pub(super) fn list_parts(pinned: &PinnedRange) -> Vec<PlanPart> {
     let part = |PinnedRows { first_token, extent }: PinnedRows<'_>| PlanPart {
         first_token,
         rows: extent.rows.end - extent.rows.start,
@@ -27,13 +27,13 @@ pub(super) fn parts(pinned: &Pinned) -> Vec<PlanPart> {
 }
 
 /// Rows of a raw slot to write.
-pub(super) fn target(slot: &RawSlot, first_row: u32) -> RawTarget {
+pub(super) fn raw_target(slot: &RawSlot, first_row: u32) -> RawTarget {
     RawTarget { extent: slot.extent(), capacity_rows: slot.rows(), first_row }
 }
 
 /// Rows of a request that the device has staged, and where they go.
 pub(super) fn staged_write(write: &RowWrite) -> StagedWrite {
-    let to = target(&write.to, write.to_row);
+    let to = raw_target(&write.to, write.to_row);
     StagedWrite { source_row: write.source_row, rows: write.rows, to }
 }
 

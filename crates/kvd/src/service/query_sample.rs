@@ -5,7 +5,7 @@
 //! because only theirs are calibrated from. It is bounded, and every query token has the same
 //! chance to be in it however many there were.
 
-use super::{Call, Service, ServiceError};
+use super::{CallContext, Service, ServiceError};
 use crate::config::Config;
 use kvd_codec::{CodecSpec, FloatFormat, Quantizer};
 use kvd_core::{DType, ErrorCode, Geometry, LayerIndex, ModelId, Side};
@@ -19,13 +19,13 @@ const TOKENS_MAX: usize = 1024;
 pub(super) struct QuerySample {
     geometry: Geometry,
     bytes_per_layer: usize,
-    layers: Vec<Mutex<Reservoir>>,
+    layers: Vec<Mutex<TokenReservoir>>,
 }
 
 /// A uniform sample of all query tokens so far (Li 1994, algorithm L): once it is full it knows
 /// which token is kept next, and the others cost a comparison for each batch.
 #[derive(Default)]
-struct Reservoir {
+struct TokenReservoir {
     q_heads: u32,
     /// Query tokens so far.
     seen: u64,
@@ -51,9 +51,9 @@ struct SampleShape {
     tokens: usize,
 }
 
-impl Reservoir {
+impl TokenReservoir {
     /// Whether batches like this one are sampled.
-    fn takes(&self, shape: SampleShape, batch: &AttendBatch) -> bool {
+    fn takes_batch(&self, shape: SampleShape, batch: &AttendBatch) -> bool {
         shape.tokens > 0
             && batch.query_rows() > 0
             && (self.seen == 0 || self.q_heads == batch.q_heads)
@@ -69,8 +69,8 @@ impl Reservoir {
     }
 
     /// A number between 0 and 1, neither of them. The same calls give the same sample.
-    fn draw(&mut self) -> f64 {
-        let bits = splitmix(self.drawn) >> 12;
+    fn draw_number(&mut self) -> f64 {
+        let bits = mix_bits(self.drawn) >> 12;
         self.drawn += 1;
         (bits as f64 + 0.5) / (1u64 << 52) as f64
     }
@@ -78,16 +78,16 @@ impl Reservoir {
     /// Decides which token is kept after `token`, of a full sample.
     fn skip_from(&mut self, shape: SampleShape, token: u64) {
         let kept = shape.tokens as f64;
-        self.largest *= (self.draw().ln() / kept).exp();
+        self.largest *= (self.draw_number().ln() / kept).exp();
         // Beyond what an integer holds: none is.
-        let skipped = (self.draw().ln() / (-self.largest).ln_1p()).floor() as u64;
+        let skipped = (self.draw_number().ln() / (-self.largest).ln_1p()).floor() as u64;
         self.next = token.saturating_add(1).saturating_add(skipped);
     }
 
     /// Keeps a token.
-    fn keep(&mut self, shape: SampleShape, token: u64, row: &[u8]) {
+    fn keep_token(&mut self, shape: SampleShape, token: u64, row: &[u8]) {
         if self.is_full(shape) {
-            let index = ((self.draw() * shape.tokens as f64) as usize).min(shape.tokens - 1);
+            let index = ((self.draw_number() * shape.tokens as f64) as usize).min(shape.tokens - 1);
             self.rows[index * shape.row_bytes..][..shape.row_bytes].copy_from_slice(row);
             self.skip_from(shape, token);
             return;
@@ -114,7 +114,7 @@ impl QuerySample {
         })
     }
 
-    fn shape(&self, batch: &AttendBatch) -> SampleShape {
+    fn sample_shape(&self, batch: &AttendBatch) -> SampleShape {
         let values = batch.q_heads as usize * self.geometry.head_dim(Side::Key);
         let row_bytes = values * self.geometry.dtype.size_bytes();
         SampleShape {
@@ -126,10 +126,10 @@ impl QuerySample {
 
     /// Counts the tokens of a batch whose queries are not here, unless one of them is to be kept:
     /// then they must be brought here and offered.
-    pub(super) fn passes(&self, batch: &AttendBatch) -> bool {
-        let shape = self.shape(batch);
+    pub(super) fn passes_batch(&self, batch: &AttendBatch) -> bool {
+        let shape = self.sample_shape(batch);
         let mut layer = self.layers[batch.layer.0 as usize].lock();
-        if !layer.takes(shape, batch) {
+        if !layer.takes_batch(shape, batch) {
             return true;
         }
         let end = layer.seen + u64::from(batch.query_rows());
@@ -142,11 +142,11 @@ impl QuerySample {
 
     /// Looks at the query tokens of a batch whose shape was checked: each has the same chance to be
     /// kept as every one before.
-    pub(super) fn offer(&self, batch: &AttendBatch) {
-        let shape = self.shape(batch);
+    pub(super) fn offer_batch(&self, batch: &AttendBatch) {
+        let shape = self.sample_shape(batch);
         let (to, from) = (self.geometry.dtype, batch.dtype);
         let mut layer = self.layers[batch.layer.0 as usize].lock();
-        if !layer.takes(shape, batch) {
+        if !layer.takes_batch(shape, batch) {
             return;
         }
         let (first, row_bytes) = (layer.seen, shape.values * from.size_bytes());
@@ -154,8 +154,8 @@ impl QuerySample {
         let mut token = layer.next_kept(shape, first);
         while token < end {
             let row = &batch.q[(token - first) as usize * row_bytes..][..row_bytes];
-            match converted(row, from, to) {
-                Some(row) => layer.keep(shape, token, &row),
+            match convert_row(row, from, to) {
+                Some(row) => layer.keep_token(shape, token, &row),
                 None if layer.is_full(shape) => layer.skip_from(shape, token),
                 None => {}
             }
@@ -165,7 +165,7 @@ impl QuerySample {
         layer.seen = end;
     }
 
-    fn of(&self, layer: LayerIndex) -> SampledQueries {
+    fn queries_of_layer(&self, layer: LayerIndex) -> SampledQueries {
         let layer = self.layers[layer.0 as usize].lock();
         let (q_heads, dtype) = (layer.q_heads, self.geometry.dtype);
         SampledQueries { q_heads, dtype, q: layer.rows.clone().into() }
@@ -173,7 +173,7 @@ impl QuerySample {
 }
 
 /// `None` when a value is not finite: the attend is refused for it.
-fn converted(row: &[u8], from: DType, to: DType) -> Option<Vec<u8>> {
+fn convert_row(row: &[u8], from: DType, to: DType) -> Option<Vec<u8>> {
     let mut values = vec![0.0; row.len() / from.size_bytes()];
     from.widen_values(row, &mut values);
     let finite = values.iter().all(|value| value.is_finite());
@@ -186,7 +186,7 @@ fn converted(row: &[u8], from: DType, to: DType) -> Option<Vec<u8>> {
 }
 
 /// The same calls give the same sample.
-pub(super) fn splitmix(index: u64) -> u64 {
+pub(super) fn mix_bits(index: u64) -> u64 {
     let mut z = index.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -201,18 +201,19 @@ impl Service {
     /// `UNKNOWN_MODEL`, a layer that the model has not, or an answer over the message size.
     pub fn sampled_queries(
         &self,
-        call: &Call,
+        call: &CallContext,
         model: ModelId,
         layer: LayerIndex,
     ) -> Result<SampledQueries, ServiceError> {
-        let model = self.model(call, model)?;
+        let model = self.find_model(call, model)?;
         let geometry = &model.shape.geometry;
         if layer.0 >= geometry.layers {
             let message = format!("layer {layer} of a model of {} layers", geometry.layers);
             return Err(ServiceError::new(ErrorCode::InvalidArgument, message));
         }
         let none = || SampledQueries { q_heads: 0, dtype: geometry.dtype, q: Vec::new().into() };
-        let sampled = model.queries.as_ref().map_or_else(none, |sample| sample.of(layer));
+        let sampled =
+            model.queries.as_ref().map_or_else(none, |sample| sample.queries_of_layer(layer));
         self.check_message_size(sampled.q.len() as u64, "a smaller limits.query_sample_bytes_max")?;
         Ok(sampled)
     }
@@ -257,7 +258,7 @@ mod tests {
 
     /// First values of the kept tokens.
     fn kept(sample: &QuerySample, layer: u32) -> Vec<f32> {
-        let sampled = sample.of(LayerIndex(layer));
+        let sampled = sample.queries_of_layer(LayerIndex(layer));
         let mut values = vec![0.0; sampled.q.len() / 2];
         sampled.dtype.widen_values(&sampled.q, &mut values);
         values.into_iter().step_by(2).collect()
@@ -269,9 +270,9 @@ mod tests {
         let call = |from: u16, tokens: u16| -> Vec<f32> {
             (from..from + tokens).flat_map(|index| [f32::from(index), 0.5]).collect()
         };
-        sample.offer(&batch(1, &call(0, 48)));
+        sample.offer_batch(&batch(1, &call(0, 48)));
         assert_eq!(kept(&sample, 1), (0..48u16).map(f32::from).collect::<Vec<_>>());
-        sample.offer(&batch(1, &call(48, 1000)));
+        sample.offer_batch(&batch(1, &call(48, 1000)));
         assert_eq!(kept(&sample, 1).len(), 64);
         assert!(kept(&sample, 1).iter().any(|value| *value > 512.0));
         assert!(kept(&sample, 0).is_empty());
@@ -288,7 +289,7 @@ mod tests {
                 sample.layers[1].lock().drawn = shift << 32;
                 let all: Vec<f32> =
                     (0..6400).flat_map(|index| [index as f32 / 6400.0, 1.0]).collect();
-                all.chunks(2 * tokens).for_each(|call| sample.offer(&batch(1, call)));
+                all.chunks(2 * tokens).for_each(|call| sample.offer_batch(&batch(1, call)));
                 let kept = kept(&sample, 1);
                 assert_eq!(kept.len(), 64);
                 kept.iter().for_each(|value| quarters[((value * 4.0) as usize).min(3)] += 1);
@@ -303,26 +304,29 @@ mod tests {
         let mut brought = 0;
         for index in 0..2000u16 {
             let batch = batch(1, &[f32::from(index), 0.5]);
-            here.offer(&batch);
-            if !elsewhere.passes(&batch) {
-                elsewhere.offer(&batch);
+            here.offer_batch(&batch);
+            if !elsewhere.passes_batch(&batch) {
+                elsewhere.offer_batch(&batch);
                 brought += 1;
             }
         }
-        assert_eq!(here.of(LayerIndex(1)).q, elsewhere.of(LayerIndex(1)).q);
+        assert_eq!(
+            here.queries_of_layer(LayerIndex(1)).q,
+            elsewhere.queries_of_layer(LayerIndex(1)).q
+        );
         // 64 and, in the mean, 64 ln(2000 / 64) more.
         assert!((200..400).contains(&brought), "{brought} of 2000 batches were copied");
         // Without memory none is.
-        assert!(sample(1).passes(&batch(1, &[1.0, 0.5])));
+        assert!(sample(1).passes_batch(&batch(1, &[1.0, 0.5])));
     }
 
     #[test]
     fn what_no_attend_would_take_is_left_out() {
         let sample = sample(1024);
-        sample.offer(&batch(0, &[f32::NAN, 1.0]));
-        sample.offer(&batch(0, &[1e9, -1.0]));
+        sample.offer_batch(&batch(0, &[f32::NAN, 1.0]));
+        sample.offer_batch(&batch(0, &[1e9, -1.0]));
         let mut values = [0.0; 2];
-        DType::F16.widen_values(&sample.of(LayerIndex(0)).q, &mut values);
+        DType::F16.widen_values(&sample.queries_of_layer(LayerIndex(0)).q, &mut values);
         assert_eq!(values, [65504.0, -1.0]);
     }
 }

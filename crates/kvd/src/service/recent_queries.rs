@@ -5,7 +5,7 @@
 //! left out: it makes errors of scores smaller. One call replaces one row of those that are there,
 //! so that no single caller decides what is measured.
 
-use super::query_sample::splitmix;
+use super::query_sample::mix_bits;
 use kvd_codec::{CodecSpec, LayerQueries};
 use kvd_core::{Geometry, LayerIndex, Side};
 use kvd_proto::domain::AttendBatch;
@@ -17,27 +17,27 @@ const CALL_INTERVAL: u64 = 64;
 /// The last queries of one model.
 pub(super) struct RecentQueries {
     geometry: Geometry,
-    layers: Vec<Mutex<Recent>>,
+    layers: Vec<Mutex<RecentLayer>>,
 }
 
 /// Those of one layer.
 #[derive(Default)]
-struct Recent {
+struct RecentLayer {
     calls: u64,
-    heads: Vec<Rows>,
+    heads: Vec<RecentRows>,
     changed: bool,
 }
 
 /// Those of one KV head, at most [`LayerQueries::MOST`].
 #[derive(Clone, Default)]
-struct Rows {
+struct RecentRows {
     /// `[n, head_dim_k]`.
     values: Vec<f32>,
     /// Which row the next one takes the place of.
     oldest: usize,
 }
 
-impl Rows {
+impl RecentRows {
     fn push(&mut self, row: &[f32]) {
         if self.values.len() < LayerQueries::MOST * row.len() {
             self.values.extend_from_slice(row);
@@ -57,7 +57,7 @@ impl RecentQueries {
     }
 
     /// Counts a call whose queries are not here, unless they must be brought and offered.
-    pub(super) fn passes(&self, batch: &AttendBatch) -> bool {
+    pub(super) fn passes_batch(&self, batch: &AttendBatch) -> bool {
         let mut layer = self.layers[batch.layer.0 as usize].lock();
         let few = LayerQueries::FEWEST * self.geometry.head_dim(Side::Key);
         let all_have = || layer.heads.iter().all(|rows| rows.values.len() >= few);
@@ -70,7 +70,7 @@ impl RecentQueries {
     }
 
     /// Takes queries of a batch whose shape was checked: as many tokens as are missing, else one.
-    pub(super) fn offer(&self, batch: &AttendBatch) {
+    pub(super) fn offer_batch(&self, batch: &AttendBatch) {
         let dim = self.geometry.head_dim(Side::Key);
         let kv_heads = self.geometry.kv_heads as usize;
         let (tokens, q_heads) = (batch.query_rows() as usize, batch.q_heads as usize);
@@ -82,14 +82,14 @@ impl RecentQueries {
         let row_bytes = dim * batch.dtype.size_bytes();
         let mut layer = self.layers[batch.layer.0 as usize].lock();
         let layer = &mut *layer;
-        layer.heads.resize(kv_heads, Rows::default());
+        layer.heads.resize(kv_heads, RecentRows::default());
         let mut row = vec![0.0; dim];
         for (head, rows) in layer.heads.iter_mut().enumerate() {
             let missing = LayerQueries::MOST - rows.values.len() / dim;
             let count = missing.clamp(1, tokens);
             for index in 0..count {
                 // Spread over the tokens of the call, and over the heads that share the keys.
-                let drawn = splitmix(layer.calls * LayerQueries::MOST as u64 + index as u64);
+                let drawn = mix_bits(layer.calls * LayerQueries::MOST as u64 + index as u64);
                 let [first, end] = [index, index + 1].map(|index| index * tokens / count);
                 let token = first + drawn as usize % (end - first);
                 let q_head = head * group + (drawn >> 32) as usize % group;
@@ -164,7 +164,7 @@ mod tests {
     #[test]
     fn one_long_call_fills_the_rows_and_later_ones_replace_one_each() {
         let recent = recent("fp8; k.bound=0.1").unwrap();
-        recent.offer(&batch(1, 1000, |token, head| 1.0 + token as f32 + 1e4 * head as f32));
+        recent.offer_batch(&batch(1, 1000, |token, head| 1.0 + token as f32 + 1e4 * head as f32));
         assert!(recent.take_changed(LayerIndex(0)).is_none());
         let heads = recent.take_changed(LayerIndex(1)).unwrap();
         assert!(recent.take_changed(LayerIndex(1)).is_none(), "they are taken once");
@@ -179,7 +179,7 @@ mod tests {
             assert!(first < 100.0 && last > 900.0, "from {first} to {last} of 1000");
         }
         for _ in 0..LayerQueries::MOST - 1 {
-            recent.offer(&batch(1, 1, |_, _| -1.0));
+            recent.offer_batch(&batch(1, 1, |_, _| -1.0));
         }
         let heads = recent.take_changed(LayerIndex(1)).unwrap();
         assert_eq!(heads[0].iter().filter(|x| **x > 0.0).count(), 4, "one row is left");
@@ -188,10 +188,10 @@ mod tests {
     #[test]
     fn rows_that_say_nothing_take_no_place() {
         let recent = recent("fp8; k.bound=0.1").unwrap();
-        recent.offer(&batch(0, 3, |_, _| 0.0));
-        recent.offer(&batch(0, 3, |_, _| f32::NAN));
+        recent.offer_batch(&batch(0, 3, |_, _| 0.0));
+        recent.offer_batch(&batch(0, 3, |_, _| f32::NAN));
         assert!(recent.take_changed(LayerIndex(0)).is_none());
-        recent.offer(&batch(0, 3, |_, head| if head < 2 { 1.0 } else { 0.0 }));
+        recent.offer_batch(&batch(0, 3, |_, head| if head < 2 { 1.0 } else { 0.0 }));
         let heads = recent.take_changed(LayerIndex(0)).unwrap();
         assert_eq!([heads[0].len(), heads[1].len()], [12, 0]);
     }
@@ -204,8 +204,8 @@ mod tests {
             for call in 0..1000 {
                 let says = call >= second_from;
                 let batch = batch(0, 1, |_, head| if head < 2 || says { 1.0 } else { 0.0 });
-                if !recent.passes(&batch) {
-                    recent.offer(&batch);
+                if !recent.passes_batch(&batch) {
+                    recent.offer_batch(&batch);
                     brought += 1;
                 }
             }
@@ -225,8 +225,8 @@ mod tests {
         let mut brought = 0;
         for _ in 0..1000 {
             let batch = batch(0, 1, |_, _| 1.0);
-            if !recent.passes(&batch) {
-                recent.offer(&batch);
+            if !recent.passes_batch(&batch) {
+                recent.offer_batch(&batch);
                 brought += 1;
             }
         }

@@ -1,8 +1,8 @@
 //! Device memory that workers share: its jobs, and a guard that gives it back.
 
-use super::{Call, Model, Service, ServiceError};
-use crate::device_worker::{DeviceWorker, Work};
-use crate::scheduler::Kind;
+use super::{CallContext, RegisteredModel, Service, ServiceError};
+use crate::device_worker::{DeviceWork, DeviceWorker};
+use crate::scheduler::JobKind;
 use kvd_compute::{Backend, DeviceInfo, DeviceRegion, OpenedRegion, RegionHandle, Stop};
 use kvd_core::ErrorCode;
 use kvd_proto::domain::AttendBatch;
@@ -17,14 +17,14 @@ pub(crate) struct OpenRegion {
     size_bytes: u64,
 }
 
-impl Work for OpenRegion {
+impl DeviceWork for OpenRegion {
     type Reply = OpenedRegion;
 
-    fn kind(&self) -> Kind {
-        Kind::Other
+    fn job_kind(&self) -> JobKind {
+        JobKind::Other
     }
 
-    fn run(
+    fn run_slice(
         &mut self,
         backend: &mut dyn Backend,
         _: &Stop,
@@ -39,14 +39,18 @@ pub(crate) struct CloseRegion {
     region: DeviceRegion,
 }
 
-impl Work for CloseRegion {
+impl DeviceWork for CloseRegion {
     type Reply = ();
 
-    fn kind(&self) -> Kind {
-        Kind::Other
+    fn job_kind(&self) -> JobKind {
+        JobKind::Other
     }
 
-    fn run(&mut self, backend: &mut dyn Backend, _: &Stop) -> Result<Option<()>, ServiceError> {
+    fn run_slice(
+        &mut self,
+        backend: &mut dyn Backend,
+        _: &Stop,
+    ) -> Result<Option<()>, ServiceError> {
         backend.close_region(self.region);
         Ok(Some(()))
     }
@@ -59,15 +63,15 @@ pub(crate) struct ReadRegion {
     bytes: u64,
 }
 
-impl Work for ReadRegion {
+impl DeviceWork for ReadRegion {
     type Reply = Vec<u8>;
 
     /// It touches the worker's memory alone: in no order with what stores write.
-    fn kind(&self) -> Kind {
-        Kind::Attend
+    fn job_kind(&self) -> JobKind {
+        JobKind::Attend
     }
 
-    fn run(
+    fn run_slice(
         &mut self,
         backend: &mut dyn Backend,
         _: &Stop,
@@ -85,15 +89,19 @@ pub(crate) struct WriteRegion {
     bytes: Vec<u8>,
 }
 
-impl Work for WriteRegion {
+impl DeviceWork for WriteRegion {
     type Reply = ();
 
     /// As [`ReadRegion`].
-    fn kind(&self) -> Kind {
-        Kind::Attend
+    fn job_kind(&self) -> JobKind {
+        JobKind::Attend
     }
 
-    fn run(&mut self, backend: &mut dyn Backend, _: &Stop) -> Result<Option<()>, ServiceError> {
+    fn run_slice(
+        &mut self,
+        backend: &mut dyn Backend,
+        _: &Stop,
+    ) -> Result<Option<()>, ServiceError> {
         Ok(Some(backend.write_region(self.region, self.offset, &self.bytes)?))
     }
 }
@@ -106,12 +114,12 @@ impl Service {
     ///
     /// # Errors
     /// `INVALID_ARGUMENT` when no device has it.
-    pub(crate) fn gpu(&self, uuid: &str) -> Result<Option<String>, ServiceError> {
+    pub(crate) fn find_gpu(&self, uuid: &str) -> Result<Option<String>, ServiceError> {
         if uuid.is_empty() {
             return Ok(None);
         }
         let known: Vec<&str> =
-            self.workers().filter_map(|worker| worker.info().uuid.as_deref()).collect();
+            self.workers().filter_map(|worker| worker.device_info().uuid.as_deref()).collect();
         if let Some(known) = known.iter().find(|known| kvd_cuda::is_same_gpu(known, uuid)) {
             return Ok(Some((*known).to_owned()));
         }
@@ -125,7 +133,7 @@ impl Service {
 }
 
 /// The same handle once more.
-fn again(handle: &RegionHandle) -> Result<RegionHandle, ServiceError> {
+fn clone_handle(handle: &RegionHandle) -> Result<RegionHandle, ServiceError> {
     match handle {
         RegionHandle::CudaIpc(handle) => Ok(RegionHandle::CudaIpc(*handle)),
         RegionHandle::CudaFd(file) => file.try_clone().map(RegionHandle::CudaFd).map_err(|error| {
@@ -135,19 +143,19 @@ fn again(handle: &RegionHandle) -> Result<RegionHandle, ServiceError> {
 }
 
 /// Who waits for memory to be opened.
-type Asker = oneshot::Sender<Result<OpenMemory, ServiceError>>;
+type MemoryAsker = oneshot::Sender<Result<OpenMemory, ServiceError>>;
 
 /// Opens memory on a device. Where its queue is full it is asked again, until nobody waits for it:
 /// others' calls are no reason that the memory is of another device.
 async fn open_on(
     worker: &DeviceWorker,
-    call: &Call,
+    call: &CallContext,
     (handle, size_bytes): (&RegionHandle, u64),
-    asker: &Asker,
+    asker: &MemoryAsker,
 ) -> Result<OpenedRegion, ServiceError> {
     loop {
-        let handle = Some(again(handle)?);
-        match worker.ask(call, OpenRegion { handle, size_bytes }).await {
+        let handle = Some(clone_handle(handle)?);
+        match worker.ask_device(call, OpenRegion { handle, size_bytes }).await {
             Err(error) if error.code() == ErrorCode::QueueFull && !asker.is_closed() => {
                 tokio::time::sleep(QUEUE_PAUSE).await;
             }
@@ -162,7 +170,7 @@ fn is_of_queue(code: ErrorCode) -> bool {
 }
 
 /// What all devices that were asked say, each by its name.
-fn refusal(mut refused: Vec<(&DeviceInfo, ServiceError)>) -> ServiceError {
+fn join_refusals(mut refused: Vec<(&DeviceInfo, ServiceError)>) -> ServiceError {
     if refused.len() == 1 {
         return refused.remove(0).1;
     }
@@ -183,13 +191,13 @@ pub(crate) struct OpenMemory {
     /// Worker of the device that has opened it, and the number of its shard.
     worker: DeviceWorker,
     shard: usize,
-    call: Call,
+    call: CallContext,
     opened: OpenedRegion,
     size_bytes: u64,
 }
 
 /// Memory that a worker offers.
-pub(crate) struct Offer {
+pub(crate) struct MemoryOffer {
     pub(crate) handle: RegionHandle,
     pub(crate) size_bytes: u64,
     /// Of the GPU that it is of; whichever opens it.
@@ -203,10 +211,10 @@ impl OpenMemory {
     ///
     /// # Errors
     /// Why no device can, or queue errors.
-    pub(crate) async fn open(
+    pub(crate) async fn open_memory(
         service: &Arc<Service>,
-        call: &Call,
-        offer: Offer,
+        call: &CallContext,
+        offer: MemoryOffer,
     ) -> Result<Self, ServiceError> {
         let (service, call) = (service.clone(), call.clone());
         let (tell, told) = oneshot::channel();
@@ -221,54 +229,56 @@ impl OpenMemory {
 
     async fn open_on_one(
         service: &Service,
-        call: Call,
-        offer: Offer,
-        asker: &Asker,
+        call: CallContext,
+        offer: MemoryOffer,
+        asker: &MemoryAsker,
     ) -> Result<Self, ServiceError> {
-        let Offer { handle, size_bytes, uuid } = offer;
-        let has_gpu = service.workers().any(|worker| worker.info().uuid.is_some());
+        let MemoryOffer { handle, size_bytes, uuid } = offer;
+        let has_gpu = service.workers().any(|worker| worker.device_info().uuid.is_some());
         // A processor's refusal says nothing of a GPU's memory.
-        let is_asked = |worker: &DeviceWorker| match &worker.info().uuid {
+        let is_asked = |worker: &DeviceWorker| match &worker.device_info().uuid {
             None => uuid.is_none() && !has_gpu,
             of_lane => uuid.is_none() || *of_lane == uuid,
         };
         let workers = service.workers().enumerate();
         let mut refused = Vec::new();
-        for (shard, worker) in workers.filter(|(_, worker)| is_asked(worker) && !worker.failed()) {
+        for (shard, worker) in
+            workers.filter(|(_, worker)| is_asked(worker) && !worker.has_failed())
+        {
             match open_on(worker, &call, (&handle, size_bytes), asker).await {
                 Ok(opened) => {
                     return Ok(Self { worker: worker.clone(), shard, call, opened, size_bytes });
                 }
                 // What another device says of the memory would be no better an answer.
                 Err(error) if is_of_queue(error.code()) => return Err(error),
-                Err(error) => refused.push((worker.info(), error)),
+                Err(error) => refused.push((worker.device_info(), error)),
             }
         }
-        Err(refusal(refused))
+        Err(join_refusals(refused))
     }
 
     /// The region's name on its device.
-    pub(crate) fn region(&self) -> DeviceRegion {
+    pub(crate) fn device_region(&self) -> DeviceRegion {
         self.opened.region
     }
 
     /// What the device says of it.
-    pub(crate) fn opened(&self) -> &OpenedRegion {
+    pub(crate) fn opened_region(&self) -> &OpenedRegion {
         &self.opened
     }
 
     /// Whether kernels take a batch's queries from it and answer into it: a model of the device,
     /// and no queries that the host keeps, as a sample or to measure pages by.
-    pub(crate) fn reaches(&self, model: &Model, batch: &AttendBatch) -> bool {
+    pub(crate) fn reaches_queries(&self, model: &RegisteredModel, batch: &AttendBatch) -> bool {
         self.opened.copied.is_none()
             && model.shard == self.shard
-            && model.recent_queries.as_ref().is_none_or(|recent| recent.passes(batch))
-            && model.queries.as_ref().is_none_or(|sample| sample.passes(batch))
+            && model.recent_queries.as_ref().is_none_or(|recent| recent.passes_batch(batch))
+            && model.queries.as_ref().is_none_or(|sample| sample.passes_batch(batch))
     }
 
     /// Whether kernels read K and V to store from it: a model of the device, and places that are
     /// aligned to values.
-    pub(crate) fn stages(&self, model: &Model, offsets: [u64; 2]) -> bool {
+    pub(crate) fn stages_rows(&self, model: &RegisteredModel, offsets: [u64; 2]) -> bool {
         let value_bytes = model.shape.geometry.dtype.size_bytes() as u64;
         self.opened.copied.is_none()
             && model.shard == self.shard
@@ -279,7 +289,7 @@ impl OpenMemory {
     ///
     /// # Errors
     /// `INVALID_ARGUMENT`.
-    pub(crate) fn check(&self, offset: u64, bytes: u64) -> Result<(), ServiceError> {
+    pub(crate) fn check_range(&self, offset: u64, bytes: u64) -> Result<(), ServiceError> {
         if offset.checked_add(bytes).is_some_and(|end| end <= self.size_bytes) {
             return Ok(());
         }
@@ -292,29 +302,33 @@ impl OpenMemory {
     /// Copies bytes out.
     ///
     /// # Errors
-    /// As [`OpenMemory::check`], or queue and device errors.
-    pub(crate) async fn read(
+    /// As [`OpenMemory::check_range`], or queue and device errors.
+    pub(crate) async fn read_bytes(
         &self,
-        call: &Call,
+        call: &CallContext,
         offset: u64,
         bytes: u64,
     ) -> Result<Vec<u8>, ServiceError> {
-        self.check(offset, bytes)?;
-        self.worker.ask(call, ReadRegion { region: self.region(), offset, bytes }).await
+        self.check_range(offset, bytes)?;
+        self.worker
+            .ask_device(call, ReadRegion { region: self.device_region(), offset, bytes })
+            .await
     }
 
     /// Copies bytes in.
     ///
     /// # Errors
-    /// As [`OpenMemory::read`].
-    pub(crate) async fn write(
+    /// As [`OpenMemory::read_bytes`].
+    pub(crate) async fn write_bytes(
         &self,
-        call: &Call,
+        call: &CallContext,
         offset: u64,
         bytes: Vec<u8>,
     ) -> Result<(), ServiceError> {
-        self.check(offset, bytes.len() as u64)?;
-        self.worker.ask(call, WriteRegion { region: self.region(), offset, bytes }).await
+        self.check_range(offset, bytes.len() as u64)?;
+        self.worker
+            .ask_device(call, WriteRegion { region: self.device_region(), offset, bytes })
+            .await
     }
 }
 
@@ -322,11 +336,11 @@ impl Drop for OpenMemory {
     fn drop(&mut self) {
         // Without a runtime the daemon is gone, and the backend closes what is open itself.
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
-        let (worker, region) = (self.worker.clone(), self.region());
-        let call = Call { deadline: None, ..self.call.clone() };
+        let (worker, region) = (self.worker.clone(), self.device_region());
+        let call = CallContext { deadline: None, ..self.call.clone() };
         runtime.spawn(async move {
             loop {
-                match worker.ask(&call, CloseRegion { region }).await {
+                match worker.ask_device(&call, CloseRegion { region }).await {
                     Err(error) if error.code() == ErrorCode::QueueFull => {
                         tokio::time::sleep(QUEUE_PAUSE).await;
                     }

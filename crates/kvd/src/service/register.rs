@@ -5,27 +5,27 @@
 //! device.
 
 use super::budget::InFlight;
-use super::model::Models;
+use super::model::ModelRegistry;
 use super::query_sample::QuerySample;
 use super::recent_queries::RecentQueries;
-use super::{Call, Model, Service, ServiceError};
-use crate::device_worker::Work;
+use super::{CallContext, RegisteredModel, Service, ServiceError};
+use crate::device_worker::DeviceWork;
 use crate::metrics::{DeviceMetrics, Metrics, ModelLabels, ModelMetrics};
-use crate::scheduler::Kind;
+use crate::scheduler::JobKind;
 use kvd_codec::{
     Calibration, CodecSpec, EntropyCoding, FloatFormat, ModelCodec, Quantizer, SideSpec,
 };
 use kvd_compute::{Backend, Stop};
 use kvd_core::{ErrorCode, Geometry, ModelId, Namespace};
 use kvd_proto::domain::ModelSpec;
-use kvd_store::{ModelShape, Store};
+use kvd_store::{ModelShape, SequenceStore};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use tokio::sync::OwnedSemaphorePermit;
 
 /// What makes two registrations the same.
-fn fingerprint(geometry: &Geometry, spec: &CodecSpec, calibration: &[u8]) -> String {
+fn model_fingerprint(geometry: &Geometry, spec: &CodecSpec, calibration: &[u8]) -> String {
     let mut hash = xxhash_rust::xxh3::Xxh3::new();
     hash.update(format!("{geometry:?}\n{spec}\n").as_bytes());
     hash.update(calibration);
@@ -86,17 +86,17 @@ impl Service {
     /// A codec or calibration that does not fit, a name in use, or a limit.
     pub async fn register_model(
         &self,
-        call: &Call,
+        call: &CallContext,
         spec: ModelSpec,
-    ) -> Result<Arc<Model>, ServiceError> {
-        self.admit(call)?;
+    ) -> Result<Arc<RegisteredModel>, ServiceError> {
+        self.admit_call(call)?;
         check_calibration_bytes(&spec, self.config.calibration_bytes_max)?;
         let bytes = call.bytes_to_admit(spec.calibration.len() as u64);
         let inflight = self.take_bytes(call, bytes)?;
         let codec = kvd_codec::resolve_spec(&spec.codec)?;
         check_page_tokens(&spec.geometry, &codec, self.config.page_tokens_min)?;
-        let fingerprint = fingerprint(&spec.geometry, &codec, &spec.calibration);
-        let check = || self.models.check(&call.namespace, &spec.name, &fingerprint);
+        let fingerprint = model_fingerprint(&spec.geometry, &codec, &spec.calibration);
+        let check = || self.models.check_name(&call.namespace, &spec.name, &fingerprint);
         if let Some(model) = check()? {
             return Ok(model);
         }
@@ -105,7 +105,7 @@ impl Service {
         if let Some(model) = check()? {
             return Ok(model);
         }
-        let (runtime, turn) = build(&spec, &codec, turn).await?;
+        let (runtime, turn) = build_codec(&spec, &codec, turn).await?;
         let label = codec_label(&spec.codec, &fingerprint);
         // The turn keeps others from counting at the same time.
         let shard = self.next_shard();
@@ -122,12 +122,16 @@ impl Service {
             fingerprint,
             shard,
         };
-        let job = Register { models: self.models.clone(), new: Some(new), _held: (turn, inflight) };
-        self.shards[shard].worker.ask(call, job).await
+        let job =
+            RegisterJob { models: self.models.clone(), new: Some(new), _held: (turn, inflight) };
+        self.shards[shard].worker.ask_device(call, job).await
     }
 
     /// Waits for the right to build a codec, as long as the caller does.
-    async fn turn_to_build(&self, call: &Call) -> Result<OwnedSemaphorePermit, ServiceError> {
+    async fn turn_to_build(
+        &self,
+        call: &CallContext,
+    ) -> Result<OwnedSemaphorePermit, ServiceError> {
         let turn = self.building.clone().acquire_owned();
         let turn = match call.deadline {
             None => turn.await,
@@ -146,27 +150,38 @@ impl Service {
     ///
     /// # Errors
     /// `UNKNOWN_MODEL`, also for models of other namespaces.
-    pub fn model(&self, call: &Call, id: ModelId) -> Result<Arc<Model>, ServiceError> {
-        self.admit(call)?;
-        self.models.find(&call.namespace, id)
+    pub fn find_model(
+        &self,
+        call: &CallContext,
+        id: ModelId,
+    ) -> Result<Arc<RegisteredModel>, ServiceError> {
+        self.admit_call(call)?;
+        self.models.find_model(&call.namespace, id)
     }
 
     /// All models of the caller's namespace.
     ///
     /// # Errors
     /// When the call is not admitted.
-    pub fn list_models(&self, call: &Call) -> Result<Vec<Arc<Model>>, ServiceError> {
-        self.admit(call)?;
-        Ok(self.models.list(Some(&call.namespace)))
+    pub fn list_models(
+        &self,
+        call: &CallContext,
+    ) -> Result<Vec<Arc<RegisteredModel>>, ServiceError> {
+        self.admit_call(call)?;
+        Ok(self.models.list_models(Some(&call.namespace)))
     }
 
     /// Forgets a model without sequences.
     ///
     /// # Errors
     /// `UNKNOWN_MODEL` or `MODEL_IN_USE`; the model is as it was after any error.
-    pub async fn unregister_model(&self, call: &Call, id: ModelId) -> Result<(), ServiceError> {
-        self.admit(call)?;
-        let shard = &self.shards[self.models.find(&call.namespace, id)?.shard];
+    pub async fn unregister_model(
+        &self,
+        call: &CallContext,
+        id: ModelId,
+    ) -> Result<(), ServiceError> {
+        self.admit_call(call)?;
+        let shard = &self.shards[self.models.find_model(&call.namespace, id)?.shard];
         let (models, store, metrics, namespace) = (
             self.models.clone(),
             shard.store.clone(),
@@ -174,7 +189,7 @@ impl Service {
             call.namespace.clone(),
         );
         // An attend that was accepted before is answered yet.
-        shard.worker.ask(call, Unregister { models, store, metrics, namespace, id }).await
+        shard.worker.ask_device(call, UnregisterJob { models, store, metrics, namespace, id }).await
     }
 }
 
@@ -195,7 +210,7 @@ struct NewModel {
 
 impl NewModel {
     /// Makes the model known to its device.
-    fn register(self, backend: &mut dyn Backend, id: ModelId) -> Model {
+    fn register_model(self, backend: &mut dyn Backend, id: ModelId) -> RegisteredModel {
         let Self { spec, codec, namespace, .. } = self;
         let calibration_bytes = self.runtime.calibration_bytes();
         backend.register(id, self.runtime);
@@ -203,7 +218,7 @@ impl NewModel {
         let labels =
             ModelLabels { namespace: namespace.as_str(), model: &spec.name, codec: &self.label };
         let layers = spec.geometry.layers;
-        Model {
+        RegisteredModel {
             metrics: ModelMetrics::new(&self.metrics, &self.device, labels, layers),
             shape: Arc::new(ModelShape {
                 id,
@@ -231,55 +246,59 @@ impl NewModel {
 }
 
 /// The job that registers a model.
-pub(crate) struct Register {
-    models: Arc<Models>,
+pub(crate) struct RegisterJob {
+    models: Arc<ModelRegistry>,
     /// None once it has begun.
     new: Option<NewModel>,
     /// The turn to build a codec, and the calibration's bytes.
     _held: (OwnedSemaphorePermit, InFlight),
 }
 
-impl Work for Register {
-    type Reply = Arc<Model>;
+impl DeviceWork for RegisterJob {
+    type Reply = Arc<RegisteredModel>;
 
-    fn kind(&self) -> Kind {
-        Kind::Other
+    fn job_kind(&self) -> JobKind {
+        JobKind::Other
     }
 
-    fn run(
+    fn run_slice(
         &mut self,
         backend: &mut dyn Backend,
         _: &Stop,
-    ) -> Result<Option<Arc<Model>>, ServiceError> {
+    ) -> Result<Option<Arc<RegisteredModel>>, ServiceError> {
         let Some(new) = self.new.take() else { return Ok(None) };
         backend.supports(&new.runtime)?;
         let (namespace, name) = (new.namespace.clone(), new.spec.name.clone());
         let fingerprint = new.fingerprint.clone();
-        let make = |id| new.register(backend, id);
+        let make = |id| new.register_model(backend, id);
         self.models.insert(&namespace, &name, &fingerprint, make).map(Some)
     }
 }
 
 /// The job that forgets a model.
-pub(crate) struct Unregister {
-    models: Arc<Models>,
-    store: Arc<Store>,
+pub(crate) struct UnregisterJob {
+    models: Arc<ModelRegistry>,
+    store: Arc<SequenceStore>,
     metrics: Arc<Metrics>,
     namespace: Namespace,
     id: ModelId,
 }
 
-impl Work for Unregister {
+impl DeviceWork for UnregisterJob {
     type Reply = ();
 
-    fn kind(&self) -> Kind {
-        Kind::AfterAll
+    fn job_kind(&self) -> JobKind {
+        JobKind::AfterAll
     }
 
-    fn run(&mut self, backend: &mut dyn Backend, _: &Stop) -> Result<Option<()>, ServiceError> {
+    fn run_slice(
+        &mut self,
+        backend: &mut dyn Backend,
+        _: &Stop,
+    ) -> Result<Option<()>, ServiceError> {
         let model = self.models.remove(&self.namespace, self.id, &self.store)?;
         backend.unregister(self.id);
-        self.metrics.forget(&model.metrics);
+        self.metrics.forget_model(&model.metrics);
         tracing::info!(id = self.id.0, name = model.name, "model unregistered");
         Ok(Some(()))
     }
@@ -287,7 +306,7 @@ impl Work for Unregister {
 
 /// Reads the calibration and binds the codec, off the threads that answer requests. The turn
 /// stays with the work even when the caller leaves.
-async fn build(
+async fn build_codec(
     spec: &ModelSpec,
     codec: &CodecSpec,
     turn: OwnedSemaphorePermit,

@@ -1,6 +1,6 @@
 //! Sequences: open, fork, truncate, close, describe.
 
-use super::{Call, Service, ServiceError};
+use super::{CallContext, Service, ServiceError};
 use kvd_core::{ModelId, SequenceId};
 use kvd_store::SequenceUsage;
 
@@ -9,9 +9,13 @@ impl Service {
     ///
     /// # Errors
     /// `UNKNOWN_MODEL` or `LIMIT_EXCEEDED`.
-    pub fn open_sequence(&self, call: &Call, model: ModelId) -> Result<SequenceId, ServiceError> {
-        self.admit(call)?;
-        self.models.open(&call.namespace, model, &self.shards)
+    pub fn open_sequence(
+        &self,
+        call: &CallContext,
+        model: ModelId,
+    ) -> Result<SequenceId, ServiceError> {
+        self.admit_call(call)?;
+        self.models.open_sequence(&call.namespace, model, &self.shards)
     }
 
     /// A new sequence that shares the parent's first tokens.
@@ -21,18 +25,18 @@ impl Service {
     /// went meanwhile.
     pub fn fork_sequence(
         &self,
-        call: &Call,
+        call: &CallContext,
         id: SequenceId,
         length: Option<u32>,
     ) -> Result<(SequenceId, u32), ServiceError> {
-        self.admit(call)?;
+        self.admit_call(call)?;
         let store = &self.shard_of(id)?.store;
-        let forked = store.fork(&call.namespace, id, length)?;
+        let forked = store.fork_sequence(&call.namespace, id, length)?;
         let model = store.model_of(&call.namespace, forked.0)?;
         // The parent may have been closed and its model unregistered meanwhile: then there was
         // nothing to fork, and the child would be a sequence of no model.
-        if let Err(gone) = self.models.find(&call.namespace, model.id) {
-            store.close(&call.namespace, forked.0)?;
+        if let Err(gone) = self.models.find_model(&call.namespace, model.id) {
+            store.close_sequence(&call.namespace, forked.0)?;
             store.forget_model(model.id);
             return Err(gone);
         }
@@ -45,22 +49,22 @@ impl Service {
     /// `UNKNOWN_SEQUENCE`, `RANGE_NOT_STORED` or `SEQUENCE_BUSY`.
     pub fn truncate_sequence(
         &self,
-        call: &Call,
+        call: &CallContext,
         id: SequenceId,
         length: u32,
     ) -> Result<(), ServiceError> {
-        self.admit(call)?;
-        Ok(self.shard_of(id)?.store.truncate(&call.namespace, id, length)?)
+        self.admit_call(call)?;
+        Ok(self.shard_of(id)?.store.truncate_sequence(&call.namespace, id, length)?)
     }
 
     /// Gives a sequence up; blocks that others share stay.
     ///
     /// # Errors
     /// `UNKNOWN_SEQUENCE`.
-    pub fn close_sequence(&self, call: &Call, id: SequenceId) -> Result<(), ServiceError> {
+    pub fn close_sequence(&self, call: &CallContext, id: SequenceId) -> Result<(), ServiceError> {
         // Also while draining: giving back is never refused.
-        self.allow(&call.namespace)?;
-        Ok(self.shard_of(id)?.store.close(&call.namespace, id)?)
+        self.check_namespace(&call.namespace)?;
+        Ok(self.shard_of(id)?.store.close_sequence(&call.namespace, id)?)
     }
 
     /// What a sequence holds.
@@ -69,10 +73,10 @@ impl Service {
     /// `UNKNOWN_SEQUENCE`.
     pub fn describe_sequence(
         &self,
-        call: &Call,
+        call: &CallContext,
         id: SequenceId,
     ) -> Result<SequenceUsage, ServiceError> {
-        self.admit(call)?;
-        Ok(self.shard_of(id)?.store.describe(&call.namespace, id)?)
+        self.admit_call(call)?;
+        Ok(self.shard_of(id)?.store.describe_sequence(&call.namespace, id)?)
     }
 }

@@ -1,6 +1,6 @@
 //! What the daemon holds, for `GetStats` and for the gauges that are read at scrape.
 
-use super::{Call, DeviceShard, Model, Service, ServiceError};
+use super::{CallContext, DeviceShard, RegisteredModel, Service, ServiceError};
 use crate::metrics::Metric;
 use kvd_compute::ModelBytes;
 use kvd_core::DType;
@@ -22,7 +22,7 @@ pub(crate) struct DevicePool<'a> {
 /// A model and what it holds now.
 pub struct ModelStats {
     /// The model.
-    pub model: Arc<Model>,
+    pub model: Arc<RegisteredModel>,
     /// Sequences and bytes.
     pub usage: ModelUsage,
     /// What it takes once.
@@ -34,8 +34,8 @@ impl Service {
     /// tier that of the first.
     #[must_use]
     pub fn pool_stats(&self) -> PoolStats {
-        let mut all = self.shards[0].store.pool().usage();
-        for usage in self.shards[1..].iter().map(|shard| shard.store.pool().usage()) {
+        let mut all = self.shards[0].store.pool().read_usage();
+        for usage in self.shards[1..].iter().map(|shard| shard.store.pool().read_usage()) {
             all.capacity_bytes += usage.capacity_bytes;
             all.used_bytes += usage.used_bytes;
             all.slots += usage.slots;
@@ -48,40 +48,44 @@ impl Service {
     pub(crate) fn device_pools(&self) -> impl Iterator<Item = DevicePool<'_>> {
         self.shards.iter().map(|shard| DevicePool {
             device: &shard.worker.metrics().label,
-            pool: shard.store.pool().usage(),
+            pool: shard.store.pool().read_usage(),
         })
     }
 
-    pub(super) fn usage(&self, model: &Model) -> ModelUsage {
-        self.shards[model.shard].store.usage(model.shape.id)
+    pub(super) fn model_usage(&self, model: &RegisteredModel) -> ModelUsage {
+        self.shards[model.shard].store.model_usage(model.shape.id)
     }
 
     /// One model's totals. The device is not asked: it may be busy for long.
     ///
     /// # Errors
     /// When the deadline has passed.
-    pub fn model_stats(&self, call: &Call, model: Arc<Model>) -> Result<ModelStats, ServiceError> {
+    pub fn model_stats(
+        &self,
+        call: &CallContext,
+        model: Arc<RegisteredModel>,
+    ) -> Result<ModelStats, ServiceError> {
         call.check_deadline()?;
-        let once = once(&model);
-        Ok(ModelStats { usage: self.usage(&model), model, once })
+        let once = model_bytes(&model);
+        Ok(ModelStats { usage: self.model_usage(&model), model, once })
     }
 
     /// Sets the gauges, without asking the device.
     pub fn refresh_gauges(&self) {
         let metrics = &self.metrics;
-        metrics.gauge(Metric::Ready, &[]).set(if self.ready() { 1.0 } else { 0.0 });
+        metrics.gauge(Metric::Ready, &[]).set(if self.is_ready() { 1.0 } else { 0.0 });
         metrics.gauge(Metric::InflightBytes, &[]).set(self.inflight_bytes() as f64);
         self.shards.iter().for_each(refresh_device);
-        let models = self.models.list(None);
+        let models = self.models.list_models(None);
         metrics.gauge(Metric::Models, &[]).set(models.len() as f64);
         for model in models {
-            refresh_model(&model, &self.usage(&model));
+            refresh_model(&model, &self.model_usage(&model));
         }
     }
 }
 
 fn refresh_device(shard: &DeviceShard) {
-    let (metrics, pool) = (shard.worker.metrics(), shard.store.pool().usage());
+    let (metrics, pool) = (shard.worker.metrics(), shard.store.pool().read_usage());
     for (gauge, jobs) in metrics.queue_depth.iter().zip(shard.worker.queued_by_kind()) {
         gauge.set(jobs as f64);
     }
@@ -95,7 +99,7 @@ fn refresh_device(shard: &DeviceShard) {
     metrics.pool_slots.set(pool.slots as f64);
 }
 
-fn once(model: &Model) -> ModelBytes {
+fn model_bytes(model: &RegisteredModel) -> ModelBytes {
     ModelBytes {
         calibration: model.calibration_bytes,
         tables: model.table_bytes.load(Ordering::Relaxed),
@@ -103,9 +107,9 @@ fn once(model: &Model) -> ModelBytes {
     }
 }
 
-fn refresh_model(model: &Model, usage: &ModelUsage) {
+fn refresh_model(model: &RegisteredModel, usage: &ModelUsage) {
     let (metrics, stored) = (&model.metrics, &usage.stored);
-    let once = once(model);
+    let once = model_bytes(model);
     metrics.once_bytes[0].set(once.calibration as f64);
     metrics.once_bytes[1].set(once.tables as f64);
     metrics.table_versions.set(once.table_versions as f64);
@@ -119,14 +123,14 @@ fn refresh_model(model: &Model, usage: &ModelUsage) {
     }
     metrics.raw_values.set(stored.raw_values as f64);
     metrics.raw_bytes.set(stored.raw_bytes as f64);
-    let saving = Saving::of(stored, model.shape.geometry.dtype);
+    let saving = StorageSaving::from_stored(stored, model.shape.geometry.dtype);
     metrics.held_bytes.set(saving.held_bytes);
     metrics.logical_bytes.set(saving.logical_bytes);
     metrics.saved_bytes.set(saving.logical_bytes - saving.held_bytes);
     // What does not exist has no series: NaN takes it away.
     let packed_bytes = stored.packed_bytes as f64;
-    metrics.packed_bytes_per_value.set(ratio(packed_bytes, stored.packed_values as f64));
-    metrics.compression_ratio.set(ratio(saving.logical_bytes, saving.held_bytes));
+    metrics.packed_bytes_per_value.set(divide_or_nan(packed_bytes, stored.packed_values as f64));
+    metrics.compression_ratio.set(divide_or_nan(saving.logical_bytes, saving.held_bytes));
     for (gauge, error) in metrics.codec_error.iter().zip(model.sampled_error()) {
         gauge.set(error.unwrap_or(f64::NAN));
     }
@@ -139,13 +143,13 @@ fn refresh_model(model: &Model, usage: &ModelUsage) {
 }
 
 /// What a model's K and V take, and would take in the stored precision.
-struct Saving {
+struct StorageSaving {
     held_bytes: f64,
     logical_bytes: f64,
 }
 
-impl Saving {
-    fn of(stored: &StoredBytes, dtype: DType) -> Self {
+impl StorageSaving {
+    fn from_stored(stored: &StoredBytes, dtype: DType) -> Self {
         let values = stored.packed_values + stored.raw_values;
         Self {
             held_bytes: (stored.packed_bytes + stored.raw_bytes) as f64,
@@ -155,7 +159,7 @@ impl Saving {
 }
 
 /// NaN where there is nothing to divide by.
-fn ratio(amount: f64, unit: f64) -> f64 {
+fn divide_or_nan(amount: f64, unit: f64) -> f64 {
     if unit > 0.0 { amount / unit } else { f64::NAN }
 }
 
@@ -172,10 +176,10 @@ mod tests {
             raw_bytes: 200,
             ..StoredBytes::default()
         };
-        let saving = Saving::of(&stored, DType::F16);
-        assert_eq!(ratio(saving.logical_bytes, saving.held_bytes), 1800.0 / 400.0);
+        let saving = StorageSaving::from_stored(&stored, DType::F16);
+        assert_eq!(divide_or_nan(saving.logical_bytes, saving.held_bytes), 1800.0 / 400.0);
         assert_eq!(saving.logical_bytes - saving.held_bytes, 1400.0);
-        let nothing = Saving::of(&StoredBytes::default(), DType::F16);
-        assert!(ratio(nothing.logical_bytes, nothing.held_bytes).is_nan());
+        let nothing = StorageSaving::from_stored(&StoredBytes::default(), DType::F16);
+        assert!(divide_or_nan(nothing.logical_bytes, nothing.held_bytes).is_nan());
     }
 }

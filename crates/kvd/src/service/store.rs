@@ -1,14 +1,14 @@
 //! `StoreBlocks`: one range of one layer, from payload to published blocks.
 
 use super::budget::InFlight;
-use super::pack::Packer;
-use super::{Call, DeviceShard, Model, Service, ServiceError, plan};
-use crate::device_worker::Work;
-use crate::scheduler::Kind;
+use super::pack::BlockPacker;
+use super::{CallContext, DeviceShard, RegisteredModel, Service, ServiceError, plan};
+use crate::device_worker::DeviceWork;
+use crate::scheduler::JobKind;
 use kvd_compute::{Backend, IncomingRows, RegionRows, StagedRows, Stop, content_hash};
 use kvd_core::{Coded, ErrorCode, Namespace, SequenceId};
 use kvd_proto::domain::StoreChunk;
-use kvd_store::{Append, AppendClaim, AppendTicket, Pool, Store as Sequences, StoreError};
+use kvd_store::{AppendClaim, AppendTicket, ArenaPool, BegunAppend, SequenceStore, StoreError};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -25,14 +25,14 @@ pub struct StoreReply {
 }
 
 /// A store that may go on: where, of what model, and its share of the budget.
-struct Admitted<'a> {
+struct AdmittedStore<'a> {
     shard: &'a DeviceShard,
-    model: Arc<Model>,
+    model: Arc<RegisteredModel>,
     inflight: InFlight,
 }
 
 /// Where the rows of a store are.
-enum Rows {
+enum StoreRows {
     Host(IncomingRows),
     Staged(StagedRows),
 }
@@ -42,7 +42,11 @@ impl Service {
     ///
     /// # Errors
     /// Shape, range, finiteness, pool and queue errors; nothing is visible then.
-    pub async fn store(&self, call: &Call, chunk: StoreChunk) -> Result<StoreReply, ServiceError> {
+    pub async fn store_chunk(
+        &self,
+        call: &CallContext,
+        chunk: StoreChunk,
+    ) -> Result<StoreReply, ServiceError> {
         let stored = self.store_rows(call, chunk).await;
         if let Err(error) = &stored {
             self.warn_of_refusal(error.code(), Instant::now());
@@ -50,9 +54,13 @@ impl Service {
         stored
     }
 
-    async fn store_rows(&self, call: &Call, chunk: StoreChunk) -> Result<StoreReply, ServiceError> {
+    async fn store_rows(
+        &self,
+        call: &CallContext,
+        chunk: StoreChunk,
+    ) -> Result<StoreReply, ServiceError> {
         let bytes = [&chunk.k, &chunk.v].map(|payload| payload.len() as u64);
-        let Admitted { shard, model, inflight } = self.admit_store(call, &chunk, bytes)?;
+        let AdmittedStore { shard, model, inflight } = self.admit_store(call, &chunk, bytes)?;
         let hash = content_hash(&chunk.k, &chunk.v);
         let StoreChunk { sequence, layer, start, tokens, .. } = chunk;
         let claim = shard.store.claim_append(&call.namespace, sequence, layer, start, tokens)?;
@@ -60,28 +68,28 @@ impl Service {
         // stored before needs none.
         let append = match claim {
             Some(claim) => AskedAppend::Claim(claim),
-            None => AskedAppend::Begun(begin(&shard.store, &call.namespace, &chunk, hash)?),
+            None => AskedAppend::Begun(begin_chunk(&shard.store, &call.namespace, &chunk, hash)?),
         };
-        if let AskedAppend::Begun(Append::Replayed { length }) = append {
-            return Ok(StoreReply::replayed(length));
+        if let AskedAppend::Begun(BegunAppend::Replayed { length }) = append {
+            return Ok(StoreReply::of_replay(length));
         }
         let rows = IncomingRows { tokens: chunk.tokens, k: chunk.k, v: chunk.v };
         let (store, of_store) = (shard.store.clone(), model.clone());
-        let job = Store {
+        let job = StoreJob {
             store,
             model,
             append: Some(append),
             content_hash: hash,
-            rows: Rows::Host(rows),
+            rows: StoreRows::Host(rows),
             _inflight: inflight,
         };
-        let reply = shard.worker.ask(call, job).await;
+        let reply = shard.worker.ask_device(call, job).await;
         self.tell_deferred(&of_store);
         reply
     }
 
     /// Tells of blocks of a model that a store found no room for.
-    fn tell_deferred(&self, model: &Model) {
+    fn tell_deferred(&self, model: &RegisteredModel) {
         if model.deferred_blocks.load(Ordering::Relaxed) > 0 {
             let blocks = model.deferred_blocks.swap(0, Ordering::Relaxed);
             self.warn_of_deferred(model, blocks, Instant::now());
@@ -92,10 +100,10 @@ impl Service {
     /// ignored. `None`, and nothing is done, when the device has no room for so many at once.
     ///
     /// # Errors
-    /// As [`Service::store`].
+    /// As [`Service::store_chunk`].
     pub(crate) async fn store_in_place(
         &self,
-        call: &Call,
+        call: &CallContext,
         chunk: &StoreChunk,
         rows: RegionRows,
         bytes: [u64; 2],
@@ -109,12 +117,12 @@ impl Service {
 
     async fn store_region_rows(
         &self,
-        call: &Call,
+        call: &CallContext,
         chunk: &StoreChunk,
         rows: RegionRows,
         bytes: [u64; 2],
     ) -> Result<Option<StoreReply>, ServiceError> {
-        let Admitted { shard, model, inflight } = self.admit_store(call, chunk, bytes)?;
+        let AdmittedStore { shard, model, inflight } = self.admit_store(call, chunk, bytes)?;
         let (store, namespace) = (shard.store.clone(), call.namespace.clone());
         // From here on it is in flight: what continues it is told so, not that there is a gap. And
         // a range that no content would make fit takes no part of the queue or of the device.
@@ -131,7 +139,7 @@ impl Service {
             rows,
             _inflight: inflight,
         };
-        let reply = shard.worker.ask(call, job).await;
+        let reply = shard.worker.ask_device(call, job).await;
         self.tell_deferred(&of_store);
         reply
     }
@@ -139,19 +147,19 @@ impl Service {
     /// What is tested of a store before anything is done; `bytes` are those of K and V.
     fn admit_store(
         &self,
-        call: &Call,
+        call: &CallContext,
         chunk: &StoreChunk,
         bytes: [u64; 2],
-    ) -> Result<Admitted<'_>, ServiceError> {
-        self.admit(call)?;
+    ) -> Result<AdmittedStore<'_>, ServiceError> {
+        self.admit_call(call)?;
         // Whoever sends too much is told so before anything is looked up.
         let bytes_more = call.bytes_to_admit(bytes[0] + bytes[1]);
         let inflight = self.take_bytes(call, bytes_more)?;
         let shard = self.shard_of(chunk.sequence)?;
         let shape = shard.store.model_of(&call.namespace, chunk.sequence)?;
         chunk.check_payload_bytes(&shape.geometry, bytes)?;
-        let model = self.models.find(&call.namespace, shape.id)?;
-        Ok(Admitted { shard, model, inflight })
+        let model = self.models.find_model(&call.namespace, shape.id)?;
+        Ok(AdmittedStore { shard, model, inflight })
     }
 
     /// The model of a sequence that a store names.
@@ -160,18 +168,18 @@ impl Service {
     /// When the call is not admitted, or there is no such sequence in the caller's namespace.
     pub(crate) fn model_of(
         &self,
-        call: &Call,
+        call: &CallContext,
         sequence: SequenceId,
-    ) -> Result<Arc<Model>, ServiceError> {
-        self.admit(call)?;
+    ) -> Result<Arc<RegisteredModel>, ServiceError> {
+        self.admit_call(call)?;
         let shape = self.shard_of(sequence)?.store.model_of(&call.namespace, sequence)?;
-        self.models.find(&call.namespace, shape.id)
+        self.models.find_model(&call.namespace, shape.id)
     }
 }
 
 impl StoreReply {
     /// A range that was there before.
-    fn replayed(length: u32) -> Self {
+    fn of_replay(length: u32) -> Self {
         Self { length, replayed: true, packed_blocks: 0 }
     }
 }
@@ -181,49 +189,55 @@ enum AskedAppend {
     /// The right to append: what it needs is not reserved yet.
     Claim(AppendClaim),
     /// Answered already.
-    Begun(Append),
+    Begun(BegunAppend),
 }
 
 impl AskedAppend {
     /// Reserves what the append needs.
-    fn begin_append(self, store: &Sequences, content_hash: u64) -> Result<Append, StoreError> {
+    fn begin_append(
+        self,
+        store: &SequenceStore,
+        content_hash: u64,
+    ) -> Result<BegunAppend, StoreError> {
         match self {
-            Self::Claim(claim) => Ok(Append::Ticket(store.begin_claimed(claim, content_hash)?)),
+            Self::Claim(claim) => {
+                Ok(BegunAppend::Ticket(store.begin_claimed(claim, content_hash)?))
+            }
             Self::Begun(append) => Ok(append),
         }
     }
 }
 
 /// Asks for the range of a chunk with that content.
-fn begin(
-    store: &Sequences,
+fn begin_chunk(
+    store: &SequenceStore,
     namespace: &Namespace,
     chunk: &StoreChunk,
     content_hash: u64,
-) -> Result<Append, StoreError> {
+) -> Result<BegunAppend, StoreError> {
     let StoreChunk { sequence, layer, start, tokens, .. } = *chunk;
     store.begin_append(namespace, sequence, layer, start, tokens, content_hash)
 }
 
 /// The job of a store whose rows came to the daemon.
-pub(crate) struct Store {
-    store: Arc<Sequences>,
-    model: Arc<Model>,
+pub(crate) struct StoreJob {
+    store: Arc<SequenceStore>,
+    model: Arc<RegisteredModel>,
     /// None once it has begun.
     append: Option<AskedAppend>,
     content_hash: u64,
-    rows: Rows,
+    rows: StoreRows,
     _inflight: InFlight,
 }
 
-impl Work for Store {
+impl DeviceWork for StoreJob {
     type Reply = StoreReply;
 
-    fn kind(&self) -> Kind {
-        Kind::Other
+    fn job_kind(&self) -> JobKind {
+        JobKind::Other
     }
 
-    fn run(
+    fn run_slice(
         &mut self,
         backend: &mut dyn Backend,
         _: &Stop,
@@ -231,35 +245,35 @@ impl Work for Store {
         let began = Instant::now();
         let Some(append) = self.append.take() else { return Ok(None) };
         let ticket = match append.begin_append(&self.store, self.content_hash)? {
-            Append::Replayed { length } => return Ok(Some(StoreReply::replayed(length))),
-            Append::Ticket(ticket) => ticket,
+            BegunAppend::Replayed { length } => return Ok(Some(StoreReply::of_replay(length))),
+            BegunAppend::Ticket(ticket) => ticket,
         };
-        let reply = execute(backend, self.store.pool(), &self.model, ticket, &self.rows)?;
-        self.model.metrics.store.record(began.elapsed());
+        let reply = execute_store(backend, self.store.pool(), &self.model, ticket, &self.rows)?;
+        self.model.metrics.store.record_job(began.elapsed());
         Ok(Some(reply))
     }
 }
 
 /// The job of a store whose rows are in device memory.
 pub(crate) struct StoreInPlace {
-    store: Arc<Sequences>,
+    store: Arc<SequenceStore>,
     namespace: Namespace,
-    model: Arc<Model>,
+    model: Arc<RegisteredModel>,
     claim: Option<AppendClaim>,
     chunk: StoreChunk,
     rows: RegionRows,
     _inflight: InFlight,
 }
 
-impl Work for StoreInPlace {
+impl DeviceWork for StoreInPlace {
     /// `None` where the device has no room for so many rows at once.
     type Reply = Option<StoreReply>;
 
-    fn kind(&self) -> Kind {
-        Kind::Other
+    fn job_kind(&self) -> JobKind {
+        JobKind::Other
     }
 
-    fn run(
+    fn run_slice(
         &mut self,
         backend: &mut dyn Backend,
         _: &Stop,
@@ -270,54 +284,58 @@ impl Work for StoreInPlace {
         };
         let content_hash = staged.content_hash;
         let append = match self.claim.take() {
-            Some(claim) => Append::Ticket(store.begin_claimed(claim, content_hash)?),
-            None => begin(store, &self.namespace, &self.chunk, content_hash)?,
+            Some(claim) => BegunAppend::Ticket(store.begin_claimed(claim, content_hash)?),
+            None => begin_chunk(store, &self.namespace, &self.chunk, content_hash)?,
         };
         let ticket = match append {
-            Append::Replayed { length } => return Ok(Some(Some(StoreReply::replayed(length)))),
-            Append::Ticket(ticket) => ticket,
+            BegunAppend::Replayed { length } => {
+                return Ok(Some(Some(StoreReply::of_replay(length))));
+            }
+            BegunAppend::Ticket(ticket) => ticket,
         };
-        let reply = execute(backend, store.pool(), model, ticket, &Rows::Staged(staged))?;
-        model.metrics.store.record(began.elapsed());
+        let reply =
+            execute_store(backend, store.pool(), model, ticket, &StoreRows::Staged(staged))?;
+        model.metrics.store.record_job(began.elapsed());
         Ok(Some(Some(reply)))
     }
 }
 
 /// The device worker's share. The ticket publishes at the very end; an error before drops it,
 /// which undoes everything.
-fn execute(
+fn execute_store(
     backend: &mut dyn Backend,
-    pool: &Arc<Pool>,
-    model: &Model,
+    pool: &Arc<ArenaPool>,
+    model: &RegisteredModel,
     ticket: AppendTicket,
-    rows: &Rows,
+    rows: &StoreRows,
 ) -> Result<StoreReply, ServiceError> {
     let id = model.shape.id;
     match rows {
-        Rows::Host(rows) => backend.check(id, rows)?,
-        Rows::Staged(StagedRows { finite: Err(error), .. }) => {
+        StoreRows::Host(rows) => backend.check(id, rows)?,
+        StoreRows::Staged(StagedRows { finite: Err(error), .. }) => {
             return Err(ServiceError::new(error.code(), error.to_string()));
         }
-        Rows::Staged(_) => {}
+        StoreRows::Staged(_) => {}
     }
-    for copy in ticket.copies() {
+    for copy in ticket.row_copies() {
         let count = copy.from.rows.end - copy.from.rows.start;
-        let (from, to) = (plan::source(&copy.from.borrow()), plan::target(&copy.to, copy.to_row));
+        let (from, to) =
+            (plan::source(&copy.from.borrow()), plan::raw_target(&copy.to, copy.to_row));
         backend.copy(id, ticket.layer(), &from, count, to)?;
     }
     match rows {
-        Rows::Host(rows) => {
-            for write in ticket.writes() {
-                let to = plan::target(&write.to, write.to_row);
+        StoreRows::Host(rows) => {
+            for write in ticket.row_writes() {
+                let to = plan::raw_target(&write.to, write.to_row);
                 backend.write(id, rows, write.source_row, write.rows, to)?;
             }
         }
-        Rows::Staged(staged) => {
-            let writes: Vec<_> = ticket.writes().iter().map(plan::staged_write).collect();
+        StoreRows::Staged(staged) => {
+            let writes: Vec<_> = ticket.row_writes().iter().map(plan::staged_write).collect();
             backend.write_staged(staged, &writes)?;
         }
     }
-    let packed = Packer { backend, pool, model, ticket: &ticket }.pack()?;
+    let packed = BlockPacker { backend, pool, model, ticket: &ticket }.pack_blocks()?;
     let packed_blocks = packed.iter().flatten().count() as u32;
     // Placing pages has no answer of its own: what a failed device holds is never published.
     if let Some(reason) = backend.failure() {

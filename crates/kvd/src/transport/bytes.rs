@@ -2,8 +2,8 @@
 //! soon as its length is known, before any of it is kept, and those of an answer are given back
 //! when the last of it has been written.
 
-use super::call::status;
-use crate::service::{Budgets, InFlight, ServiceError};
+use super::call::wire_status;
+use crate::service::{ByteBudgets, InFlight, ServiceError};
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use kvd_core::ErrorCode;
@@ -28,30 +28,30 @@ const GZIP_RATIO_MAX: u64 = 1032;
 
 /// Shares of one request: an extension of it.
 #[derive(Clone, Default)]
-pub(super) struct Meter(Arc<Mutex<Shares>>);
+pub(super) struct ByteMeter(Arc<Mutex<MeterShares>>);
 
 #[derive(Default)]
-struct Shares {
+struct MeterShares {
     /// That of the message at work.
     message: Option<InFlight>,
     /// Those of answers that are encoded and not handed on.
     answers: Vec<InFlight>,
 }
 
-impl Meter {
+impl ByteMeter {
     /// Gives back what the message took: it is answered.
-    pub(super) fn answered(&self) {
+    pub(super) fn end_message(&self) {
         let message = self.0.lock().message.take();
         drop(message);
     }
 
     /// Keeps the share of an answer, which is encoded next, until it is written.
-    pub(super) fn hold(&self, answer: Option<InFlight>) {
+    pub(super) fn hold_answer(&self, answer: Option<InFlight>) {
         self.0.lock().answers.extend(answer);
     }
 
     /// A message has come: it has taken this, and the one before is done with.
-    fn admit(&self, share: InFlight) {
+    fn admit_message(&self, share: InFlight) {
         let before = self.0.lock().message.replace(share);
         drop(before);
     }
@@ -60,7 +60,7 @@ impl Meter {
 /// Limits of a request's messages.
 #[derive(Clone)]
 pub(super) struct MessageLimits {
-    pub(super) budgets: Budgets,
+    pub(super) budgets: ByteBudgets,
     /// Larger ones are refused by gRPC itself.
     pub(super) message_bytes_max: u64,
     /// Time for a message to arrive once its length is known.
@@ -70,26 +70,26 @@ pub(super) struct MessageLimits {
     pub(super) refused: Counter,
 }
 
-type Admission = Pin<Box<dyn Future<Output = Result<InFlight, ServiceError>> + Send>>;
+type PendingAdmission = Pin<Box<dyn Future<Output = Result<InFlight, ServiceError>> + Send>>;
 
 /// A request's body, whose messages take their bytes from the budgets.
 pub(super) struct MeteredBody {
     inner: tonic::body::Body,
     limits: MessageLimits,
-    meter: Meter,
+    meter: ByteMeter,
     /// Rest of a frame that is not passed on yet.
     pending: Bytes,
     prefix: Vec<u8>,
     /// Bytes of the message that are still to come.
     left: u64,
-    admission: Option<Admission>,
+    admission: Option<PendingAdmission>,
     /// When the message must be there.
     timer: Option<Pin<Box<Sleep>>>,
     failed: bool,
 }
 
 impl MeteredBody {
-    pub(super) fn new(inner: tonic::body::Body, limits: MessageLimits, meter: Meter) -> Self {
+    pub(super) fn new(inner: tonic::body::Body, limits: MessageLimits, meter: ByteMeter) -> Self {
         Self {
             inner,
             limits,
@@ -103,11 +103,11 @@ impl MeteredBody {
         }
     }
 
-    fn fail(&mut self, error: &ServiceError) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+    fn fail_body(&mut self, error: &ServiceError) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         self.failed = true;
         self.limits.refused.increment(1);
-        self.meter.answered();
-        Poll::Ready(Some(Err(status(error))))
+        self.meter.end_message();
+        Poll::Ready(Some(Err(wire_status(error))))
     }
 
     /// Passes the prefix on: the message may come.
@@ -131,10 +131,10 @@ impl MeteredBody {
         let budgets = self.limits.budgets.clone();
         self.admission = Some(if self.limits.waits {
             // The message before is answered by now, unless it is none of kvd's.
-            self.meter.answered();
-            Box::pin(async move { budgets.wait(bytes).await })
+            self.meter.end_message();
+            Box::pin(async move { budgets.wait_share(bytes).await })
         } else {
-            Box::pin(std::future::ready(budgets.take(bytes)))
+            Box::pin(std::future::ready(budgets.take_share(bytes)))
         });
     }
 
@@ -176,8 +176,8 @@ impl Body for MeteredBody {
                 let admitted = ready!(admission.as_mut().poll(context));
                 this.admission = None;
                 match admitted {
-                    Err(error) => return this.fail(&error),
-                    Ok(share) => this.meter.admit(share),
+                    Err(error) => return this.fail_body(&error),
+                    Ok(share) => this.meter.admit_message(share),
                 }
                 if this.left > 0 {
                     this.timer = Some(Box::pin(tokio::time::sleep(this.limits.message_time)));
@@ -208,7 +208,8 @@ impl Body for MeteredBody {
                         "the message did not arrive within {time} ms of its length \
                          (server.message_timeout_ms)"
                     );
-                    return this.fail(&ServiceError::new(ErrorCode::DeadlineExceeded, message));
+                    return this
+                        .fail_body(&ServiceError::new(ErrorCode::DeadlineExceeded, message));
                 }
             }
         }
@@ -228,11 +229,11 @@ impl Body for MeteredBody {
 /// when the connection has written them, or has ended.
 pub(super) struct HeldBody {
     inner: tonic::body::Body,
-    meter: Meter,
+    meter: ByteMeter,
 }
 
 impl HeldBody {
-    pub(super) fn new(inner: tonic::body::Body, meter: Meter) -> Self {
+    pub(super) fn new(inner: tonic::body::Body, meter: ByteMeter) -> Self {
         Self { inner, meter }
     }
 }

@@ -1,31 +1,31 @@
-//! From a request's metadata to a [`Call`].
+//! From a request's metadata to a [`CallContext`].
 
-use super::bytes::Meter;
+use super::bytes::ByteMeter;
 use super::connection;
-use super::deadline::Deadline;
-use crate::service::{Call, ServiceError};
+use super::deadline::CallDeadline;
+use crate::service::{CallContext, ServiceError};
 use tonic::{Request, Status};
 
 /// Namespace, deadline and connection of a request.
-pub(super) fn call<T>(request: &Request<T>) -> Result<Call, ServiceError> {
+pub(super) fn read_call<T>(request: &Request<T>) -> Result<CallContext, ServiceError> {
     let namespace = kvd_proto::namespace_of(request.metadata())?;
     let extensions = request.extensions();
-    let deadline = extensions.get::<Deadline>().map(|deadline| deadline.0);
-    let is_message_admitted = extensions.get::<Meter>().is_some();
-    let call = Call { deadline, is_message_admitted, ..Call::new(namespace) };
-    Ok(match connection::owner(extensions) {
-        Some(owner) => Call { owner: owner.clone(), ..call },
+    let deadline = extensions.get::<CallDeadline>().map(|deadline| deadline.0);
+    let is_message_admitted = extensions.get::<ByteMeter>().is_some();
+    let call = CallContext { deadline, is_message_admitted, ..CallContext::new(namespace) };
+    Ok(match connection::owner_of(extensions) {
+        Some(owner) => CallContext { owner: owner.clone(), ..call },
         None => call,
     })
 }
 
 /// Meter of a request's bytes.
-pub(super) fn meter<T>(request: &Request<T>) -> Meter {
-    request.extensions().get::<Meter>().cloned().unwrap_or_default()
+pub(super) fn find_meter<T>(request: &Request<T>) -> ByteMeter {
+    request.extensions().get::<ByteMeter>().cloned().unwrap_or_default()
 }
 
 /// The wire's form of an error.
-pub(super) fn status(error: &ServiceError) -> Status {
+pub(super) fn wire_status(error: &ServiceError) -> Status {
     match error.stale_id() {
         None => kvd_proto::to_status(error.code(), &error.to_string(), error.retry_hint()),
         Some(stale) => kvd_proto::stale_status(error.code(), &error.to_string(), stale.clone()),

@@ -3,7 +3,7 @@
 //! socket failing is what ends it.
 
 use crate::metrics::OpenCount;
-use crate::service::Owner;
+use crate::service::CallOwner;
 use metrics::Gauge;
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -18,7 +18,7 @@ use tonic::transport::server::{Connected, TcpConnectInfo, UdsConnectInfo};
 
 /// How far the daemon's end has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Phase {
+pub enum ServerPhase {
     /// Not begun.
     Serving,
     /// No new work; requests in flight are answered.
@@ -27,9 +27,9 @@ pub enum Phase {
     Cut,
 }
 
-impl Phase {
+impl ServerPhase {
     /// Returns once `phase` has come this far, or the daemon is gone.
-    pub(crate) async fn reached(self, mut phase: watch::Receiver<Self>) {
+    pub(crate) async fn wait_until(self, mut phase: watch::Receiver<Self>) {
         // A dropped sender means the daemon is gone, which is as far as it goes.
         let _ = phase.wait_for(|now| *now >= self).await;
     }
@@ -45,40 +45,40 @@ const LINGER_TIME: Duration = Duration::from_secs(2);
 /// Bytes of one read of what is passed over.
 const WASTE_BYTES: usize = 16 << 10;
 
-/// A socket that fails from [`Phase::Cut`] on, and that ends when its peer has read all of it.
-pub(crate) struct Connection<IO> {
+/// A socket that fails from [`ServerPhase::Cut`] on, and that ends when its peer has read all of it.
+pub(crate) struct ClientConnection<IO> {
     io: IO,
-    phase: watch::Receiver<Phase>,
+    phase: watch::Receiver<ServerPhase>,
     /// Ends when the connection is to be cut off; `None` once it is.
     end: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
     /// Bytes still to come until the peer is known to speak.
     silent_bytes: usize,
     /// When an ended connection is read no longer; `None` until it has ended.
     linger: Option<Pin<Box<Sleep>>>,
-    owner: Owner,
+    owner: CallOwner,
     _permit: OwnedSemaphorePermit,
     _count: OpenCount,
 }
 
 /// Who is at the other end, as an extension of each request.
 #[derive(Clone)]
-pub(crate) struct Peer<I> {
+pub(crate) struct PeerInfo<I> {
     pub(super) info: I,
-    owner: Owner,
+    owner: CallOwner,
 }
 
 /// The connection that a request came over.
-pub(super) fn owner(extensions: &http::Extensions) -> Option<&Owner> {
-    let tcp = extensions.get::<Peer<TcpConnectInfo>>().map(|peer| &peer.owner);
-    tcp.or_else(|| extensions.get::<Peer<UdsConnectInfo>>().map(|peer| &peer.owner))
+pub(super) fn owner_of(extensions: &http::Extensions) -> Option<&CallOwner> {
+    let tcp = extensions.get::<PeerInfo<TcpConnectInfo>>().map(|peer| &peer.owner);
+    tcp.or_else(|| extensions.get::<PeerInfo<UdsConnectInfo>>().map(|peer| &peer.owner))
 }
 
-impl<IO> Connection<IO> {
+impl<IO> ClientConnection<IO> {
     /// One that keeps `permit` while it lasts, and has a time to send the HTTP/2 preface: until
     /// then keepalive does not watch it, and a silent peer would hold its place for ever.
-    fn limited(io: IO, permit: OwnedSemaphorePermit, limits: &Limits) -> Self {
+    fn new_limited(io: IO, permit: OwnedSemaphorePermit, limits: &ConnectionLimits) -> Self {
         let (phase, time) = (limits.phase.clone(), limits.silence_max);
-        let cut = cut(&phase);
+        let cut = wait_cut(&phase);
         let end: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
             let _ = tokio::time::timeout(time, cut).await;
         });
@@ -88,7 +88,7 @@ impl<IO> Connection<IO> {
             end: Some(end),
             silent_bytes: PREFACE_BYTES,
             linger: None,
-            owner: Owner::new(limits.bytes_max),
+            owner: CallOwner::new(limits.bytes_max),
             _permit: permit,
             _count: OpenCount::new(&limits.open),
         }
@@ -104,7 +104,7 @@ impl<IO> Connection<IO> {
             None => true,
             // One that always has bytes to move never waits, and is cut off all the same.
             Some(end) => {
-                *self.phase.borrow() >= Phase::Cut
+                *self.phase.borrow() >= ServerPhase::Cut
                     || (result.is_pending() && end.as_mut().poll(context).is_ready())
             }
         };
@@ -116,17 +116,17 @@ impl<IO> Connection<IO> {
         result
     }
 
-    fn heard(&mut self, bytes: usize) {
+    fn count_heard(&mut self, bytes: usize) {
         if self.silent_bytes > 0 {
             self.silent_bytes = self.silent_bytes.saturating_sub(bytes);
             if self.silent_bytes == 0 && self.end.is_some() {
-                self.end = Some(cut(&self.phase));
+                self.end = Some(wait_cut(&self.phase));
             }
         }
     }
 }
 
-impl<IO: AsyncRead + Unpin> Connection<IO> {
+impl<IO: AsyncRead + Unpin> ClientConnection<IO> {
     /// Passes over what the peer still sends, until it leaves.
     fn poll_linger(&mut self, context: &mut Context<'_>) -> Poll<()> {
         let time = || Box::pin(tokio::time::sleep(LINGER_TIME));
@@ -144,11 +144,11 @@ impl<IO: AsyncRead + Unpin> Connection<IO> {
     }
 }
 
-fn cut(phase: &watch::Receiver<Phase>) -> Pin<Box<dyn Future<Output = ()> + Send>> {
-    Box::pin(Phase::Cut.reached(phase.clone()))
+fn wait_cut(phase: &watch::Receiver<ServerPhase>) -> Pin<Box<dyn Future<Output = ()> + Send>> {
+    Box::pin(ServerPhase::Cut.wait_until(phase.clone()))
 }
 
-impl<IO: AsyncRead + Unpin> AsyncRead for Connection<IO> {
+impl<IO: AsyncRead + Unpin> AsyncRead for ClientConnection<IO> {
     fn poll_read(
         self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -157,12 +157,12 @@ impl<IO: AsyncRead + Unpin> AsyncRead for Connection<IO> {
         let this = self.get_mut();
         let before = buffer.filled().len();
         let result = Pin::new(&mut this.io).poll_read(context, buffer);
-        this.heard(buffer.filled().len() - before);
+        this.count_heard(buffer.filled().len() - before);
         this.unless_cut(context, result)
     }
 }
 
-impl<IO: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<IO> {
+impl<IO: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ClientConnection<IO> {
     fn poll_write(
         self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -202,22 +202,22 @@ impl<IO: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<IO> {
     }
 }
 
-impl<IO: Connected> Connected for Connection<IO> {
-    type ConnectInfo = Peer<IO::ConnectInfo>;
+impl<IO: Connected> Connected for ClientConnection<IO> {
+    type ConnectInfo = PeerInfo<IO::ConnectInfo>;
 
     fn connect_info(&self) -> Self::ConnectInfo {
-        Peer { info: self.io.connect_info(), owner: self.owner.clone() }
+        PeerInfo { info: self.io.connect_info(), owner: self.owner.clone() }
     }
 }
 
 /// What all listeners of a server keep to.
 #[derive(Clone)]
-pub(super) struct Limits {
+pub(super) struct ConnectionLimits {
     /// One permit per connection.
     pub(super) permits: Arc<Semaphore>,
     /// How long a peer may take to speak.
     pub(super) silence_max: Duration,
-    pub(super) phase: watch::Receiver<Phase>,
+    pub(super) phase: watch::Receiver<ServerPhase>,
     /// Bytes of requests and answers of one connection.
     pub(super) bytes_max: u64,
     /// How many are open.
@@ -228,20 +228,20 @@ pub(super) struct Limits {
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
 /// The sockets of a listener as connections; those beyond the limit are closed at once.
-pub(super) struct Incoming<S> {
+pub(super) struct IncomingConnections<S> {
     sockets: S,
-    limits: Limits,
+    limits: ConnectionLimits,
     pause: Option<Pin<Box<Sleep>>>,
     /// Whether the last one was closed, so that the log tells of a flood once.
     full: bool,
 }
 
-impl<S> Incoming<S> {
-    pub(super) fn new(sockets: S, limits: Limits) -> Self {
+impl<S> IncomingConnections<S> {
+    pub(super) fn new(sockets: S, limits: ConnectionLimits) -> Self {
         Self { sockets, limits, pause: None, full: false }
     }
 
-    fn admit<IO>(&mut self, io: IO) -> Option<Connection<IO>> {
+    fn admit_socket<IO>(&mut self, io: IO) -> Option<ClientConnection<IO>> {
         let Ok(permit) = self.limits.permits.clone().try_acquire_owned() else {
             if !self.full {
                 tracing::warn!("server.connections_max is reached; new connections are closed");
@@ -250,16 +250,16 @@ impl<S> Incoming<S> {
             return None;
         };
         self.full = false;
-        Some(Connection::limited(io, permit, &self.limits))
+        Some(ClientConnection::new_limited(io, permit, &self.limits))
     }
 }
 
-impl<S, IO> Stream for Incoming<S>
+impl<S, IO> Stream for IncomingConnections<S>
 where
     S: Stream<Item = io::Result<IO>> + Unpin,
     IO: Unpin,
 {
-    type Item = io::Result<Connection<IO>>;
+    type Item = io::Result<ClientConnection<IO>>;
 
     fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         let this = self.get_mut();
@@ -271,7 +271,7 @@ where
             match ready!(Pin::new(&mut this.sockets).poll_next(context)) {
                 None => return Poll::Ready(None),
                 Some(Ok(io)) => {
-                    if let Some(connection) = this.admit(io) {
+                    if let Some(connection) = this.admit_socket(io) {
                         return Poll::Ready(Some(Ok(connection)));
                     }
                 }

@@ -1,14 +1,14 @@
 //! From the service's answers to messages.
 
 use crate::service::{
-    AttendReply, DevicePool, LoadPiece, Model, ModelStats, RefusedQuery, StoreReply,
+    AttendReply, DevicePool, LoadPiece, ModelStats, RefusedQuery, RegisteredModel, StoreReply,
 };
 use kvd_core::LayerIndex;
 use kvd_proto::domain::CallError;
 use kvd_proto::{domain, v1};
 use kvd_store::{SequenceUsage, StoredBytes};
 
-pub(super) fn registered(model: &Model) -> v1::RegisterModelResponse {
+pub(super) fn register_response(model: &RegisteredModel) -> v1::RegisterModelResponse {
     v1::RegisterModelResponse {
         model_id: model.shape.id.0,
         codec_spec: model.spec.to_string(),
@@ -61,7 +61,7 @@ pub(super) fn pool_stats(DevicePool { device, pool }: DevicePool<'_>) -> v1::Poo
     }
 }
 
-pub(super) fn sequence(usage: SequenceUsage) -> v1::DescribeSequenceResponse {
+pub(super) fn sequence_description(usage: SequenceUsage) -> v1::DescribeSequenceResponse {
     v1::DescribeSequenceResponse {
         model_id: usage.model.0,
         length: usage.length,
@@ -72,7 +72,7 @@ pub(super) fn sequence(usage: SequenceUsage) -> v1::DescribeSequenceResponse {
     }
 }
 
-pub(super) fn stored(layer: LayerIndex, reply: StoreReply) -> v1::StoreBlocksResponse {
+pub(super) fn store_response(layer: LayerIndex, reply: StoreReply) -> v1::StoreBlocksResponse {
     domain::StoreAck {
         layer,
         length: reply.length,
@@ -86,7 +86,7 @@ pub(super) fn not_stored(layer: LayerIndex, error: CallError) -> v1::StoreBlocks
     v1::StoreBlocksResponse { layer: layer.0, error: Some(error.into()), ..Default::default() }
 }
 
-pub(super) fn attended(reply: AttendReply) -> v1::AttendResponse {
+pub(super) fn attend_response(reply: AttendReply) -> v1::AttendResponse {
     let query_error = |RefusedQuery { index, error }| domain::QueryError {
         query: index,
         error: CallError {
@@ -106,7 +106,7 @@ pub(super) fn not_attended(error: CallError) -> v1::AttendResponse {
     v1::AttendResponse { error: Some(error.into()), ..Default::default() }
 }
 
-pub(super) fn loaded(piece: LoadPiece) -> v1::LoadBlocksResponse {
+pub(super) fn load_response(piece: LoadPiece) -> v1::LoadBlocksResponse {
     domain::LoadPiece {
         start: piece.start,
         tokens: piece.tokens,

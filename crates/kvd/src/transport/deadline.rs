@@ -3,8 +3,8 @@
 //! tonic has a timer of its own, which answers `CANCELLED` without kvd's error details and does not
 //! watch streams. It starts after this one and asks this one first, so it never answers.
 
-use super::call::status;
-use crate::service::{Call, ServiceError};
+use super::call::wire_status;
+use crate::service::{CallContext, ServiceError};
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use std::future::poll_fn;
@@ -19,19 +19,19 @@ const TIMEOUT_HEADER: &str = "grpc-timeout";
 
 /// When the caller of a request stops waiting: an extension of the request.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Deadline(pub(super) Instant);
+pub(super) struct CallDeadline(pub(super) Instant);
 
-impl Deadline {
+impl CallDeadline {
     /// Takes it out of a request's headers. A malformed one is ignored, as the gRPC specification
     /// lets a server do.
-    pub(super) fn take(headers: &mut http::HeaderMap) -> Option<Self> {
+    pub(super) fn take_header(headers: &mut http::HeaderMap) -> Option<Self> {
         let value = headers.remove(TIMEOUT_HEADER)?;
-        let timeout = parse(value.to_str().ok()?)?;
+        let timeout = parse_timeout(value.to_str().ok()?)?;
         Instant::now().checked_add(timeout).map(Self)
     }
 
     /// What `work` comes to, or `None` when the deadline passes first.
-    pub(super) async fn limit<T>(self, work: impl Future<Output = T>) -> Option<T> {
+    pub(super) async fn limit_work<T>(self, work: impl Future<Output = T>) -> Option<T> {
         let mut work = pin!(work);
         let mut timer = pin!(tokio::time::sleep_until(self.0.into()));
         poll_fn(|context| {
@@ -48,13 +48,16 @@ impl Deadline {
     }
 
     /// The answer of a call whose deadline has passed.
-    pub(super) fn passed() -> Status {
-        status(&ServiceError::new(kvd_core::ErrorCode::DeadlineExceeded, Call::DEADLINE_PASSED))
+    pub(super) fn passed_status() -> Status {
+        wire_status(&ServiceError::new(
+            kvd_core::ErrorCode::DeadlineExceeded,
+            CallContext::DEADLINE_PASSED,
+        ))
     }
 }
 
 /// `TimeoutValue TimeoutUnit` of the gRPC over HTTP/2 specification.
-fn parse(text: &str) -> Option<Duration> {
+fn parse_timeout(text: &str) -> Option<Duration> {
     let (value, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
     let value: u64 = value.parse().ok()?;
     match unit {
@@ -76,7 +79,7 @@ pub(super) struct LimitedBody {
 }
 
 impl LimitedBody {
-    pub(super) fn new(inner: tonic::body::Body, deadline: Deadline) -> Self {
+    pub(super) fn new(inner: tonic::body::Body, deadline: CallDeadline) -> Self {
         let timer = Box::pin(tokio::time::sleep_until(deadline.0.into()));
         Self { inner: Some(inner), timer }
     }
@@ -99,7 +102,9 @@ impl Body for LimitedBody {
         this.inner = None;
         let mut trailers = http::HeaderMap::new();
         Poll::Ready(Some(
-            Deadline::passed().add_header(&mut trailers).map(|()| Frame::trailers(trailers)),
+            CallDeadline::passed_status()
+                .add_header(&mut trailers)
+                .map(|()| Frame::trailers(trailers)),
         ))
     }
 
@@ -118,20 +123,20 @@ mod tests {
 
     #[test]
     fn timeouts_of_every_unit() {
-        assert_eq!(parse("2H"), Some(Duration::from_secs(7200)));
-        assert_eq!(parse("250m"), Some(Duration::from_millis(250)));
-        assert_eq!(parse("0n"), Some(Duration::ZERO));
+        assert_eq!(parse_timeout("2H"), Some(Duration::from_secs(7200)));
+        assert_eq!(parse_timeout("250m"), Some(Duration::from_millis(250)));
+        assert_eq!(parse_timeout("0n"), Some(Duration::ZERO));
         for bad in ["", "5", "m", "-1S", "1d", "1.5S", "\u{fc}"] {
-            assert_eq!(parse(bad), None, "{bad:?}");
+            assert_eq!(parse_timeout(bad), None, "{bad:?}");
         }
     }
 
     #[tokio::test]
     async fn work_that_ends_in_time_is_answered_and_other_work_is_dropped() {
-        let soon = || Deadline(Instant::now() + Duration::from_millis(5));
-        assert_eq!(soon().limit(async { 7 }).await, Some(7));
-        assert_eq!(soon().limit(std::future::pending::<()>()).await, None);
+        let soon = || CallDeadline(Instant::now() + Duration::from_millis(5));
+        assert_eq!(soon().limit_work(async { 7 }).await, Some(7));
+        assert_eq!(soon().limit_work(std::future::pending::<()>()).await, None);
         // What is there already is an answer, however late it is asked for.
-        assert_eq!(Deadline(Instant::now()).limit(async { 7 }).await, Some(7));
+        assert_eq!(CallDeadline(Instant::now()).limit_work(async { 7 }).await, Some(7));
     }
 }

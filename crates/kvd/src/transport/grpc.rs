@@ -1,11 +1,13 @@
 //! The gRPC service: proto to domain, one span and one metric per rpc, domain to proto.
 
-use super::call::{call, meter};
+use super::call::{find_meter, read_call};
 use super::convert;
-use super::measure::{answer, refuse};
-use super::stream::{self, Answer, Answers, Opened, ReplyStream, StreamKind, Streams};
+use super::measure::{measure_answer, refuse_call};
+use super::stream::{
+    self, AnswerStream, OpenedStream, ReplyStream, StreamAnswer, StreamKind, StreamState,
+};
 use crate::metrics::OpenCount;
-use crate::service::{Call, Service, ServiceError};
+use crate::service::{CallContext, Service, ServiceError};
 use kvd_core::{Coded, LayerIndex, ModelId, SequenceId};
 use kvd_proto::domain::{AttendBatch, LoadRange, ModelSpec, StoreChunk};
 use kvd_proto::v1::{self, kvd_server::Kvd};
@@ -15,32 +17,36 @@ use tonic::{Request, Response, Status, Streaming};
 use tracing::Instrument;
 
 /// The generated trait over a [`Service`].
-pub(super) struct Grpc {
+pub(super) struct GrpcService {
     pub(super) service: Arc<Service>,
-    pub(super) streams: Streams,
+    pub(super) streams: StreamState,
 }
 
-impl Grpc {
+impl GrpcService {
     /// One rpc: span, namespace and deadline, metric, and the error's wire form.
-    async fn rpc<T>(
+    async fn answer_rpc<T>(
         &self,
         name: &'static str,
-        call: Result<Call, ServiceError>,
-        work: impl AsyncFnOnce(&Call) -> Result<T, ServiceError>,
+        call: Result<CallContext, ServiceError>,
+        work: impl AsyncFnOnce(&CallContext) -> Result<T, ServiceError>,
     ) -> Result<Response<T>, Status> {
-        let call = self.known(name, call)?;
-        let result = answer(self.service.metrics(), name, &call, work(&call)).await;
+        let call = self.check_caller(name, call)?;
+        let result = measure_answer(self.service.metrics(), name, &call, work(&call)).await;
         result.map(Response::new)
     }
 
     /// Who calls, and until when; not to be told is counted as an answer, too.
-    fn known<T>(&self, name: &'static str, call: Result<T, ServiceError>) -> Result<T, Status> {
-        call.map_err(|error| refuse(self.service.metrics(), name, &error))
+    fn check_caller<T>(
+        &self,
+        name: &'static str,
+        call: Result<T, ServiceError>,
+    ) -> Result<T, Status> {
+        call.map_err(|error| refuse_call(self.service.metrics(), name, &error))
     }
 }
 
 /// A message of the wire as the domain sees it.
-fn domain<T, U>(message: T) -> Result<U, ServiceError>
+fn to_domain<T, U>(message: T) -> Result<U, ServiceError>
 where
     U: TryFrom<T>,
     U::Error: Coded,
@@ -49,22 +55,22 @@ where
 }
 
 #[tonic::async_trait]
-impl Kvd for Grpc {
+impl Kvd for GrpcService {
     async fn get_server_info(
         &self,
         request: Request<v1::GetServerInfoRequest>,
     ) -> Result<Response<v1::GetServerInfoResponse>, Status> {
         let service = &self.service;
-        self.rpc("GetServerInfo", call(&request), async |call| {
-            service.admit(call)?;
+        self.answer_rpc("GetServerInfo", read_call(&request), async |call| {
+            service.admit_call(call)?;
             Ok(v1::GetServerInfoResponse {
                 version: env!("CARGO_PKG_VERSION").to_owned(),
                 boot_id: service.boot_id().to_owned(),
-                device: service.devices(),
+                device: service.device_names(),
                 pool_capacity_bytes: service.pool_stats().capacity_bytes,
                 message_bytes_max: service.config().message_bytes_max as u64,
                 block_tokens_default: service.config().block_tokens_default,
-                precision: service.precision().to_owned(),
+                precision: service.precision_name().to_owned(),
             })
         })
         .await
@@ -74,12 +80,12 @@ impl Kvd for Grpc {
         &self,
         request: Request<v1::RegisterModelRequest>,
     ) -> Result<Response<v1::RegisterModelResponse>, Status> {
-        let (caller, message) = (call(&request), request.into_inner());
-        self.rpc("RegisterModel", caller, async |call| {
+        let (caller, message) = (read_call(&request), request.into_inner());
+        self.answer_rpc("RegisterModel", caller, async |call| {
             let block_tokens = self.service.config().block_tokens_default;
             let spec = ModelSpec::from_wire(message, block_tokens)?;
             let model = self.service.register_model(call, spec).await?;
-            Ok(convert::registered(&model))
+            Ok(convert::register_response(&model))
         })
         .await
     }
@@ -89,8 +95,8 @@ impl Kvd for Grpc {
         request: Request<v1::DescribeModelRequest>,
     ) -> Result<Response<v1::DescribeModelResponse>, Status> {
         let id = ModelId(request.get_ref().model_id);
-        self.rpc("DescribeModel", call(&request), async |call| {
-            let model = self.service.model(call, id)?;
+        self.answer_rpc("DescribeModel", read_call(&request), async |call| {
+            let model = self.service.find_model(call, id)?;
             Ok(convert::model_description(&self.service.model_stats(call, model)?))
         })
         .await
@@ -100,7 +106,7 @@ impl Kvd for Grpc {
         &self,
         request: Request<v1::ListModelsRequest>,
     ) -> Result<Response<v1::ListModelsResponse>, Status> {
-        self.rpc("ListModels", call(&request), async |call| {
+        self.answer_rpc("ListModels", read_call(&request), async |call| {
             let mut models = Vec::new();
             for model in self.service.list_models(call)? {
                 let stats = self.service.model_stats(call, model)?;
@@ -116,7 +122,7 @@ impl Kvd for Grpc {
         request: Request<v1::UnregisterModelRequest>,
     ) -> Result<Response<v1::UnregisterModelResponse>, Status> {
         let id = ModelId(request.get_ref().model_id);
-        self.rpc("UnregisterModel", call(&request), async |call| {
+        self.answer_rpc("UnregisterModel", read_call(&request), async |call| {
             self.service.unregister_model(call, id).await?;
             Ok(v1::UnregisterModelResponse {})
         })
@@ -128,7 +134,7 @@ impl Kvd for Grpc {
         request: Request<v1::OpenSequenceRequest>,
     ) -> Result<Response<v1::OpenSequenceResponse>, Status> {
         let model = ModelId(request.get_ref().model_id);
-        self.rpc("OpenSequence", call(&request), async |call| {
+        self.answer_rpc("OpenSequence", read_call(&request), async |call| {
             let id = self.service.open_sequence(call, model)?;
             Ok(v1::OpenSequenceResponse { sequence_id: id.0 })
         })
@@ -140,7 +146,7 @@ impl Kvd for Grpc {
         request: Request<v1::ForkSequenceRequest>,
     ) -> Result<Response<v1::ForkSequenceResponse>, Status> {
         let v1::ForkSequenceRequest { sequence_id, length } = *request.get_ref();
-        self.rpc("ForkSequence", call(&request), async |call| {
+        self.answer_rpc("ForkSequence", read_call(&request), async |call| {
             let (id, length) = self.service.fork_sequence(call, SequenceId(sequence_id), length)?;
             Ok(v1::ForkSequenceResponse { sequence_id: id.0, length })
         })
@@ -152,7 +158,7 @@ impl Kvd for Grpc {
         request: Request<v1::TruncateSequenceRequest>,
     ) -> Result<Response<v1::TruncateSequenceResponse>, Status> {
         let v1::TruncateSequenceRequest { sequence_id, length } = *request.get_ref();
-        self.rpc("TruncateSequence", call(&request), async |call| {
+        self.answer_rpc("TruncateSequence", read_call(&request), async |call| {
             self.service.truncate_sequence(call, SequenceId(sequence_id), length)?;
             Ok(v1::TruncateSequenceResponse {})
         })
@@ -164,7 +170,7 @@ impl Kvd for Grpc {
         request: Request<v1::CloseSequenceRequest>,
     ) -> Result<Response<v1::CloseSequenceResponse>, Status> {
         let id = SequenceId(request.get_ref().sequence_id);
-        self.rpc("CloseSequence", call(&request), async |call| {
+        self.answer_rpc("CloseSequence", read_call(&request), async |call| {
             self.service.close_sequence(call, id)?;
             Ok(v1::CloseSequenceResponse {})
         })
@@ -176,8 +182,8 @@ impl Kvd for Grpc {
         request: Request<v1::DescribeSequenceRequest>,
     ) -> Result<Response<v1::DescribeSequenceResponse>, Status> {
         let id = SequenceId(request.get_ref().sequence_id);
-        self.rpc("DescribeSequence", call(&request), async |call| {
-            Ok(convert::sequence(self.service.describe_sequence(call, id)?))
+        self.answer_rpc("DescribeSequence", read_call(&request), async |call| {
+            Ok(convert::sequence_description(self.service.describe_sequence(call, id)?))
         })
         .await
     }
@@ -188,20 +194,20 @@ impl Kvd for Grpc {
         &self,
         request: Request<Streaming<v1::StoreBlocksRequest>>,
     ) -> Result<Response<Self::StoreBlocksStream>, Status> {
-        let Opened { call, errors, meter } =
-            self.known("StoreBlocks", Opened::from_request(&request))?;
+        let OpenedStream { call, errors, meter } =
+            self.check_caller("StoreBlocks", OpenedStream::from_request(&request))?;
         let messages = request.into_inner();
         let (service, streams) = (self.service.clone(), &self.streams);
         let kind = StreamKind { streams, open: &streams.stores, meter };
-        let stream = stream::serve(service, kind, messages, move |service, message| {
+        let stream = stream::serve_stream(service, kind, messages, move |service, message| {
             let call = call.clone();
             async move {
                 let layer = LayerIndex(message.layer);
                 let work = async {
-                    let chunk: StoreChunk = domain(message)?;
-                    Ok(convert::stored(layer, service.store(&call, chunk).await?))
+                    let chunk: StoreChunk = to_domain(message)?;
+                    Ok(convert::store_response(layer, service.store_chunk(&call, chunk).await?))
                 };
-                let reply = answer(service.metrics(), "StoreBlocks", &call, work).await;
+                let reply = measure_answer(service.metrics(), "StoreBlocks", &call, work).await;
                 stream::with_error(reply, errors, |error| convert::not_stored(layer, error)).into()
             }
         });
@@ -212,13 +218,13 @@ impl Kvd for Grpc {
         &self,
         request: Request<v1::AttendRequest>,
     ) -> Result<Response<v1::AttendResponse>, Status> {
-        let (caller, meter) = (call(&request), meter(&request));
+        let (caller, meter) = (read_call(&request), find_meter(&request));
         let message = request.into_inner();
-        self.rpc("Attend", caller, async |call| {
-            let batch: AttendBatch = domain(message)?;
-            let mut reply = self.service.attend(call, batch).await?;
-            meter.hold(reply.held.take());
-            Ok(convert::attended(reply))
+        self.answer_rpc("Attend", caller, async |call| {
+            let batch: AttendBatch = to_domain(message)?;
+            let mut reply = self.service.attend_batch(call, batch).await?;
+            meter.hold_answer(reply.held.take());
+            Ok(convert::attend_response(reply))
         })
         .await
     }
@@ -229,23 +235,26 @@ impl Kvd for Grpc {
         &self,
         request: Request<Streaming<v1::AttendRequest>>,
     ) -> Result<Response<Self::AttendStreamStream>, Status> {
-        let Opened { call, errors, meter } =
-            self.known("AttendStream", Opened::from_request(&request))?;
+        let OpenedStream { call, errors, meter } =
+            self.check_caller("AttendStream", OpenedStream::from_request(&request))?;
         let messages = request.into_inner();
         let (service, streams) = (self.service.clone(), &self.streams);
         let kind = StreamKind { streams, open: &streams.attends, meter };
-        let stream = stream::serve(service, kind, messages, move |service, message| {
+        let stream = stream::serve_stream(service, kind, messages, move |service, message| {
             let call = call.clone();
             async move {
                 let mut held = None;
                 let work = async {
-                    let batch: AttendBatch = domain(message)?;
-                    let mut reply = service.attend(&call, batch).await?;
+                    let batch: AttendBatch = to_domain(message)?;
+                    let mut reply = service.attend_batch(&call, batch).await?;
                     held = reply.held.take();
-                    Ok(convert::attended(reply))
+                    Ok(convert::attend_response(reply))
                 };
-                let reply = answer(service.metrics(), "AttendStream", &call, work).await;
-                Answer { reply: stream::with_error(reply, errors, convert::not_attended), held }
+                let reply = measure_answer(service.metrics(), "AttendStream", &call, work).await;
+                StreamAnswer {
+                    reply: stream::with_error(reply, errors, convert::not_attended),
+                    held,
+                }
             }
         });
         Ok(Response::new(stream))
@@ -257,11 +266,11 @@ impl Kvd for Grpc {
         &self,
         request: Request<v1::LoadBlocksRequest>,
     ) -> Result<Response<Self::LoadBlocksStream>, Status> {
-        let call = stream::waiting(self.known("LoadBlocks", call(&request))?);
-        let meter = meter(&request);
+        let call = stream::wait_for_queue(self.check_caller("LoadBlocks", read_call(&request))?);
+        let meter = find_meter(&request);
         let message = request.into_inner();
-        let pieces = answer(self.service.metrics(), "LoadBlocks", &call, async {
-            let range: LoadRange = domain(message)?;
+        let pieces = measure_answer(self.service.metrics(), "LoadBlocks", &call, async {
+            let range: LoadRange = to_domain(message)?;
             self.service.load_pieces(&call, &range)
         })
         .await?;
@@ -275,21 +284,21 @@ impl Kvd for Grpc {
                 let work = async {
                     let mut piece = service.load_piece(&call, &piece).await?;
                     held = piece.held.take();
-                    Ok(convert::loaded(piece))
+                    Ok(convert::load_response(piece))
                 };
                 let reply = tokio::select! {
-                    reply = answer(service.metrics(), "LoadBlocks", &call, work) => reply,
+                    reply = measure_answer(service.metrics(), "LoadBlocks", &call, work) => reply,
                     // What waits for the device when the client goes away is taken back.
                     () = replies.closed() => return,
                 };
                 let ended = reply.is_err();
-                if replies.send(Answer { reply, held }).await.is_err() || ended {
+                if replies.send(StreamAnswer { reply, held }).await.is_err() || ended {
                     return;
                 }
             }
         };
         tokio::spawn(send.in_current_span());
-        Ok(Response::new(Box::pin(Answers { receiver, meter })))
+        Ok(Response::new(Box::pin(AnswerStream { receiver, meter })))
     }
 
     async fn sample_queries(
@@ -298,7 +307,7 @@ impl Kvd for Grpc {
     ) -> Result<Response<v1::SampleQueriesResponse>, Status> {
         let message = *request.get_ref();
         let (model, layer) = (ModelId(message.model_id), LayerIndex(message.layer));
-        self.rpc("SampleQueries", call(&request), async |call| {
+        self.answer_rpc("SampleQueries", read_call(&request), async |call| {
             Ok(self.service.sampled_queries(call, model, layer)?.into())
         })
         .await
@@ -308,7 +317,7 @@ impl Kvd for Grpc {
         &self,
         request: Request<v1::GetStatsRequest>,
     ) -> Result<Response<v1::GetStatsResponse>, Status> {
-        self.rpc("GetStats", call(&request), async |call| {
+        self.answer_rpc("GetStats", read_call(&request), async |call| {
             let mut models = Vec::new();
             for model in self.service.list_models(call)? {
                 models.push(convert::model_stats(&self.service.model_stats(call, model)?));

@@ -1,6 +1,6 @@
 //! `grpc.health.v1`: the daemon as a whole and its one service are healthy together.
 
-use super::connection::Phase;
+use super::connection::ServerPhase;
 use crate::service::Service;
 use kvd_proto::v1::kvd_server;
 use std::sync::Arc;
@@ -11,11 +11,11 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_server::Health;
 use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse};
 
-/// The generated trait over [`Service::ready`]. The one that tonic brings would leave watches
+/// The generated trait over [`Service::is_ready`]. The one that tonic brings would leave watches
 /// open for the whole of a drain.
 pub(super) struct HealthOf {
     pub(super) service: Arc<Service>,
-    pub(super) phase: watch::Receiver<Phase>,
+    pub(super) phase: watch::Receiver<ServerPhase>,
 }
 
 impl HealthOf {
@@ -27,7 +27,7 @@ impl HealthOf {
     }
 }
 
-fn response(ready: bool) -> HealthCheckResponse {
+fn health_response(ready: bool) -> HealthCheckResponse {
     let status = if ready { ServingStatus::Serving } else { ServingStatus::NotServing };
     HealthCheckResponse { status: status.into() }
 }
@@ -39,7 +39,7 @@ impl Health for HealthOf {
         request: Request<HealthCheckRequest>,
     ) -> Result<Response<HealthCheckResponse>, Status> {
         Self::check_name(request.get_ref())?;
-        Ok(Response::new(response(self.service.ready())))
+        Ok(Response::new(health_response(self.service.is_ready())))
     }
 
     type WatchStream = ReceiverStream<Result<HealthCheckResponse, Status>>;
@@ -53,16 +53,16 @@ impl Health for HealthOf {
         Self::check_name(request.get_ref())?;
         // Room for both answers, so that sending never waits for the reader.
         let (answers, receiver) = mpsc::channel(2);
-        let (ready, phase) = (self.service.ready(), self.phase.clone());
+        let (ready, phase) = (self.service.is_ready(), self.phase.clone());
         tokio::spawn(async move {
             if ready {
-                let _ = answers.send(Ok(response(true))).await;
+                let _ = answers.send(Ok(health_response(true))).await;
                 tokio::select! {
                     () = answers.closed() => return,
-                    () = Phase::Draining.reached(phase) => {}
+                    () = ServerPhase::Draining.wait_until(phase) => {}
                 }
             }
-            let _ = answers.send(Ok(response(false))).await;
+            let _ = answers.send(Ok(health_response(false))).await;
         });
         Ok(Response::new(ReceiverStream::new(receiver)))
     }

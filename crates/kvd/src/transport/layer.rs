@@ -1,10 +1,10 @@
 //! What happens to every gRPC request before tonic reads its messages: its deadline is noted, and
 //! whether its answer may be compressed, and the bytes of its messages are counted.
 
-use super::bytes::{HeldBody, MessageLimits, Meter, MeteredBody};
+use super::bytes::{ByteMeter, HeldBody, MessageLimits, MeteredBody};
 use super::connection;
-use super::deadline::{Deadline, LimitedBody};
-use crate::service::{Owner, Service as Daemon};
+use super::deadline::{CallDeadline, LimitedBody};
+use crate::service::{CallOwner, Service as Daemon};
 use metrics::Counter;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use std::task::{Context, Poll};
 use tonic::body::Body;
 use tower::{Layer, Service};
 
-/// Wraps the routes of a server in [`Requests`].
+/// Wraps the routes of a server in [`RequestService`].
 #[derive(Clone)]
 pub(super) struct RequestLayer {
     pub(super) service: Arc<Daemon>,
@@ -21,16 +21,16 @@ pub(super) struct RequestLayer {
 }
 
 impl<S> Layer<S> for RequestLayer {
-    type Service = Requests<S>;
+    type Service = RequestService<S>;
 
-    fn layer(&self, inner: S) -> Requests<S> {
-        Requests { inner, layer: self.clone() }
+    fn layer(&self, inner: S) -> RequestService<S> {
+        RequestService { inner, layer: self.clone() }
     }
 }
 
 /// A service that ends requests at their deadline and counts their bytes.
 #[derive(Clone)]
-pub(super) struct Requests<S> {
+pub(super) struct RequestService<S> {
     inner: S,
     layer: RequestLayer,
 }
@@ -40,8 +40,14 @@ const STREAMS: [&str; 2] = ["/kvd.v1.Kvd/StoreBlocks", "/kvd.v1.Kvd/AttendStream
 
 impl RequestLayer {
     /// Counts the bytes of a request's messages from here on.
-    fn meter(&self, request: http::Request<Body>, waits: bool) -> (http::Request<Body>, Meter) {
-        let owner = connection::owner(request.extensions()).cloned().unwrap_or_else(Owner::local);
+    fn meter_request(
+        &self,
+        request: http::Request<Body>,
+        waits: bool,
+    ) -> (http::Request<Body>, ByteMeter) {
+        let owner = connection::owner_of(request.extensions())
+            .cloned()
+            .unwrap_or_else(CallOwner::in_process);
         let config = self.service.config();
         let limits = MessageLimits {
             budgets: self.service.budgets_of(&owner),
@@ -50,7 +56,7 @@ impl RequestLayer {
             waits,
             refused: self.refused.clone(),
         };
-        let meter = Meter::default();
+        let meter = ByteMeter::default();
         let body = |body| Body::new(MeteredBody::new(body, limits, meter.clone()));
         let mut request = request.map(body);
         request.extensions_mut().insert(meter.clone());
@@ -58,7 +64,7 @@ impl RequestLayer {
     }
 }
 
-impl<S> Service<http::Request<Body>> for Requests<S>
+impl<S> Service<http::Request<Body>> for RequestService<S>
 where
     S: Service<http::Request<Body>, Response = http::Response<Body>>,
     S::Future: Send + 'static,
@@ -73,10 +79,10 @@ where
     }
 
     fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
-        let deadline = Deadline::take(request.headers_mut());
+        let deadline = CallDeadline::take_header(request.headers_mut());
         drop_unasked_compression(request.headers_mut());
         let is_stream = STREAMS.contains(&request.uri().path());
-        let (mut request, meter) = self.layer.meter(request, is_stream);
+        let (mut request, meter) = self.layer.meter_request(request, is_stream);
         if let Some(deadline) = deadline {
             request.extensions_mut().insert(deadline);
         }
@@ -84,13 +90,13 @@ where
         Box::pin(async move {
             let answer = match deadline {
                 None => answer.await?,
-                Some(deadline) => match deadline.limit(answer).await {
-                    None => return Ok(Deadline::passed().into_http()),
+                Some(deadline) => match deadline.limit_work(answer).await {
+                    None => return Ok(CallDeadline::passed_status().into_http()),
                     Some(answer) => answer?,
                 },
             };
             if !is_stream {
-                meter.answered();
+                meter.end_message();
             }
             let answer = answer.map(|body| Body::new(HeldBody::new(body, meter)));
             Ok(match deadline {

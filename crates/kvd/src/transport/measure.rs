@@ -1,8 +1,8 @@
 //! One count and one duration per answer, also for answers nobody waited for.
 
-use super::call::status;
+use super::call::wire_status;
 use crate::metrics::Metrics;
-use crate::service::{Call, ServiceError};
+use crate::service::{CallContext, ServiceError};
 use kvd_core::ErrorCode;
 use std::time::{Duration, Instant};
 use tonic::Status;
@@ -14,7 +14,7 @@ const DEADLINE_SLACK: Duration = Duration::from_millis(20);
 
 /// An answer in the making. The server drops handlers whose caller has left or whose deadline
 /// has passed, wherever they are; dropping this unfinished is how that is counted.
-struct Measured<'a> {
+struct MeasuredAnswer<'a> {
     metrics: &'a Metrics,
     name: &'static str,
     deadline: Option<Instant>,
@@ -22,17 +22,17 @@ struct Measured<'a> {
     ended: bool,
 }
 
-impl<'a> Measured<'a> {
-    fn begin(metrics: &'a Metrics, name: &'static str, deadline: Option<Instant>) -> Self {
+impl<'a> MeasuredAnswer<'a> {
+    fn begin_answer(metrics: &'a Metrics, name: &'static str, deadline: Option<Instant>) -> Self {
         Self { metrics, name, deadline, began: Instant::now(), ended: false }
     }
 
-    fn end(mut self, code: Option<ErrorCode>) {
+    fn end_answer(mut self, code: Option<ErrorCode>) {
         self.ended = true;
-        self.metrics.request(self.name, code, self.began.elapsed());
+        self.metrics.count_request(self.name, code, self.began.elapsed());
     }
 
-    fn dropped(&self) -> ErrorCode {
+    fn drop_code(&self) -> ErrorCode {
         let now = Instant::now();
         if std::thread::panicking() {
             ErrorCode::Internal
@@ -44,47 +44,47 @@ impl<'a> Measured<'a> {
     }
 }
 
-impl Drop for Measured<'_> {
+impl Drop for MeasuredAnswer<'_> {
     fn drop(&mut self) {
         if !self.ended {
-            let code = self.dropped();
-            self.metrics.request(self.name, Some(code), self.began.elapsed());
+            let code = self.drop_code();
+            self.metrics.count_request(self.name, Some(code), self.began.elapsed());
             tracing::debug!(rpc = self.name, %code, "request given up");
         }
     }
 }
 
 /// Measures and logs one answer, be it of a call or of one message of a stream.
-pub(super) async fn answer<T>(
+pub(super) async fn measure_answer<T>(
     metrics: &Metrics,
     name: &'static str,
-    call: &Call,
+    call: &CallContext,
     work: impl Future<Output = Result<T, ServiceError>>,
 ) -> Result<T, Status> {
-    let measured = Measured::begin(metrics, name, call.deadline);
+    let measured = MeasuredAnswer::begin_answer(metrics, name, call.deadline);
     let (model, sequence) = (tracing::field::Empty, tracing::field::Empty);
     let span = tracing::debug_span!("rpc", name, namespace = %call.namespace, model, sequence);
     let result = work.instrument(span.clone()).await;
-    measured.end(result.as_ref().err().map(ServiceError::code));
+    measured.end_answer(result.as_ref().err().map(ServiceError::code));
     // Within the span, whose fields say whose request it was.
-    result.map_err(|error| span.in_scope(|| refused(name, &error)))
+    result.map_err(|error| span.in_scope(|| log_refusal(name, &error)))
 }
 
 /// Counts, measures and logs a call that was refused before it reached the service.
-pub(super) fn refuse(metrics: &Metrics, name: &'static str, error: &ServiceError) -> Status {
-    Measured::begin(metrics, name, None).end(Some(error.code()));
-    refused(name, error)
+pub(super) fn refuse_call(metrics: &Metrics, name: &'static str, error: &ServiceError) -> Status {
+    MeasuredAnswer::begin_answer(metrics, name, None).end_answer(Some(error.code()));
+    log_refusal(name, error)
 }
 
 /// Logs an error and gives it the wire's form.
-fn refused(name: &'static str, error: &ServiceError) -> Status {
+fn log_refusal(name: &'static str, error: &ServiceError) -> Status {
     match error.code() {
         ErrorCode::Internal | ErrorCode::DeviceFailed | ErrorCode::CorruptPage => {
             tracing::error!(rpc = name, code = %error.code(), %error, "request failed");
         }
         code => tracing::debug!(rpc = name, %code, %error, "request refused"),
     }
-    status(error)
+    wire_status(error)
 }
 
 #[cfg(test)]
@@ -93,8 +93,8 @@ mod tests {
 
     fn counted(deadline: Option<Instant>) -> String {
         let metrics = Metrics::new();
-        drop(Measured::begin(&metrics, "Attend", deadline));
-        let text = metrics.render();
+        drop(MeasuredAnswer::begin_answer(&metrics, "Attend", deadline));
+        let text = metrics.render_page();
         let counted =
             |line: &&str| line.starts_with("kvd_requests_total{") && !line.ends_with(" 0");
         let line = text.lines().find(counted);
@@ -122,20 +122,20 @@ mod tests {
         let of_task = metrics.clone();
         let panics = tokio::spawn(async move {
             let namespace = kvd_core::Namespace::new("default").unwrap();
-            let call = Call::new(namespace);
+            let call = CallContext::new(namespace);
             let work = async { panic!("a defect") };
-            answer::<()>(&of_task, "Attend", &call, work).await
+            measure_answer::<()>(&of_task, "Attend", &call, work).await
         });
         assert!(panics.await.unwrap_err().is_panic());
         let line = "kvd_requests_total{rpc=\"Attend\",code=\"INTERNAL\"} 1\n";
-        assert!(metrics.render().contains(line), "{}", metrics.render());
+        assert!(metrics.render_page().contains(line), "{}", metrics.render_page());
     }
 
     #[test]
     fn an_answer_that_ended_is_counted_once() {
         let metrics = Metrics::new();
-        Measured::begin(&metrics, "Attend", None).end(None);
-        let text = metrics.render();
+        MeasuredAnswer::begin_answer(&metrics, "Attend", None).end_answer(None);
+        let text = metrics.render_page();
         assert!(text.contains("kvd_requests_total{rpc=\"Attend\",code=\"OK\"} 1"), "{text}");
         assert!(!text.contains("CANCELLED"), "{text}");
     }

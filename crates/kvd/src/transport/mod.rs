@@ -16,6 +16,6 @@ mod server;
 mod socket;
 mod stream;
 
-pub use connection::Phase;
-pub(crate) use server::connections;
+pub use connection::ServerPhase;
+pub(crate) use server::connections_gauge;
 pub use server::{BoundAddresses, GrpcServer, ListenError};

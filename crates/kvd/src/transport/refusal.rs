@@ -11,7 +11,7 @@ use tower::{Layer, Service};
 
 /// Counters by reason.
 #[derive(Clone)]
-pub(super) struct Refusals {
+pub(super) struct RefusalCounters {
     unimplemented: Counter,
     bad_message: Counter,
     message_too_large: Counter,
@@ -22,7 +22,7 @@ pub(super) struct Refusals {
 /// Where kvd says what its own error was; gRPC's have none.
 const DETAILS: &str = "grpc-status-details-bin";
 
-impl Refusals {
+impl RefusalCounters {
     /// Handles on the daemon's counters, which begin at 0.
     pub(super) fn new(metrics: &Metrics) -> Self {
         let counter = |reason| {
@@ -39,7 +39,7 @@ impl Refusals {
     }
 
     /// Counts the status of a message that could not be read from a stream.
-    pub(super) fn count(&self, status: &Status) {
+    pub(super) fn count_status(&self, status: &Status) {
         if status.details().is_empty() {
             self.count_code(status.code());
         }
@@ -65,22 +65,22 @@ impl Refusals {
     }
 }
 
-impl<S> Layer<S> for Refusals {
-    type Service = Watched<S>;
+impl<S> Layer<S> for RefusalCounters {
+    type Service = WatchedService<S>;
 
-    fn layer(&self, inner: S) -> Watched<S> {
-        Watched { inner, refusals: self.clone() }
+    fn layer(&self, inner: S) -> WatchedService<S> {
+        WatchedService { inner, refusals: self.clone() }
     }
 }
 
 /// A service whose refusals are counted.
 #[derive(Clone)]
-pub(super) struct Watched<S> {
+pub(super) struct WatchedService<S> {
     inner: S,
-    refusals: Refusals,
+    refusals: RefusalCounters,
 }
 
-impl<S, Request, Body> Service<Request> for Watched<S>
+impl<S, Request, Body> Service<Request> for WatchedService<S>
 where
     S: Service<Request, Response = Response<Body>>,
     S::Future: Send + 'static,
@@ -102,7 +102,7 @@ where
 /// An answer that is looked at when it comes.
 pub(super) struct WatchedFuture<F> {
     answer: Pin<Box<F>>,
-    refusals: Refusals,
+    refusals: RefusalCounters,
 }
 
 impl<F, Body, E> Future for WatchedFuture<F>

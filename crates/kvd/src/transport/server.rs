@@ -1,13 +1,13 @@
 //! Sockets: bind first, serve after, drain on request.
 
-use super::connection::{Incoming, Limits, Peer, Phase};
-use super::grpc::Grpc;
+use super::connection::{ConnectionLimits, IncomingConnections, PeerInfo, ServerPhase};
+use super::grpc::GrpcService;
 use super::health::HealthOf;
 use super::layer::RequestLayer;
-use super::refusal::Refusals;
+use super::refusal::RefusalCounters;
 use super::region::RegionServer;
 use super::socket::{self, BoundSocket};
-use super::stream::Streams;
+use super::stream::StreamState;
 use crate::config::Config;
 use crate::metrics::{Metric, Metrics};
 use crate::service::Service;
@@ -61,7 +61,7 @@ impl GrpcServer {
     ///
     /// # Errors
     /// The socket that could not be opened.
-    pub async fn bind(config: &Config) -> Result<Self, ListenError> {
+    pub async fn bind_sockets(config: &Config) -> Result<Self, ListenError> {
         let mut addresses = BoundAddresses::default();
         let mut tcp = None;
         if let Some(address) = config.listen_tcp {
@@ -90,7 +90,7 @@ impl GrpcServer {
 
     /// Where the sockets are.
     #[must_use]
-    pub fn addresses(&self) -> &BoundAddresses {
+    pub fn bound_addresses(&self) -> &BoundAddresses {
         &self.addresses
     }
 
@@ -99,25 +99,25 @@ impl GrpcServer {
     ///
     /// # Errors
     /// When a listener breaks.
-    pub async fn serve(
+    pub async fn serve_all(
         self,
         service: Arc<Service>,
-        phase: watch::Receiver<Phase>,
+        phase: watch::Receiver<ServerPhase>,
     ) -> Result<(), tonic::transport::Error> {
         let config = service.config();
         let connections_max = config.connections_max.unwrap_or(Semaphore::MAX_PERMITS);
         let permits = Arc::new(Semaphore::new(connections_max));
-        let limits = |listener| Limits {
+        let limits = |listener| ConnectionLimits {
             permits: permits.clone(),
             silence_max: config.keepalive_timeout,
             phase: phase.clone(),
             bytes_max: config.connection_bytes_max as u64,
-            open: connections(service.metrics(), listener),
+            open: connections_gauge(service.metrics(), listener),
         };
         let limits = ["tcp", "unix"].map(limits);
         let [of_tcp, of_unix] = limits;
-        let refusals = Refusals::new(service.metrics());
-        let routes = routes(&service, &phase, &refusals);
+        let refusals = RefusalCounters::new(service.metrics());
+        let routes = build_routes(&service, &phase, &refusals);
         let requests =
             RequestLayer { service: service.clone(), refused: refusals.over_budget.clone() };
         let of_regions = phase.clone();
@@ -125,20 +125,20 @@ impl GrpcServer {
         if let Some(listener) = self.tcp {
             // The builder's TCP settings do not reach sockets that were bound elsewhere.
             let sockets = TcpIncoming::from(listener).with_nodelay(Some(true));
-            let mut server = builder(config).layer(requests.clone()).layer(refusals.clone());
+            let mut server = server_builder(config).layer(requests.clone()).layer(refusals.clone());
             let router = server.add_routes(routes.clone());
-            let drain = Phase::Draining.reached(phase.clone());
-            let incoming = Incoming::new(sockets, of_tcp);
+            let drain = ServerPhase::Draining.wait_until(phase.clone());
+            let incoming = IncomingConnections::new(sockets, of_tcp);
             serving.spawn(router.serve_with_incoming_shutdown(incoming, drain));
         }
         if let Some(sockets) = self.unix {
-            let router = builder(config).layer(requests).layer(refusals).add_routes(routes);
-            let drain = Phase::Draining.reached(phase.clone());
-            let incoming = Incoming::new(sockets, of_unix);
+            let router = server_builder(config).layer(requests).layer(refusals).add_routes(routes);
+            let drain = ServerPhase::Draining.wait_until(phase.clone());
+            let incoming = IncomingConnections::new(sockets, of_unix);
             serving.spawn(router.serve_with_incoming_shutdown(incoming, drain));
         }
         if let Some(regions) = self.region {
-            let regions = regions.serve(service.clone(), of_regions);
+            let regions = regions.serve_regions(service.clone(), of_regions);
             serving.spawn(async {
                 regions.await;
                 Ok(())
@@ -155,10 +155,10 @@ impl GrpcServer {
 
 async fn bind_unix(path: &Path, key: &'static str) -> Result<BoundSocket, ListenError> {
     let failed = |source| ListenError { address: path.display().to_string(), key, source };
-    socket::bind(path).await.map_err(failed)
+    socket::bind_path(path).await.map_err(failed)
 }
 
-fn builder(config: &Config) -> Server {
+fn server_builder(config: &Config) -> Server {
     Server::builder()
         .initial_stream_window_size(config.stream_window_bytes)
         .initial_connection_window_size(config.connection_window_bytes)
@@ -173,23 +173,27 @@ fn peer_span(request: &http::Request<()>) -> tracing::Span {
     if !tracing::enabled!(tracing::Level::DEBUG) {
         return tracing::Span::none();
     }
-    let tcp = request.extensions().get::<Peer<TcpConnectInfo>>();
+    let tcp = request.extensions().get::<PeerInfo<TcpConnectInfo>>();
     let tcp = tcp.and_then(|peer| peer.info.remote_addr());
     let peer = tcp.map_or_else(|| "unix".to_owned(), |address| address.to_string());
     tracing::debug_span!("request", peer)
 }
 
 /// How many connections of a listener are open, by what it listens on.
-pub(crate) fn connections(metrics: &Metrics, listener: &str) -> Gauge {
+pub(crate) fn connections_gauge(metrics: &Metrics, listener: &str) -> Gauge {
     let open = metrics.gauge(Metric::Connections, &[("listener", listener)]);
     open.increment(0.0);
     open
 }
 
-fn routes(service: &Arc<Service>, phase: &watch::Receiver<Phase>, refusals: &Refusals) -> Routes {
+fn build_routes(
+    service: &Arc<Service>,
+    phase: &watch::Receiver<ServerPhase>,
+    refusals: &RefusalCounters,
+) -> Routes {
     let max = service.config().message_bytes_max;
-    let streams = Streams::new(service.metrics(), phase.clone(), refusals.clone());
-    let grpc = Grpc { service: service.clone(), streams };
+    let streams = StreamState::new(service.metrics(), phase.clone(), refusals.clone());
+    let grpc = GrpcService { service: service.clone(), streams };
     let health = HealthOf { service: service.clone(), phase: phase.clone() };
     let kvd = KvdServer::new(grpc)
         .max_decoding_message_size(max)

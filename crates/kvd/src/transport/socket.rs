@@ -28,7 +28,7 @@ pub(super) struct BoundSocket<L = UnixListener> {
 
 impl BoundSocket {
     /// The next connection.
-    pub(super) async fn accept(&self) -> io::Result<UnixStream> {
+    pub(super) async fn accept_stream(&self) -> io::Result<UnixStream> {
         self.listener.accept().await.map(|(stream, _)| stream)
     }
 }
@@ -51,7 +51,7 @@ struct SocketFile {
 impl Drop for SocketFile {
     fn drop(&mut self) {
         // An operator may have cleared the path, and another daemon bound it; its file stays.
-        if FileIdentity::at(&self.path).is_ok_and(|now| now == self.identity) {
+        if FileIdentity::of_path(&self.path).is_ok_and(|now| now == self.identity) {
             // Gone meanwhile is as good.
             let _ = std::fs::remove_file(&self.path);
         }
@@ -66,7 +66,7 @@ struct FileIdentity {
 }
 
 impl FileIdentity {
-    fn at(path: &Path) -> io::Result<Self> {
+    fn of_path(path: &Path) -> io::Result<Self> {
         let metadata = std::fs::symlink_metadata(path)?;
         Ok(Self { device: metadata.dev(), inode: metadata.ino() })
     }
@@ -105,7 +105,7 @@ async fn lock_folder(path: &Path) -> io::Result<Option<File>> {
 
 /// A socket that nobody serves any more is what a crash leaves behind: it is replaced. One that
 /// answers belongs to a running daemon, and anything else at the path to somebody who wants it.
-pub(super) async fn bind(path: &Path) -> io::Result<BoundSocket> {
+pub(super) async fn bind_path(path: &Path) -> io::Result<BoundSocket> {
     let _lock = lock_folder(path).await?;
     let listener = match UnixListener::bind(path) {
         Err(error) if error.kind() == ErrorKind::AddrInUse => {
@@ -115,7 +115,7 @@ pub(super) async fn bind(path: &Path) -> io::Result<BoundSocket> {
         }
         result => result?,
     };
-    let identity = FileIdentity::at(path)?;
+    let identity = FileIdentity::of_path(path)?;
     Ok(BoundSocket { _file: SocketFile { path: path.to_owned(), identity }, listener })
 }
 
@@ -148,7 +148,7 @@ mod tests {
         // Closing a listener leaves its file.
         drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
         assert!(path.exists());
-        let socket = bind(&path).await.unwrap();
+        let socket = bind_path(&path).await.unwrap();
         UnixStream::connect(&path).await.unwrap();
         drop(socket);
         assert!(!path.exists());
@@ -158,8 +158,8 @@ mod tests {
     async fn a_served_socket_is_refused_and_stays() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("kvd.sock");
-        let _socket = bind(&path).await.unwrap();
-        let error = bind(&path).await.map(|_| ()).unwrap_err();
+        let _socket = bind_path(&path).await.unwrap();
+        let error = bind_path(&path).await.map(|_| ()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::AddrInUse);
         UnixStream::connect(&path).await.unwrap();
     }
@@ -172,7 +172,7 @@ mod tests {
         let link = dir.path().join("link");
         std::os::unix::fs::symlink(&path, &link).unwrap();
         for path in [&path, &link] {
-            let error = bind(path).await.map(|_| ()).unwrap_err();
+            let error = bind_path(path).await.map(|_| ()).unwrap_err();
             assert!(error.to_string().contains("not a socket"), "{error}");
             assert_eq!(std::fs::read_to_string(path).unwrap(), "precious");
         }
@@ -182,11 +182,11 @@ mod tests {
     async fn a_path_that_another_took_over_is_left_to_it() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("kvd.sock");
-        let old = bind(&path).await.unwrap();
+        let old = bind_path(&path).await.unwrap();
         // As an operator would who clears the path by hand. The old inode lives on under another
         // name, so that its number cannot be given out again.
         std::fs::rename(&path, dir.path().join("old.sock")).unwrap();
-        let _new = bind(&path).await.unwrap();
+        let _new = bind_path(&path).await.unwrap();
         drop(old);
         UnixStream::connect(&path).await.unwrap();
     }
@@ -203,15 +203,15 @@ mod tests {
     async fn the_file_is_gone_before_its_number_can_be_another_ones() {
         for folder in folders() {
             let path = folder.path().join("kvd.sock");
-            let old = bind(&path).await.unwrap();
+            let old = bind_path(&path).await.unwrap();
             let BoundSocket { _file: file, listener } = old;
             // The path is free while the old listener, and with it the inode, still lives.
             drop(file);
             assert!(!path.exists());
-            let new = bind(&path).await.unwrap();
-            let inode = FileIdentity::at(&path).unwrap();
+            let new = bind_path(&path).await.unwrap();
+            let inode = FileIdentity::of_path(&path).unwrap();
             drop(listener);
-            assert!(FileIdentity::at(&path).is_ok_and(|now| now == inode));
+            assert!(FileIdentity::of_path(&path).is_ok_and(|now| now == inode));
             UnixStream::connect(&path).await.unwrap();
             drop(new);
             assert!(!path.exists());
@@ -236,14 +236,14 @@ mod tests {
     async fn a_listener_outlives_its_file_so_that_no_successor_has_the_number_meanwhile() {
         for folder in folders() {
             let path = folder.path().join("kvd.sock");
-            let BoundSocket { _file, listener } = bind(&path).await.unwrap();
+            let BoundSocket { _file, listener } = bind_path(&path).await.unwrap();
             let had_file = Arc::new(AtomicBool::new(true));
             let watched =
                 Watched { _listener: listener, path: path.clone(), had_file: had_file.clone() };
             drop(BoundSocket { _file, listener: watched });
             assert!(!had_file.load(Ordering::Acquire), "the listener closed first");
             // And a file of the same number that is bound after that is the successor's alone.
-            let new = bind(&path).await.unwrap();
+            let new = bind_path(&path).await.unwrap();
             UnixStream::connect(&path).await.unwrap();
             drop(new);
             assert!(!path.exists());
@@ -258,7 +258,7 @@ mod tests {
                 drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
                 let race = (0..8).map(|_| {
                     let path = path.clone();
-                    tokio::spawn(async move { bind(&path).await })
+                    tokio::spawn(async move { bind_path(&path).await })
                 });
                 let mut bound = Vec::new();
                 for racer in race.collect::<Vec<_>>() {
@@ -280,7 +280,7 @@ mod tests {
         flock(&holder, FlockOperation::LockExclusive).unwrap();
         let waiting = tokio::spawn({
             let path = path.clone();
-            async move { bind(&path).await }
+            async move { bind_path(&path).await }
         });
         tokio::time::sleep(LOCK_PAUSE * 5).await;
         assert!(!waiting.is_finished() && !path.exists());

@@ -1,12 +1,12 @@
 //! Streams of requests: answered one by one, in order, until the client's end, the daemon's, or the
 //! first error of a stream that did not ask to be told of errors in its answers.
 
-use super::bytes::Meter;
-use super::call::{call, meter, status};
-use super::connection::Phase;
-use super::refusal::Refusals;
+use super::bytes::ByteMeter;
+use super::call::{find_meter, read_call, wire_status};
+use super::connection::ServerPhase;
+use super::refusal::RefusalCounters;
 use crate::metrics::{Metric, Metrics, OpenCount};
-use crate::service::{Call, InFlight, Service, ServiceError};
+use crate::service::{CallContext, InFlight, Service, ServiceError};
 use futures_core::Stream;
 use kvd_core::ErrorCode;
 use kvd_proto::StreamErrors;
@@ -27,22 +27,22 @@ const REPLIES_AHEAD_MAX: usize = 4;
 
 /// What all streams have in common.
 #[derive(Clone)]
-pub(super) struct Streams {
+pub(super) struct StreamState {
     /// Idle ones end when the daemon drains.
-    pub(super) phase: watch::Receiver<Phase>,
-    refusals: Refusals,
+    pub(super) phase: watch::Receiver<ServerPhase>,
+    refusals: RefusalCounters,
     /// How many are open, by rpc.
     pub(super) stores: Gauge,
     pub(super) attends: Gauge,
     pub(super) loads: Gauge,
 }
 
-impl Streams {
+impl StreamState {
     /// The streams of a daemon, none open.
     pub(super) fn new(
         metrics: &Metrics,
-        phase: watch::Receiver<Phase>,
-        refusals: Refusals,
+        phase: watch::Receiver<ServerPhase>,
+        refusals: RefusalCounters,
     ) -> Self {
         let open = |rpc| {
             let open = metrics.gauge(Metric::OpenStreams, &[("rpc", rpc)]);
@@ -56,56 +56,56 @@ impl Streams {
 }
 
 /// A stream that was opened: by whom, and how it is to be told of errors.
-pub(super) struct Opened {
-    pub(super) call: Call,
+pub(super) struct OpenedStream {
+    pub(super) call: CallContext,
     pub(super) errors: StreamErrors,
     /// Meter of its bytes.
-    pub(super) meter: Meter,
+    pub(super) meter: ByteMeter,
 }
 
-impl Opened {
+impl OpenedStream {
     /// Reads a stream's request.
     pub(super) fn from_request<T>(request: &Request<T>) -> Result<Self, ServiceError> {
         let errors = kvd_proto::stream_errors_of(request.metadata())?;
-        Ok(Self { call: waiting(call(request)?), errors, meter: meter(request) })
+        Ok(Self { call: wait_for_queue(read_call(request)?), errors, meter: find_meter(request) })
     }
 }
 
 /// Kind of a stream of requests.
 pub(super) struct StreamKind<'a> {
-    pub(super) streams: &'a Streams,
+    pub(super) streams: &'a StreamState,
     /// How many of its rpc are open.
     pub(super) open: &'a Gauge,
-    pub(super) meter: Meter,
+    pub(super) meter: ByteMeter,
 }
 
 /// An answer on its way, and its share of the budgets, which it keeps until it is sent.
-pub(super) struct Answer<T> {
+pub(super) struct StreamAnswer<T> {
     pub(super) reply: Result<T, Status>,
     pub(super) held: Option<InFlight>,
 }
 
-impl<T> From<Result<T, Status>> for Answer<T> {
+impl<T> From<Result<T, Status>> for StreamAnswer<T> {
     fn from(reply: Result<T, Status>) -> Self {
         Self { reply, held: None }
     }
 }
 
 /// Answers in the order they are sent.
-pub(super) struct Answers<T> {
-    pub(super) receiver: mpsc::Receiver<Answer<T>>,
-    pub(super) meter: Meter,
+pub(super) struct AnswerStream<T> {
+    pub(super) receiver: mpsc::Receiver<StreamAnswer<T>>,
+    pub(super) meter: ByteMeter,
 }
 
-impl<T> Stream for Answers<T> {
+impl<T> Stream for AnswerStream<T> {
     type Item = Result<T, Status>;
 
     fn poll_next(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         let this = self.get_mut();
         this.receiver.poll_recv(context).map(|answer| {
-            let Answer { reply, held } = answer?;
+            let StreamAnswer { reply, held } = answer?;
             // It is encoded next.
-            this.meter.hold(held);
+            this.meter.hold_answer(held);
             Some(reply)
         })
     }
@@ -113,8 +113,8 @@ impl<T> Stream for Answers<T> {
 
 /// The call of a stream: one message at a time goes to the device, so its wait in the queue is the
 /// back-pressure that a refusal would ask of it.
-pub(super) fn waiting(call: Call) -> Call {
-    Call { waits_for_queue: true, ..call }
+pub(super) fn wait_for_queue(call: CallContext) -> CallContext {
+    CallContext { waits_for_queue: true, ..call }
 }
 
 /// Puts the refusal of a message into its answer, where the stream asked for that. A drain and the
@@ -137,7 +137,7 @@ pub(super) fn with_error<T>(
 }
 
 /// Runs `answer` for each request. The task ends by itself when the client goes away.
-pub(super) fn serve<Message, Reply, Work, Future>(
+pub(super) fn serve_stream<Message, Reply, Work, Future>(
     service: Arc<Service>,
     to: StreamKind<'_>,
     mut requests: Streaming<Message>,
@@ -147,7 +147,7 @@ where
     Message: Send + 'static,
     Reply: Send + 'static,
     Work: Fn(Arc<Service>, Message) -> Future + Send + 'static,
-    Future: std::future::Future<Output = Answer<Reply>> + Send,
+    Future: std::future::Future<Output = StreamAnswer<Reply>> + Send,
 {
     let (replies, receiver) = mpsc::channel(REPLIES_AHEAD_MAX);
     let StreamKind { streams, open, meter } = to;
@@ -161,7 +161,7 @@ where
                 biased;
                 request = requests.message() => request,
                 () = replies.closed() => return,
-                _ = phase.wait_for(|now| *now >= Phase::Draining) => Err(shutting_down()),
+                _ = phase.wait_for(|now| *now >= ServerPhase::Draining) => Err(shutting_down()),
             };
             let reply = match request {
                 Ok(None) => return,
@@ -171,11 +171,11 @@ where
                     () = replies.closed() => return,
                 },
                 Err(status) => {
-                    refusals.count(&status);
+                    refusals.count_status(&status);
                     Err(status).into()
                 }
             };
-            messages.answered();
+            messages.end_message();
             let ended = reply.reply.is_err();
             if replies.send(reply).await.is_err() || ended {
                 return;
@@ -184,9 +184,12 @@ where
     };
     // Lines of the log say whose stream it is.
     tokio::spawn(answers.in_current_span());
-    Box::pin(Answers { receiver, meter })
+    Box::pin(AnswerStream { receiver, meter })
 }
 
 fn shutting_down() -> Status {
-    status(&ServiceError::new(ErrorCode::ShuttingDown, "the daemon drains; reconnect elsewhere"))
+    wire_status(&ServiceError::new(
+        ErrorCode::ShuttingDown,
+        "the daemon drains; reconnect elsewhere",
+    ))
 }

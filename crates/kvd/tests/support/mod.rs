@@ -1,8 +1,8 @@
 //! A daemon in this process, and rude clients.
 #![allow(dead_code, reason = "each test file uses its part")]
 
-use kvd::config::Overrides;
-use kvd::{Config, Daemon, Running};
+use kvd::config::ConfigOverrides;
+use kvd::{Config, Daemon, RunningDaemon};
 use kvd_proto::v1;
 use std::io::{ErrorKind, Read};
 use std::net::TcpStream;
@@ -14,7 +14,7 @@ use tonic::transport::{Channel, Endpoint};
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A daemon of 64 MiB on a free loopback port, without an admin port, and with these settings.
-pub(crate) async fn start(flags: &[(&str, &str)]) -> Running {
+pub(crate) async fn start(flags: &[(&str, &str)]) -> RunningDaemon {
     let basic = [
         ("server.listen_tcp", "127.0.0.1:0"),
         ("admin.listen", ""),
@@ -23,20 +23,20 @@ pub(crate) async fn start(flags: &[(&str, &str)]) -> Running {
     ];
     let flags = basic.iter().chain(flags);
     let flags = flags.map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
-    let config = Config::load(&Overrides { file: None, environment: false, flags });
+    let config = Config::load(&ConfigOverrides { file: None, environment: false, flags });
     let daemon = Daemon::build(config.expect("a configuration")).await.expect("a daemon");
     daemon.spawn()
 }
 
 /// A connection of its own.
-pub(crate) async fn channel(running: &Running) -> Channel {
-    let address = running.addresses().tcp.expect("a TCP listener");
+pub(crate) async fn channel(running: &RunningDaemon) -> Channel {
+    let address = running.bound_addresses().tcp.expect("a TCP listener");
     let endpoint = Endpoint::try_from(format!("http://{address}")).expect("an endpoint");
     endpoint.connect().await.expect("connect")
 }
 
 /// The generated client on a connection of its own.
-pub(crate) async fn rpc(running: &Running) -> v1::kvd_client::KvdClient<Channel> {
+pub(crate) async fn rpc(running: &RunningDaemon) -> v1::kvd_client::KvdClient<Channel> {
     let rpc = v1::kvd_client::KvdClient::new(channel(running).await);
     rpc.max_encoding_message_size(64 << 20).max_decoding_message_size(64 << 20)
 }
@@ -75,19 +75,19 @@ pub(crate) fn attend_nothing(model_id: u64, sequence_id: u64) -> v1::AttendReque
 }
 
 /// Keeps the device busy until the answer is dropped.
-pub(crate) async fn occupy(running: &Running) -> mpsc::SyncSender<()> {
+pub(crate) async fn occupy(running: &RunningDaemon) -> mpsc::SyncSender<()> {
     let (gate, opened) = mpsc::sync_channel(1);
     let (begin, begun) = tokio::sync::oneshot::channel();
-    let worker = running.service().worker().clone();
+    let worker = running.service().first_worker().clone();
     let namespace = kvd_core::Namespace::new("default").expect("a namespace");
     tokio::spawn(async move {
-        let call = kvd::service::Call::new(namespace);
+        let call = kvd::service::CallContext::new(namespace);
         let work = move |_: &mut dyn kvd_compute::Backend| {
             let _ = begin.send(());
             let _ = opened.recv();
             Ok(())
         };
-        worker.run(&call, work).await
+        worker.run_closure(&call, work).await
     });
     begun.await.expect("the device takes the job");
     gate

@@ -1,12 +1,12 @@
 //! What texts of `kvd bench`'s options stand for. What is refused here is an error of usage, with
 //! what there is instead.
 
-use crate::bench::{SHAPES, Shape, shape};
+use crate::bench::{HeadShape, SHAPES, find_shape};
 use clap::builder::RangedU64ValueParser;
 use kvd_compute::{CpuBackend, InstructionSet, Precision};
 
 /// At least one of something, and at most so many.
-pub(in crate::cli) fn count<T>(max: T) -> RangedU64ValueParser<T>
+pub(in crate::cli) fn count_up_to<T>(max: T) -> RangedU64ValueParser<T>
 where
     T: TryInto<u64> + TryFrom<u64, Error: std::error::Error + Send + Sync>,
     T: Clone + Send + Sync + 'static,
@@ -20,9 +20,9 @@ pub(super) fn up_to(max: usize) -> RangedU64ValueParser<usize> {
     RangedU64ValueParser::new().range(..=max as u64)
 }
 
-pub(super) fn parse_shape(name: &str) -> Result<Shape, String> {
-    shape(name).ok_or_else(|| {
-        let names: Vec<_> = SHAPES.iter().map(|shape| shape.name).collect();
+pub(super) fn parse_shape(name: &str) -> Result<HeadShape, String> {
+    find_shape(name).ok_or_else(|| {
+        let names: Vec<_> = SHAPES.iter().map(|shape| find_shape.name).collect();
         format!(
             "shapes are {}, or numbers as 8x4x128: up to 1024 KV heads, query heads of each, and \
              channels, which are even",

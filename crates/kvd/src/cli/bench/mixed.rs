@@ -1,10 +1,10 @@
 //! `kvd bench mixed`: arguments of the load against a daemon that runs.
 
 use super::super::CliError;
-use super::super::table::{Column, table};
+use super::super::table::{TableColumn, render_table};
 use super::super::text_args::codec_text;
-use super::flags::{count, parse_shape, up_to};
-use crate::bench::{MixedBench, MixedRow, Shape, limits};
+use super::flags::{count_up_to, parse_shape, up_to};
+use crate::bench::{HeadShape, MixedBench, MixedRow, limits};
 use clap::Args;
 use kvd_client::Endpoint;
 use std::time::Duration;
@@ -19,12 +19,12 @@ pub(in crate::cli) struct MixedArgs {
     codec: String,
     /// Heads of a model by its name, or as numbers.
     #[arg(long, default_value = "llama-3.1-8b", value_parser = parse_shape)]
-    shape: Shape,
+    shape: HeadShape,
     /// Stored tokens, of which the flood and the long attend see all.
-    #[arg(long, default_value_t = 8192, value_parser = count(limits::CONTEXT_MAX))]
+    #[arg(long, default_value_t = 8192, value_parser = count_up_to(limits::CONTEXT_MAX))]
     context: u32,
     /// Clients that ask for one token, one call after another.
-    #[arg(long, default_value_t = 4, value_parser = count(limits::CALLS_MAX))]
+    #[arg(long, default_value_t = 4, value_parser = count_up_to(limits::CALLS_MAX))]
     clients: usize,
     /// Milliseconds that such a client waits between two calls.
     #[arg(long, default_value_t = 0)]
@@ -47,7 +47,7 @@ pub(in crate::cli) struct MixedArgs {
 }
 
 /// Runs the load; its table or JSON.
-pub(super) fn run(args: MixedArgs) -> Result<String, CliError> {
+pub(super) fn run_mixed(args: MixedArgs) -> Result<String, CliError> {
     let bench = MixedBench {
         endpoint: args.endpoint,
         shape: args.shape,
@@ -61,25 +61,25 @@ pub(super) fn run(args: MixedArgs) -> Result<String, CliError> {
         time: Duration::from_secs(args.seconds),
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
-    let rows = runtime.map_err(anyhow::Error::from)?.block_on(bench.run())?;
+    let rows = runtime.map_err(anyhow::Error::from)?.block_on(bench.run_load())?;
     if args.json {
         let text = serde_json::to_string_pretty(&rows).map_err(anyhow::Error::from)?;
         return Ok(text + "\n");
     }
-    Ok(text(&rows))
+    Ok(table_text(&rows))
 }
 
-fn text(rows: &[MixedRow]) -> String {
+fn table_text(rows: &[MixedRow]) -> String {
     let cells = |cell: fn(&MixedRow) -> String| rows.iter().map(cell).collect::<Vec<_>>();
-    table(&[
-        Column::text("clients that", cells(|row| row.kind.to_owned())),
-        Column::numbers("are", cells(|row| row.clients.to_string())),
-        Column::numbers("calls", cells(|row| row.calls.to_string())),
-        Column::numbers("refused", cells(|row| row.refused.to_string())),
-        Column::numbers("p50 ms", cells(|row| format!("{:.2}", row.p50_ms))),
-        Column::numbers("p99 ms", cells(|row| format!("{:.2}", row.p99_ms))),
-        Column::numbers("p999 ms", cells(|row| format!("{:.2}", row.p999_ms))),
-        Column::numbers("most ms", cells(|row| format!("{:.2}", row.most_ms))),
-        Column::numbers("Jain", cells(|row| format!("{:.3}", row.jain))),
+    render_table(&[
+        TableColumn::of_text("clients that", cells(|row| row.kind.to_owned())),
+        TableColumn::of_numbers("are", cells(|row| row.clients.to_string())),
+        TableColumn::of_numbers("calls", cells(|row| row.calls.to_string())),
+        TableColumn::of_numbers("refused", cells(|row| row.refused.to_string())),
+        TableColumn::of_numbers("p50 ms", cells(|row| format!("{:.2}", row.p50_ms))),
+        TableColumn::of_numbers("p99 ms", cells(|row| format!("{:.2}", row.p99_ms))),
+        TableColumn::of_numbers("p999 ms", cells(|row| format!("{:.2}", row.p999_ms))),
+        TableColumn::of_numbers("most ms", cells(|row| format!("{:.2}", row.most_ms))),
+        TableColumn::of_numbers("Jain", cells(|row| format!("{:.3}", row.jain))),
     ])
 }

@@ -1,15 +1,15 @@
 //! Tables of `kvd bench`: what a terminal has columns for, and with --wide every figure.
 
-use super::super::table::{Column, Labels, table, wrapped};
+use super::super::table::{CodecLabels, TableColumn, render_table, wrap_text};
 #[cfg(feature = "eval")]
 use crate::bench::TransportRow;
-use crate::bench::{AttendRow, CodecRow, Figure, HuffmanRow, ScoresRow, StoreRow};
+use crate::bench::{AttendRow, CodecRow, HuffmanRow, MeasuredFigure, ScoresRow, StoreRow};
 use std::fmt::Write;
 
 /// How the rows of a benchmark are printed.
-pub(super) struct Sheet<T> {
+pub(super) struct BenchSheet<T> {
     /// Columns beside the codec's label, of which each has so many at most.
-    narrow: fn(&[T], Vec<String>) -> Vec<Column>,
+    narrow: fn(&[T], Vec<String>) -> Vec<TableColumn>,
     /// What labels stand for, and columns that a label may have.
     codec: (fn(&T) -> String, usize),
     /// What the figures are, below the table.
@@ -18,18 +18,18 @@ pub(super) struct Sheet<T> {
     pub(super) wide: fn(&[T]) -> String,
 }
 
-impl<T> Sheet<T> {
+impl<T> BenchSheet<T> {
     /// The table that fits a terminal.
     pub(super) fn narrow_text(&self, rows: &[T]) -> String {
         let (codec, width) = self.codec;
-        let Labels { cells, legend } = Labels::new(rows.iter().map(codec), width);
-        let text = table(&(self.narrow)(rows, cells));
-        format!("{text}\n{}{legend}", wrapped(self.note, ""))
+        let CodecLabels { cells, legend } = CodecLabels::new(rows.iter().map(codec), width);
+        let text = render_table(&(self.narrow)(rows, cells));
+        format!("{text}\n{}{legend}", wrap_text(self.note, ""))
     }
 }
 
 /// A figure in at most five characters where it is below 100,000.
-fn brief(figure: f64) -> String {
+fn short_figure(figure: f64) -> String {
     match figure.abs() {
         size if size < 9.995 => format!("{figure:.2}"),
         size if size < 99.95 => format!("{figure:.1}"),
@@ -37,32 +37,38 @@ fn brief(figure: f64) -> String {
     }
 }
 
-fn median(figure: Figure) -> String {
-    brief(figure.median)
+fn median_text(figure: MeasuredFigure) -> String {
+    short_figure(figure.median)
 }
 
 /// `best..upper quartile`.
-fn spread(figure: Figure) -> String {
-    format!("{}..{}", brief(figure.best), brief(figure.upper_quartile))
+fn spread_text(figure: MeasuredFigure) -> String {
+    format!("{}..{}", short_figure(figure.best), short_figure(figure.upper_quartile))
 }
 
-fn cells<T>(rows: &[T], cell: impl Fn(&T) -> String) -> Vec<String> {
+fn column_cells<T>(rows: &[T], cell: impl Fn(&T) -> String) -> Vec<String> {
     rows.iter().map(cell).collect()
 }
 
-pub(super) const ATTEND: Sheet<AttendRow> = Sheet {
+pub(super) const ATTEND: BenchSheet<AttendRow> = BenchSheet {
     narrow: |rows, labels| {
         vec![
-            Column::text("codec", labels),
-            Column::numbers("cpu ns", cells(rows, |row| median(row.cpu_ns))),
-            Column::numbers("best..q3", cells(rows, |row| spread(row.cpu_ns))),
-            Column::numbers("wall ns", cells(rows, |row| median(row.wall_ns))),
-            Column::text("set", cells(rows, |row| row.instruction_set.to_owned())),
-            Column::text("rounds to", cells(rows, |row| row.precision.to_owned())),
-            Column::numbers("threads", cells(rows, |row| row.threads.to_string())),
-            Column::numbers("context", cells(rows, |row| row.context.to_string())),
-            Column::numbers("bits", cells(rows, |row| format!("{:.2}", row.bits_per_value))),
-            Column::numbers("error", cells(rows, |row| format!("{:.0e}", row.kernel_error))),
+            TableColumn::of_text("codec", labels),
+            TableColumn::of_numbers("cpu ns", column_cells(rows, |row| median_text(row.cpu_ns))),
+            TableColumn::of_numbers("best..q3", column_cells(rows, |row| spread_text(row.cpu_ns))),
+            TableColumn::of_numbers("wall ns", column_cells(rows, |row| median_text(row.wall_ns))),
+            TableColumn::of_text("set", column_cells(rows, |row| row.instruction_set.to_owned())),
+            TableColumn::of_text("rounds to", column_cells(rows, |row| row.precision.to_owned())),
+            TableColumn::of_numbers("threads", column_cells(rows, |row| row.threads.to_string())),
+            TableColumn::of_numbers("context", column_cells(rows, |row| row.context.to_string())),
+            TableColumn::of_numbers(
+                "bits",
+                column_cells(rows, |row| format!("{:.2}", row.bits_per_value)),
+            ),
+            TableColumn::of_numbers(
+                "error",
+                column_cells(rows, |row| format!("{:.0e}", row.kernel_error)),
+            ),
         ]
     },
     codec: (|row| row.codec.clone(), 14),
@@ -71,17 +77,23 @@ pub(super) const ATTEND: Sheet<AttendRow> = Sheet {
     wide: attend_wide,
 };
 
-pub(super) const SCORES: Sheet<ScoresRow> = Sheet {
+pub(super) const SCORES: BenchSheet<ScoresRow> = BenchSheet {
     narrow: |rows, labels| {
         vec![
-            Column::text("codec", labels),
-            Column::numbers("cpu ns", cells(rows, |row| median(row.cpu_ns))),
-            Column::numbers("best..q3", cells(rows, |row| spread(row.cpu_ns))),
-            Column::text("set", cells(rows, |row| row.instruction_set.to_owned())),
-            Column::text("precision", cells(rows, |row| row.precision.to_owned())),
-            Column::numbers("context", cells(rows, |row| row.context.to_string())),
-            Column::numbers("bits", cells(rows, |row| format!("{:.3}", row.bits_per_value))),
-            Column::numbers("error", cells(rows, |row| format!("{:.1e}", row.kernel_error))),
+            TableColumn::of_text("codec", labels),
+            TableColumn::of_numbers("cpu ns", column_cells(rows, |row| median_text(row.cpu_ns))),
+            TableColumn::of_numbers("best..q3", column_cells(rows, |row| spread_text(row.cpu_ns))),
+            TableColumn::of_text("set", column_cells(rows, |row| row.instruction_set.to_owned())),
+            TableColumn::of_text("precision", column_cells(rows, |row| row.precision.to_owned())),
+            TableColumn::of_numbers("context", column_cells(rows, |row| row.context.to_string())),
+            TableColumn::of_numbers(
+                "bits",
+                column_cells(rows, |row| format!("{:.3}", row.bits_per_value)),
+            ),
+            TableColumn::of_numbers(
+                "error",
+                column_cells(rows, |row| format!("{:.1e}", row.kernel_error)),
+            ),
         ]
     },
     codec: (|row| row.codec.clone(), 24),
@@ -90,20 +102,35 @@ pub(super) const SCORES: Sheet<ScoresRow> = Sheet {
     wide: scores_wide,
 };
 
-pub(super) const CODEC: Sheet<CodecRow> = Sheet {
+pub(super) const CODEC: BenchSheet<CodecRow> = BenchSheet {
     narrow: |rows, labels| {
         let coded = |row: &CodecRow| {
             row.huffman.map_or_else(|| "-".to_owned(), |h| format!("{:.2}", h.bits_per_code))
         };
         vec![
-            Column::text("side", labels),
-            Column::text("set", cells(rows, |row| row.instruction_set.to_owned())),
-            Column::numbers("encode ns", cells(rows, |row| median(row.encode_f16_ns))),
-            Column::numbers("best..q3", cells(rows, |row| spread(row.encode_f16_ns))),
-            Column::numbers("GB/s", cells(rows, |row| format!("{:.3}", row.encode_f16_gb_per_s))),
-            Column::numbers("decode ns", cells(rows, |row| median(row.decode_ns))),
-            Column::numbers("coded", cells(rows, coded)),
-            Column::numbers("bits", cells(rows, |row| format!("{:.2}", row.bits_per_value))),
+            TableColumn::of_text("side", labels),
+            TableColumn::of_text("set", column_cells(rows, |row| row.instruction_set.to_owned())),
+            TableColumn::of_numbers(
+                "encode ns",
+                column_cells(rows, |row| median_text(row.encode_f16_ns)),
+            ),
+            TableColumn::of_numbers(
+                "best..q3",
+                column_cells(rows, |row| spread_text(row.encode_f16_ns)),
+            ),
+            TableColumn::of_numbers(
+                "GB/s",
+                column_cells(rows, |row| format!("{:.3}", row.encode_f16_gb_per_s)),
+            ),
+            TableColumn::of_numbers(
+                "decode ns",
+                column_cells(rows, |row| median_text(row.decode_ns)),
+            ),
+            TableColumn::of_numbers("coded", column_cells(rows, coded)),
+            TableColumn::of_numbers(
+                "bits",
+                column_cells(rows, |row| format!("{:.2}", row.bits_per_value)),
+            ),
         ]
     },
     codec: (|row| format!("{}={}", row.side, row.side_spec), 28),
@@ -113,18 +140,27 @@ pub(super) const CODEC: Sheet<CodecRow> = Sheet {
     wide: codec_wide,
 };
 
-pub(super) const STORE: Sheet<StoreRow> = Sheet {
+pub(super) const STORE: BenchSheet<StoreRow> = BenchSheet {
     narrow: |rows, labels| {
         vec![
-            Column::text("codec", labels),
-            Column::numbers("us/token", cells(rows, |row| median(row.cpu_us))),
-            Column::numbers("best..q3", cells(rows, |row| spread(row.cpu_us))),
-            Column::numbers("first", cells(rows, |row| brief(row.first_us))),
-            Column::text("set", cells(rows, |row| row.instruction_set.to_owned())),
-            Column::numbers("threads", cells(rows, |row| row.threads.to_string())),
-            Column::numbers("bits", cells(rows, |row| format!("{:.3}", row.bits_per_value))),
-            Column::numbers("f16 GB/s", cells(rows, |row| format!("{:.3}", row.logical_gb_per_s))),
-            Column::numbers("wall GB/s", cells(rows, |row| format!("{:.3}", row.wall_gb_per_s))),
+            TableColumn::of_text("codec", labels),
+            TableColumn::of_numbers("us/token", column_cells(rows, |row| median_text(row.cpu_us))),
+            TableColumn::of_numbers("best..q3", column_cells(rows, |row| spread_text(row.cpu_us))),
+            TableColumn::of_numbers("first", column_cells(rows, |row| short_figure(row.first_us))),
+            TableColumn::of_text("set", column_cells(rows, |row| row.instruction_set.to_owned())),
+            TableColumn::of_numbers("threads", column_cells(rows, |row| row.threads.to_string())),
+            TableColumn::of_numbers(
+                "bits",
+                column_cells(rows, |row| format!("{:.3}", row.bits_per_value)),
+            ),
+            TableColumn::of_numbers(
+                "f16 GB/s",
+                column_cells(rows, |row| format!("{:.3}", row.logical_gb_per_s)),
+            ),
+            TableColumn::of_numbers(
+                "wall GB/s",
+                column_cells(rows, |row| format!("{:.3}", row.wall_gb_per_s)),
+            ),
         ]
     },
     codec: (|row| row.codec.clone(), 20),
@@ -134,18 +170,24 @@ pub(super) const STORE: Sheet<StoreRow> = Sheet {
 };
 
 #[cfg(feature = "eval")]
-pub(super) const TRANSPORT: Sheet<TransportRow> = Sheet {
+pub(super) const TRANSPORT: BenchSheet<TransportRow> = BenchSheet {
     narrow: |rows, labels| {
         vec![
-            Column::text("transport", cells(rows, |row| row.transport.to_owned())),
-            Column::text("codec", labels),
-            Column::numbers("context", cells(rows, |row| row.context.to_string())),
-            Column::numbers("queries", cells(rows, |row| row.query_tokens.to_string())),
-            Column::numbers("wall us", cells(rows, |row| median(row.wall_us))),
-            Column::numbers("best..q3", cells(rows, |row| spread(row.wall_us))),
-            Column::numbers("99 % us", cells(rows, |row| brief(row.slow_us))),
-            Column::numbers("cpu us", cells(rows, |row| median(row.cpu_us))),
-            Column::numbers("stored/s", cells(rows, |row| brief(row.stored_tokens_per_s))),
+            TableColumn::of_text("transport", column_cells(rows, |row| row.transport.to_owned())),
+            TableColumn::of_text("codec", labels),
+            TableColumn::of_numbers("context", column_cells(rows, |row| row.context.to_string())),
+            TableColumn::of_numbers(
+                "queries",
+                column_cells(rows, |row| row.query_tokens.to_string()),
+            ),
+            TableColumn::of_numbers("wall us", column_cells(rows, |row| median_text(row.wall_us))),
+            TableColumn::of_numbers("best..q3", column_cells(rows, |row| spread_text(row.wall_us))),
+            TableColumn::of_numbers("99 % us", column_cells(rows, |row| short_figure(row.slow_us))),
+            TableColumn::of_numbers("cpu us", column_cells(rows, |row| median_text(row.cpu_us))),
+            TableColumn::of_numbers(
+                "stored/s",
+                column_cells(rows, |row| short_figure(row.stored_tokens_per_s)),
+            ),
         ]
     },
     codec: (|row| row.codec.clone(), 14),
@@ -154,8 +196,8 @@ pub(super) const TRANSPORT: Sheet<TransportRow> = Sheet {
 };
 
 /// `median [best..upper quartile]`.
-fn pair(figure: Figure) -> String {
-    let Figure { median, best, upper_quartile } = figure;
+fn figure_text(figure: MeasuredFigure) -> String {
+    let MeasuredFigure { median, best, upper_quartile } = figure;
     format!("{median:.2} [{best:.2}..{upper_quartile:.2}]")
 }
 
@@ -181,8 +223,8 @@ fn attend_wide(rows: &[AttendRow]) -> String {
             text,
             "{:>24} {:>24} {:>9} {:>9} {:>7} {:>8} {:>8.3} {:>8.2} {:>8.2} {:>7.0}% {:>12} {:>8} \
              {:>8.1e}  {}",
-            pair(row.cpu_ns),
-            pair(row.wall_ns),
+            figure_text(row.cpu_ns),
+            figure_text(row.wall_ns),
             row.instruction_set,
             row.precision,
             row.threads,
@@ -214,7 +256,7 @@ fn scores_wide(rows: &[ScoresRow]) -> String {
         writeln!(
             text,
             "{:>24} {:>9} {:>9} {:>8} {:>8.3} {:>8.1e}  {}",
-            pair(row.cpu_ns),
+            figure_text(row.cpu_ns),
             row.instruction_set,
             row.precision,
             row.context,
@@ -243,7 +285,7 @@ fn codec_wide(rows: &[CodecRow]) -> String {
         "coded",
         "bits"
     );
-    let codes = |ns: Option<Figure>| ns.map_or_else(|| "-".to_owned(), pair);
+    let codes = |ns: Option<MeasuredFigure>| ns.map_or_else(|| "-".to_owned(), figure_text);
     for row in rows {
         let huffman = row.huffman.map_or_else(
             || ["-", "-", "-"].map(str::to_owned),
@@ -259,12 +301,12 @@ fn codec_wide(rows: &[CodecRow]) -> String {
             text,
             "{:>22} {:>9} {:>9.3} {:>22} {:>9.3} {:>22} {:>22} {:>22} {:>11} {:>7} {:>7} {:>8.3}  \
              {}={}",
-            pair(row.encode_ns),
+            figure_text(row.encode_ns),
             row.instruction_set,
             row.encode_gb_per_s,
-            pair(row.encode_f16_ns),
+            figure_text(row.encode_f16_ns),
             row.encode_f16_gb_per_s,
-            pair(row.decode_ns),
+            figure_text(row.decode_ns),
             codes(row.coding_ns),
             codes(row.codes_ns),
             huffman[0],
@@ -299,7 +341,7 @@ fn store_wide(rows: &[StoreRow]) -> String {
         writeln!(
             text,
             "{:>24} {:>14.2} {:>9} {:>7} {:>8.3} {:>8.3} {:>8.3} {:>9.3}  {}",
-            pair(row.cpu_us),
+            figure_text(row.cpu_us),
             row.first_us,
             row.instruction_set,
             row.threads,
@@ -326,9 +368,9 @@ fn transport_wide(rows: &[TransportRow]) -> String {
         writeln!(
             text,
             "{:>24} {:>8.0} {:>24} {:>9.0} {:>8} {:>7}  {:<14} {}",
-            pair(row.wall_us),
+            figure_text(row.wall_us),
             row.slow_us,
-            pair(row.cpu_us),
+            figure_text(row.cpu_us),
             row.stored_tokens_per_s,
             row.context,
             row.query_tokens,
@@ -346,8 +388,8 @@ mod tests {
     use super::*;
 
     /// As long as figures get: minutes a call, 16 million tokens, 1024 threads.
-    fn figure(median: f64) -> Figure {
-        Figure { median, best: median * 0.97, upper_quartile: median * 1.03 }
+    fn figure(median: f64) -> MeasuredFigure {
+        MeasuredFigure { median, best: median * 0.97, upper_quartile: median * 1.03 }
     }
 
     const CODECS: [&str; 3] = [
@@ -361,7 +403,7 @@ mod tests {
         CODECS.iter().flat_map(|codec| FIGURES.map(|figure| ((*codec).to_owned(), figure)))
     }
 
-    fn fits<T>(sheet: &Sheet<T>, rows: Vec<T>) {
+    fn fits<T>(sheet: &BenchSheet<T>, rows: Vec<T>) {
         let text = sheet.narrow_text(&rows);
         assert!(columns_of(&text) <= COLUMNS, "{} columns:\n{text}", columns_of(&text));
         assert!(rows.len() < text.lines().count(), "{text}");

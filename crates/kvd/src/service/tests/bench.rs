@@ -1,9 +1,9 @@
 //! A service, and a device that tells what was asked of it.
 
-use crate::config::{Config, Overrides};
+use crate::config::{Config, ConfigOverrides};
 use crate::device_worker::{DeviceWorker, WorkerLimits};
 use crate::metrics::Metrics;
-use crate::service::{Call, Model, Service, ServiceError, StoreReply, draw_ids};
+use crate::service::{CallContext, RegisteredModel, Service, ServiceError, StoreReply, draw_ids};
 use bytes::Bytes;
 use kvd_codec::ModelCodec;
 use kvd_compute::{
@@ -162,8 +162,8 @@ pub(super) fn spec(name: &str, codec: &str) -> ModelSpec {
     ModelSpec { name, geometry: geometry(), codec, calibration: Bytes::new() }
 }
 
-pub(super) fn call() -> Call {
-    Call::new(Namespace::new("default").unwrap())
+pub(super) fn call() -> CallContext {
+    CallContext::new(Namespace::new("default").unwrap())
 }
 
 /// `tokens` tokens for the layer; K and V the same, all finite.
@@ -187,7 +187,7 @@ pub(super) fn several(
         .chain(settings)
         .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()))
         .collect();
-    let overrides = Overrides { flags, ..Overrides::default() };
+    let overrides = ConfigOverrides { flags, ..ConfigOverrides::default() };
     let config = Arc::new(Config::load(&overrides).unwrap());
     let options = CpuOptions { arena_bytes, prefault: false, threads: 1 };
     let metrics = Arc::new(Metrics::new());
@@ -198,7 +198,7 @@ pub(super) fn several(
         let inner = CpuBackend::new(options).unwrap();
         let device = Box::new(Device { inner, probe: probe.clone(), failure: None });
         // The thread ends with the last handle on the worker.
-        DeviceWorker::start(device, limits.clone(), &metrics, || {}).unwrap().0
+        DeviceWorker::start_thread(device, limits.clone(), &metrics, || {}).unwrap().0
     };
     let workers = probes.iter().map(start).collect();
     let ids = draw_ids().unwrap();
@@ -215,7 +215,7 @@ impl Bench {
         let (service, mut probes) = several(1, arena_bytes, settings);
         Self { service, probe: probes.remove(0) }
     }
-    pub(super) async fn register(&self, name: &str, codec: &str) -> Arc<Model> {
+    pub(super) async fn register(&self, name: &str, codec: &str) -> Arc<RegisteredModel> {
         self.service.register_model(&call(), spec(name, codec)).await.unwrap()
     }
 
@@ -225,21 +225,21 @@ impl Bench {
         start: u32,
         tokens: u32,
     ) -> Result<StoreReply, ServiceError> {
-        self.service.store(&call(), chunk(sequence, start, tokens)).await
+        self.service.store_chunk(&call(), chunk(sequence, start, tokens)).await
     }
 
     /// Keeps the device busy until the answer is dropped.
     pub(super) async fn hold(&self) -> mpsc::SyncSender<()> {
         let (release, released) = mpsc::sync_channel::<()>(1);
         let (begun, has_begun) = tokio::sync::oneshot::channel();
-        let worker = self.service.worker().clone();
+        let worker = self.service.first_worker().clone();
         tokio::spawn(async move {
             let work = move |_: &mut dyn Backend| {
                 let _ = begun.send(());
                 let _ = released.recv();
                 Ok(())
             };
-            worker.run(&call(), work).await
+            worker.run_closure(&call(), work).await
         });
         has_begun.await.unwrap();
         release
@@ -247,14 +247,14 @@ impl Bench {
 
     /// Returns when `count` jobs wait.
     pub(super) async fn queued(&self, count: usize) {
-        while self.service.worker().queued() < count {
+        while self.service.first_worker().queued_jobs() < count {
             tokio::task::yield_now().await;
         }
     }
 
     /// Returns when the device has nothing left to do.
     pub(super) async fn idle(&self) {
-        self.service.worker().run(&call(), |_| Ok(())).await.unwrap();
+        self.service.first_worker().run_closure(&call(), |_| Ok(())).await.unwrap();
     }
 
     /// Ids that callers can find, and whether the device knows exactly those.

@@ -18,9 +18,9 @@ async fn pools_and_work_are_shown_by_device() {
         sequences.push((model.shard, service.open_sequence(&call(), model.shape.id).unwrap()));
     }
     assert_eq!([sequences[0].0, sequences[1].0], [0, 1]);
-    service.store(&call(), chunk(sequences[1].1, 0, 64)).await.unwrap();
+    service.store_chunk(&call(), chunk(sequences[1].1, 0, 64)).await.unwrap();
     service.refresh_gauges();
-    let page = service.metrics().render();
+    let page = service.metrics().render_page();
     let of = |name: &str, device: usize, more: &str| {
         value(&page, &format!("{name}{{device=\"{device}\"{more}}}"))
     };
@@ -47,18 +47,18 @@ async fn pools_and_work_are_shown_by_device() {
             let _ = released.recv();
             Ok(())
         };
-        worker.run(&call(), work).await
+        worker.run_closure(&call(), work).await
     });
     has_begun.await.unwrap();
     let (waiting, worker) = (service.clone(), service.workers().nth(1).unwrap().clone());
     let store = tokio::spawn(async move {
-        waiting.store(&call(), chunk(sequences[1].1, 64, 16)).await.map(|_| ())
+        waiting.store_chunk(&call(), chunk(sequences[1].1, 64, 16)).await.map(|_| ())
     });
-    while worker.queued() < 1 {
+    while worker.queued_jobs() < 1 {
         tokio::task::yield_now().await;
     }
     service.refresh_gauges();
-    let page = service.metrics().render();
+    let page = service.metrics().render_page();
     let waits = |device: usize, kind: &str| {
         value(&page, &format!("kvd_queue_depth{{device=\"{device}\",kind=\"{kind}\"}}"))
     };

@@ -9,14 +9,14 @@ async fn a_lost_device_answers_no_store_with_success_and_its_lane_closes() {
     let model = bench.register("a", "raw").await.shape.id;
     let sequence = bench.service.open_sequence(&call(), model).unwrap();
     bench.store(sequence, 0, 16).await.unwrap();
-    assert!(bench.service.ready());
+    assert!(bench.service.is_ready());
     *bench.probe.lose.lock() = true;
     let lost = bench.store(sequence, 16, 16).await.unwrap_err();
     assert_eq!(lost.code(), ErrorCode::DeviceFailed);
-    while !bench.service.worker().failed() {
+    while !bench.service.first_worker().has_failed() {
         tokio::task::yield_now().await;
     }
-    assert!(!bench.service.ready());
+    assert!(!bench.service.is_ready());
     // It is called no more, and the append that was under way left no trace.
     *bench.probe.lose.lock() = false;
     let after = bench.store(sequence, 16, 16).await.unwrap_err();
@@ -30,7 +30,7 @@ async fn models_go_where_fewest_are_and_one_lost_device_leaves_the_others_as_the
     let register = async |name: &str| {
         let model = service.register_model(&call(), spec(name, "raw")).await.unwrap();
         let sequence = service.open_sequence(&call(), model.shape.id).unwrap();
-        let stored = service.store(&call(), chunk(sequence, 0, 16)).await;
+        let stored = service.store_chunk(&call(), chunk(sequence, 0, 16)).await;
         (model.shard, sequence, stored.map(|reply| reply.length).map_err(|error| error.code()))
     };
     let mut models = Vec::new();
@@ -45,17 +45,17 @@ async fn models_go_where_fewest_are_and_one_lost_device_leaves_the_others_as_the
     // The second is lost: its models answer so, the others and new ones live, and it is said.
     *probes[1].lose.lock() = true;
     for sequence in [models[1].1, models[3].1, forked] {
-        let lost = service.store(&call(), chunk(sequence, 16, 16)).await.unwrap_err();
+        let lost = service.store_chunk(&call(), chunk(sequence, 16, 16)).await.unwrap_err();
         assert_eq!(lost.code(), ErrorCode::DeviceFailed);
     }
-    while service.workers().filter(|worker| worker.failed()).count() < 1 {
+    while service.workers().filter(|worker| worker.has_failed()).count() < 1 {
         tokio::task::yield_now().await;
     }
-    assert!(!service.ready());
+    assert!(!service.is_ready());
     let why = service.why_unready();
     assert!(why.starts_with("failed: cpu") && why.lines().count() == 1, "{why}");
     for sequence in [models[0].1, models[2].1] {
-        service.store(&call(), chunk(sequence, 16, 16)).await.unwrap();
+        service.store_chunk(&call(), chunk(sequence, 16, 16)).await.unwrap();
         assert_eq!(service.describe_sequence(&call(), sequence).unwrap().length, 32);
     }
     let (shard, _, stored) = register("e").await;

@@ -30,7 +30,7 @@ async fn refusals(
     let call = call();
     let range = LoadRange { sequence, layer: LayerIndex(0), start: 0, end: 1, dtype: None };
     let mut refused = vec![
-        ("describe model", UnknownModel, service.model(&call, model).err()),
+        ("describe model", UnknownModel, service.find_model(&call, model).err()),
         ("open", UnknownModel, service.open_sequence(&call, model).err()),
         ("unregister", UnknownModel, service.unregister_model(&call, model).await.err()),
         ("fork", UnknownSequence, service.fork_sequence(&call, sequence, None).err()),
@@ -40,7 +40,7 @@ async fn refusals(
         ("close", UnknownSequence, service.close_sequence(&call, sequence).err()),
         ("model of", UnknownSequence, service.model_of(&call, sequence).err()),
     ];
-    let store = service.store(&call, chunk(sequence, 0, 4)).await;
+    let store = service.store_chunk(&call, chunk(sequence, 0, 4)).await;
     refused.push(("store", UnknownSequence, store.err()));
     refused
         .into_iter()
@@ -59,9 +59,9 @@ async fn ids_of_another_boot_are_unknown_and_say_that_the_daemon_was_restarted()
     assert_ne!((model, sequence), (kept_model, kept));
     let before = new.service.describe_sequence(&call(), kept).unwrap();
     let mut all = refusals(&new.service, model, sequence).await;
-    let attend = new.service.attend(&call(), batch(model, sequence)).await.err().unwrap();
+    let attend = new.service.attend_batch(&call(), batch(model, sequence)).await.err().unwrap();
     all.push(("attend", ErrorCode::UnknownSequence, attend));
-    let attend = new.service.attend(&call(), batch(model, kept)).await.err().unwrap();
+    let attend = new.service.attend_batch(&call(), batch(model, kept)).await.err().unwrap();
     all.push(("attend of a stale model", ErrorCode::UnknownModel, attend));
     for (name, code, error) in all {
         assert_eq!(error.code(), code, "{name}: {error}");

@@ -38,15 +38,15 @@ async fn queries_of_the_same_range_are_planned_once() {
     let some = AttendQuery { end: Some(40), ..all };
     let windowed = AttendQuery { sliding_window: Some(4), ..all };
     let batch = batch(model, vec![all, some, windowed, all]);
-    let model = bench.service.model(&call(), model).unwrap();
-    let reads = bench.service.resolve(&call(), &model, &batch).unwrap().reads;
+    let model = bench.service.find_model(&call(), model).unwrap();
+    let reads = bench.service.resolve_reads(&call(), &model, &batch).unwrap().reads;
     assert_eq!(bench.service.check_work(&batch, &reads, 16).unwrap(), 10 + 3 + 1);
     let mut errors = Vec::new();
     let (queries, pins) = bench.service.plan_queries(&call(), &batch, &reads, &mut errors).unwrap();
     assert_eq!((pins.len(), errors.len()), (3, 0));
     assert!(Arc::ptr_eq(&queries[0].parts, &queries[3].parts));
     assert_eq!(queries.iter().map(|query| query.tokens()).collect::<Vec<_>>(), [160, 40, 4, 160]);
-    let reply = bench.service.attend(&call(), batch).await.unwrap();
+    let reply = bench.service.attend_batch(&call(), batch).await.unwrap();
     assert_eq!(reply.lse.len(), 4);
     assert_eq!((reply.lse[0], reply.lse[2]), (160f32.ln(), 4f32.ln()));
 }
@@ -58,7 +58,7 @@ async fn an_attend_over_too_many_blocks_or_scores_is_refused_before_it_is_planne
     let (model, sequence) = ten_blocks(&bench).await;
     let query = |n_q| AttendQuery::new(sequence, n_q);
     let call = call();
-    let ask = |queries| bench.service.attend(&call, batch(model, queries));
+    let ask = |queries| bench.service.attend_batch(&call, batch(model, queries));
     ask(vec![query(1), query(1)]).await.unwrap();
     let error = ask(vec![query(1); 3]).await.err().unwrap();
     assert_eq!(error.code(), ErrorCode::LimitExceeded);
@@ -95,7 +95,7 @@ async fn bytes_in_flight_are_bounded_and_given_back() {
     // 512 tokens of 32 bytes.
     let store = |sequence| {
         let (service, chunk) = (bench.service.clone(), chunk(sequence, 0, 512));
-        tokio::spawn(async move { service.store(&call(), chunk).await })
+        tokio::spawn(async move { service.store_chunk(&call(), chunk).await })
     };
     let waiting = [store(sequences[0]), store(sequences[1])];
     bench.queued(2).await;
@@ -109,7 +109,7 @@ async fn bytes_in_flight_are_bounded_and_given_back() {
             vec![AttendQuery { position: Some(0), ..AttendQuery::new(sequences[2], 300) }],
         )
     };
-    let refused = bench.service.attend(&call(), large).await.err().unwrap();
+    let refused = bench.service.attend_batch(&call(), large).await.err().unwrap();
     assert_eq!(refused.code(), ErrorCode::QueueFull);
     bench.store(sequences[2], 0, 512).await.unwrap_err();
     // What no one would find is not looked for.
@@ -133,7 +133,7 @@ async fn statistics_do_not_wait_for_the_device() {
     DType::F16.narrow_values(&values, &mut bytes);
     let rows = Bytes::from(bytes);
     let skewed = StoreChunk { k: rows.clone(), v: rows, ..chunk(sequence, 0, 1600) };
-    bench.service.store(&call(), skewed).await.unwrap();
+    bench.service.store_chunk(&call(), skewed).await.unwrap();
     let _held = bench.hold().await;
     let answer = async {
         bench.service.refresh_gauges();
@@ -145,7 +145,7 @@ async fn statistics_do_not_wait_for_the_device() {
     let gauge = "kvd_model_once_bytes{namespace=\"default\",model=\"a\",codec=\"kvcomp\",\
                  part=\"tables\"}";
     let sample = format!("{gauge} {}\n", stats.once.tables);
-    assert!(bench.service.metrics().render().contains(&sample), "{sample}");
+    assert!(bench.service.metrics().render_page().contains(&sample), "{sample}");
 }
 
 #[tokio::test]

@@ -1,7 +1,7 @@
 //! Registration and its end: daemon and device agree whatever becomes of a call.
 
 use super::bench::{Bench, call, geometry, spec};
-use crate::service::Call;
+use crate::service::CallContext;
 use kvd_core::{ErrorCode, Geometry};
 use kvd_proto::domain::ModelSpec;
 use std::sync::mpsc;
@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 /// A service whose device is busy and whose queue of one is full; dropping the sender frees it.
 async fn full(bench: &Bench) -> mpsc::SyncSender<()> {
     let release = bench.hold().await;
-    let worker = bench.service.worker().clone();
-    tokio::spawn(async move { worker.run(&call(), |_| Ok(())).await });
+    let worker = bench.service.first_worker().clone();
+    tokio::spawn(async move { worker.run_closure(&call(), |_| Ok(())).await });
     bench.queued(1).await;
     release
 }
@@ -23,14 +23,14 @@ async fn a_registration_that_a_full_queue_refuses_leaves_nothing() {
     let refused = bench.service.register_model(&call(), spec("a", "raw")).await;
     assert_eq!(refused.err().unwrap().code(), ErrorCode::QueueFull);
     drop(release);
-    while bench.service.worker().queued() > 0 {
+    while bench.service.first_worker().queued_jobs() > 0 {
         tokio::task::yield_now().await;
     }
     let (ids, same) = bench.models();
     assert!(ids.is_empty() && same);
-    assert!(!bench.service.metrics().render().contains("model=\"a\""));
+    assert!(!bench.service.metrics().render_page().contains("model=\"a\""));
     bench.register("a", "raw").await;
-    assert!(bench.service.metrics().render().contains("model=\"a\",codec=\"raw\""));
+    assert!(bench.service.metrics().render_page().contains("model=\"a\",codec=\"raw\""));
 }
 
 #[tokio::test]
@@ -79,7 +79,7 @@ async fn an_unregistration_that_is_refused_or_left_keeps_the_model() {
     let sequence = bench.service.open_sequence(&call(), id).unwrap();
     bench.service.close_sequence(&call(), sequence).unwrap();
     drop(release);
-    while bench.service.worker().queued() > 0 {
+    while bench.service.first_worker().queued_jobs() > 0 {
         tokio::task::yield_now().await;
     }
 
@@ -90,14 +90,14 @@ async fn an_unregistration_that_is_refused_or_left_keeps_the_model() {
     gone.abort();
     let _ = gone.await;
     drop(release);
-    while bench.service.worker().queued() > 0 {
+    while bench.service.first_worker().queued_jobs() > 0 {
         tokio::task::yield_now().await;
     }
     assert_eq!(bench.models(), ([id].into(), true));
 
     bench.service.unregister_model(&call(), id).await.unwrap();
     assert_eq!(bench.models(), ([].into(), true));
-    assert!(!bench.service.metrics().render().contains("model=\"a\""));
+    assert!(!bench.service.metrics().render_page().contains("model=\"a\""));
     let again = bench.service.unregister_model(&call(), id).await.unwrap_err();
     assert_eq!(again.code(), ErrorCode::UnknownModel);
 }
@@ -120,7 +120,7 @@ async fn codecs_are_built_one_at_a_time_and_for_as_long_as_the_caller_waits() {
     let bench = Bench::new(1 << 16, &[]);
     let _turn = bench.service.building.clone().acquire_owned().await.unwrap();
     let deadline = Some(Instant::now() + Duration::from_millis(50));
-    let call = Call { deadline, ..call() };
+    let call = CallContext { deadline, ..call() };
     let late = bench.service.register_model(&call, spec("a", "raw")).await.err().unwrap();
     assert_eq!(late.code(), ErrorCode::DeadlineExceeded);
 }

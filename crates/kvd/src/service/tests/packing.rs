@@ -10,7 +10,7 @@ fn take<T>(list: &parking_lot::Mutex<Vec<T>>) -> Vec<T> {
 }
 
 fn deferred(bench: &Bench) -> u64 {
-    let text = bench.service.metrics().render();
+    let text = bench.service.metrics().render_page();
     let line = text.lines().find(|line| line.starts_with("kvd_pack_deferred_total{")).unwrap();
     line.rsplit(' ').next().unwrap().parse().unwrap()
 }
@@ -101,7 +101,7 @@ async fn stores_that_wait_hold_no_memory_and_refuse_none_another() {
     for _ in 0..stores {
         let sequence = bench.service.open_sequence(&call(), model).unwrap();
         let service = bench.service.clone();
-        let store = async move { service.store(&call(), chunk(sequence, 0, 64)).await };
+        let store = async move { service.store_chunk(&call(), chunk(sequence, 0, 64)).await };
         waiting.push(tokio::spawn(store));
     }
     bench.queued(stores).await;

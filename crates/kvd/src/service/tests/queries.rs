@@ -38,15 +38,15 @@ async fn stored(bench: &Bench, tokens: u32) -> (ModelId, SequenceId) {
 /// Blocks that a query plans, and tokens in them.
 async fn planned(bench: &Bench, model: ModelId, query: AttendQuery) -> (usize, u64) {
     let batch = batch(model, vec![query]);
-    let model = bench.service.model(&call(), model).unwrap();
-    let reads = bench.service.resolve(&call(), &model, &batch).unwrap().reads;
+    let model = bench.service.find_model(&call(), model).unwrap();
+    let reads = bench.service.resolve_reads(&call(), &model, &batch).unwrap().reads;
     let plan = bench.service.plan_queries(&call(), &batch, &reads, &mut Vec::new()).unwrap();
     (plan.0[0].parts.len(), plan.0[0].tokens())
 }
 
 /// Sum of a counter's series.
 fn counted(bench: &Bench, name: &str) -> f64 {
-    let text = bench.service.metrics().render();
+    let text = bench.service.metrics().render_page();
     let samples = text.lines().filter(|line| line.starts_with(&format!("{name}{{")));
     samples.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
 }
@@ -55,7 +55,7 @@ fn counted(bench: &Bench, name: &str) -> f64 {
 async fn bytes_read(bench: &Bench, model: ModelId, query: AttendQuery) -> [f64; 2] {
     let names = ["kvd_attended_logical_bytes_total", "kvd_attended_stored_bytes_total"];
     let before = names.map(|name| counted(bench, name));
-    bench.service.attend(&call(), batch(model, vec![query])).await.unwrap();
+    bench.service.attend_batch(&call(), batch(model, vec![query])).await.unwrap();
     let after = names.map(|name| counted(bench, name));
     [after[0] - before[0], after[1] - before[1]]
 }
@@ -78,10 +78,10 @@ async fn a_window_costs_what_the_same_tokens_cost_by_their_start() {
         assert_eq!(read[0], f64::from(window) * 32.0);
     }
     // All of it is over the limit, its windows are not.
-    let refused = bench.service.attend(&call(), batch(model, vec![all])).await.err().unwrap();
+    let refused = bench.service.attend_batch(&call(), batch(model, vec![all])).await.err().unwrap();
     assert_eq!(refused.code(), ErrorCode::LimitExceeded);
     let many = vec![AttendQuery { sliding_window: Some(64), ..all }; 64];
-    bench.service.attend(&call(), batch(model, many)).await.unwrap();
+    bench.service.attend_batch(&call(), batch(model, many)).await.unwrap();
 }
 
 #[tokio::test]
@@ -125,7 +125,7 @@ async fn an_end_that_is_not_after_the_start_sees_nothing() {
     for (start, end) in [(50, 10), (160, 0), (500, 400), (u32::MAX, 0), (7, 7)] {
         let query =
             AttendQuery { start: Some(start), end: Some(end), ..AttendQuery::new(sequence, 2) };
-        let reply = bench.service.attend(&call(), batch(model, vec![query])).await.unwrap();
+        let reply = bench.service.attend_batch(&call(), batch(model, vec![query])).await.unwrap();
         assert_eq!(reply.lse, [f32::NEG_INFINITY; 2], "{start}..{end}");
         assert!(reply.out.iter().all(|byte| *byte == 0));
     }
@@ -172,11 +172,11 @@ async fn mixed(bench: &Bench) -> (AttendBatch, Vec<(u32, ErrorCode)>) {
 async fn a_bad_query_refuses_its_batch_unless_it_may_fail_alone() {
     let bench = Bench::new(1 << 16, &[]);
     let (batch, codes) = mixed(&bench).await;
-    let refused = bench.service.attend(&call(), batch.clone()).await.err().unwrap();
+    let refused = bench.service.attend_batch(&call(), batch.clone()).await.err().unwrap();
     assert_eq!(refused.code(), ErrorCode::UnknownSequence);
     assert!(refused.to_string().starts_with("queries[1]: "), "{refused}");
     let batch = AttendBatch { per_query_errors: true, ..batch };
-    let reply = bench.service.attend(&call(), batch.clone()).await.unwrap();
+    let reply = bench.service.attend_batch(&call(), batch.clone()).await.unwrap();
     let errors = reply.query_errors.iter().map(|refused| (refused.index, refused.error.code()));
     assert_eq!(errors.collect::<Vec<_>>(), codes);
     // Each query that was answered has the answer that it gets alone.
@@ -189,7 +189,7 @@ async fn a_bad_query_refuses_its_batch_unless_it_may_fail_alone() {
         }
         let q = batch.q.slice(index * DIM * 4..(index + 1) * DIM * 4);
         let alone = AttendBatch { queries: vec![*query], q, ..batch.clone() };
-        let alone = bench.service.attend(&call(), alone).await.unwrap();
+        let alone = bench.service.attend_batch(&call(), alone).await.unwrap();
         assert!(alone.query_errors.is_empty());
         assert_eq!((row, reply.lse[index]), (alone.out, alone.lse[0]), "{index}");
     }
@@ -204,7 +204,7 @@ async fn errors_of_the_whole_batch_refuse_it_and_a_batch_of_bad_queries_is_answe
         let mut asked = batch(model, vec![query; 2]);
         asked.per_query_errors = true;
         change(&mut asked);
-        bench.service.attend(&call(), asked).await
+        bench.service.attend_batch(&call(), asked).await
     };
     type Case<'a> = (&'a dyn Fn(&mut AttendBatch), ErrorCode);
     let cases: [Case<'_>; 4] = [
@@ -244,7 +244,7 @@ async fn a_query_that_overflows_times_the_scale_fails_alone() {
     let mut q = batch.q.to_vec();
     q[DIM * 4..][..4].copy_from_slice(&1e38f32.to_le_bytes());
     let batch = AttendBatch { scale: Some(10.0), q: q.into(), per_query_errors: true, ..batch };
-    let reply = bench.service.attend(&call(), batch).await.unwrap();
+    let reply = bench.service.attend_batch(&call(), batch).await.unwrap();
     let codes: Vec<_> = reply.query_errors.iter().map(|r| (r.index, r.error.code())).collect();
     assert_eq!(codes, [(1, ErrorCode::NonFinite)]);
     assert!(reply.lse[0].is_finite() && reply.lse[1] == f32::NEG_INFINITY, "{:?}", reply.lse);

@@ -1,7 +1,7 @@
 //! Long attends and those of others, and what becomes of work whose caller leaves.
 
 use super::bench::{Bench, call, chunk};
-use crate::service::{AttendReply, Call, Owner, ServiceError};
+use crate::service::{AttendReply, CallContext, CallOwner, ServiceError};
 use bytes::Bytes;
 use kvd_core::{DType, ErrorCode, LayerIndex, ModelId, SequenceId};
 use kvd_proto::domain::{AttendBatch, AttendQuery};
@@ -16,8 +16,8 @@ const GIANT: u32 = 1 << 12;
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// A connection of its own.
-fn stranger() -> Call {
-    Call { owner: Owner::new(1 << 30), ..call() }
+fn stranger() -> CallContext {
+    CallContext { owner: CallOwner::new(1 << 30), ..call() }
 }
 
 async fn stored(bench: &Bench) -> (ModelId, SequenceId) {
@@ -47,11 +47,11 @@ fn batch((model, sequence): (ModelId, SequenceId), n_q: u32, scale: Option<f32>)
 
 fn attend(
     bench: &Bench,
-    call: Call,
+    call: CallContext,
     batch: AttendBatch,
 ) -> JoinHandle<Result<AttendReply, ServiceError>> {
     let service = bench.service.clone();
-    tokio::spawn(async move { service.attend(&call, batch).await })
+    tokio::spawn(async move { service.attend_batch(&call, batch).await })
 }
 
 async fn until(ask: impl Fn() -> bool) {
@@ -66,13 +66,13 @@ async fn until(ask: impl Fn() -> bool) {
 async fn a_long_attend_lets_others_pass_and_answers_as_if_alone() {
     let bench = Bench::new(64 << 20, &[]);
     let of = stored(&bench).await;
-    let alone = bench.service.attend(&call(), batch(of, GIANT, None)).await.unwrap();
+    let alone = bench.service.attend_batch(&call(), batch(of, GIANT, None)).await.unwrap();
     assert_eq!(*bench.probe.slices.lock(), 1, "nobody waited");
     let giant = attend(&bench, stranger(), batch(of, GIANT, None));
     until(|| *bench.probe.slices.lock() == 2).await;
     let mut beside = 0;
     while !giant.is_finished() && beside < 100 {
-        bench.service.attend(&stranger(), batch(of, 1, None)).await.unwrap();
+        bench.service.attend_batch(&stranger(), batch(of, 1, None)).await.unwrap();
         beside += 1;
     }
     assert!(beside > 10, "{beside} attends of others before the long one ended");
@@ -96,7 +96,7 @@ async fn the_device_is_free_soon_after_the_caller_of_a_long_attend_left() {
         let took = began.elapsed();
         // Of milliseconds, on a machine that does something else as well; all of it takes seconds.
         assert!(took < Duration::from_secs(1), "{took:?}");
-        let page = bench.service.metrics().render();
+        let page = bench.service.metrics().render_page();
         assert!(page.contains("kvd_abandoned_jobs_total{device=\"0\",when=\"during\"} 1\n"));
     }
 }
@@ -107,7 +107,8 @@ async fn a_deadline_ends_an_attend_that_runs() {
     let of = stored(&bench).await;
     let deadline = Some(Instant::now() + Duration::from_millis(50));
     let began = Instant::now();
-    let ended = attend(&bench, Call { deadline, ..stranger() }, batch(of, GIANT, Some(1e37)));
+    let ended =
+        attend(&bench, CallContext { deadline, ..stranger() }, batch(of, GIANT, Some(1e37)));
     let error = ended.await.unwrap().err().expect("it takes longer");
     assert_eq!(error.code(), ErrorCode::DeadlineExceeded, "{error}");
     bench.idle().await;
@@ -123,7 +124,7 @@ async fn a_store_that_is_given_up_in_the_queue_gives_all_back_at_once() {
     let (service, chunk) = (bench.service.clone(), chunk(sequence, 0, 64));
     let store = tokio::spawn({
         let chunk = chunk.clone();
-        async move { service.store(&call(), chunk).await }
+        async move { service.store_chunk(&call(), chunk).await }
     });
     bench.queued(1).await;
     // Its memory is reserved when it begins.
@@ -134,10 +135,13 @@ async fn a_store_that_is_given_up_in_the_queue_gives_all_back_at_once() {
     store.abort();
     assert!(store.await.unwrap_err().is_cancelled());
     // While the device is still held.
-    assert_eq!((bench.service.inflight_bytes(), bench.service.worker().queued()), (0, 0));
+    assert_eq!(
+        (bench.service.inflight_bytes(), bench.service.first_worker().queued_jobs()),
+        (0, 0)
+    );
     bench.service.truncate_sequence(&call(), sequence, 0).unwrap();
     let service = bench.service.clone();
-    drop(tokio::spawn(async move { service.store(&call(), chunk).await }));
+    drop(tokio::spawn(async move { service.store_chunk(&call(), chunk).await }));
     bench.queued(1).await;
 }
 

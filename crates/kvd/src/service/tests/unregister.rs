@@ -16,7 +16,7 @@ struct Counts {
 
 fn counts(bench: &Bench) -> Counts {
     bench.service.refresh_gauges();
-    let page = bench.service.metrics().render();
+    let page = bench.service.metrics().render_page();
     Counts {
         models: bench.models().0.len(),
         on_the_device: bench.probe.models.lock().len(),
@@ -43,7 +43,7 @@ async fn cycle(bench: &Bench, name: &str) {
         q: vec![0; 16].into(),
         per_query_errors: false,
     };
-    bench.service.attend(&call(), batch).await.unwrap();
+    bench.service.attend_batch(&call(), batch).await.unwrap();
     for id in [fork, sequence] {
         bench.service.close_sequence(&call(), id).unwrap();
     }
@@ -73,7 +73,7 @@ async fn a_sequence_that_is_closed_while_it_is_stored_to_leaves_no_ledger() {
     let release = bench.hold().await;
     let service = bench.service.clone();
     let chunk = super::bench::chunk(sequence, 0, 4);
-    let store = tokio::spawn(async move { service.store(&call(), chunk).await });
+    let store = tokio::spawn(async move { service.store_chunk(&call(), chunk).await });
     bench.queued(1).await;
     // The append in flight still holds the ledger.
     bench.service.close_sequence(&call(), sequence).unwrap();

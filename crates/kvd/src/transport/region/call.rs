@@ -2,12 +2,13 @@
 //! worker may write at any time, and answers are copied into it; but what kernels reach in device
 //! memory is read and answered where it is, and K and V are copied within the device.
 
-use super::Region;
+use super::WorkerRegion;
 use crate::metrics::Metric;
 use crate::service::{
-    AttendReply, Call, Model, OpenMemory, RefusedQuery, Service, ServiceError, StoreReply,
+    AttendReply, CallContext, OpenMemory, RefusedQuery, RegisteredModel, Service, ServiceError,
+    StoreReply,
 };
-use crate::transport::measure::answer as measured;
+use crate::transport::measure::measure_answer;
 use bytes::Bytes;
 use kvd_compute::{RegionPlaces, RegionRows};
 use kvd_core::{DType, ErrorCode};
@@ -22,14 +23,14 @@ const QUERY_ERROR_BYTES: usize = 128;
 const LSE_BYTES: u64 = DType::F32.size_bytes() as u64;
 
 /// Serves one call and ends its completion record, which the caller has tested.
-pub(super) async fn answer(service: &Service, region: &Region, call: v1::RegionCall) {
+pub(super) async fn answer_call(service: &Service, region: &WorkerRegion, call: v1::RegionCall) {
     let timeout = Some(call.timeout_us).filter(|timeout| *timeout != 0);
     let deadline = timeout.and_then(|us| Instant::now().checked_add(Duration::from_micros(us)));
-    let caller = Call { deadline, ..region.caller() };
-    let (name, metrics) = (name(&call), service.metrics());
+    let caller = CallContext { deadline, ..region.call_context() };
+    let (name, metrics) = (rpc_name(&call), service.metrics());
     let launched = call.say_launched.then_some(call.done);
-    let served = serve(service, region, &caller, (call.call, launched));
-    let served = measured(metrics, name, &caller, served);
+    let served = serve_call(service, region, &caller, (call.call, launched));
+    let served = measure_answer(metrics, name, &caller, served);
     let outcome = match served.await {
         Ok(values) => CallOutcome::Done(values),
         Err(status) => {
@@ -47,35 +48,35 @@ pub(super) fn is_store(call: &v1::RegionCall) -> bool {
     matches!(call.call, Some(v1::region_call::Call::Store(_)))
 }
 
-fn name(call: &v1::RegionCall) -> &'static str {
+fn rpc_name(call: &v1::RegionCall) -> &'static str {
     if is_store(call) { "StoreRegion" } else { "AttendRegion" }
 }
 
-async fn serve(
+async fn serve_call(
     service: &Service,
-    region: &Region,
-    caller: &Call,
+    region: &WorkerRegion,
+    caller: &CallContext,
     (call, launched): (Option<v1::region_call::Call>, Option<u64>),
 ) -> Result<[u32; 3], ServiceError> {
     // Before payloads are copied: who is not let in costs nothing.
-    service.admit(caller)?;
+    service.admit_call(caller)?;
     match call {
         None => Err(RequestError::Missing { field: "call" }.into()),
         Some(v1::region_call::Call::Attend(call)) => {
-            let failed = attend(service, region, caller, (call, launched)).await?;
+            let failed = attend_batch(service, region, caller, (call, launched)).await?;
             Ok([failed, 0, 0])
         }
         Some(v1::region_call::Call::Store(request)) => {
-            let stored = store(service, region, caller, request).await?;
+            let stored = store_blocks(service, region, caller, request).await?;
             Ok([stored.length, stored.replayed.into(), stored.packed_blocks])
         }
     }
 }
 
-async fn store(
+async fn store_blocks(
     service: &Service,
-    region: &Region,
-    caller: &Call,
+    region: &WorkerRegion,
+    caller: &CallContext,
     mut request: v1::StoreBlocksRequest,
 ) -> Result<StoreReply, ServiceError> {
     let slices = [request.k.as_ref(), request.v.as_ref()].map(slice_of);
@@ -88,38 +89,42 @@ async fn store(
     }
     // Before anything is copied.
     let _share = service.take_bytes(caller, bytes)?;
-    let caller = &Call { is_message_admitted: true, ..caller.clone() };
-    request.k = taken(region, caller, request.k).await?;
-    request.v = taken(region, caller, request.v).await?;
-    count(service, if region.device.is_some() { "copied" } else { "file" });
-    service.store(caller, StoreChunk::try_from(request)?).await
+    let caller = &CallContext { is_message_admitted: true, ..caller.clone() };
+    request.k = take_payload(region, caller, request.k).await?;
+    request.v = take_payload(region, caller, request.v).await?;
+    count_call(service, if region.device.is_some() { "copied" } else { "file" });
+    service.store_chunk(caller, StoreChunk::try_from(request)?).await
 }
 
 /// A store whose K and V are both in device memory, if its device takes them from there.
 async fn store_in_place(
     service: &Service,
     device: &OpenMemory,
-    caller: &Call,
+    caller: &CallContext,
     (request, [k, v]): (&v1::StoreBlocksRequest, [v1::RegionSlice; 2]),
 ) -> Result<Option<StoreReply>, ServiceError> {
     let nothing = Some(inline_payload(Bytes::new()));
     let without = v1::StoreBlocksRequest { k: nothing.clone(), v: nothing, ..*request };
     let chunk = StoreChunk::try_from(without)?;
     let model = service.model_of(caller, chunk.sequence)?;
-    if !device.stages(&model, [k.offset, v.offset]) {
+    if !device.stages_rows(&model, [k.offset, v.offset]) {
         return Ok(None);
     }
-    let places =
-        RegionRows { region: device.region(), tokens: chunk.tokens, k: k.offset, v: v.offset };
+    let places = RegionRows {
+        region: device.device_region(),
+        tokens: chunk.tokens,
+        k: k.offset,
+        v: v.offset,
+    };
     let stored = service.store_in_place(caller, &chunk, places, [k.bytes, v.bytes]).await;
     if !matches!(stored, Ok(None)) {
-        count(service, "in_place");
+        count_call(service, "in_place");
     }
     stored
 }
 
 /// Counts a call by where its payloads were.
-fn count(service: &Service, payloads: &'static str) {
+fn count_call(service: &Service, payloads: &'static str) {
     service.metrics().counter(Metric::RegionCallsTotal, &[("payloads", payloads)]).increment(1);
 }
 
@@ -135,10 +140,10 @@ struct AnswerPlaces {
 }
 
 /// Answers how many queries of the batch were refused alone.
-async fn attend(
+async fn attend_batch(
     service: &Service,
-    region: &Region,
-    caller: &Call,
+    region: &WorkerRegion,
+    caller: &CallContext,
     (mut call, launched): (v1::RegionAttend, Option<u64>),
 ) -> Result<u32, ServiceError> {
     let mut request = call.request.take().ok_or(RequestError::Missing { field: "request" })?;
@@ -148,28 +153,28 @@ async fn attend(
     let bytes = check_slices(service, region, in_file.as_slice())?;
     // Before anything is copied.
     let _share = service.take_bytes(caller, bytes)?;
-    let copying = Call { is_message_admitted: true, ..caller.clone() };
+    let copying = CallContext { is_message_admitted: true, ..caller.clone() };
     request.q = match elsewhere {
         Some(_) => Some(inline_payload(Bytes::new())),
-        None => taken(region, caller, payload).await?,
+        None => take_payload(region, caller, payload).await?,
     };
     let mut batch = AttendBatch::try_from(request)?;
-    service.admit(caller)?;
+    service.admit_call(caller)?;
     let model = service.batch_model(caller, &batch)?;
     let queries = batch.queries.len();
     // Before any work: an answer must have its place.
     let at = answer_places(region, &batch, &model, &call)?;
     let mut _copy = None;
     if let Some((device, q)) = elsewhere {
-        check(region, q.offset, q.bytes)?;
+        check_slice(region, q.offset, q.bytes)?;
         // In place or copied, a call has the same limits.
         check_size(service, q.bytes)?;
         batch.check_shape_of(&model.shape.geometry, q.bytes)?;
         let places =
-            RegionPlaces { region: device.region(), q: q.offset, out: at.out, lse: at.lse };
+            RegionPlaces { region: device.device_region(), q: q.offset, out: at.out, lse: at.lse };
         let fits = kernels_take(batch.dtype, &places, [q.bytes, at.out_bytes, at.lse_bytes]);
-        if fits && batch.query_rows() > 0 && device.reaches(&model, &batch) {
-            count(service, "in_place");
+        if fits && batch.query_rows() > 0 && device.reaches_queries(&model, &batch) {
+            count_call(service, "in_place");
             let memory = region.memory.clone();
             // A query that the host may still answer anew is not final before the end.
             let launched = launched.filter(|_| !batch.per_query_errors);
@@ -188,29 +193,29 @@ async fn attend(
             };
         }
         let share = service.take_bytes(caller, q.bytes)?;
-        batch.q = copied(device, caller, q).await?;
+        batch.q = copy_out(device, caller, q).await?;
         _copy = Some(share);
     }
-    count(service, if region.device.is_some() { "copied" } else { "file" });
-    let reply: AttendReply = service.attend(&copying, batch).await?;
+    count_call(service, if region.device.is_some() { "copied" } else { "file" });
+    let reply: AttendReply = service.attend_batch(&copying, batch).await?;
     let bytes = reply.lse.iter().flat_map(|value| value.to_le_bytes()).collect();
-    put(region, caller, at.out, reply.out).await?;
-    put(region, caller, at.lse, bytes).await?;
+    put_answer(region, caller, at.out, reply.out).await?;
+    put_answer(region, caller, at.lse, bytes).await?;
     put_query_errors(region, at.query_errors, queries, &reply.query_errors)
 }
 
 /// Where the answer to a batch goes; each slice must be exactly as long.
 fn answer_places(
-    region: &Region,
+    region: &WorkerRegion,
     batch: &AttendBatch,
-    model: &Model,
+    model: &RegisteredModel,
     call: &v1::RegionAttend,
 ) -> Result<AnswerPlaces, ServiceError> {
     let heads = u64::from(batch.query_rows()) * u64::from(batch.q_heads);
     let values = heads * u64::from(model.shape.geometry.head_dim_v);
     let shape = "[sum of n_q, q_heads, head_dim_v]";
-    let out = place(region, "out", shape, call.out, values, batch.dtype)?;
-    let lse = place(region, "lse", "[sum of n_q, q_heads]", call.lse, heads, DType::F32)?;
+    let out = answer_place(region, "out", shape, call.out, values, batch.dtype)?;
+    let lse = answer_place(region, "lse", "[sum of n_q, q_heads]", call.lse, heads, DType::F32)?;
     let out_bytes = values * batch.dtype.size_bytes() as u64;
     let query_errors = if batch.per_query_errors {
         let field = "query_errors";
@@ -230,7 +235,7 @@ fn answer_places(
 
 /// Writes "CODE: message" of each query that was refused alone; answers how many there are.
 fn put_query_errors(
-    region: &Region,
+    region: &WorkerRegion,
     at: Option<u64>,
     queries: usize,
     refused: &[RefusedQuery],
@@ -268,12 +273,12 @@ fn slice_of(payload: Option<&v1::Payload>) -> Option<v1::RegionSlice> {
 }
 
 /// A slice of device memory, copied; a copy is the daemon's memory, as a message is.
-async fn copied(
+async fn copy_out(
     device: &OpenMemory,
-    caller: &Call,
+    caller: &CallContext,
     slice: v1::RegionSlice,
 ) -> Result<Bytes, ServiceError> {
-    Ok(device.read(caller, slice.offset, slice.bytes).await?.into())
+    Ok(device.read_bytes(caller, slice.offset, slice.bytes).await?.into())
 }
 
 /// Refuses payloads larger than a message.
@@ -290,11 +295,11 @@ fn check_size(service: &Service, bytes: u64) -> Result<(), ServiceError> {
 /// answers their bytes. A slice that fails here never fits, however long the caller waits.
 fn check_slices(
     service: &Service,
-    region: &Region,
+    region: &WorkerRegion,
     slices: &[v1::RegionSlice],
 ) -> Result<u64, ServiceError> {
     for slice in slices {
-        check(region, slice.offset, slice.bytes)?;
+        check_slice(region, slice.offset, slice.bytes)?;
     }
     let bytes = slices.iter().fold(0u64, |sum, slice| sum.saturating_add(slice.bytes));
     check_size(service, bytes)?;
@@ -303,14 +308,14 @@ fn check_slices(
 
 /// A payload with its bytes, copied out of the region if they are there. [`check_slices`] has
 /// tested its slice.
-async fn taken(
-    region: &Region,
-    caller: &Call,
+async fn take_payload(
+    region: &WorkerRegion,
+    caller: &CallContext,
     payload: Option<v1::Payload>,
 ) -> Result<Option<v1::Payload>, ServiceError> {
     let Some(slice) = slice_of(payload.as_ref()) else { return Ok(payload) };
     let bytes = match &region.device {
-        Some(device) => copied(device, caller, slice).await?,
+        Some(device) => copy_out(device, caller, slice).await?,
         None => {
             let mut bytes = vec![0; slice.bytes as usize];
             region.memory.read_bytes(slice.offset, &mut bytes)?;
@@ -321,29 +326,29 @@ async fn taken(
 }
 
 /// Tests that payloads may be there.
-fn check(region: &Region, offset: u64, bytes: u64) -> Result<(), ServiceError> {
+fn check_slice(region: &WorkerRegion, offset: u64, bytes: u64) -> Result<(), ServiceError> {
     match &region.device {
-        Some(device) => device.check(offset, bytes),
+        Some(device) => device.check_range(offset, bytes),
         None => Ok(region.memory.check_range(offset, bytes)?),
     }
 }
 
 /// Copies an answer to its place.
-async fn put(
-    region: &Region,
-    caller: &Call,
+async fn put_answer(
+    region: &WorkerRegion,
+    caller: &CallContext,
     offset: u64,
     bytes: Vec<u8>,
 ) -> Result<(), ServiceError> {
     match &region.device {
-        Some(device) => device.write(caller, offset, bytes).await,
+        Some(device) => device.write_bytes(caller, offset, bytes).await,
         None => Ok(region.memory.write_bytes(offset, &bytes)?),
     }
 }
 
 /// Where an answer of `values` goes; its slice must be exactly as long.
-fn place(
-    region: &Region,
+fn answer_place(
+    region: &WorkerRegion,
     field: &'static str,
     shape: &'static str,
     slice: Option<v1::RegionSlice>,
@@ -356,6 +361,6 @@ fn place(
         let given = slice.bytes;
         return Err(RequestError::PayloadLength { field, shape, given, expected }.into());
     }
-    check(region, slice.offset, slice.bytes)?;
+    check_slice(region, slice.offset, slice.bytes)?;
     Ok(slice.offset)
 }

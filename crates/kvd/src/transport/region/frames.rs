@@ -18,13 +18,13 @@ const LENGTH_BYTES: usize = 4;
 const READ_BYTES: usize = 16 << 10;
 
 /// A socket and what was read of the next message.
-pub(super) struct Frames {
+pub(super) struct FrameSocket {
     stream: UnixStream,
     bytes: Vec<u8>,
     files: Vec<OwnedFd>,
 }
 
-impl Frames {
+impl FrameSocket {
     pub(super) fn new(stream: UnixStream) -> Self {
         Self { stream, bytes: Vec::new(), files: Vec::new() }
     }
@@ -72,7 +72,7 @@ impl Frames {
 
     /// Says that nothing more comes, and passes over what does until the peer leaves, or the time
     /// is over: a peer whose last message was not read may lose what was said to it.
-    pub(super) async fn linger(mut self, time: Duration) {
+    pub(super) async fn pass_over_rest(mut self, time: Duration) {
         let passed_over = async {
             let stream = &mut self.stream;
             poll_fn(|context| Pin::new(&mut *stream).poll_shutdown(context)).await?;
@@ -91,7 +91,7 @@ impl Frames {
     }
 
     /// Sends a message.
-    pub(super) async fn send(&self, message: &impl Message) -> io::Result<()> {
+    pub(super) async fn send_message(&self, message: &impl Message) -> io::Result<()> {
         let body = message.encode_to_vec();
         let mut bytes = (body.len() as u32).to_le_bytes().to_vec();
         bytes.extend(body);

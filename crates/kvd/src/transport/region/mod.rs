@@ -5,11 +5,11 @@
 mod call;
 mod frames;
 
-use super::connection::Phase;
+use super::connection::ServerPhase;
 use super::socket::BoundSocket;
 use crate::metrics::{Metric, Metrics, OpenCount};
-use crate::service::{Call, Offer, OpenMemory, Owner, Service, ServiceError};
-use frames::Frames;
+use crate::service::{CallContext, CallOwner, MemoryOffer, OpenMemory, Service, ServiceError};
+use frames::FrameSocket;
 use kvd_compute::RegionHandle;
 use kvd_core::{ErrorCode, Namespace};
 use kvd_proto::v1;
@@ -41,10 +41,10 @@ pub(super) struct RegionServer {
 }
 
 /// A region that is open.
-struct Region {
+struct WorkerRegion {
     namespace: Namespace,
     /// Whose jobs and bytes count together: the connection.
-    owner: Owner,
+    owner: CallOwner,
     /// Completion records, and payloads where no device memory is open. A device may tell of a
     /// launch there when the region is gone.
     memory: Arc<RegionMemory>,
@@ -55,13 +55,13 @@ struct Region {
     _permit: OwnedSemaphorePermit,
 }
 
-impl Region {
+impl WorkerRegion {
     fn new(
         namespace: Namespace,
         memory: RegionMemory,
         metrics: &Metrics,
         permit: OwnedSemaphorePermit,
-        owner: Owner,
+        owner: CallOwner,
     ) -> Self {
         let regions = metrics.gauge(Metric::Regions, &[]);
         let bytes = metrics.gauge(Metric::RegionBytes, &[]);
@@ -72,12 +72,12 @@ impl Region {
     }
 
     /// Who calls through it.
-    fn caller(&self) -> Call {
-        Call { owner: self.owner.clone(), ..Call::new(self.namespace.clone()) }
+    fn call_context(&self) -> CallContext {
+        CallContext { owner: self.owner.clone(), ..CallContext::new(self.namespace.clone()) }
     }
 }
 
-impl Drop for Region {
+impl Drop for WorkerRegion {
     fn drop(&mut self) {
         self.regions.decrement(1.0);
         self.bytes.decrement(self.memory.size_bytes() as f64);
@@ -86,17 +86,21 @@ impl Drop for Region {
 
 impl RegionServer {
     /// Serves until the daemon drains: calls under way are answered, unless the cut comes first.
-    pub(super) async fn serve(self, service: Arc<Service>, phase: watch::Receiver<Phase>) {
+    pub(super) async fn serve_regions(
+        self,
+        service: Arc<Service>,
+        phase: watch::Receiver<ServerPhase>,
+    ) {
         let Self { socket } = self;
         let permits = Arc::new(Semaphore::new(service.config().regions_max));
         let mut connections = JoinSet::new();
-        let open = super::server::connections(service.metrics(), "region");
-        let drain = Phase::Draining.reached(phase.clone());
-        let cut = Phase::Cut.reached(phase.clone());
+        let open = super::server::connections_gauge(service.metrics(), "region");
+        let drain = ServerPhase::Draining.wait_until(phase.clone());
+        let cut = ServerPhase::Cut.wait_until(phase.clone());
         tokio::pin!(drain, cut);
         loop {
             tokio::select! {
-                accepted = socket.accept() => match accepted {
+                accepted = socket.accept_stream() => match accepted {
                     Ok(stream) => {
                         let (service, phase) = (service.clone(), phase.clone());
                         match permits.clone().try_acquire_owned() {
@@ -104,10 +108,10 @@ impl RegionServer {
                                 let count = OpenCount::new(&open);
                                 connections.spawn(async move {
                                     let _count = count;
-                                    connection(stream, service, phase, permit).await;
+                                    serve_connection(stream, service, phase, permit).await;
                                 });
                             }
-                            Err(_) => full(stream, service.config().regions_max).await,
+                            Err(_) => refuse_full(stream, service.config().regions_max).await,
                         }
                     }
                     Err(error) => {
@@ -129,27 +133,27 @@ impl RegionServer {
 }
 
 /// Refuses a connection without a wait for what it says: those over the limit hold nothing.
-async fn full(stream: UnixStream, max: usize) {
+async fn refuse_full(stream: UnixStream, max: usize) {
     let message = format!("{max} regions are open already, limits.regions_max");
     let error = ServiceError::new(ErrorCode::LimitExceeded, message);
-    refuse(&Frames::new(stream), &error).await;
+    refuse_worker(&FrameSocket::new(stream), &error).await;
 }
 
 /// One worker's connection, from its first message to its end.
-async fn connection(
+async fn serve_connection(
     stream: UnixStream,
     service: Arc<Service>,
-    mut phase: watch::Receiver<Phase>,
+    mut phase: watch::Receiver<ServerPhase>,
     permit: OwnedSemaphorePermit,
 ) {
-    let mut frames = Frames::new(stream);
+    let mut frames = FrameSocket::new(stream);
     let (region, kind, reason) = match shake_hands(&mut frames, &service, permit).await {
         // A peer that stays silent, or leaves, has nothing to be told.
         None => return,
         Some(Ok((region, kind, reason))) => (Arc::new(region), kind, reason),
-        Some(Err(error)) => return refuse(&frames, &error).await,
+        Some(Err(error)) => return refuse_worker(&frames, &error).await,
     };
-    let opened = region.device.as_ref().map(OpenMemory::opened);
+    let opened = region.device.as_ref().map(OpenMemory::opened_region);
     let event = opened.and_then(|opened| opened.event);
     let response = v1::OpenRegionResponse {
         kind: kind.into(),
@@ -160,7 +164,7 @@ async fn connection(
         copied: opened.and_then(|opened| opened.copied.clone()).unwrap_or_default(),
         no_event: opened.and_then(|opened| opened.no_event.clone()).unwrap_or_default(),
     };
-    if frames.send(&response).await.is_err() {
+    if frames.send_message(&response).await.is_err() {
         return;
     }
     tracing::debug!(namespace = %region.namespace, bytes = region.memory.size_bytes(), "region");
@@ -172,23 +176,23 @@ async fn connection(
             // Calls that have arrived are answered (if only with SHUTTING_DOWN).
             biased;
             message = frames.next::<v1::RegionCall>() => message,
-            _ = phase.wait_for(|now| *now >= Phase::Draining) => break,
+            _ = phase.wait_for(|now| *now >= ServerPhase::Draining) => break,
         };
         let call = match message {
             Ok(Some((call, _))) => call,
             // Dropping `calls` drops what nobody waits for any more.
             Ok(None) => return,
-            Err(error) => return refuse(&frames, &broken(&error)).await,
+            Err(error) => return refuse_worker(&frames, &broken_error(&error)).await,
         };
         // Where a refusal goes must be known before anything can be refused.
         if let Err(error) = kvd_shm::CompletionRecord::from_offset(&region.memory, call.done) {
-            return refuse(&frames, &error.into()).await;
+            return refuse_worker(&frames, &error.into()).await;
         }
         while calls.try_join_next().is_some() {}
         let in_order = region.device.is_some() && call::is_store(&call);
         let (service, region) = (service.clone(), region.clone());
         let mut answered = Box::pin(async move {
-            call::answer(&service, &region, call).await;
+            call::answer_call(&service, &region, call).await;
             drop(permit);
         });
         // Tasks begin in any order. A store in place has claimed its range and its place in the
@@ -204,10 +208,10 @@ async fn connection(
 }
 
 /// Tells a worker that the daemon drains, and lets it read that.
-async fn say_shutting_down(frames: Frames) {
+async fn say_shutting_down(frames: FrameSocket) {
     let message = "the daemon drains; open a region of its successor";
-    refuse(&frames, &ServiceError::new(ErrorCode::ShuttingDown, message)).await;
-    frames.linger(LINGER_TIME).await;
+    refuse_worker(&frames, &ServiceError::new(ErrorCode::ShuttingDown, message)).await;
+    frames.pass_over_rest(LINGER_TIME).await;
 }
 
 /// Goes on with a call until it waits for the first time; whether it has ended without.
@@ -218,42 +222,42 @@ async fn first_wait(answered: &mut (impl Future<Output = ()> + Unpin)) -> bool {
 
 /// Reads the first message and opens its region; none where the peer has left, or takes too long.
 async fn shake_hands(
-    frames: &mut Frames,
+    frames: &mut FrameSocket,
     service: &Arc<Service>,
     permit: OwnedSemaphorePermit,
-) -> Option<Result<Opened, ServiceError>> {
+) -> Option<Result<OpenedRegion, ServiceError>> {
     let first = frames.next::<v1::OpenRegionRequest>();
     let (request, files) = match tokio::time::timeout(HANDSHAKE_TIME, first).await.ok()? {
         Ok(first) => first?,
-        Err(error) => return Some(Err(broken(&error))),
+        Err(error) => return Some(Err(broken_error(&error))),
     };
     let time = service.config().keepalive_timeout;
-    tokio::time::timeout(time, open(request, files, service, permit)).await.ok()
+    tokio::time::timeout(time, open_region(request, files, service, permit)).await.ok()
 }
 
 /// Maps what the first message carries, and what descriptors came with it.
-async fn open(
+async fn open_region(
     request: v1::OpenRegionRequest,
     mut files: Vec<OwnedFd>,
     service: &Arc<Service>,
     permit: OwnedSemaphorePermit,
-) -> Result<Opened, ServiceError> {
+) -> Result<OpenedRegion, ServiceError> {
     let second = if files.len() > 1 { files.pop() } else { None };
-    let region = map(&request, files, service, permit)?;
+    let region = map_region(&request, files, service, permit)?;
     with_device(region, request, second, service).await
 }
 
 /// A region, how its payloads are reached, and why not as the worker asked.
-type Opened = (Region, v1::RegionKind, String);
+type OpenedRegion = (WorkerRegion, v1::RegionKind, String);
 
 /// Opens the device memory that the worker offers. Without it, and with the reason, payloads are in
 /// the memory file. A GPU that is not the daemon's is refused.
 async fn with_device(
-    mut region: Region,
+    mut region: WorkerRegion,
     request: v1::OpenRegionRequest,
     file: Option<OwnedFd>,
     service: &Arc<Service>,
-) -> Result<Opened, ServiceError> {
+) -> Result<OpenedRegion, ServiceError> {
     use v1::open_region_request::Device;
     let (kind, handle) = match request.device {
         None if request.device_uuid.is_empty() => {
@@ -275,21 +279,23 @@ async fn with_device(
             (v1::RegionKind::CudaFd, handle.ok_or(reason))
         }
     };
-    let uuid = service.gpu(&request.device_uuid)?;
+    let uuid = service.find_gpu(&request.device_uuid)?;
     let size_bytes = request.device_bytes;
-    let caller = region.caller();
+    let caller = region.call_context();
     let opened = match handle {
         Err(reason) => Err(reason),
-        Ok(handle) => OpenMemory::open(service, &caller, Offer { handle, size_bytes, uuid })
-            .await
-            .map_err(|error| error.to_string()),
+        Ok(handle) => {
+            OpenMemory::open_memory(service, &caller, MemoryOffer { handle, size_bytes, uuid })
+                .await
+                .map_err(|error| error.to_string())
+        }
     };
     Ok(match opened {
         Ok(device) => {
-            if let Some(reason) = &device.opened().copied {
+            if let Some(reason) = &device.opened_region().copied {
                 tracing::warn!(reason, "a region's device memory is copied through the host");
             }
-            if let Some(reason) = &device.opened().no_event {
+            if let Some(reason) = &device.opened_region().no_event {
                 tracing::warn!(reason, "a region has no event that says when answers are there");
             }
             region.device = Some(device);
@@ -302,16 +308,16 @@ async fn with_device(
     })
 }
 
-fn map(
+fn map_region(
     request: &v1::OpenRegionRequest,
     files: Vec<OwnedFd>,
     service: &Service,
     permit: OwnedSemaphorePermit,
-) -> Result<Region, ServiceError> {
+) -> Result<WorkerRegion, ServiceError> {
     let name = if request.namespace.is_empty() { "default" } else { &request.namespace };
     let namespace = Namespace::new(name)
         .map_err(|error| ServiceError::new(ErrorCode::InvalidArgument, error.to_string()))?;
-    service.admit(&Call::new(namespace.clone()))?;
+    service.admit_call(&CallContext::new(namespace.clone()))?;
     let max = service.config().region_bytes_max;
     if request.bytes > max {
         let bytes = request.bytes;
@@ -323,22 +329,22 @@ fn map(
         return Err(ServiceError::new(ErrorCode::InvalidArgument, message));
     };
     let memory = RegionMemory::map_file(file, request.bytes)?;
-    let owner = Owner::new(service.config().connection_bytes_max as u64);
-    Ok(Region::new(namespace, memory, service.metrics(), permit, owner))
+    let owner = CallOwner::new(service.config().connection_bytes_max as u64);
+    Ok(WorkerRegion::new(namespace, memory, service.metrics(), permit, owner))
 }
 
 /// A message that could not be read.
-fn broken(error: &io::Error) -> ServiceError {
+fn broken_error(error: &io::Error) -> ServiceError {
     ServiceError::new(ErrorCode::InvalidArgument, format!("region message: {error}"))
 }
 
 /// Tells the worker why its connection ends.
-async fn refuse(frames: &Frames, error: &ServiceError) {
+async fn refuse_worker(frames: &FrameSocket, error: &ServiceError) {
     tracing::debug!(code = %error.code(), %error, "region refused");
     let refused = format!("{}: {error}", error.code().name());
     let response = v1::OpenRegionResponse { refused, ..Default::default() };
     // It may have left.
-    let _ = frames.send(&response).await;
+    let _ = frames.send_message(&response).await;
 }
 
 #[cfg(test)]

@@ -6,8 +6,8 @@ mod fixture;
 mod store;
 
 use super::*;
-use crate::config::{Config, Overrides};
-use crate::daemon::{Daemon, Running};
+use crate::config::{Config, ConfigOverrides};
+use crate::daemon::{Daemon, RunningDaemon};
 use device::Memories;
 use fixture::{DEVICE_KINDS, DIM, DONE, Fixture, KINDS, MESSAGE_BYTES, START, UUIDS, Worker};
 use kvd_client::{
@@ -282,19 +282,19 @@ async fn a_full_queue_is_waited_for_and_no_other_gpu_asked() {
     let fixture = Fixture::over(RegionKind::CudaIpc, all).await;
     let memory = fixture.memories.add(3, 4096);
     other.all.lock().insert(3, memory.clone());
-    let worker = fixture.running.service().worker().clone();
+    let worker = fixture.running.service().first_worker().clone();
     // One job runs until it is let go; as many as fit wait behind it.
     let (let_go, gate) = std::sync::mpsc::sync_channel::<()>(1);
     let (begin, begun) = tokio::sync::oneshot::channel();
     let job = |work: Box<dyn FnOnce() + Send>| {
-        let call = Call::new(Namespace::new("default").unwrap());
+        let call = CallContext::new(Namespace::new("default").unwrap());
         let worker = worker.clone();
         drop(tokio::spawn(async move {
             let work = |_: &mut dyn Backend| {
                 work();
                 Ok(())
             };
-            worker.run(&call, work).await
+            worker.run_closure(&call, work).await
         }));
     };
     job(Box::new(move || {
@@ -302,7 +302,7 @@ async fn a_full_queue_is_waited_for_and_no_other_gpu_asked() {
         let _ = gate.recv();
     }));
     begun.await.unwrap();
-    while worker.queued() < fixture.running.service().config().queue_jobs_max {
+    while worker.queued_jobs() < fixture.running.service().config().queue_jobs_max {
         job(Box::new(|| ()));
         tokio::task::yield_now().await;
     }

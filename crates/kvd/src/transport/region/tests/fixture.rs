@@ -27,7 +27,7 @@ const FILE_BYTES: u64 = 8192;
 pub(super) struct Fixture {
     /// Of the regions that are opened.
     pub(super) kind: RegionKind,
-    pub(super) running: Running,
+    pub(super) running: RunningDaemon,
     pub(super) memories: Memories,
     pub(super) client: Client,
     pub(super) batch: AttendBatch,
@@ -93,7 +93,7 @@ impl Fixture {
         let flags = flags.map(|(key, value)| (key.to_owned(), value)).to_vec();
         let file = dir.path().join("kvd.toml");
         std::fs::write(&file, "[namespaces]\nallowed = [\"default\", \"other\"]\n").unwrap();
-        let overrides = Overrides { file: Some(file), environment: false, flags };
+        let overrides = ConfigOverrides { file: Some(file), environment: false, flags };
         let config = Config::load(&overrides).unwrap();
         let options = CpuOptions { arena_bytes: 4 << 20, prefault: false, threads: 1 };
         let memories = all[0].clone();
@@ -174,7 +174,7 @@ impl Fixture {
 
     /// Calls through regions by where their payloads were: in files, in place, copied.
     pub(super) fn calls(&self) -> [u64; 3] {
-        let text = self.running.service().metrics().render();
+        let text = self.running.service().metrics().render_page();
         ["file", "in_place", "copied"].map(|payloads| {
             let series = format!("kvd_region_calls_total{{payloads=\"{payloads}\"}} ");
             text.lines().find_map(|line| line.strip_prefix(&series)).unwrap().parse().unwrap()
@@ -224,7 +224,7 @@ impl Fixture {
 
     /// Regions that the daemon holds.
     fn regions(&self) -> usize {
-        let text = self.running.service().metrics().render();
+        let text = self.running.service().metrics().render_page();
         text.lines().find_map(|line| line.strip_prefix("kvd_regions ")).unwrap().parse().unwrap()
     }
 

@@ -55,15 +55,15 @@ impl Fixture {
     async fn hold(&self) -> mpsc::SyncSender<()> {
         let (release, released) = mpsc::sync_channel::<()>(1);
         let (begun, has_begun) = tokio::sync::oneshot::channel();
-        let worker = self.running.service().worker().clone();
-        let call = Call::new(Namespace::new("default").unwrap());
+        let worker = self.running.service().first_worker().clone();
+        let call = CallContext::new(Namespace::new("default").unwrap());
         tokio::spawn(async move {
             let work = move |_: &mut dyn Backend| {
                 let _ = begun.send(());
                 let _ = released.recv();
                 Ok(())
             };
-            worker.run(&call, work).await
+            worker.run_closure(&call, work).await
         });
         has_begun.await.unwrap();
         release
@@ -211,7 +211,7 @@ async fn a_store_that_fails_on_the_device_or_is_given_up_lets_others_append() {
     // It leaves the queue, and the sequence, while the device is still held; what closes its memory
     // is left.
     while fixture.client.truncate_sequence(sequence, 20).await.is_err() {}
-    while fixture.running.service().worker().queued() != 1 {
+    while fixture.running.service().first_worker().queued_jobs() != 1 {
         tokio::task::yield_now().await;
     }
     let staged = fixture.memories.stores.lock().staged;
@@ -322,7 +322,7 @@ async fn too_many_tokens(fixture: &Fixture, sequence: SequenceId) {
     let chunk =
         StoreChunk { sequence, layer: LAYER, start: 0, tokens, k: nothing.clone(), v: nothing };
     let rows = RegionRows { region: DeviceRegion(1), tokens, k: 0, v: 0 };
-    let call = Call::new(Namespace::new("default").unwrap());
+    let call = CallContext::new(Namespace::new("default").unwrap());
     let bytes = [u64::from(tokens) * ROW; 2];
     let stored = fixture.running.service().store_in_place(&call, &chunk, rows, bytes).await;
     let refused = stored.unwrap_err();
@@ -387,7 +387,7 @@ async fn a_daemon_that_drains_looks_nothing_up_and_copies_nothing() {
     let region = &fixture.shared(1);
     let sequence = fixture.sequence().await;
     fixture.running.service().drain();
-    let call = Call::new(Namespace::new("default").unwrap());
+    let call = CallContext::new(Namespace::new("default").unwrap());
     // One that is not there, one that is in place, one that would be copied through the host.
     let nowhere = SequenceId(1 << 40);
     let refused = fixture.running.service().model_of(&call, nowhere).err().unwrap();
@@ -410,12 +410,12 @@ async fn a_device_that_is_lost_in_a_store_answers_it_with_a_refusal_and_publishe
         fixture.memories.stores.lock().lose = true;
         let lost = fixture.store_from(region, &chunk(sequence, 20, 20), 0).unwrap_err();
         assert_eq!(lost.code, Some(ErrorCode::DeviceFailed), "{lost}");
-        let call = Call::new(Namespace::new("default").unwrap());
+        let call = CallContext::new(Namespace::new("default").unwrap());
         let known = fixture.running.service().describe_sequence(&call, sequence).unwrap();
         assert_eq!(known.length, 20);
         let lost = fixture.store_from(region, &chunk(sequence, 20, 20), 0).unwrap_err();
         assert_eq!(lost.code, Some(ErrorCode::DeviceFailed), "{lost}");
-        assert!(!fixture.running.service().ready());
+        assert!(!fixture.running.service().is_ready());
         fixture.running.drain().await;
     }
 }
