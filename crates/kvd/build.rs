@@ -13,7 +13,7 @@ fn main() {
     println!("cargo:rustc-env=KVD_COMMIT={commit}");
 }
 
-/// What the environment says; nothing that would break a line or a label.
+/// The commit that the environment names; nothing that would break a line or a label.
 fn given_commit() -> Option<String> {
     let commit = std::env::var("KVD_COMMIT").ok()?;
     let is_name = |c: char| c.is_ascii_alphanumeric() || "-._+".contains(c);

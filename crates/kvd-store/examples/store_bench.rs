@@ -40,7 +40,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     })?;
     let mut forks = Vec::new();
     bench.report_times("fork", || {
-        forks.push(bench.store.fork_sequence(bench.namespace(), id, None)?.0);
+        forks.push(bench.store.fork_sequence(bench.namespace(), id, None)?.id);
         Ok(())
     })?;
     println!("resident after {} forks: {} KiB more", forks.len(), bench.grown_kib());

@@ -20,7 +20,7 @@ use std::sync::atomic::Ordering::Relaxed;
 /// The answer to an append that fits.
 #[derive(Debug)]
 pub enum BegunAppend {
-    /// The same range with the same content is there already.
+    /// That range is there already, with the same content.
     Replayed {
         /// Tokens of the layer.
         length: u32,
@@ -82,9 +82,9 @@ pub struct PackTask {
 
 /// The exclusive right to append to one layer of one sequence.
 ///
-/// The lane executes [`row_copies`](Self::row_copies), then [`row_writes`](Self::row_writes), then for each of
-/// [`pack_tasks`](Self::pack_tasks) its `keep` and the encoding, and calls [`commit`](Self::commit).
-/// Dropping the ticket instead undoes everything: nothing was visible.
+/// The lane executes [`row_copies`](Self::row_copies), then [`row_writes`](Self::row_writes), then
+/// for each of [`pack_tasks`](Self::pack_tasks) its `keep` and the encoding, and calls
+/// [`commit`](Self::commit). Dropping the ticket instead undoes everything: nothing was visible.
 #[derive(Debug)]
 #[must_use = "dropping a ticket takes the append back"]
 pub struct AppendTicket {

@@ -10,7 +10,7 @@ use crate::layer::SequenceLayer;
 use crate::layer_block::{BlockView, LayerBlock, RawSlot, RowExtent, RowForm};
 use crate::ledger::{ModelLedger, SlotAccount};
 use crate::pool::{ArenaPool, PoolFull};
-use crate::shape::ModelShape;
+use crate::shape::{BlockRows, ModelShape};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -114,7 +114,7 @@ impl AppendPlan {
             views: Vec::new(),
         };
         let mut last = Some(last);
-        for (block, rows) in shape.rows_by_block(start..length_after) {
+        for BlockRows { block, rows } in shape.rows_by_block(start..length_after) {
             let to = match last.take() {
                 Some(LastBlock::Appendable(raw)) => raw,
                 Some(LastBlock::Copied(extents)) => {

@@ -39,7 +39,7 @@ pub enum StoreError {
         limit: &'static str,
         /// Its value.
         max: u64,
-        /// What the call would have needed.
+        /// The amount that the call would have needed.
         asked: u64,
     },
     /// An append begins after the end of the layer.
@@ -63,7 +63,7 @@ pub enum StoreError {
         /// Length of the layer.
         length: u32,
     },
-    /// The same range was stored before with other content.
+    /// That range was stored before, with other content.
     #[error("range of {tokens} tokens at {start} was stored before with other content")]
     RangeConflict {
         /// First token of the range.

@@ -1,8 +1,8 @@
 //! The K and V of one block in one layer: where they lie and in which form.
 //!
-//! Owns the two forms ([`RawSlot`], [`PackedPages`]), what a reader or a copy is told ([`RowExtent`]),
-//! and one sequence's view of a block. No locks: a view belongs to its layer's mutex; what several
-//! sequences share is immutable, set once, or atomic.
+//! Owns the two forms ([`RawSlot`], [`PackedPages`]), what a reader or a copy is told
+//! ([`RowExtent`]), and one sequence's view of a block. No locks: a view belongs to its layer's
+//! mutex; what several sequences share is immutable, set once, or atomic.
 
 use crate::ledger::{PackedBytes, StoredBytes};
 use crate::pool::{FreedSlots, PoolSlot};

@@ -1,14 +1,14 @@
 //! Live totals by model: what slots of a model hold, kept by the slots themselves.
 //!
-//! Owns [`ModelLedger`] (atomic counters of one model) and [`SlotAccount`] (one slot's share of them,
-//! taken off in its drop). A slot that several sequences share has one account, so it is counted
-//! once. No locks: a snapshot taken while others work may mix moments, at rest it is exact.
+//! Owns [`ModelLedger`] (atomic counters of one model) and [`SlotAccount`] (one slot's share of
+//! them, taken off in its drop). A slot that several sequences share has one account, so it is
+//! counted once. No locks: a snapshot taken while others work may mix moments, at rest it is exact.
 
 use std::ops::{AddAssign, SubAssign};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
-/// What one packed block is made of; bytes unless said otherwise.
+/// The parts of one packed block; bytes unless said otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PackedBytes {
     /// Quantized codes, or their entropy-coded form.
@@ -27,7 +27,7 @@ pub struct PackedBytes {
     pub values: u64,
 }
 
-/// What is held, by part; bytes unless said otherwise.
+/// All that is held, by part; bytes unless said otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StoredBytes {
     /// K and V values in packed blocks, in number.
@@ -52,12 +52,12 @@ pub struct StoredBytes {
     pub packed_value_bytes: u64,
 }
 
-/// What the sequences of a model hold together; shared blocks are counted once.
+/// The holdings of all sequences of a model; shared blocks are counted once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ModelUsage {
     /// Open sequences.
     pub sequences: u64,
-    /// What their slots hold, and the slots that readers still pin.
+    /// Contents of their slots, and of slots that readers still pin.
     pub stored: StoredBytes,
 }
 

@@ -14,11 +14,12 @@
 //! fork or a read copies a pointer for 64 blocks. Totals are kept where they change.
 //!
 //! Locks: the sequence map's shards, one mutex per layer of a sequence, the mutex of what waits to
-//! be freed, one mutex in the pool. A layer's mutex is held to copy pointers, never to reserve
-//! or to free; no other of these is taken under it. Only who truncates, forks or describes takes
-//! several layers' (`sequence`). The drop of a guard ([`ReservedSlot`], [`PoolSlot`], [`AppendClaim`],
-//! [`AppendTicket`], [`PinnedRange`]) takes the last two at most, one after the other. A long sequence
-//! is freed by the pool's thread, in batches; who finds the pool full helps it.
+//! be freed, one mutex in the pool. A layer's mutex is held to copy pointers, never to reserve or
+//! to free; no other of these is taken under it. Only who truncates, forks or describes takes
+//! several layers' (`sequence`). The drop of a guard ([`ReservedSlot`], [`PoolSlot`],
+//! [`AppendClaim`], [`AppendTicket`], [`PinnedRange`]) takes the last two at most, one after the
+//! other. A long sequence is freed by the pool's thread, in batches; who finds the pool full helps
+//! it.
 #![forbid(unsafe_code)]
 
 mod allocator;
@@ -48,4 +49,4 @@ pub use pinned::{PinnedRange, PinnedRows};
 pub use pool::{ArenaPool, PoolFull, PoolSlot, PoolUsage, ReservedSlot};
 pub use sequence::SequenceUsage;
 pub use shape::{ModelShape, StoreLimits};
-pub use store::SequenceStore;
+pub use store::{ForkedSequence, SequenceStore};

@@ -1,11 +1,11 @@
 //! Hold of a reader: a range of one layer, alive until it is dropped.
 //!
-//! Owns [`PinnedRange`]. Whole chunks are held by one pointer each; of the last blocks, which an append
-//! may still write to, the bytes alone are held, so that a reader never makes a sequence copy rows
-//! that it appends behind those that are read. No locks.
+//! Owns [`PinnedRange`]. Whole chunks are held by one pointer each; of the last blocks, which an
+//! append may still write to, the bytes alone are held, so that a reader never makes a sequence
+//! copy rows that it appends behind those that are read. No locks.
 
 use crate::layer_block::{FoundRows, PinnedBlock, RowExtentRef};
-use crate::shape::ModelShape;
+use crate::shape::{BlockRows, ModelShape};
 use crate::view_list::{CHUNK_VIEWS, ViewChunk, ViewList};
 use std::ops::Range;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ pub struct PinnedRange {
     pub(crate) views: PinnedViews,
 }
 
-/// Some rows of a [`PinnedRange`] range, all in one form.
+/// Some rows of a [`PinnedRange`], all in one form.
 #[derive(Clone, Debug)]
 pub struct PinnedRows<'a> {
     /// Token of the sequence at `extent.rows.start`.
@@ -35,7 +35,7 @@ impl PinnedRange {
     /// Where the tokens of the range lie: in order, disjoint, without gaps.
     pub fn find_rows(&self) -> impl Iterator<Item = PinnedRows<'_>> {
         let block_tokens = self.model.block_tokens();
-        self.model.rows_by_block(self.range.clone()).flat_map(move |(block, rows)| {
+        self.model.rows_by_block(self.range.clone()).flat_map(move |BlockRows { block, rows }| {
             let first_token = block as u32 * block_tokens;
             self.views.find_rows(block, rows).map(move |extent| PinnedRows {
                 first_token: first_token + extent.rows.start,

@@ -1,8 +1,8 @@
 //! A fixed budget of page memory and the guards that hold parts of it.
 //!
-//! Owns who has which extent: [`ReservedSlot`] (exclusive, not readable) becomes [`PoolSlot`] (readable,
-//! clone = pin); dropping either is the way back. One mutex guards the allocator; it is the last
-//! lock of the crate's order and no guard is ever dropped while it is held.
+//! Owns who has which extent: [`ReservedSlot`] (exclusive, not readable) becomes [`PoolSlot`]
+//! (readable, clone = pin); dropping either is the way back. One mutex guards the allocator; it is
+//! the last lock of the crate's order and no guard is ever dropped while it is held.
 
 use crate::allocator::{ArenaAllocator, SlotRegion, taken_bytes};
 use crate::ledger::SlotAccount;
@@ -20,7 +20,7 @@ pub struct ArenaPool {
     reclaim: Arc<ReclaimQueue>,
 }
 
-/// What a pool holds right now.
+/// State of a pool right now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolUsage {
     /// Name of the tier: `gpu`, `host`, …

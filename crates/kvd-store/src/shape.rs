@@ -1,4 +1,4 @@
-//! What the store needs to know of a model, and its limits.
+//! The shape of a model, as far as the store needs it, and the limits of the store.
 //!
 //! Owns the window arithmetic: which blocks are due for packing, which rows stay raw. Plain
 //! values, no locks.
@@ -51,6 +51,12 @@ pub struct ModelShape {
     pub recent: u32,
 }
 
+/// Rows of one block.
+pub(crate) struct BlockRows {
+    pub(crate) block: usize,
+    pub(crate) rows: Range<u32>,
+}
+
 impl ModelShape {
     /// Tokens of a block.
     pub(crate) fn block_tokens(&self) -> u32 {
@@ -76,17 +82,14 @@ impl ModelShape {
     }
 
     /// The blocks that `tokens` touches, each with the rows of it that lie inside.
-    pub(crate) fn rows_by_block(
-        &self,
-        tokens: Range<u32>,
-    ) -> impl Iterator<Item = (usize, Range<u32>)> {
+    pub(crate) fn rows_by_block(&self, tokens: Range<u32>) -> impl Iterator<Item = BlockRows> {
         let size = u64::from(self.block_tokens());
         let (start, end) = (u64::from(tokens.start), u64::from(tokens.end));
         let last = if start < end { end.div_ceil(size) } else { start / size };
         (start / size..last).map(move |block| {
             let first = block * size;
             let rows = start.max(first) - first..end.min(first + size) - first;
-            (block as usize, rows.start as u32..rows.end as u32)
+            BlockRows { block: block as usize, rows: rows.start as u32..rows.end as u32 }
         })
     }
 }

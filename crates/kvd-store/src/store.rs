@@ -20,6 +20,21 @@ use std::ops::{Bound, RangeBounds};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+/// A sequence that was forked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ForkedSequence {
+    /// The new sequence.
+    pub id: SequenceId,
+    /// Tokens that it shares with its parent.
+    pub length: u32,
+}
+
+/// A layer of an open sequence.
+struct EntryLayer {
+    entry: Arc<SequenceEntry>,
+    layer: usize,
+}
+
 /// Sequences over one pool.
 #[derive(Debug)]
 pub struct SequenceStore {
@@ -70,7 +85,7 @@ impl SequenceStore {
     }
 
     /// Opens a sequence that shares the first `length` tokens of `id`, or all that it has on
-    /// every layer; returns its id and length. A partly filled last block is shared too: whoever
+    /// every layer. A partly filled last block is shared too: whoever
     /// appends first copies it.
     ///
     /// # Errors
@@ -81,7 +96,7 @@ impl SequenceStore {
         ns: &Namespace,
         id: SequenceId,
         length: Option<u32>,
-    ) -> Result<(SequenceId, u32), StoreError> {
+    ) -> Result<ForkedSequence, StoreError> {
         let parent = self.find_entry(ns, id)?;
         // Appends go on: what they add lies behind what is shared.
         let no_cut = parent.cuts.read();
@@ -98,7 +113,8 @@ impl SequenceStore {
         let layers = layers.collect();
         drop(no_cut);
         let model = Arc::clone(&parent.model);
-        Ok((self.insert(forked, model, Arc::clone(&parent.ledger), layers), length))
+        let id = self.insert(forked, model, Arc::clone(&parent.ledger), layers);
+        Ok(ForkedSequence { id, length })
     }
 
     /// Forgets the tokens from `length` on, on every layer. Precision does not come back: rows
@@ -202,7 +218,8 @@ impl SequenceStore {
         tokens: u32,
         content_hash: u64,
     ) -> Result<BegunAppend, StoreError> {
-        let (entry, index) = self.entry_to_append(ns, id, layer, start, tokens)?;
+        let found = self.entry_to_append(ns, id, layer, start, tokens)?;
+        let EntryLayer { entry, layer: index } = found;
         let (claim, draft) = {
             let mut state = entry.layer_mutex(index).lock();
             if let Some(known) = known_content(&entry, &state, layer, start, tokens)? {
@@ -219,8 +236,8 @@ impl SequenceStore {
     }
 
     /// Takes the right to append for a caller who does not know the content yet, and passes the
-    /// claim to [`SequenceStore::begin_claimed`] when he does. `None` for a range that was acknowledged
-    /// before: only its content says what [`SequenceStore::begin_append`] answers.
+    /// claim to [`SequenceStore::begin_claimed`] when he does. `None` for a range that was
+    /// acknowledged before: only its content says what [`SequenceStore::begin_append`] answers.
     ///
     /// # Errors
     /// Those of [`SequenceStore::begin_append`], but [`StoreError::RangeConflict`] and
@@ -233,7 +250,8 @@ impl SequenceStore {
         start: u32,
         tokens: u32,
     ) -> Result<Option<AppendClaim>, StoreError> {
-        let (entry, index) = self.entry_to_append(ns, id, layer, start, tokens)?;
+        let found = self.entry_to_append(ns, id, layer, start, tokens)?;
+        let EntryLayer { entry, layer: index } = found;
         let state = entry.layer_mutex(index).lock();
         if known_content(&entry, &state, layer, start, tokens)?.is_some() {
             return Ok(None);
@@ -242,8 +260,8 @@ impl SequenceStore {
         Ok(Some(AppendClaim { claim, start, tokens }))
     }
 
-    /// [`SequenceStore::begin_append`] of a range that this store gave a claim on. It is new, so it is no
-    /// replay; also when the sequence was closed meanwhile, and then it is seen by nobody.
+    /// [`SequenceStore::begin_append`] of a range that this store gave a claim on. It is new, so it
+    /// is no replay; also when the sequence was closed meanwhile, and then it is seen by nobody.
     ///
     /// # Errors
     /// [`StoreError::PoolFull`]; the claim is given back.
@@ -276,7 +294,7 @@ impl SequenceStore {
         range: impl RangeBounds<u32>,
         length: Option<u32>,
     ) -> Result<PinnedRange, StoreError> {
-        let (entry, index) = self.entry_and_layer(ns, id, layer)?;
+        let EntryLayer { entry, layer: index } = self.entry_and_layer(ns, id, layer)?;
         let state = entry.layer_mutex(index).lock();
         let stored = state.length;
         let length = length.unwrap_or(stored);
@@ -304,7 +322,7 @@ impl SequenceStore {
         Ok(PinnedRange { model: Arc::clone(&entry.model), length, range: start..end, views })
     }
 
-    /// What the sequences of a model hold right now; zeros for a model without any.
+    /// Counts what the sequences of a model hold right now; zeros for a model without any.
     #[must_use]
     pub fn model_usage(&self, model: ModelId) -> ModelUsage {
         self.ledgers.get(&model).map_or_else(ModelUsage::default, |ledger| ledger.read_usage())
@@ -339,13 +357,13 @@ impl SequenceStore {
         ns: &Namespace,
         id: SequenceId,
         layer: LayerIndex,
-    ) -> Result<(Arc<SequenceEntry>, usize), StoreError> {
+    ) -> Result<EntryLayer, StoreError> {
         let entry = self.find_entry(ns, id)?;
         let layers = entry.model.geometry.layers;
         if layer.0 >= layers {
             return Err(StoreError::LayerOutOfRange { layer, layers });
         }
-        Ok((entry, layer.0 as usize))
+        Ok(EntryLayer { entry, layer: layer.0 as usize })
     }
 
     /// The sequence and layer of an append whose size is allowed.
@@ -356,10 +374,10 @@ impl SequenceStore {
         layer: LayerIndex,
         start: u32,
         tokens: u32,
-    ) -> Result<(Arc<SequenceEntry>, usize), StoreError> {
+    ) -> Result<EntryLayer, StoreError> {
         let found = self.entry_and_layer(ns, id, layer)?;
         self.check_size(start, tokens)?;
-        self.check_views(u64::from(tokens / found.0.model.block_tokens()))?;
+        self.check_views(u64::from(tokens / found.entry.model.block_tokens()))?;
         Ok(found)
     }
 

@@ -54,7 +54,7 @@ pub struct RunningDaemon {
     addresses: BoundAddresses,
     admin_address: Option<SocketAddr>,
     phase: watch::Sender<ServerPhase>,
-    /// Of the admin port, which lasts longer.
+    /// Phase of the admin port, which lasts longer.
     admin_phase: watch::Sender<ServerPhase>,
     grpc: JoinHandle<Result<(), tonic::transport::Error>>,
     admin: Option<JoinHandle<std::io::Result<()>>>,
@@ -130,7 +130,7 @@ impl Daemon {
         Self::build_on(config, backends).await
     }
 
-    /// The same over given devices, at least one.
+    /// Builds a daemon over given devices, at least one.
     ///
     /// # Errors
     /// What could not be had.

@@ -90,6 +90,12 @@ impl<J> WaitingWork for ConnectionLine<J> {
     }
 }
 
+/// A connection, and how many places its jobs have.
+struct OwnerPlaces {
+    owner: OwnerKey,
+    places: usize,
+}
+
 /// Jobs of one kind, by namespace and connection.
 struct KindQueue<J> {
     namespaces: TimeShares<Namespace, TimeShares<u64, ConnectionLine<J>>>,
@@ -138,13 +144,18 @@ impl<J> KindQueue<J> {
     }
 
     /// Places that each connection has.
-    fn count_places(&self) -> impl Iterator<Item = (OwnerKey, usize)> {
+    fn count_places(&self) -> impl Iterator<Item = OwnerPlaces> {
         self.namespaces.iter().flat_map(|(namespace, connections)| {
             connections.iter().map(|(connection, line)| {
                 let places = line.0.iter().filter(|waiting| waiting.ticket.is_counted).count();
-                (OwnerKey { namespace: namespace.clone(), connection: *connection }, places)
+                let owner = OwnerKey { namespace: namespace.clone(), connection: *connection };
+                OwnerPlaces { owner, places }
             })
         })
+    }
+
+    fn count_places_of(&self, owner: &OwnerKey) -> usize {
+        self.count_places().find(|of| of.owner == *owner).map_or(0, |of| of.places)
     }
 }
 
@@ -257,8 +268,9 @@ impl<J> JobScheduler<J> {
         owner: &OwnerKey,
     ) -> Option<WaitingJob<J>> {
         let queue = if kind == JobKind::Attend { &mut self.attends } else { &mut self.others };
-        let own = queue.count_places().find(|(of, _)| of == owner).map_or(0, |(_, places)| places);
-        let (most, places) = queue.count_places().max_by_key(|(_, places)| *places)?;
+        let own = queue.count_places_of(owner);
+        let OwnerPlaces { owner: most, places } =
+            queue.count_places().max_by_key(|of| of.places)?;
         if places < own + 2 {
             return None;
         }
@@ -271,7 +283,7 @@ impl<J> JobScheduler<J> {
     /// Places that a connection has.
     pub(crate) fn count_for(&self, kind: JobKind, owner: &OwnerKey) -> usize {
         let queue = if kind == JobKind::Attend { &self.attends } else { &self.others };
-        queue.count_places().find(|(of, _)| of == owner).map_or(0, |(_, places)| places)
+        queue.count_places_of(owner)
     }
 
     /// The next job, and what to tell [`JobScheduler::note_run`] of it.

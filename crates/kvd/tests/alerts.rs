@@ -1,4 +1,4 @@
-//! What alerts read is there from the start, and moves on the first cause of each.
+//! Series that alerts read are there from the start, and move on the first cause of each.
 //! `deploy/prometheus/alerts.test.yml` shows that the rules then fire.
 #![expect(clippy::unwrap_used, reason = "a set-up that fails is a test that fails")]
 

@@ -140,7 +140,7 @@ async fn a_daemon_on_a_device_holds_and_answers_what_one_on_the_processor_does()
     );
 }
 
-/// What a region's payloads are in: a worker's memory of a GPU, or the region's own.
+/// Memory of a region's payloads: a worker's memory of a GPU, or the region's own.
 struct Payloads {
     region: RegionClient,
     worker: Option<Worker>,

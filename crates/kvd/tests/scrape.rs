@@ -1,4 +1,4 @@
-//! What a scraper gets of a daemon with a thousand models: few series each, compressed, and none
+//! A scrape of a daemon with a thousand models: few series each, compressed, and none
 //! of models that are gone.
 #![expect(clippy::unwrap_used, reason = "a set-up that fails is a test that fails")]
 

@@ -2,7 +2,7 @@
 
 use super::harness::{Bench, shape};
 use crate::view_list::CHUNK_VIEWS;
-use crate::{SlotRegion, StoreError, StoreLimits};
+use crate::{ForkedSequence, SlotRegion, StoreError, StoreLimits};
 use kvd_core::LayerIndex;
 use std::sync::{Arc, Barrier};
 use std::thread;
@@ -25,11 +25,11 @@ fn a_fork_copies_pointers_to_chunks_and_the_last_views() {
     // The last chunk's views are the list's own: of those, a fork has copies.
     let (chunks, own) = (9, CHUNK_VIEWS as u64);
     assert_eq!(b.store.view_count(), layers * (blocks + chunks));
-    let (fork, _) = b.store.fork_sequence(b.ns(), id, None).unwrap();
+    let fork = b.store.fork_sequence(b.ns(), id, None).unwrap().id;
     assert_eq!(b.store.view_count(), layers * (blocks + chunks + chunks + own));
     // In the middle of a chunk, the rest of it is copied.
-    let (short, _) =
-        b.store.fork_sequence(b.ns(), id, Some(tokens_of_chunks(2) + BLOCK + 1)).unwrap();
+    let short =
+        b.store.fork_sequence(b.ns(), id, Some(tokens_of_chunks(2) + BLOCK + 1)).unwrap().id;
     assert_eq!(b.store.view_count(), layers * (blocks + chunks + chunks + own + 2 + 2));
     for (id, len) in [(fork, tokens), (short, tokens_of_chunks(2) + BLOCK + 1)] {
         assert_eq!(b.values(id, 1), (0..len).collect::<Vec<_>>());
@@ -45,7 +45,7 @@ fn a_cut_into_a_chunk_leaves_it_to_those_who_share_it() {
     let id = b.open();
     let tokens = tokens_of_chunks(3);
     b.fill(id, 0..tokens);
-    let (fork, _) = b.store.fork_sequence(b.ns(), id, None).unwrap();
+    let fork = b.store.fork_sequence(b.ns(), id, None).unwrap().id;
     let pinned = b.pin(id, 0);
     let cut = tokens_of_chunks(1) + BLOCK + 1;
     b.store.truncate_sequence(b.ns(), id, cut).unwrap();
@@ -70,7 +70,7 @@ fn packing_in_a_shared_chunk_changes_it_for_nobody_else() {
     let b = Bench::new(1 << 20, shape(1, BLOCK, 0, window));
     let id = b.open();
     b.fill(id, 0..window);
-    let (fork, _) = b.store.fork_sequence(b.ns(), id, None).unwrap();
+    let fork = b.store.fork_sequence(b.ns(), id, None).unwrap().id;
     let pinned = b.pin(id, 0);
     b.append(id, 0, window, &[1000; 8]);
     assert!(b.states(id, 0).starts_with("pppppppprrrr"));
@@ -87,7 +87,7 @@ fn views_of_all_sequences_are_bounded() {
     let b = Bench::limited(1 << 20, shape(1, BLOCK, 0, 8), limits);
     let id = b.open();
     b.fill(id, 0..7);
-    let (fork, _) = b.store.fork_sequence(b.ns(), id, None).unwrap();
+    let fork = b.store.fork_sequence(b.ns(), id, None).unwrap().id;
     let full = |asked| StoreError::LimitExceeded { limit: "sequence_views_max", max: 10, asked };
     assert_eq!(b.store.fork_sequence(b.ns(), id, None).unwrap_err(), full(12));
     assert_eq!(b.begin(fork, 0, 7, 12).unwrap_err(), full(11));
@@ -180,7 +180,8 @@ fn a_fork_sees_all_layers_before_a_cut_or_all_after_it() {
         });
         scope.spawn(|| {
             for _ in 0..20 * rounds {
-                let (fork, length) = b.store.fork_sequence(b.ns(), id, None).unwrap();
+                let ForkedSequence { id: fork, length: length } =
+                    b.store.fork_sequence(b.ns(), id, None).unwrap();
                 assert_eq!(b.values(fork, 0), b.values(fork, layers - 1), "{length} tokens");
                 let seen = b.store.describe_sequence(b.ns(), fork).unwrap();
                 assert_eq!(seen.layer_lengths, vec![length; layers as usize]);

@@ -1,7 +1,7 @@
 //! Rules of sharing: copy on write, each in its own window, truncation into packed blocks.
 
 use super::harness::{Bench, shape};
-use crate::{RowForm, StoreError};
+use crate::{ForkedSequence, RowForm, StoreError};
 
 #[test]
 fn a_shared_tail_is_copied_by_whoever_appends_first() {
@@ -9,7 +9,8 @@ fn a_shared_tail_is_copied_by_whoever_appends_first() {
     let first = b.open();
     b.fill(first, 0..6);
     let used = b.used();
-    let (second, length) = b.store.fork_sequence(b.ns(), first, None).unwrap();
+    let ForkedSequence { id: second, length: length } =
+        b.store.fork_sequence(b.ns(), first, None).unwrap();
     assert_eq!((length, b.used()), (6, used));
     let ticket = b.begin(first, 0, 6, 1).unwrap();
     let copy = &ticket.row_copies()[0];
@@ -29,7 +30,8 @@ fn a_fork_made_while_an_append_is_in_flight_sees_only_what_was_there() {
     let first = b.open();
     b.fill(first, 0..2);
     let ticket = b.begin(first, 0, 2, 2).unwrap();
-    let (second, length) = b.store.fork_sequence(b.ns(), first, None).unwrap();
+    let ForkedSequence { id: second, length: length } =
+        b.store.fork_sequence(b.ns(), first, None).unwrap();
     assert_eq!(length, 2);
     // The first is out of sight, yet its append still writes to the shared cell.
     b.store.close_sequence(b.ns(), first).unwrap();
@@ -48,9 +50,10 @@ fn fork_lengths() {
     let id = b.open();
     b.append(id, 0, 0, &[0, 1, 2, 3, 4]);
     b.append(id, 1, 0, &[0, 1, 2]);
-    let (least, length) = b.store.fork_sequence(b.ns(), id, None).unwrap();
+    let ForkedSequence { id: least, length: length } =
+        b.store.fork_sequence(b.ns(), id, None).unwrap();
     assert_eq!((length, b.values(least, 0)), (3, vec![0, 1, 2]));
-    let (none, _) = b.store.fork_sequence(b.ns(), id, Some(0)).unwrap();
+    let none = b.store.fork_sequence(b.ns(), id, Some(0)).unwrap().id;
     assert!(b.values(none, 0).is_empty());
     let error = b.store.fork_sequence(b.ns(), id, Some(4)).unwrap_err();
     assert_eq!(error, StoreError::RangeNotStored { asked: 4, stored: 3 });
@@ -65,7 +68,7 @@ fn each_sequence_reads_as_if_it_were_alone() {
     let first = b.open();
     b.append(first, 0, 0, &[0, 1, 2, 3]);
     b.append(first, 1, 0, &[0, 1, 2, 3]);
-    let (second, _) = b.store.fork_sequence(b.ns(), first, None).unwrap();
+    let second = b.store.fork_sequence(b.ns(), first, None).unwrap().id;
     b.append(first, 0, 4, &[4, 5, 6, 7]);
     assert_eq!(b.states(first, 0), "pppprrrr");
     assert_eq!(b.states(second, 0), "rrrr", "still in the second's window");
@@ -89,7 +92,7 @@ fn two_that_pass_at_once_keep_one_packed_form() {
     let b = Bench::new(1 << 20, shape(1, 4, 2, 4));
     let first = b.open();
     b.fill(first, 0..4);
-    let (second, _) = b.store.fork_sequence(b.ns(), first, None).unwrap();
+    let second = b.store.fork_sequence(b.ns(), first, None).unwrap().id;
     let tickets = [first, second].map(|id| b.begin(id, 0, 4, 4).unwrap());
     for ticket in tickets {
         assert_eq!(ticket.pack_tasks().len(), 1);
@@ -158,7 +161,7 @@ fn a_block_that_another_packed_is_not_written_in_place() {
     let b = Bench::new(1 << 20, shape(1, 4, 0, 4));
     let first = b.open();
     b.fill(first, 0..4);
-    let (second, _) = b.store.fork_sequence(b.ns(), first, None).unwrap();
+    let second = b.store.fork_sequence(b.ns(), first, None).unwrap().id;
     b.append(first, 0, 4, &[4, 5, 6, 7]);
     b.store.close_sequence(b.ns(), first).unwrap();
     // The second is alone with a raw block whose packed form is known.

@@ -8,6 +8,7 @@ use crate::append::{AppendTicket, BegunAppend, RowCopy};
 use crate::layer_block::{BlockView, PinnedBlock};
 use crate::pinned::{PinnedRange, PinnedRows};
 use crate::sequence::{SequenceEntry, SequenceUsage};
+use crate::shape::BlockRows;
 use crate::{
     ArenaPool, ModelShape, PackedBytes, PoolSlot, SequenceStore, StoreError, StoreLimits,
     StoredBytes,
@@ -108,7 +109,7 @@ impl Bench {
             let layer = layer.lock();
             usage.length = usage.length.min(layer.length);
             usage.layer_lengths.push(layer.length);
-            for (block, rows) in self.model.rows_by_block(0..layer.length) {
+            for BlockRows { block, rows } in self.model.rows_by_block(0..layer.length) {
                 match layer.views.get(block) {
                     BlockView::Raw { raw, .. } => {
                         let bytes = raw.slot().reserved_bytes();
@@ -181,7 +182,7 @@ impl Bench {
         blocks
     }
 
-    /// What the lane does between begin and commit.
+    /// Does what the device worker does between begin and commit.
     pub(super) fn execute(
         &self,
         ticket: &AppendTicket,

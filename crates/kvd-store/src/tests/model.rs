@@ -7,7 +7,7 @@
 use super::harness::{Bench, Live, Token, shape};
 use crate::append::AppendTicket;
 use crate::pinned::PinnedRange;
-use crate::{ModelUsage, StoreError};
+use crate::{ForkedSequence, ModelUsage, StoreError};
 use kvd_core::{Coded, ErrorCode, LayerIndex, SequenceId};
 use proptest::prelude::*;
 
@@ -184,7 +184,8 @@ impl World {
         let parent = &self.sequences[index];
         let length = parent.length() * keep / 100;
         let asked = (keep < 100).then_some(length);
-        let (id, got) = self.bench.store.fork_sequence(self.bench.ns(), parent.id, asked).unwrap();
+        let ForkedSequence { id: id, length: got } =
+            self.bench.store.fork_sequence(self.bench.ns(), parent.id, asked).unwrap();
         assert_eq!(got, length);
         let layers = parent.layers.clone().map(|mut l| {
             l.truncate(length as usize);

@@ -64,7 +64,7 @@ fn sizes_and_layers_are_checked() {
     assert_eq!(b.begin(id, 0, 6, 5).unwrap_err(), asked);
     b.append(id, 0, 6, &[0; 4]);
 
-    let (fork, _) = b.store.fork_sequence(b.ns(), id, None).unwrap();
+    let fork = b.store.fork_sequence(b.ns(), id, None).unwrap().id;
     assert_eq!(code(b.store.fork_sequence(b.ns(), id, None)), ErrorCode::LimitExceeded);
     assert_eq!(code(b.store.open_sequence(b.model.clone())), ErrorCode::LimitExceeded);
     b.store.close_sequence(b.ns(), fork).unwrap();
@@ -284,7 +284,7 @@ fn ledgers_and_descriptions_count_what_is_held() {
     assert!(parts <= stored.packed_bytes && stored.packed_bytes < parts + 64 * 4);
 
     // A fork adds a sequence and no bytes.
-    let (fork, _) = b.store.fork_sequence(b.ns(), id, None).unwrap();
+    let fork = b.store.fork_sequence(b.ns(), id, None).unwrap().id;
     let shared = ModelUsage { sequences: 2, stored };
     assert_eq!(b.usage(), shared);
     assert_eq!(b.store.describe_sequence(b.ns(), fork).unwrap().stored, stored);

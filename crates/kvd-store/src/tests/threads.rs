@@ -1,7 +1,7 @@
 //! Threads that append to, fork, cut and read sequences of one store at the same time.
 
 use super::harness::{Bench, shape};
-use crate::{ModelUsage, StoreError};
+use crate::{ForkedSequence, ModelUsage, StoreError};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 
@@ -19,7 +19,8 @@ fn threads_on_own_and_forked_sequences_do_not_disturb_one_another() {
                 for round in 0..60u32 {
                     b.fill(own, end..end + 1 + round % 7);
                     end += 1 + round % 7;
-                    let (fork, length) = b.store.fork_sequence(b.ns(), base, None).unwrap();
+                    let ForkedSequence { id: fork, length: length } =
+                        b.store.fork_sequence(b.ns(), base, None).unwrap();
                     let pinned = b.pin(fork, 0);
                     let mine = [1000 * (thread + 1) + round; 9];
                     b.append(fork, 0, length, &mine);

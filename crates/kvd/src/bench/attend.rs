@@ -1,7 +1,8 @@
 //! Decode attention over pages of each codec, in turns.
 
 use super::data::{FillOptions, FilledBackend, LAYER, MODEL, NormalValues};
-use super::measure::{MachineInfo, MeasuredFigure, measure_time};
+use super::limits::CallSize;
+use super::measure::{BenchResult, MachineInfo, MeasuredFigure, measure_time};
 use super::peaks::KnownPeaks;
 use super::{BenchError, HeadShape, each_set, limits};
 use bytes::Bytes;
@@ -18,7 +19,7 @@ const SCORE_DEVIATION: f32 = 1.3;
 /// Tokens that the error is measured on.
 const ERROR_TOKENS: usize = 2048;
 
-/// What `kvd bench attend` measures.
+/// Options of `kvd bench attend`.
 #[derive(Clone, Debug)]
 pub struct AttendBench {
     /// Heads.
@@ -69,11 +70,11 @@ pub struct AttendRow {
     pub wall_ns: MeasuredFigure,
     /// Pages read, in GB per second of processor time (median).
     pub stored_gb_per_s: f64,
-    /// What the pages stand for in f16, in GB per second of processor time (median).
+    /// F16 values that the pages stand for, in GB per second of processor time (median).
     pub logical_gb_per_s: f64,
     /// `stored_gb_per_s` as part of what one thread reads from memory.
     pub of_read_speed: f64,
-    /// What keys and values are multiplied as on this instruction set: `f32`, `bf16`, `words`,
+    /// Number format of the products of K and of V on this instruction set: `f32`, `bf16`, `words`,
     /// `bytes`, or `tiles` of bytes.
     pub products: [&'static str; 2],
     /// Such products that one thread makes in a nanosecond at most, from registers, on this
@@ -84,6 +85,12 @@ pub struct AttendRow {
     pub of_multiply_speed: Option<f64>,
     /// Relative error of the output against the same decoded K and V in f64.
     pub kernel_error: f64,
+}
+
+/// The blocks of a call's sequences, as many of each.
+struct CallBlocks<'a> {
+    blocks: &'a [Source],
+    per_sequence: usize,
 }
 
 /// One codec at one context and instruction set.
@@ -103,13 +110,14 @@ impl AttendBench {
     ///
     /// # Errors
     /// When a codec does not fit the shape, or the memory is not there.
-    pub fn measure_all(&self) -> Result<(MachineInfo, Vec<AttendRow>), BenchError> {
+    pub fn measure_all(&self) -> Result<BenchResult<AttendRow>, BenchError> {
         let threads = self.threads.iter().copied().max().unwrap_or(1);
         limits::check_threads(threads)?;
         for context in &self.contexts {
             let tokens = (0..self.batch).map(|at| u64::from(self.context_of(at, *context))).sum();
-            let queries = u64::from(self.query_tokens);
-            limits::check_call(&self.shape, [queries, tokens], self.batch as u64)?;
+            let batch = self.batch as u64;
+            let call = CallSize { query_tokens: u64::from(self.query_tokens), tokens, batch };
+            limits::check_call(&self.shape, call)?;
         }
         let progress = ProgressLines::on_stderr();
         progress.begin_task("bench attend", 0);
@@ -140,7 +148,7 @@ impl AttendBench {
             }
             rows.extend(cases.into_iter().map(|case| case.finish_row(&machine)));
         }
-        Ok((machine, rows))
+        Ok(BenchResult { machine, rows })
     }
 
     /// Says what a row multiplies with, and how many of those the machine makes.
@@ -174,7 +182,8 @@ impl AttendBench {
         let filled = FilledBackend::new(codec, fill)?;
         let calls = filled.blocks.chunks_exact(per_sequence * self.batch);
         let q = self.draw_queries();
-        let plan = |blocks| self.plan_attend((blocks, per_sequence), context, q.clone());
+        let plan =
+            |blocks| self.plan_attend(CallBlocks { blocks, per_sequence }, context, q.clone());
         let plans: Vec<_> = calls.map(plan).collect();
         let geometry = &filled.geometry;
         let values = geometry.values_per_token() as f64 * f64::from(self.block_tokens);
@@ -214,17 +223,15 @@ impl AttendBench {
         draw_queries(&self.shape, self.batch * self.query_tokens as usize)
     }
 
-    fn plan_attend(
-        &self,
-        (blocks, per_sequence): (&[Source], usize),
-        context: u32,
-        q: Bytes,
-    ) -> AttendPlan {
-        let sequences = blocks.chunks(per_sequence).enumerate().map(|(sequence, blocks)| {
-            let context = self.context_of(sequence, context);
-            (&blocks[..context.div_ceil(self.block_tokens) as usize], context)
+    fn plan_attend(&self, call: CallBlocks<'_>, context: u32, q: Bytes) -> AttendPlan {
+        let sequences = call.blocks.chunks(call.per_sequence).enumerate();
+        let sequences = sequences.map(|(sequence, blocks)| {
+            let tokens = self.context_of(sequence, context);
+            let count = tokens.div_ceil(self.block_tokens) as usize;
+            CachedSequence { blocks: &blocks[..count], tokens }
         });
-        plan_of(&self.shape, self.query_tokens, sequences, (self.block_tokens, q))
+        let (query_tokens, block_tokens) = (self.query_tokens, self.block_tokens);
+        plan_of(&self.shape, sequences, PlanQueries { query_tokens, block_tokens, q })
     }
 
     /// Tokens of a sequence of a call whose longest has `context`.
@@ -239,7 +246,8 @@ impl AttendBench {
         let context = blocks as u32 * self.block_tokens;
         let one = Self { batch: 1, query_tokens: 1, ..self.clone() };
         let q = widen_to_f32(&one.draw_queries());
-        let mut plan = one.plan_attend((&filled.blocks[..blocks], blocks), context, q);
+        let call = CallBlocks { blocks: &filled.blocks[..blocks], per_sequence: blocks };
+        let mut plan = one.plan_attend(call, context, q);
         plan.dtype = DType::F32;
         let answer = filled.backend.attend(&plan).map_err(|error| error.to_string())?;
         let parts = plan_parts(&filled.blocks[..blocks], self.block_tokens, context);
@@ -262,19 +270,33 @@ pub(super) fn draw_queries(shape: &HeadShape, tokens: usize) -> Bytes {
     NormalValues::new(42).draw_bytes(tokens * heads * shape.head_dim_k as usize, SCORE_DEVIATION)
 }
 
-/// A plan over sequences, given by their blocks of so many tokens and by their own tokens, with
-/// their queries.
+/// A sequence of a plan: its blocks, and how many tokens of them it has.
+pub(super) struct CachedSequence<'a> {
+    pub(super) blocks: &'a [Source],
+    pub(super) tokens: u32,
+}
+
+/// Queries of a plan.
+pub(super) struct PlanQueries {
+    /// Query tokens of each sequence.
+    pub(super) query_tokens: u32,
+    /// Tokens of a block of what they read.
+    pub(super) block_tokens: u32,
+    pub(super) q: Bytes,
+}
+
+/// Makes a plan of queries over sequences.
 pub(super) fn plan_of<'a>(
     shape: &HeadShape,
-    query_tokens: u32,
-    sequences: impl Iterator<Item = (&'a [Source], u32)>,
-    (block_tokens, q): (u32, Bytes),
+    sequences: impl Iterator<Item = CachedSequence<'a>>,
+    queries: PlanQueries,
 ) -> AttendPlan {
-    let query = |(blocks, context): (&[Source], u32)| PlanQuery {
+    let PlanQueries { query_tokens, block_tokens, q } = queries;
+    let query = |sequence: CachedSequence<'_>| PlanQuery {
         n_q: query_tokens,
-        position: context,
+        position: sequence.tokens,
         sliding_window: None,
-        parts: plan_parts(blocks, block_tokens, context).into(),
+        parts: plan_parts(sequence.blocks, block_tokens, sequence.tokens).into(),
     };
     let queries: Vec<_> = sequences.map(query).collect();
     let q_heads = shape.kv_heads * shape.group;
@@ -342,12 +364,12 @@ impl AttendCase {
         for call in 0..calls {
             let plan = &self.plans[(round * calls + call) % self.plans.len()];
             let attend = || self.filled.backend.attend(plan);
-            let (answer, cpu, wall) = measure_time(attend);
-            let answer: Attended = answer.map_err(BenchError::failed_step(&self.row.codec))?;
+            let timed = measure_time(attend);
+            let answer: Attended = timed.value.map_err(BenchError::failed_step(&self.row.codec))?;
             black_box(answer);
             if counts {
-                self.cpu.push(cpu / self.tokens);
-                self.wall.push(wall / self.tokens);
+                self.cpu.push(timed.cpu_ns / self.tokens);
+                self.wall.push(timed.wall_ns / self.tokens);
             }
         }
         Ok(())

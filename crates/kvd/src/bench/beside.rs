@@ -2,6 +2,7 @@
 
 use super::{BenchError, HeadShape};
 use crate::bench::data::NormalValues;
+use bytes::Bytes;
 use kvd_client::{Client, StoreChunk};
 use kvd_core::{LayerIndex, ModelId};
 use std::sync::Arc;
@@ -19,23 +20,41 @@ pub(super) struct BackgroundStores {
     writers: Vec<JoinHandle<Result<(), BenchError>>>,
 }
 
+/// The load of some writers: chunks of a model's first layer.
+#[derive(Clone, Copy)]
+pub(super) struct WriterLoad {
+    pub(super) model: ModelId,
+    pub(super) shape: HeadShape,
+    pub(super) writers: usize,
+    /// Tokens of a chunk.
+    pub(super) tokens: u32,
+}
+
+/// One writer.
+struct ChunkWriter {
+    client: Client,
+    model: ModelId,
+    tokens: u32,
+    k: Bytes,
+    v: Bytes,
+    stop: Arc<AtomicBool>,
+    stored: Arc<AtomicU64>,
+}
+
 impl BackgroundStores {
-    /// Starts so many writers, which store so many tokens at a time.
-    pub(super) fn start_writers(
-        runtime: &Runtime,
-        client: &Client,
-        (model, shape): (ModelId, HeadShape),
-        (writers, tokens): (usize, u32),
-    ) -> Self {
+    /// Starts the writers of a load.
+    pub(super) fn start_writers(runtime: &Runtime, client: &Client, load: WriterLoad) -> Self {
+        let WriterLoad { model, shape, writers, tokens } = load;
         let (stop, stored) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let mut normal = NormalValues::new(7);
         let heads = tokens as usize * shape.kv_heads as usize;
         let mut rows = |dim: u32| normal.draw_bytes(heads * dim as usize, 1.0);
         let mut started = Vec::new();
         for _ in 0..writers {
-            let chunk = (tokens, [shape.head_dim_k, shape.head_dim_v].map(&mut rows));
-            let counts = (stop.clone(), stored.clone());
-            started.push(runtime.spawn(write_sequences(client.clone(), model, chunk, counts)));
+            let [k, v] = [shape.head_dim_k, shape.head_dim_v].map(&mut rows);
+            let (client, stop, stored) = (client.clone(), stop.clone(), stored.clone());
+            let writer = ChunkWriter { client, model, tokens, k, v, stop, stored };
+            started.push(runtime.spawn(writer.write_sequences()));
         }
         Self { stop, stored, writers: started }
     }
@@ -55,25 +74,24 @@ impl BackgroundStores {
     }
 }
 
-async fn write_sequences(
-    client: Client,
-    model: ModelId,
-    (tokens, [k, v]): (u32, [bytes::Bytes; 2]),
-    (stop, stored): (Arc<AtomicBool>, Arc<AtomicU64>),
-) -> Result<(), BenchError> {
-    let failed = || BenchError::failed_step("store");
-    while !stop.load(Ordering::Relaxed) {
-        let sequence = client.open_sequence(model).await.map_err(failed())?;
-        for index in 0..(SEQUENCE_TOKENS / tokens).max(1) {
-            if stop.load(Ordering::Relaxed) {
-                break;
+impl ChunkWriter {
+    /// Stores chunk after chunk, in one sequence after another, until it is to stop.
+    async fn write_sequences(self) -> Result<(), BenchError> {
+        let Self { client, model, tokens, k, v, stop, stored } = self;
+        let failed = || BenchError::failed_step("store");
+        while !stop.load(Ordering::Relaxed) {
+            let sequence = client.open_sequence(model).await.map_err(failed())?;
+            for index in 0..(SEQUENCE_TOKENS / tokens).max(1) {
+                if stop.load(Ordering::Relaxed) {
+                    break;
+                }
+                let (k, v, layer) = (k.clone(), v.clone(), LayerIndex(0));
+                let chunk = StoreChunk { sequence, layer, start: index * tokens, tokens, k, v };
+                client.store_chunk(chunk).await.map_err(failed())?;
+                stored.fetch_add(u64::from(tokens), Ordering::Relaxed);
             }
-            let (k, v, layer) = (k.clone(), v.clone(), LayerIndex(0));
-            let chunk = StoreChunk { sequence, layer, start: index * tokens, tokens, k, v };
-            client.store_chunk(chunk).await.map_err(failed())?;
-            stored.fetch_add(u64::from(tokens), Ordering::Relaxed);
+            client.close_sequence(sequence).await.map_err(failed())?;
         }
-        client.close_sequence(sequence).await.map_err(failed())?;
+        Ok(())
     }
-    Ok(())
 }

@@ -1,7 +1,7 @@
 //! Encoding and decoding of one side at a time, on one thread and held to one instruction set.
 
 use super::data::{LAYER, NormalValues, bind_codec};
-use super::measure::{MachineInfo, MeasuredFigure, measure_time};
+use super::measure::{BenchResult, MachineInfo, MeasuredFigure, measure_time};
 use super::{BenchError, HeadShape, each_set, limits};
 use bytes::Bytes;
 use kvd_codec::{
@@ -18,7 +18,7 @@ use std::hint::black_box;
 /// the first-level cache, where attention would never find it.
 const CODES_MIN: usize = 1 << 20;
 
-/// What `kvd bench codec` measures.
+/// Options of `kvd bench codec`.
 #[derive(Clone, Debug)]
 pub struct CodecBench {
     /// Heads.
@@ -48,8 +48,8 @@ pub struct CodecRow {
     pub bits_per_value: f64,
     /// Processor time to encode a value of rows that are f32 already, in nanoseconds.
     pub encode_ns: MeasuredFigure,
-    /// The same values, counted as two bytes each, in GB per second (median). Rows of f16, which
-    /// are that long, are widened first: `encode_f16_gb_per_s`.
+    /// Such values in GB per second (median), counted as two bytes each. Rows of f16, which are
+    /// that long, are widened first: `encode_f16_gb_per_s`.
     pub encode_gb_per_s: f64,
     /// Processor time to widen a value of f16 rows and encode it, block by block as a store does,
     /// in nanoseconds.
@@ -64,7 +64,7 @@ pub struct CodecRow {
     /// Processor time of the attention kernels' Huffman decoder for a code, in nanoseconds; none
     /// where codes are not entropy-coded.
     pub codes_ns: Option<MeasuredFigure>,
-    /// What Huffman made of the codes, where its tables are trained.
+    /// Huffman coding of the codes, where its tables are trained.
     pub huffman: Option<HuffmanRow>,
 }
 
@@ -79,13 +79,26 @@ pub struct HuffmanRow {
     pub bits_per_code: f64,
 }
 
-/// What turns write to: grown once, since what new memory costs is no part of encoding.
+/// Buffers that turns write to. They grow once: new memory is no part of the cost of encoding.
 #[derive(Default)]
 struct TurnBuffers {
     /// A block's rows, widened.
     rows: [Vec<f32>; 2],
     /// By block.
     pages: Vec<Vec<u8>>,
+}
+
+/// An encoded block: its pages one after another, and where each ends.
+#[derive(Clone, Copy)]
+struct BlockPages<'a> {
+    bytes: &'a [u8],
+    encoded: &'a EncodedBlock,
+}
+
+/// Codes of a head's pages, and the encoder that makes words of them.
+struct HeadCodes<'a> {
+    encoder: CodeEncoder<'a>,
+    pages: Vec<Vec<u16>>,
 }
 
 /// One side of a codec, and an instruction set.
@@ -97,7 +110,7 @@ struct CodecCase {
     width: Option<RegisterWidth>,
     codec: ModelCodec,
     blocks: Vec<[Vec<f32>; 2]>,
-    /// The same as f16.
+    /// `blocks` as f16.
     halves: Vec<[Bytes; 2]>,
     room: TurnBuffers,
     values: f64,
@@ -113,7 +126,7 @@ impl CodecBench {
     ///
     /// # Errors
     /// When a codec does not fit the shape.
-    pub fn measure_all(&self) -> Result<(MachineInfo, Vec<CodecRow>), BenchError> {
+    pub fn measure_all(&self) -> Result<BenchResult<CodecRow>, BenchError> {
         let progress = ProgressLines::on_stderr();
         progress.begin_task("bench codec, making rows", 0);
         let machine = MachineInfo::inspect_machine(1);
@@ -122,7 +135,7 @@ impl CodecBench {
             let spec = kvd_codec::resolve_spec(name).map_err(BenchError::failed_step(name))?;
             for side in Side::BOTH {
                 for set in each_set(&self.instruction_sets) {
-                    cases.push(self.prepare_case(&spec, (side, set), name)?);
+                    cases.push(self.prepare_case(&spec, side, set, name)?);
                 }
             }
         }
@@ -133,14 +146,16 @@ impl CodecBench {
                 progress.add_steps(1);
             }
         }
-        Ok((machine, cases.into_iter().map(CodecCase::finish_row).collect()))
+        let rows = cases.into_iter().map(CodecCase::finish_row).collect();
+        Ok(BenchResult { machine, rows })
     }
 
     /// The other side has the fewest channels there can be, stored as they are.
     fn prepare_case(
         &self,
         spec: &CodecSpec,
-        (side, set): (Side, Option<InstructionSet>),
+        side: Side,
+        set: Option<InstructionSet>,
         name: &str,
     ) -> Result<CodecCase, BenchError> {
         let simd = Simd::named(set).map_err(BenchError::failed_step(name))?;
@@ -234,26 +249,28 @@ impl CodecCase {
     fn measure_turn(&mut self, counts: bool) -> Result<(), BenchError> {
         debug_assert_eq!(limit_width(self.width), self.width, "held to something else");
         let mut room = std::mem::take(&mut self.room);
-        let (encoded, encode_f16_ns, _) = measure_time(|| self.encode_halves(&mut room));
-        encoded.map_err(BenchError::failed_step(&self.row.side_spec))?;
-        let (encoded, encode_ns, _) = measure_time(|| self.encode_blocks(&mut room));
-        let encoded = encoded.map_err(BenchError::failed_step(&self.row.side_spec))?;
-        let pages = &room.pages.iter().zip(&encoded).collect::<Vec<_>>()[..];
-        let (decoded, decode_ns, _) = measure_time(|| self.decode_all(pages));
-        decoded.map_err(BenchError::failed_step(&self.row.side_spec))?;
+        let failed = BenchError::failed_step::<CodecError>;
+        let halves = measure_time(|| self.encode_halves(&mut room));
+        halves.value.map_err(failed(&self.row.side_spec))?;
+        let blocks = measure_time(|| self.encode_blocks(&mut room));
+        let encoded = blocks.value.map_err(failed(&self.row.side_spec))?;
+        let pages = room.pages.iter().zip(&encoded);
+        let pages: Vec<_> = pages.map(|(bytes, encoded)| BlockPages { bytes, encoded }).collect();
+        let decoded = measure_time(|| self.decode_all(&pages));
+        decoded.value.map_err(BenchError::failed_step(&self.row.side_spec))?;
         let bytes = |e: &EncodedBlock| match self.side {
             Side::Key => e.key_bytes,
             Side::Value => e.value_bytes,
         };
-        let stored: u64 = pages.iter().map(|(_, encoded)| bytes(encoded)).sum();
+        let stored: u64 = pages.iter().map(|block| bytes(block.encoded)).sum();
         self.row.bits_per_value = stored as f64 * 8.0 / self.values;
         let coding_ns = self.coding_ns();
         let codes_ns =
-            self.codes_ns(pages).map_err(BenchError::failed_step(&self.row.side_spec))?;
+            self.codes_ns(&pages).map_err(BenchError::failed_step(&self.row.side_spec))?;
         if counts {
-            self.encode.push(encode_ns / self.values);
-            self.encode_f16.push(encode_f16_ns / self.values);
-            self.decode.push(decode_ns / self.values);
+            self.encode.push(blocks.cpu_ns / self.values);
+            self.encode_f16.push(halves.cpu_ns / self.values);
+            self.decode.push(decoded.cpu_ns / self.values);
             self.coding.extend(coding_ns);
             self.codes.extend(codes_ns);
         }
@@ -273,7 +290,7 @@ impl CodecCase {
         blocks.map(one).collect()
     }
 
-    /// The same from f16 rows, each block's widened just before.
+    /// Encodes every block from f16 rows, which are widened just before.
     fn encode_halves(&self, room: &mut TurnBuffers) -> Result<(), CodecError> {
         let geometry = self.codec.geometry();
         room.pages.resize_with(self.halves.len(), Vec::new);
@@ -291,11 +308,12 @@ impl CodecCase {
     /// One head's page of each block.
     fn open_pages<'a>(
         &'a self,
-        blocks: &'a [(&'a Vec<u8>, &'a EncodedBlock)],
+        blocks: &[BlockPages<'a>],
         head: usize,
     ) -> Result<Vec<PageReader<'a>>, PageError> {
         let index = self.side.index() * self.codec.geometry().kv_heads as usize + head;
-        let page = |(bytes, encoded): &'a (&'a Vec<u8>, &'a EncodedBlock)| {
+        let page = |block: &BlockPages<'a>| {
+            let BlockPages { bytes, encoded } = *block;
             let start = if index == 0 { 0 } else { encoded.page_ends[index - 1] };
             let page = &bytes[start as usize..encoded.page_ends[index] as usize];
             PageReader::open_page(&self.codec, LAYER, self.side, head, page)
@@ -303,7 +321,7 @@ impl CodecCase {
         blocks.iter().map(page).collect()
     }
 
-    fn decode_all(&self, blocks: &[(&Vec<u8>, &EncodedBlock)]) -> Result<(), PageError> {
+    fn decode_all(&self, blocks: &[BlockPages<'_>]) -> Result<(), PageError> {
         let geometry = self.codec.geometry();
         let tokens = geometry.block_tokens as usize;
         let mut out = vec![0f32; tokens * geometry.head_dim(self.side)];
@@ -316,15 +334,16 @@ impl CodecCase {
         Ok(())
     }
 
-    /// Codes of each head's pages, and what makes words of them; none where no tables are trained.
-    fn quantize_heads(&self) -> Vec<(CodeEncoder<'_>, Vec<Vec<u16>>)> {
+    /// Quantizes each head's pages; none where no tables are trained.
+    fn quantize_heads(&self) -> Vec<HeadCodes<'_>> {
         let geometry = self.codec.geometry();
         let per_head = geometry.block_tokens as usize * geometry.head_dim(self.side);
         let of_head = |head: usize| {
             let encoder = self.codec.code_encoder(LAYER, self.side, head)?;
             let rows = self.blocks.iter().map(|block| &block[self.side.index()]);
             let rows = rows.map(|rows| &rows[head * per_head..][..per_head]);
-            Some((encoder, rows.filter_map(|rows| encoder.quantize_rows(rows)).collect()))
+            let pages = rows.filter_map(|rows| encoder.quantize_rows(rows)).collect();
+            Some(HeadCodes { encoder, pages })
         };
         (0..geometry.kv_heads as usize).filter_map(of_head).collect()
     }
@@ -332,27 +351,28 @@ impl CodecCase {
     /// Time per code from codes to words, where tables are trained: page after page.
     fn coding_ns(&self) -> Option<f64> {
         let heads = self.quantize_heads();
-        let codes: usize = heads.iter().flat_map(|(_, pages)| pages).map(Vec::len).sum();
+        let codes: usize = heads.iter().flat_map(|head| &head.pages).map(Vec::len).sum();
         let mut words = Vec::new();
         let mut run = || -> usize {
-            let of_head = |(encoder, pages): &(CodeEncoder<'_>, Vec<Vec<u16>>)| -> usize {
+            let of_head = |head: &HeadCodes<'_>| -> usize {
                 words.clear();
-                pages.iter().map(|codes| encoder.append_words(codes, &mut words)).sum()
+                let codes = head.pages.iter();
+                codes.map(|codes| head.encoder.append_words(codes, &mut words)).sum()
             };
             heads.iter().map(of_head).sum()
         };
         // Its buffer grows once, as that of a worker does.
         black_box(run());
-        let ns = measure_time(|| black_box(run())).1;
+        let ns = measure_time(|| black_box(run())).cpu_ns;
         (codes > 0).then_some(ns / codes as f64)
     }
 
     /// Bits of codes and of their words, where tables are trained.
     fn measure_huffman(&self) -> Option<HuffmanRow> {
         let heads = self.quantize_heads();
-        let codes_per_symbol = heads.first()?.0.codes_per_symbol();
+        let codes_per_symbol = heads.first()?.encoder.codes_per_symbol();
         let (mut codes, mut words, mut entropy) = (0, 0, 0.0);
-        for (encoder, pages) in &heads {
+        for HeadCodes { encoder, pages } in &heads {
             let mut counts: HashMap<u16, f64> = HashMap::new();
             pages.iter().flatten().for_each(|code| *counts.entry(*code).or_default() += 1.0);
             let total: f64 = counts.values().sum();
@@ -367,7 +387,7 @@ impl CodecCase {
     }
 
     /// Time per code of the attention kernels' decoder, where there are codes for it.
-    fn codes_ns(&self, blocks: &[(&Vec<u8>, &EncodedBlock)]) -> Result<Option<f64>, BackendError> {
+    fn codes_ns(&self, blocks: &[BlockPages<'_>]) -> Result<Option<f64>, BackendError> {
         let mut heads = Vec::new();
         for head in 0..self.codec.geometry().kv_heads as usize {
             let side = self.codec.head_codec(LAYER, self.side, head);
@@ -386,9 +406,9 @@ impl CodecCase {
         };
         // Buffers grow once, as those of a worker do.
         run()?;
-        let (codes, ns, _) = measure_time(run);
-        let codes = codes?;
-        Ok((codes > 0).then_some(ns / codes as f64))
+        let timed = measure_time(run);
+        let codes = timed.value?;
+        Ok((codes > 0).then_some(timed.cpu_ns / codes as f64))
     }
 
     fn finish_row(mut self) -> CodecRow {

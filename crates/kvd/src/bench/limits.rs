@@ -1,6 +1,6 @@
-//! What a benchmark may be asked for: the largest of each option, and what several come to
-//! together. It is looked at before memory is taken or threads are started, so that what cannot be
-//! measured is an answer, and no machine that stands still.
+//! Limits of benchmarks: the most of each option, and of several together. They are checked before
+//! memory is taken or threads are started, so that too much is an answer and no machine that stands
+//! still.
 
 use super::{BenchError, HeadShape};
 use crate::affinity;
@@ -46,28 +46,36 @@ pub(super) fn check_threads(most: usize) -> Result<(), BenchError> {
     Ok(())
 }
 
-/// What one call computes and is given: query tokens of some sequences, over tokens of all of them.
+/// The size of one call.
+#[derive(Clone, Copy)]
+pub(super) struct CallSize {
+    /// Query tokens of a sequence.
+    pub(super) query_tokens: u64,
+    /// Stored tokens of all sequences.
+    pub(super) tokens: u64,
+    /// Sequences.
+    pub(super) batch: u64,
+}
+
+/// Checks how much one call computes, and how many bytes of queries it has.
 ///
 /// # Errors
 /// When it is above [`WORK_MAX`] or [`QUERY_BYTES_MAX`].
-pub(super) fn check_call(
-    shape: &HeadShape,
-    [queries, tokens]: [u64; 2],
-    batch: u64,
-) -> Result<(), BenchError> {
+pub(super) fn check_call(shape: &HeadShape, call: CallSize) -> Result<(), BenchError> {
+    let CallSize { query_tokens, tokens, batch } = call;
     let heads = u64::from(shape.kv_heads) * u64::from(shape.group);
     let within = |what, asked, max| {
         let options = "--context, --batch or --query-tokens";
         if asked > max { Err(BenchError::Limit { what, asked, max, options }) } else { Ok(()) }
     };
-    let work = tokens.saturating_mul(queries).saturating_mul(heads);
+    let work = tokens.saturating_mul(query_tokens).saturating_mul(heads);
     within("query tokens x stored tokens x query heads of a call", work, WORK_MAX)?;
     let dim = u64::from(shape.head_dim_k.max(shape.head_dim_v));
-    let bytes = batch.saturating_mul(queries).saturating_mul(heads * dim * 2);
+    let bytes = batch.saturating_mul(query_tokens).saturating_mul(heads * dim * 2);
     within("bytes of the queries of a call", bytes, QUERY_BYTES_MAX)
 }
 
-/// That `blocks` pages or rows of so many bytes are there to be taken.
+/// Checks that there is memory for `blocks` pages or rows of so many bytes.
 ///
 /// # Errors
 /// When the machine has less.
@@ -126,9 +134,10 @@ mod tests {
     #[test]
     fn a_call_is_as_long_as_its_limits_and_no_longer() {
         let shape = find_shape("llama-3.1-8b").unwrap();
-        check_call(&find_shape, [2048, 131_072], 1).unwrap();
+        let call = |query_tokens, tokens, batch| CallSize { query_tokens, tokens, batch };
+        check_call(&shape, call(2048, 131_072, 1)).unwrap();
         let refused = |queries, tokens, batch| {
-            let error = check_call(&find_shape, [queries, tokens], batch).unwrap_err();
+            let error = check_call(&shape, call(queries, tokens, batch)).unwrap_err();
             assert!(error.is_usage(), "{error}");
             let BenchError::Limit { asked, max, .. } = error else { panic!("{error}") };
             assert!(asked > max, "{asked} {max}");

@@ -19,27 +19,36 @@ pub struct MeasuredFigure {
 }
 
 impl MeasuredFigure {
-    /// Of at least one run.
+    /// Figures from runs, at least one.
     pub(super) fn from_runs(mut runs: Vec<f64>) -> Self {
         runs.sort_by(f64::total_cmp);
         let at = |part: f64| runs[((runs.len() - 1) as f64 * part).round() as usize];
         Self { median: at(0.5), best: at(0.0), upper_quartile: at(0.75) }
     }
 
-    /// Of what one nanosecond does, from nanoseconds for one.
+    /// Turns nanoseconds for one into how many one nanosecond does.
     pub(super) fn to_rate(self) -> Self {
         let Self { median, best, upper_quartile } = self;
         Self { median: 1.0 / median, best: 1.0 / best, upper_quartile: 1.0 / upper_quartile }
     }
 }
 
-/// Nanoseconds of processor time and of wall time that `run` took.
-pub(super) fn measure_time<T>(run: impl FnOnce() -> T) -> (T, f64, f64) {
+/// The value of a run, and the time that it took.
+pub(super) struct TimedRun<T> {
+    pub(super) value: T,
+    /// Processor time, nanoseconds.
+    pub(super) cpu_ns: f64,
+    /// Wall time, nanoseconds.
+    pub(super) wall_ns: f64,
+}
+
+/// Runs `run` and measures its time.
+pub(super) fn measure_time<T>(run: impl FnOnce() -> T) -> TimedRun<T> {
     let clocks = || [ClockId::ProcessCPUTime, ClockId::Monotonic].map(read_clock);
     let before = clocks();
     let value = run();
     let after = clocks();
-    (value, after[0] - before[0], after[1] - before[1])
+    TimedRun { value, cpu_ns: after[0] - before[0], wall_ns: after[1] - before[1] }
 }
 
 fn read_clock(clock: ClockId) -> f64 {
@@ -53,7 +62,16 @@ fn pin_threads(threads: usize) -> bool {
     affinity::keep_on(affinity::allowed_cores().into_iter().rev().take(threads)).is_ok()
 }
 
-/// What was measured of the machine in the same run.
+/// The answer of a benchmark.
+#[derive(Clone, Debug)]
+pub struct BenchResult<T> {
+    /// The machine that it ran on.
+    pub machine: MachineInfo,
+    /// One row for each case.
+    pub rows: Vec<T>,
+}
+
+/// The machine, as measured in the same run.
 #[derive(Clone, Debug, Serialize)]
 pub struct MachineInfo {
     /// Processor, as the system names it.
@@ -100,9 +118,9 @@ fn read_speed() -> MeasuredFigure {
     let buffer = vec![1u64; WORDS];
     let run = |_| {
         let read = || buffer.chunks_exact(64).fold(0u64, |sum, line| sum ^ sum_line(line));
-        let (sum, cpu, _) = measure_time(read);
-        black_box(sum);
-        cpu / (WORDS * 8) as f64
+        let timed = measure_time(read);
+        black_box(timed.value);
+        timed.cpu_ns / (WORDS * 8) as f64
     };
     MeasuredFigure::from_runs((0..9).map(run).collect()).to_rate()
 }

@@ -22,7 +22,7 @@ mod transport;
 
 pub use attend::{AttendBench, AttendRow};
 pub use codec::{CodecBench, CodecRow, HuffmanRow};
-pub use measure::{MachineInfo, MeasuredFigure};
+pub use measure::{BenchResult, MachineInfo, MeasuredFigure};
 #[cfg(feature = "eval")]
 pub use mixed::{MixedBench, MixedRow};
 pub use scores::{ScoresBench, ScoresRow};
@@ -122,7 +122,7 @@ pub enum BenchError {
     /// Options that come to more than one call may take.
     #[error("{what}: {asked} is above the maximum {max}; give less {options}")]
     Limit {
-        /// Of what there is too much.
+        /// The quantity of which there is too much.
         what: &'static str,
         /// How much was asked for.
         asked: u64,
@@ -149,7 +149,7 @@ pub enum BenchError {
     Failed {
         /// Which codec or step.
         what: String,
-        /// What went wrong.
+        /// The error in words.
         reason: String,
     },
 }

@@ -27,11 +27,11 @@ impl KnownPeaks {
     }
 }
 
-/// The same with its spread.
+/// Measures such products per nanosecond, with their spread.
 pub(super) fn measure_peak(set: InstructionSet, products: Products) -> Option<MeasuredFigure> {
     let run = |count| {
-        let (count, cpu, _) = measure_time(|| multiply_adds(set, products, count));
-        Some((cpu, cpu / count? as f64))
+        let timed = measure_time(|| multiply_adds(set, products, count));
+        Some((timed.cpu_ns, timed.cpu_ns / timed.value? as f64))
     };
     let mut count = COUNT;
     while count < COUNT_MAX && run(count)?.0 < LEAST_NS {

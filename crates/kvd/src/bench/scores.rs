@@ -1,8 +1,11 @@
 //! Scores of keys alone, all of them kept, in turns: what a search over keys would compare.
 
-use super::attend::{draw_queries, plan_of, plan_parts, read_floats, widen_to_f32};
+use super::attend::{
+    CachedSequence, PlanQueries, draw_queries, plan_of, plan_parts, read_floats, widen_to_f32,
+};
 use super::data::{FillOptions, FilledBackend, LAYER, MODEL};
-use super::measure::{MachineInfo, MeasuredFigure, measure_time};
+use super::limits::CallSize;
+use super::measure::{BenchResult, MachineInfo, MeasuredFigure, measure_time};
 use super::{BenchError, HeadShape, each_set, limits};
 use kvd_compute::{AttendPlan, Backend, InstructionSet, LoadPlan, Precision, Source};
 use kvd_core::{DType, ProgressLines};
@@ -12,7 +15,7 @@ use std::hint::black_box;
 /// Tokens that the error is measured on.
 const ERROR_TOKENS: usize = 2048;
 
-/// What `kvd bench scores` measures: one query token of one sequence, on one thread.
+/// Options of `kvd bench scores`: one query token of one sequence, on one thread.
 #[derive(Clone, Debug)]
 pub struct ScoresBench {
     /// Heads.
@@ -67,8 +70,9 @@ impl ScoresBench {
     ///
     /// # Errors
     /// When a codec does not fit the shape, or the memory is not there.
-    pub fn measure_all(&self) -> Result<(MachineInfo, Vec<ScoresRow>), BenchError> {
-        limits::check_call(&self.shape, [1, u64::from(self.context)], 1)?;
+    pub fn measure_all(&self) -> Result<BenchResult<ScoresRow>, BenchError> {
+        let tokens = u64::from(self.context);
+        limits::check_call(&self.shape, CallSize { query_tokens: 1, tokens, batch: 1 })?;
         let progress = ProgressLines::on_stderr();
         progress.begin_task("bench scores, filling pages", 0);
         let machine = MachineInfo::inspect_machine(1);
@@ -90,7 +94,7 @@ impl ScoresBench {
             cpu_ns: MeasuredFigure::from_runs(case.cpu),
             ..case.row
         };
-        Ok((machine, cases.into_iter().map(finish).collect()))
+        Ok(BenchResult { machine, rows: cases.into_iter().map(finish).collect() })
     }
 
     fn prepare_case(
@@ -144,8 +148,10 @@ impl ScoresBench {
     }
 
     fn plan_scores(&self, blocks: &[Source], context: u32) -> AttendPlan {
-        let q = draw_queries(&self.shape, 1);
-        plan_of(&self.shape, 1, std::iter::once((blocks, context)), (self.block_tokens, q))
+        let (block_tokens, q) = (self.block_tokens, draw_queries(&self.shape, 1));
+        let sequence = CachedSequence { blocks, tokens: context };
+        let queries = PlanQueries { query_tokens: 1, block_tokens, q };
+        plan_of(&self.shape, std::iter::once(sequence), queries)
     }
 
     /// Relative error of the scores of a few blocks.
@@ -183,11 +189,11 @@ impl ScoresCase {
         for call in 0..calls {
             let plan = &self.plans[(round * calls + call) % self.plans.len()];
             let (backend, scores) = (&self.filled.backend, &mut self.scores);
-            let (done, cpu, _) = measure_time(|| backend.key_scores(plan, scores));
-            done.map_err(BenchError::failed_step(&self.row.codec))?;
+            let timed = measure_time(|| backend.key_scores(plan, scores));
+            timed.value.map_err(BenchError::failed_step(&self.row.codec))?;
             black_box(&mut self.scores);
             if counts {
-                self.cpu.push(cpu / self.keys);
+                self.cpu.push(timed.cpu_ns / self.keys);
             }
         }
         Ok(())

@@ -1,7 +1,7 @@
 //! Storing a prefill: check, write into raw slots, encode, place, as the lane does it.
 
 use super::data::{LAYER, MODEL, draw_rows, fit_codec};
-use super::measure::{MachineInfo, MeasuredFigure, measure_time};
+use super::measure::{BenchResult, MachineInfo, MeasuredFigure, measure_time};
 use super::{BenchError, HeadShape, limits};
 use kvd_compute::{
     Backend, BackendError, CpuBackend, CpuOptions, EncodeSource, IncomingRows, RawTarget,
@@ -9,7 +9,7 @@ use kvd_compute::{
 use kvd_core::{Extent, Geometry, ProgressLines};
 use serde::Serialize;
 
-/// What `kvd bench store` measures.
+/// Options of `kvd bench store`.
 #[derive(Clone, Debug)]
 pub struct StoreBench {
     /// Heads.
@@ -68,7 +68,7 @@ impl StoreBench {
     ///
     /// # Errors
     /// When a codec does not fit the shape, there are not the cores, or the memory is not there.
-    pub fn measure_all(&self) -> Result<(MachineInfo, Vec<StoreRow>), BenchError> {
+    pub fn measure_all(&self) -> Result<BenchResult<StoreRow>, BenchError> {
         let most = self.threads.iter().copied().max().unwrap_or(1);
         limits::check_threads(most)?;
         let progress = ProgressLines::on_stderr();
@@ -88,19 +88,20 @@ impl StoreBench {
             let rows = |block: usize| &incoming[(first + block) % incoming.len()];
             for case in &mut cases {
                 let store = || self.store_blocks(&mut case.backend, &geometry, rows);
-                let (stored, cpu, wall) = measure_time(store);
-                let stored = stored.map_err(BenchError::failed_step(&case.name))?;
+                let timed = measure_time(store);
+                let stored = timed.value.map_err(BenchError::failed_step(&case.name))?;
                 progress.add_steps(1);
                 if round == 0 {
-                    case.first = cpu;
+                    case.first = timed.cpu_ns;
                 } else {
-                    case.cpu.push(cpu);
-                    case.wall.push(wall);
+                    case.cpu.push(timed.cpu_ns);
+                    case.wall.push(timed.wall_ns);
                     case.stored += stored;
                 }
             }
         }
-        Ok((machine, cases.into_iter().map(|case| self.finish_row(case, &geometry)).collect()))
+        let rows = cases.into_iter().map(|case| self.finish_row(case, &geometry)).collect();
+        Ok(BenchResult { machine, rows })
     }
 
     /// Blocks that all differ, as many as the buffer and one call hold: what was stored a turn ago
@@ -223,7 +224,7 @@ mod tests {
 
     #[test]
     fn a_row_says_what_its_pages_take_and_what_the_first_call_costs() {
-        let (_, rows) = bench(33, 1).measure_all().unwrap();
+        let rows = bench(33, 1).measure_all().unwrap().rows;
         let [raw, coded] = &rows[..] else { panic!("{rows:?}") };
         // Pages of f16 have headers.
         assert!((16.0..17.0).contains(&raw.bits_per_value), "{raw:?}");

@@ -1,9 +1,10 @@
 //! One attend from a client to a daemon in this process and back, by every transport: what the way
 //! costs beside the work. Calls follow one another, as layers of a decode step do.
 
-use super::beside::BackgroundStores;
+use super::beside::{BackgroundStores, WriterLoad};
 use super::data::NormalValues;
-use super::measure::{MachineInfo, MeasuredFigure, measure_time};
+use super::limits::CallSize;
+use super::measure::{BenchResult, MachineInfo, MeasuredFigure, measure_time};
 use super::{BenchError, HeadShape, limits};
 use crate::config::{Config, ConfigOverrides};
 use crate::daemon::{Daemon, RunningDaemon};
@@ -21,7 +22,7 @@ const STORE_TOKENS: u32 = 1024;
 /// Memory of the region.
 const REGION_BYTES: u64 = 16 << 20;
 
-/// What `kvd bench transport` measures.
+/// Options of `kvd bench transport`.
 #[derive(Clone, Debug)]
 pub struct TransportBench {
     /// Heads.
@@ -101,7 +102,7 @@ impl TransportWay {
     }
 }
 
-/// What the turns of one way took.
+/// Times of the turns of one way.
 #[derive(Clone, Default)]
 struct WayTimes {
     wall: Vec<f64>,
@@ -109,6 +110,29 @@ struct WayTimes {
     /// Wall time of each call.
     calls: Vec<f64>,
     stored: Vec<f64>,
+}
+
+/// A call's answer and its wall time.
+struct TimedCall {
+    answer: kvd_client::Attended,
+    /// Microseconds.
+    us: f64,
+}
+
+/// A daemon in this process, and what tells of progress.
+struct BenchDaemon<'a> {
+    runtime: &'a Runtime,
+    running: RunningDaemon,
+    sockets: SocketFolder,
+    progress: ProgressLines,
+}
+
+/// Calls that are measured by every way, and the stores beside them.
+struct TransportCase<'a> {
+    codec: &'a str,
+    context: u32,
+    batch: &'a AttendBatch,
+    beside: &'a BackgroundStores,
 }
 
 /// A directory for the sockets, removed in the end.
@@ -138,14 +162,12 @@ impl TransportBench {
     ///
     /// # Errors
     /// When the daemon cannot start, or refuses a codec.
-    pub fn measure_all(&self) -> Result<(MachineInfo, Vec<TransportRow>), BenchError> {
-        let product = |queries: &u32| {
-            let of = |tokens: &u32| {
-                limits::check_call(&self.shape, [*queries, *tokens].map(u64::from), 1)
-            };
-            self.contexts.iter().try_for_each(of)
-        };
-        self.query_tokens.iter().try_for_each(product)?;
+    pub fn measure_all(&self) -> Result<BenchResult<TransportRow>, BenchError> {
+        for query_tokens in self.query_tokens.iter().copied().map(u64::from) {
+            for tokens in self.contexts.iter().copied().map(u64::from) {
+                limits::check_call(&self.shape, CallSize { query_tokens, tokens, batch: 1 })?;
+            }
+        }
         let token_bytes = self.shape.layer_geometry(1).raw_layout(1).size_bytes();
         limits::check_memory("what writers store", u64::from(self.storing_tokens), token_bytes)?;
         let progress = ProgressLines::on_stderr();
@@ -160,21 +182,21 @@ impl TransportBench {
         let measured = self.codecs.len() * self.contexts.len() * self.query_tokens.len();
         let turns = measured * (self.rounds + 1) * WAYS;
         progress.begin_task("bench transport", (turns * self.calls) as u64);
+        let daemon = BenchDaemon { runtime: &runtime, running, sockets, progress };
         for codec in &self.codecs {
-            rows.extend(self.measure_codec(&runtime, &running, (&sockets, &progress), codec)?);
+            rows.extend(self.measure_codec(&daemon, codec)?);
         }
-        runtime.block_on(running.drain());
-        Ok((machine, rows))
+        runtime.block_on(daemon.running.drain());
+        Ok(BenchResult { machine, rows })
     }
 
     fn measure_codec(
         &self,
-        runtime: &Runtime,
-        running: &RunningDaemon,
-        (sockets, progress): (&SocketFolder, &ProgressLines),
+        daemon: &BenchDaemon<'_>,
         codec: &str,
     ) -> Result<Vec<TransportRow>, BenchError> {
-        let mut ways = runtime.block_on(open_ways(running, sockets))?;
+        let runtime = daemon.runtime;
+        let mut ways = runtime.block_on(open_ways(&daemon.running, &daemon.sockets))?;
         let Some(TransportWay::Unary(_, client)) = ways.first() else { return Ok(Vec::new()) };
         let client = client.clone();
         let spec = ModelSpec {
@@ -186,28 +208,28 @@ impl TransportBench {
         let model = runtime
             .block_on(client.register_model(spec))
             .map_err(BenchError::codec_error(codec))?;
+        let (model, shape) = (model.model, self.shape);
+        let (writers, tokens) = (self.storing, self.storing_tokens);
+        let load = WriterLoad { model, shape, writers, tokens };
         let mut rows = Vec::new();
-        for context in &self.contexts {
-            progress.name_step("bench transport", &format!("{codec}, {context} tokens"));
-            let stored = self.store_context(&client, model.model, *context);
+        for &context in &self.contexts {
+            daemon.progress.name_step("bench transport", &format!("{codec}, {context} tokens"));
+            let stored = self.store_context(&client, model, context);
             let sequence = runtime.block_on(stored)?;
             for n_q in &self.query_tokens {
-                let batch = self.build_batch(model.model, sequence, *n_q);
-                let of = (model.model, self.shape);
+                let batch = self.build_batch(model, sequence, *n_q);
                 // A connection of their own, so that calls wait for the device alone.
-                let beside = runtime.block_on(connect_client(unix_endpoint(sockets)))?;
-                let storing = (self.storing, self.storing_tokens);
-                let beside = BackgroundStores::start_writers(runtime, &beside, of, storing);
-                let of = (codec, *context);
-                let way = (&mut ways[..], &beside, progress);
-                let measured = self.measure_ways(runtime, way, &batch, of);
+                let client = runtime.block_on(connect_client(unix_endpoint(&daemon.sockets)))?;
+                let beside = BackgroundStores::start_writers(runtime, &client, load);
+                let case = TransportCase { codec, context, batch: &batch, beside: &beside };
+                let measured = self.measure_ways(daemon, &mut ways, &case);
                 beside.stop_writers(runtime)?;
                 rows.extend(measured?);
             }
             let closed = runtime.block_on(client.close_sequence(sequence));
             closed.map_err(BenchError::failed_step("close"))?;
         }
-        let gone = runtime.block_on(client.unregister_model(model.model));
+        let gone = runtime.block_on(client.unregister_model(model));
         gone.map_err(BenchError::failed_step("unregister"))?;
         Ok(rows)
     }
@@ -252,37 +274,36 @@ impl TransportBench {
     /// Turns of every way, which must all answer the same.
     fn measure_ways(
         &self,
-        runtime: &Runtime,
-        (ways, beside, progress): (&mut [TransportWay], &BackgroundStores, &ProgressLines),
-        batch: &AttendBatch,
-        (codec, context): (&str, u32),
+        daemon: &BenchDaemon<'_>,
+        ways: &mut [TransportWay],
+        case: &TransportCase<'_>,
     ) -> Result<Vec<TransportRow>, BenchError> {
+        let (runtime, batch, beside) = (daemon.runtime, case.batch, case.beside);
         let dims = [self.shape.head_dim_k, self.shape.head_dim_v];
         let mut times = vec![WayTimes::default(); ways.len()];
         let right = ways[0].attend_once(runtime, batch, dims)?;
         for round in 0..=self.rounds {
             for (way, times) in ways.iter_mut().zip(&mut times) {
                 let before = beside.stored_tokens();
-                let (calls, cpu_ns, wall_ns) = measure_time(|| {
+                let timed = measure_time(|| {
                     let call = |_| {
-                        let (answer, _, wall_ns) =
-                            measure_time(|| way.attend_once(runtime, batch, dims));
-                        Ok((answer?, wall_ns / 1e3))
+                        let timed = measure_time(|| way.attend_once(runtime, batch, dims));
+                        Ok(TimedCall { answer: timed.value?, us: timed.wall_ns / 1e3 })
                     };
                     (0..self.calls).map(call).collect::<Result<Vec<_>, BenchError>>()
                 });
-                let stored = (beside.stored_tokens() - before) as f64 / wall_ns * 1e9;
-                let calls = calls?;
-                progress.add_steps(self.calls as u64);
-                if calls.iter().any(|(answer, _)| *answer != right) {
+                let stored = (beside.stored_tokens() - before) as f64 / timed.wall_ns * 1e9;
+                let calls = timed.value?;
+                daemon.progress.add_steps(self.calls as u64);
+                if calls.iter().any(|call| call.answer != right) {
                     let reason = "does not answer as the others do".to_owned();
                     return Err(BenchError::Failed { what: way.way_name().to_owned(), reason });
                 }
                 if round > 0 {
                     let each = self.calls as f64 * 1e3;
-                    times.wall.push(wall_ns / each);
-                    times.cpu.push(cpu_ns / each);
-                    times.calls.extend(calls.iter().map(|(_, us)| us));
+                    times.wall.push(timed.wall_ns / each);
+                    times.cpu.push(timed.cpu_ns / each);
+                    times.calls.extend(calls.iter().map(|call| call.us));
                     times.stored.push(stored);
                 }
             }
@@ -291,8 +312,8 @@ impl TransportBench {
             times.calls.sort_by(f64::total_cmp);
             TransportRow {
                 transport: way.way_name(),
-                codec: codec.to_owned(),
-                context,
+                codec: case.codec.to_owned(),
+                context: case.context,
                 query_tokens: batch.query_rows(),
                 wall_us: MeasuredFigure::from_runs(times.wall),
                 slow_us: times.calls[(times.calls.len() - 1) * 99 / 100],

@@ -10,7 +10,7 @@ use super::{CliError, help};
 #[cfg(feature = "eval")]
 use crate::bench::TransportBench;
 use crate::bench::{
-    AttendBench, CodecBench, HeadShape, MachineInfo, ScoresBench, StoreBench, limits,
+    AttendBench, BenchResult, CodecBench, HeadShape, MachineInfo, ScoresBench, StoreBench, limits,
 };
 use bytesize::ByteSize;
 use clap::{Args, Subcommand};
@@ -45,7 +45,7 @@ pub(super) enum BenchCommand {
     Mixed(mixed::MixedArgs),
 }
 
-/// What every benchmark takes.
+/// Options of every benchmark.
 #[derive(Args)]
 pub(super) struct CommonArgs {
     /// Codec, as a preset or spec; may be repeated.
@@ -69,7 +69,7 @@ pub(super) struct CommonArgs {
     json: bool,
 }
 
-/// What holds a benchmark to an instruction set.
+/// Options that hold a benchmark to an instruction set.
 #[derive(Args)]
 pub(super) struct SetArgs {
     /// Instruction sets to compare; several, with commas. The machine's best when absent.
@@ -175,7 +175,7 @@ pub(super) struct TransportArgs {
     storing_tokens: u32,
 }
 
-/// What is printed as JSON.
+/// The answer as JSON.
 #[derive(Serialize)]
 struct BenchReport<T> {
     shape: String,
@@ -188,8 +188,8 @@ pub(super) fn run_bench(command: BenchCommand) -> Result<String, CliError> {
     match command {
         BenchCommand::Attend(args) => {
             let bench = attend_bench(&args);
-            let (machine, rows) = bench.measure_all()?;
-            report_text(&args.common, machine, rows, &tables::ATTEND)
+            let measured = bench.measure_all()?;
+            report_text(&args.common, measured, &tables::ATTEND)
         }
         BenchCommand::Scores(args) => {
             let bench = ScoresBench {
@@ -202,8 +202,8 @@ pub(super) fn run_bench(command: BenchCommand) -> Result<String, CliError> {
                 precision: args.precision,
                 instruction_sets: args.sets.instruction_set,
             };
-            let (machine, rows) = bench.measure_all()?;
-            report_text(&args.common, machine, rows, &tables::SCORES)
+            let measured = bench.measure_all()?;
+            report_text(&args.common, measured, &tables::SCORES)
         }
         BenchCommand::Codec(CodecArgs { common, sets }) => {
             let bench = CodecBench {
@@ -216,8 +216,8 @@ pub(super) fn run_bench(command: BenchCommand) -> Result<String, CliError> {
                 rounds: common.rounds,
                 instruction_sets: sets.instruction_set,
             };
-            let (machine, rows) = bench.measure_all()?;
-            report_text(&common, machine, rows, &tables::CODEC)
+            let measured = bench.measure_all()?;
+            report_text(&common, measured, &tables::CODEC)
         }
         BenchCommand::Store(args) => {
             let bench = StoreBench {
@@ -232,8 +232,8 @@ pub(super) fn run_bench(command: BenchCommand) -> Result<String, CliError> {
                 rounds: args.common.rounds,
                 buffer_bytes: args.buffer.as_u64(),
             };
-            let (machine, rows) = bench.measure_all()?;
-            report_text(&args.common, machine, rows, &tables::STORE)
+            let measured = bench.measure_all()?;
+            report_text(&args.common, measured, &tables::STORE)
         }
         #[cfg(feature = "eval")]
         BenchCommand::Transport(args) => {
@@ -248,8 +248,8 @@ pub(super) fn run_bench(command: BenchCommand) -> Result<String, CliError> {
                 storing: args.storing,
                 storing_tokens: args.storing_tokens,
             };
-            let (machine, rows) = bench.measure_all()?;
-            report_text(&args.common, machine, rows, &tables::TRANSPORT)
+            let measured = bench.measure_all()?;
+            report_text(&args.common, measured, &tables::TRANSPORT)
         }
         #[cfg(feature = "eval")]
         BenchCommand::Mixed(args) => mixed::run_mixed(args),
@@ -282,10 +282,10 @@ fn chosen_codecs(common: &CommonArgs, otherwise: &[&str]) -> Vec<String> {
 
 fn report_text<T: Serialize>(
     common: &CommonArgs,
-    machine: MachineInfo,
-    rows: Vec<T>,
+    measured: BenchResult<T>,
     sheet: &tables::BenchSheet<T>,
 ) -> Result<String, CliError> {
+    let BenchResult { machine, rows } = measured;
     if common.json {
         let report = BenchReport { shape: common.shape.to_string(), machine, rows };
         let text = serde_json::to_string_pretty(&report).map_err(anyhow::Error::from)?;
@@ -384,7 +384,7 @@ mod tests {
         assert_eq!(row("--precision single --instruction-set portable"), "single");
     }
 
-    /// What can be held to an instruction set, as small as it can be.
+    /// The benchmarks that can be held to an instruction set, as small as they can be.
     const HELD: &[&str] = &[
         "attend --shape 1x2x64 --rounds 1 --buffer 64KiB --context 64",
         "scores --shape 1x2x64 --rounds 1 --buffer 64KiB --context 64",

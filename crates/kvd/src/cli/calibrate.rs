@@ -55,7 +55,8 @@ pub(super) struct CalibrateArgs {
     #[arg(long, value_name = "N", value_parser = count_up_to(eval::COUNT_MAX))]
     tokens: Option<usize>,
     /// Tokens after which the model begins anew.
-    #[arg(long, value_name = "N", default_value_t = 2048, value_parser = count_up_to(eval::COUNT_MAX))]
+    #[arg(long, value_name = "N", default_value_t = 2048)]
+    #[arg(value_parser = count_up_to(eval::COUNT_MAX))]
     window: usize,
     /// Tokens per block of the model that will use the artefact.
     #[arg(long, value_name = "N", default_value_t = 64)]
@@ -96,7 +97,7 @@ impl CalibrateArgs {
     }
 }
 
-/// What can be told before a row is made.
+/// Checks the files before a row is made.
 fn check_args(args: &CalibrateArgs) -> Result<(), CliError> {
     check_outputs(&[("--out", args.out.as_deref()), ("--dump", args.dump.as_deref())])?;
     check_inputs("--model", &args.model)?;

@@ -2,7 +2,7 @@
 
 use super::table::{TableColumn, render_table, wrap_text};
 use super::{CliError, machine};
-use crate::bench::{AttendBench, HeadShape, find_shape};
+use crate::bench::{AttendBench, BenchResult, HeadShape, find_shape};
 use clap::Args;
 use kvd_codec::{CodecSpec, Preset, Quantizer, presets, resolve_spec};
 use kvd_compute::Precision;
@@ -49,7 +49,7 @@ pub(super) struct CodecsArgs {
     json: bool,
 }
 
-/// What is known of a preset.
+/// A preset and its figures.
 #[derive(Serialize)]
 struct PresetRow {
     name: &'static str,
@@ -73,7 +73,7 @@ struct PresetSaving {
     ratio: f64,
 }
 
-/// What was measured on the fixture, each codec under its own windows.
+/// Losses measured on the fixture, each codec under its own windows.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 struct PresetLoss {
     bits_per_value: f64,
@@ -190,7 +190,7 @@ fn time_presets(report: &mut PresetReport) -> Result<(), CliError> {
         precision: Precision::Fast,
         instruction_sets: Vec::new(),
     };
-    let (machine, timed) = bench.measure_all()?;
+    let BenchResult { machine, rows: timed } = bench.measure_all()?;
     let mut apart: Vec<f64> = Vec::new();
     for (row, timed) in report.presets.iter_mut().zip(&timed) {
         row.attend_ns = Some(timed.cpu_ns.median);
@@ -261,7 +261,7 @@ fn comparison_text(report: &PresetReport) -> String {
     text
 }
 
-/// What is printed of a change that rounds to nothing has no sign.
+/// The change of perplexity in percent. One that rounds to nothing is printed without a sign.
 fn change_percent(row: &PresetRow) -> f64 {
     let percent = row.loss.perplexity_change_percent;
     if percent.abs() < 0.005 { 0.0 } else { percent }

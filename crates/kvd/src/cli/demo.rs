@@ -11,7 +11,7 @@ use kvd_eval::eval::{EvalCodec, WindowChoice};
 use std::io::Write;
 use std::path::PathBuf;
 
-/// What to run; the defaults take two to three minutes on two cores.
+/// Options of `kvd demo`; the defaults take two to three minutes on two cores.
 #[derive(Args)]
 pub(super) struct DemoArgs {
     /// Codec to run, as a preset, a spec or `@FILE` for a policy file; may be repeated. See `kvd

@@ -12,7 +12,7 @@ use kvd_eval::eval::{self, EvalCodec, EvalOptions, EvalReport, LineWidth, Window
 use kvd_eval::search::{self, SearchOptions};
 use std::path::{Path, PathBuf};
 
-/// What to evaluate.
+/// Options of `kvd eval`.
 #[derive(Args)]
 pub(super) struct EvalArgs {
     /// Model folder (config.json, model.safetensors or shards with their index, tokenizer.json,
@@ -106,7 +106,7 @@ pub(super) fn parse_windows(text: &str) -> Result<WindowChoice, String> {
 pub(super) const COUNT_MAX: usize = 1 << 30;
 
 impl EvalArgs {
-    /// What can be told before a model is read.
+    /// Checks the files before a model is read.
     fn check_files(&self) -> Result<(), CliError> {
         check_outputs(&[
             ("--json", self.json.as_deref()),

@@ -238,7 +238,7 @@ fn build_runtime() -> Result<tokio::runtime::Runtime, CliError> {
     Ok(runtime.map_err(anyhow::Error::from)?)
 }
 
-/// What holds, as a file; nothing that the daemon would refuse.
+/// The configuration that holds, as a file; an error where the daemon would refuse it.
 fn config_text(overrides: &ConfigOverrides) -> Result<String, CliError> {
     Config::load(overrides)?;
     Ok(RawConfig::load(overrides)?.to_toml())

@@ -42,7 +42,13 @@ pub(super) struct PlanArgs {
     table: bool,
 }
 
-/// What `kvd plan` prints.
+/// A codec and its plan; none where no thread block fits the GPU.
+struct NamedPlan<'a> {
+    name: &'a str,
+    plan: Option<KernelPlan>,
+}
+
+/// The text that `kvd plan` prints.
 pub(super) fn plan_text(args: &PlanArgs) -> Result<String, CliError> {
     let limits = limits_of(&args.device)?;
     let geometry = Geometry {
@@ -64,7 +70,7 @@ pub(super) fn plan_text(args: &PlanArgs) -> Result<String, CliError> {
     let mut plans = Vec::new();
     for name in names {
         let codec = resolve_spec(name).map_err(|error| CliError::Usage(error.to_string()))?;
-        plans.push((name, plan_kernel(&codec, &workload, &limits)));
+        plans.push(NamedPlan { name, plan: plan_kernel(&codec, &workload, &limits) });
     }
     Ok(write_plans(args, &limits, &plans).map_err(anyhow::Error::from)?)
 }
@@ -73,13 +79,13 @@ pub(super) fn plan_text(args: &PlanArgs) -> Result<String, CliError> {
 fn write_plans(
     args: &PlanArgs,
     limits: &GpuLimits,
-    plans: &[(&str, Option<KernelPlan>)],
+    plans: &[NamedPlan<'_>],
 ) -> Result<String, std::fmt::Error> {
     let mut text = String::new();
     if args.table {
         return Ok(narrow_table(plans));
     }
-    for (name, plan) in plans {
+    for NamedPlan { name, plan } in plans {
         match plan {
             None => writeln!(text, "{name}: no thread block fits {}", limits.name)?,
             Some(plan) => writeln!(text, "== {name}\n{plan}")?,
@@ -88,15 +94,15 @@ fn write_plans(
     Ok(text)
 }
 
-/// What matters of each plan, for a terminal.
-fn narrow_table(plans: &[(&str, Option<KernelPlan>)]) -> String {
+/// The figures of each plan that matter most, for a terminal.
+fn narrow_table(plans: &[NamedPlan<'_>]) -> String {
     let none = || "-".to_owned();
-    let rows = plans.iter().map(|(name, plan)| (*name, plan.as_ref()));
     let cells = |cell: &dyn Fn(&KernelPlan) -> Option<String>| -> Vec<String> {
-        rows.clone().map(|(_, plan)| plan.and_then(cell).unwrap_or_else(none)).collect()
+        let rows = plans.iter().map(|named| named.plan.as_ref());
+        rows.map(|plan| plan.and_then(cell).unwrap_or_else(none)).collect()
     };
     let numbers = TableColumn::of_numbers;
-    let names = rows.clone().map(|(name, _)| name.to_owned());
+    let names = plans.iter().map(|named| named.name.to_owned());
     let CodecLabels { cells: labels, legend } = CodecLabels::new(names, CODEC_COLUMNS);
     let columns = [
         TableColumn::of_text("codec", labels),

@@ -1,4 +1,4 @@
-//! What texts of options stand for, where several commands take them.
+//! Parsers of options that several commands take.
 
 use crate::config::SizeSetting;
 use bytesize::ByteSize;

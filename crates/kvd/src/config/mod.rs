@@ -59,7 +59,7 @@ pub struct Config {
     pub message_timeout: Duration,
     /// Time to drain.
     pub grace_period: Duration,
-    /// What computes, at least one.
+    /// The devices that compute, at least one.
     pub devices: Vec<DeviceChoice>,
     /// Page memory.
     pub pool_bytes: u64,
@@ -124,7 +124,7 @@ pub struct Config {
 /// Devices of one daemon.
 const DEVICES_MAX: usize = 16;
 
-/// What computes, and holds the pages.
+/// A device that computes, and holds the pages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DeviceChoice {
     /// The processor.
@@ -332,7 +332,7 @@ fn check_millis(key: &'static str, value: u64) -> Result<Duration, ConfigError> 
     Ok(Duration::from_millis(at_least(key, value, 1)?))
 }
 
-/// What one permit each is given for.
+/// A number of things that take one permit each.
 fn check_permits(key: &'static str, value: usize) -> Result<usize, ConfigError> {
     at_least(key, at_most(key, value, tokio::sync::Semaphore::MAX_PERMITS)?, 1)
 }

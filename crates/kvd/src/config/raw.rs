@@ -13,7 +13,7 @@ use std::path::PathBuf;
 pub struct ConfigError {
     /// `section.key`, or the file.
     pub key: String,
-    /// What is wrong and what would be right.
+    /// Says what is wrong and what would be right.
     pub reason: String,
 }
 
@@ -23,7 +23,7 @@ impl ConfigError {
     }
 }
 
-/// What lies over the defaults.
+/// Settings that lie over the defaults.
 #[derive(Clone, Debug, Default)]
 pub struct ConfigOverrides {
     /// A TOML file.

@@ -10,7 +10,7 @@ use std::str::FromStr;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct SizeSetting(u64);
 
-/// What texts of sizes look like, for messages.
+/// Examples of sizes, for messages.
 const EXPECTED: &str = "a size such as 4 GiB, 512 MiB or 1048576";
 
 impl SizeSetting {

@@ -131,7 +131,7 @@ fn environment_probe() {
     std::fs::write(std::env::var("PROBE_ANSWER").unwrap(), answer).unwrap();
 }
 
-/// What loading answers under some variables. A process has one environment, which tests that run
+/// Loads a configuration under some variables. A process has one environment, which tests that run
 /// beside one another must not change.
 fn with_environment(variables: &[(&str, &str)]) -> String {
     let dir = tempfile::tempdir().unwrap();

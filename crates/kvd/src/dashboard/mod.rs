@@ -49,7 +49,7 @@ pub fn dashboard_text() -> String {
     dashboard_text
 }
 
-/// What the viewer chooses at the top: the data source, daemons, namespaces and models.
+/// Choices of the viewer at the top: the data source, daemons, namespaces and models.
 fn list_variables() -> Vec<Value> {
     let mut variables = vec![json!({
         "name": "datasource",

@@ -1,4 +1,4 @@
-//! What the dashboard shows, row by row.
+//! The panels of the dashboard, row by row.
 
 use super::query::{
     OF_DAEMON, PanelQuery, busy_seconds, legend, quantile_queries, rate, rate_where, selector,
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 /// A titled group of panels.
 pub(super) struct PanelRow {
     pub(super) title: &'static str,
-    /// Of each of its panels, in Grafana's units.
+    /// Height of each of its panels, in Grafana's units.
     pub(super) height: u32,
     pub(super) panels: Vec<DashboardPanel>,
 }
@@ -22,9 +22,9 @@ pub(super) struct DashboardPanel {
     /// Shown behind the panel's information sign.
     pub(super) description: String,
     pub(super) kind: PanelKind,
-    /// Of Grafana's unit ids.
+    /// One of Grafana's unit ids.
     pub(super) unit: &'static str,
-    /// Of the grid's 24 columns.
+    /// Width, of the grid's 24 columns.
     pub(super) width: u32,
     /// Top of the scale, where there is one.
     pub(super) max: Option<f64>,

@@ -6,7 +6,7 @@ use crate::metrics::{Metric, MetricKind, MetricScope};
 pub(super) struct DashboardVariable {
     /// The label, and the variable's name.
     pub(super) name: &'static str,
-    /// What the viewer reads.
+    /// The text that the viewer reads.
     pub(super) title: &'static str,
     /// The metric whose label it is.
     pub(super) of: Metric,
@@ -53,7 +53,7 @@ impl PanelQuery {
         Self { expr: rate_where(metric, matcher, by), legend: legend(by) }
     }
 
-    /// The same query under another name.
+    /// This query, under another name.
     pub(super) fn named(self, name: &str) -> Self {
         let legend = if self.legend.is_empty() {
             name.to_owned()
@@ -82,7 +82,7 @@ pub(super) fn rate(metric: Metric, by: &[&str]) -> String {
     rate_where(metric, "", by)
 }
 
-/// The same of the series that `matcher` names, such as `work="store"`.
+/// Growth per second of the series that `matcher` names, such as `work="store"`, summed by `by`.
 pub(super) fn rate_where(metric: Metric, matcher: &str, by: &[&str]) -> String {
     debug_assert_eq!(metric.kind(), MetricKind::Counter);
     let choice = label_matchers(metric, matcher);
@@ -127,7 +127,7 @@ fn by_clause(by: &[&str]) -> String {
     if by.is_empty() { String::new() } else { format!("by ({}) ", by.join(", ")) }
 }
 
-/// What Grafana writes beside a curve: the values of the labels it is split by.
+/// The text beside a curve: the values of the labels it is split by.
 pub(super) fn legend(by: &[&str]) -> String {
     let labels: Vec<_> =
         by.iter().filter(|name| **name != "le").map(|name| format!("{{{{{name}}}}}")).collect();

@@ -192,7 +192,7 @@ async fn exporter_exposes_every_metric() {
     }
 }
 
-/// What alerts read of calls: labels that are compared with a fixed text.
+/// Labels of calls that alerts compare with a fixed text.
 #[test]
 fn alerts_read_codes_whose_counts_begin_at_zero() {
     let alerts = file("deploy/prometheus/alerts.yml");

@@ -1,4 +1,4 @@
-//! What kvd tells Prometheus: one enum of names, handles resolved once, gauges read at scrape.
+//! The metrics for Prometheus: one enum of names, handles resolved once, gauges read at scrape.
 
 mod device;
 mod group;
@@ -67,7 +67,7 @@ pub struct Metrics {
     handle: PrometheusHandle,
     process: metrics_process::Collector,
     devices: AtomicUsize,
-    /// Of devices and of registered models.
+    /// Series of devices and of registered models.
     groups: Mutex<Vec<Arc<SeriesGroup>>>,
 }
 

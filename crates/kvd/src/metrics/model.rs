@@ -63,7 +63,7 @@ pub struct ModelMetrics {
 /// Names of [`ModelMetrics::packed_part_bytes`], in order.
 pub(crate) const PARTS: [&str; 4] = ["codes", "scales", "offsets", "header"];
 
-/// What a model is called where its series are shown.
+/// Labels that name a model where its series are shown.
 #[derive(Clone, Copy, Debug)]
 pub struct ModelLabels<'a> {
     /// Its tenant.

@@ -1,6 +1,6 @@
 //! The names: one variant per metric, its kind, whose it is and its help text in one table.
 
-/// What Prometheus calls the type of a metric.
+/// The type of a metric, in the words of Prometheus.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MetricKind {
     /// Only grows.
@@ -52,7 +52,7 @@ macro_rules! metrics {
                 match self { $(Self::$variant => MetricScope::$scope,)* }
             }
 
-            /// What it says.
+            /// Help text in the exposition.
             #[must_use]
             pub const fn help(self) -> &'static str {
                 match self { $(Self::$variant => $help,)* }

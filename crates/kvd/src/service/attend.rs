@@ -9,6 +9,7 @@ use kvd_proto::domain::{AttendBatch, AttendQuery};
 use kvd_store::PinnedRange;
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -22,6 +23,13 @@ pub struct AttendReply {
     pub query_errors: Vec<RefusedQuery>,
     /// Its bytes, until they are sent.
     pub(crate) held: Option<InFlight>,
+}
+
+/// Queries in device memory, and the places of their answers.
+pub(crate) struct InPlaceQueries {
+    pub(crate) places: RegionPlaces,
+    /// Bytes of the queries.
+    pub(crate) q_bytes: u64,
 }
 
 /// A query of a batch that fails alone: its output is 0 and its log-sum-exp `-inf`.
@@ -46,10 +54,17 @@ pub(super) const ENVELOPE_BYTES: u64 = 1024;
 /// Bytes that an answer takes for a query that failed alone, at most.
 const QUERY_ERROR_BYTES: u64 = 256;
 
-/// Sequence, readable length, first token and end: reads of the same key share their parts.
-pub(super) type ReadKey = (SequenceId, u32, u32, u32);
+/// Tokens that are read: reads of the same key share their parts.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct ReadKey {
+    sequence: SequenceId,
+    /// Tokens that the read may see.
+    length: u32,
+    start: u32,
+    end: u32,
+}
 
-/// What one query reads.
+/// The read of one query.
 pub(super) struct QueryRead {
     pub(super) key: ReadKey,
     pub(super) position: u32,
@@ -58,12 +73,12 @@ pub(super) struct QueryRead {
 impl QueryRead {
     /// Reads nothing.
     fn read_nothing(sequence: SequenceId) -> Self {
-        Self { key: (sequence, 0, 0, 0), position: 0 }
+        let key = ReadKey { sequence, length: 0, start: 0, end: 0 };
+        Self { key, position: 0 }
     }
 
     fn count_tokens(&self) -> u32 {
-        let (_, _, start, end) = self.key;
-        end - start
+        self.key.end - self.key.start
     }
 }
 
@@ -95,7 +110,7 @@ impl Service {
         worker.ask_device(call, AttendJob(prepared)).await
     }
 
-    /// The same where queries are in device memory and the answer goes there; the batch has none
+    /// Attention where queries are in device memory and the answer goes there; the batch has none
     /// itself. `launched` is called on the worker's thread once the device has all of it. Answers
     /// which queries failed alone.
     ///
@@ -105,12 +120,12 @@ impl Service {
         &self,
         call: &CallContext,
         batch: AttendBatch,
-        (places, q_bytes): (RegionPlaces, u64),
+        in_place: InPlaceQueries,
         launched: impl FnMut() + Send + 'static,
     ) -> Result<Vec<RefusedQuery>, ServiceError> {
         self.admit_call(call)?;
         let model = self.batch_model(call, &batch)?;
-        batch.check_shape_of(&model.shape.geometry, q_bytes)?;
+        batch.check_shape_of(&model.shape.geometry, in_place.q_bytes)?;
         // The limit of an answer that is carried: one batch does not hold the device for longer.
         self.check_reply_size(&batch, &model.shape.geometry)?;
         let rows = u64::from(batch.query_rows()) * u64::from(batch.q_heads);
@@ -118,7 +133,7 @@ impl Service {
         let bytes = (rows * ROW_BYTES).min(2 * self.config.message_bytes_max as u64);
         let worker = self.shards[model.shard].worker.clone();
         let prepared = self.prepare_attend(call, model, batch, bytes)?;
-        let job = AttendInPlace { prepared, places, launched: Box::new(launched) };
+        let job = AttendInPlace { prepared, places: in_place.places, launched: Box::new(launched) };
         worker.ask_device(call, job).await
     }
 
@@ -143,7 +158,8 @@ impl Service {
         if let Some(recent) = model.recent_queries.as_ref().filter(|_| !batch.q.is_empty()) {
             recent.offer_batch(&batch);
         }
-        let (queries, pins) = self.plan_queries(call, &batch, &reads, &mut query_errors)?;
+        let PlannedQueries { queries, pins } =
+            self.plan_queries(call, &batch, &reads, &mut query_errors)?;
         query_errors.sort_by_key(|refused| refused.index);
         let query_tokens = batch.query_rows();
         let plan = AttendPlan {
@@ -198,8 +214,8 @@ impl Service {
         Ok(())
     }
 
-    /// What each query reads, in the batch's order. One that cannot be read fails alone where the
-    /// batch asks for that, and then reads nothing.
+    /// Finds what each query reads, in the batch's order. One that cannot be read fails alone where
+    /// the batch asks for that, and then reads nothing.
     pub(super) fn resolve_reads(
         &self,
         call: &CallContext,
@@ -249,8 +265,9 @@ impl Service {
                 ServiceError::new(ErrorCode::InvalidArgument, message)
             })?,
         };
-        let (start, end) = range_to_read(query, length, position, of.geometry.block_tokens);
-        Ok(QueryRead { key: (query.sequence, length, start, end), position })
+        let Range { start, end } = range_to_read(query, length, position, of.geometry.block_tokens);
+        let key = ReadKey { sequence: query.sequence, length, start, end };
+        Ok(QueryRead { key, position })
     }
 
     /// Refuses a batch that would hold memory or the device for too long, before anything of it
@@ -297,13 +314,13 @@ impl Service {
         batch: &AttendBatch,
         reads: &[QueryRead],
         query_errors: &mut Vec<RefusedQuery>,
-    ) -> Result<(Vec<PlanQuery>, Vec<PinnedRange>), ServiceError> {
+    ) -> Result<PlannedQueries, ServiceError> {
         let mut planned = HashMap::<ReadKey, Arc<[PlanPart]>>::with_capacity(reads.len());
         let mut pins = Vec::with_capacity(reads.len());
         let mut queries = Vec::with_capacity(reads.len());
         let nothing: Arc<[PlanPart]> = Arc::new([]);
         for (index, (query, read)) in (0..).zip(batch.queries.iter().zip(reads)) {
-            let (sequence, length, start, end) = read.key;
+            let ReadKey { sequence, length, start, end } = read.key;
             let parts = match planned.entry(read.key) {
                 _ if start == end => nothing.clone(),
                 Entry::Occupied(known) => known.get().clone(),
@@ -343,11 +360,17 @@ impl Service {
                 });
             }
         }
-        Ok((queries, pins))
+        Ok(PlannedQueries { queries, pins })
     }
 }
 
-/// What a batch reads, query by query, and which queries fail alone.
+/// Queries of a plan, and the pins that keep what they read.
+pub(super) struct PlannedQueries {
+    pub(super) queries: Vec<PlanQuery>,
+    pub(super) pins: Vec<PinnedRange>,
+}
+
+/// The reads of a batch, query by query, and which queries fail alone.
 pub(super) struct ResolvedReads {
     pub(super) reads: Vec<QueryRead>,
     pub(super) query_errors: Vec<RefusedQuery>,
@@ -422,11 +445,11 @@ fn first_overflow(dtype: DType, bytes: &[u8], scale: Option<f32>) -> Option<(usi
     })
 }
 
-/// First token and end of what a query has to read of `length` tokens: what its first token's
-/// window hides is not read, nor blocks that begin after its last token's position.
+/// Tokens that a query has to read, of `length`: none that the window of its first token hides, and
+/// no block that begins after the position of its last token.
 ///
 /// The end is that of a block, so that queries of neighbouring positions share what they read.
-fn range_to_read(query: &AttendQuery, length: u32, position: u32, block_tokens: u32) -> (u32, u32) {
+fn range_to_read(query: &AttendQuery, length: u32, position: u32, block_tokens: u32) -> Range<u32> {
     let seen_end = u64::from(position) + u64::from(query.n_q);
     let block_end = seen_end.next_multiple_of(u64::from(block_tokens));
     let end = query.end.unwrap_or(length).min(length);
@@ -435,5 +458,5 @@ fn range_to_read(query: &AttendQuery, length: u32, position: u32, block_tokens: 
     let seen_start = query.sliding_window.map_or(0, |window| {
         (u64::from(position) + 1).saturating_sub(u64::from(window)).min(u64::from(end)) as u32
     });
-    (query.start.unwrap_or(0).max(seen_start).min(end), end)
+    query.start.unwrap_or(0).max(seen_start).min(end)..end
 }

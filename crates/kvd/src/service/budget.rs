@@ -35,7 +35,7 @@ impl ByteBudget {
         Self { permits: Arc::new(Semaphore::new(units)), units, max_bytes, key }
     }
 
-    /// What is taken now, in whole units.
+    /// Bytes that are taken now, in whole units.
     pub(crate) fn taken_bytes(&self) -> u64 {
         (self.units - self.permits.available_permits()) as u64 * UNIT_BYTES
     }

@@ -80,7 +80,7 @@ impl CallContext {
         if self.is_message_admitted { 0 } else { bytes }
     }
 
-    /// What a caller is told whose deadline has passed.
+    /// The message to a caller whose deadline has passed.
     pub(crate) const DEADLINE_PASSED: &str = "the deadline passed before the answer was ready";
 
     /// # Errors

@@ -38,13 +38,13 @@ impl ServiceError {
         self.retry_after
     }
 
-    /// The same error, saying which query of a batch it is about.
+    /// This error, saying which query of a batch it is about.
     #[must_use]
     pub(super) fn in_query(self, index: u32) -> Self {
         Self { message: format!("queries[{index}]: {}", self.message), ..self }
     }
 
-    /// What to branch on.
+    /// The code to branch on.
     #[must_use]
     pub fn code(&self) -> ErrorCode {
         self.code

@@ -94,7 +94,7 @@ mod tests {
         );
     }
 
-    /// What is logged.
+    /// The lines of the log.
     #[derive(Clone, Default)]
     struct Log(Arc<Mutex<Vec<u8>>>);
 

@@ -1,6 +1,5 @@
-//! What the daemon does for a request, whatever the transport: limits, namespaces, the store's
-//! book-keeping, and jobs of devices. No bytes are touched here; they travel as `Bytes` to the
-//! device worker.
+//! Requests of all transports: limits, namespaces, the store's book-keeping, and jobs of devices.
+//! No bytes are touched here; they travel as `Bytes` to the device worker.
 
 mod attend;
 mod attend_job;
@@ -25,8 +24,8 @@ mod store;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use attend::PART_BYTES;
 pub use attend::{AttendReply, RefusedQuery};
+pub(crate) use attend::{InPlaceQueries, PART_BYTES};
 pub(crate) use budget::{ByteBudgets, InFlight};
 pub use call::{CallContext, CallOwner};
 pub use error::ServiceError;
@@ -55,7 +54,8 @@ use tokio::sync::Semaphore;
 /// How long a message of a stream waits for room for its answer before it is refused.
 const ANSWER_TIME: Duration = Duration::from_secs(10);
 
-/// A device and what is stored on it. Whole models are on one: which, says [`RegisteredModel::shard`].
+/// A device and what is stored on it. Whole models are on one: which, says
+/// [`RegisteredModel::shard`].
 pub(crate) struct DeviceShard {
     worker: DeviceWorker,
     store: Arc<SequenceStore>,
@@ -75,7 +75,7 @@ pub struct Service {
     /// The right to build a model's codec, which takes memory in proportion to its calibration.
     building: Arc<Semaphore>,
     draining: AtomicBool,
-    /// What was told of full pools.
+    /// Lines of the log about full pools.
     pool_log: PoolLog,
 }
 

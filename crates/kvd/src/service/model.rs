@@ -28,9 +28,9 @@ pub struct RegisteredModel {
     pub fingerprint: String,
     /// Handles with this model's labels.
     pub metrics: ModelMetrics,
-    /// Of what it is asked, where keys are kept exactly.
+    /// A sample of its queries, where keys are kept exactly.
     pub(super) queries: Option<QuerySample>,
-    /// What it was asked last, where its codec declares a bound.
+    /// Its last queries, where its codec declares a bound.
     pub(super) recent_queries: Option<RecentQueries>,
     pub(super) sampled: Mutex<SampledErrors>,
     /// Pages kept raw because they could not be quantized.
@@ -81,7 +81,7 @@ impl RegisteredModel {
         self.sampled.lock().attention.map(|sampled| sampled.error_ratio())
     }
 
-    /// The same of their rows.
+    /// Relative root-mean-square error of the rows of recently sampled blocks, by side.
     #[must_use]
     pub fn sampled_row_error(&self) -> [Option<f64>; 2] {
         self.sampled.lock().rows.map(|sampled| sampled.error_ratio())
@@ -116,7 +116,7 @@ struct SampledError {
 }
 
 impl SampledError {
-    /// What one more block leaves of those before it: their weights sum to about 256 blocks.
+    /// The share of older blocks that one more block keeps: weights sum to about 256 blocks.
     const KEPT: f64 = 1.0 - 1.0 / 256.0;
 
     fn add_sum(&mut self, sum: ErrorSum) {

@@ -12,7 +12,7 @@ use std::time::Instant;
 /// what lies beside the pool meanwhile.
 const ENCODE_BATCH_BYTES: u64 = 64 << 20;
 
-/// What a store packs with.
+/// Packs the blocks of a store.
 pub(super) struct BlockPacker<'a> {
     pub(super) backend: &'a mut dyn Backend,
     pub(super) pool: &'a Arc<ArenaPool>,

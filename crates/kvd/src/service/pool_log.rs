@@ -13,7 +13,7 @@ const INTERVAL: Duration = Duration::from_secs(60);
 /// Models that a line names, those that hold most first.
 const HOLDERS_MAX: usize = 3;
 
-/// What is told of full pools.
+/// Lines about full pools that were written, and events that wait for the next.
 #[derive(Default)]
 pub(super) struct PoolLog {
     refused: LineLimiter,

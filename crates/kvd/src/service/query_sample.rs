@@ -185,7 +185,7 @@ fn convert_row(row: &[u8], from: DType, to: DType) -> Option<Vec<u8>> {
     finite.then_some(bytes)
 }
 
-/// The same calls give the same sample.
+/// Random bits of an index; equal calls give equal samples.
 pub(super) fn mix_bits(index: u64) -> u64 {
     let mut z = index.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);

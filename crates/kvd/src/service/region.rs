@@ -132,7 +132,7 @@ impl Service {
     }
 }
 
-/// The same handle once more.
+/// Names the memory of a handle once more.
 fn clone_handle(handle: &RegionHandle) -> Result<RegionHandle, ServiceError> {
     match handle {
         RegionHandle::CudaIpc(handle) => Ok(RegionHandle::CudaIpc(*handle)),
@@ -150,11 +150,11 @@ type MemoryAsker = oneshot::Sender<Result<OpenMemory, ServiceError>>;
 async fn open_on(
     worker: &DeviceWorker,
     call: &CallContext,
-    (handle, size_bytes): (&RegionHandle, u64),
+    offer: &MemoryOffer,
     asker: &MemoryAsker,
 ) -> Result<OpenedRegion, ServiceError> {
     loop {
-        let handle = Some(clone_handle(handle)?);
+        let (handle, size_bytes) = (Some(clone_handle(&offer.handle)?), offer.size_bytes);
         match worker.ask_device(call, OpenRegion { handle, size_bytes }).await {
             Err(error) if error.code() == ErrorCode::QueueFull && !asker.is_closed() => {
                 tokio::time::sleep(QUEUE_PAUSE).await;
@@ -169,16 +169,22 @@ fn is_of_queue(code: ErrorCode) -> bool {
     matches!(code, ErrorCode::QueueFull | ErrorCode::DeadlineExceeded | ErrorCode::ShuttingDown)
 }
 
-/// What all devices that were asked say, each by its name.
-fn join_refusals(mut refused: Vec<(&DeviceInfo, ServiceError)>) -> ServiceError {
+/// Why a device does not open memory.
+struct DeviceRefusal<'a> {
+    info: &'a DeviceInfo,
+    error: ServiceError,
+}
+
+/// Joins what all devices that were asked say, each by its name.
+fn join_refusals(mut refused: Vec<DeviceRefusal<'_>>) -> ServiceError {
     if refused.len() == 1 {
-        return refused.remove(0).1;
+        return refused.remove(0).error;
     }
-    let Some(code) = refused.first().map(|(_, error)| error.code()) else {
+    let Some(code) = refused.first().map(|refusal| refusal.error.code()) else {
         let message = "every device that could has failed";
         return ServiceError::new(ErrorCode::DeviceFailed, message);
     };
-    let reasons = refused.iter().map(|(info, error)| {
+    let reasons = refused.iter().map(|DeviceRefusal { info, error }| {
         let name = info.uuid.as_ref().unwrap_or(&info.description);
         format!("{name}: {error}; ")
     });
@@ -200,7 +206,7 @@ pub(crate) struct OpenMemory {
 pub(crate) struct MemoryOffer {
     pub(crate) handle: RegionHandle,
     pub(crate) size_bytes: u64,
-    /// Of the GPU that it is of; whichever opens it.
+    /// UUID of the GPU that it is of; whichever opens it when absent.
     pub(crate) uuid: Option<String>,
 }
 
@@ -233,25 +239,25 @@ impl OpenMemory {
         offer: MemoryOffer,
         asker: &MemoryAsker,
     ) -> Result<Self, ServiceError> {
-        let MemoryOffer { handle, size_bytes, uuid } = offer;
+        let (size_bytes, uuid) = (offer.size_bytes, &offer.uuid);
         let has_gpu = service.workers().any(|worker| worker.device_info().uuid.is_some());
         // A processor's refusal says nothing of a GPU's memory.
         let is_asked = |worker: &DeviceWorker| match &worker.device_info().uuid {
             None => uuid.is_none() && !has_gpu,
-            of_lane => uuid.is_none() || *of_lane == uuid,
+            of_worker => uuid.is_none() || of_worker == uuid,
         };
         let workers = service.workers().enumerate();
         let mut refused = Vec::new();
         for (shard, worker) in
             workers.filter(|(_, worker)| is_asked(worker) && !worker.has_failed())
         {
-            match open_on(worker, &call, (&handle, size_bytes), asker).await {
+            match open_on(worker, &call, &offer, asker).await {
                 Ok(opened) => {
                     return Ok(Self { worker: worker.clone(), shard, call, opened, size_bytes });
                 }
                 // What another device says of the memory would be no better an answer.
                 Err(error) if is_of_queue(error.code()) => return Err(error),
-                Err(error) => refused.push((worker.device_info(), error)),
+                Err(error) => refused.push(DeviceRefusal { info: worker.device_info(), error }),
             }
         }
         Err(join_refusals(refused))
@@ -262,7 +268,7 @@ impl OpenMemory {
         self.opened.region
     }
 
-    /// What the device says of it.
+    /// The answer of the device that opened it.
     pub(crate) fn opened_region(&self) -> &OpenedRegion {
         &self.opened
     }

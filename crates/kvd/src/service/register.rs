@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use tokio::sync::OwnedSemaphorePermit;
 
-/// What makes two registrations the same.
+/// Hashes what two equal registrations have in common.
 fn model_fingerprint(geometry: &Geometry, spec: &CodecSpec, calibration: &[u8]) -> String {
     let mut hash = xxhash_rust::xxh3::Xxh3::new();
     hash.update(format!("{geometry:?}\n{spec}\n").as_bytes());
@@ -105,7 +105,7 @@ impl Service {
         if let Some(model) = check()? {
             return Ok(model);
         }
-        let (runtime, turn) = build_codec(&spec, &codec, turn).await?;
+        let BuiltCodec { codec: runtime, turn } = build_codec(&spec, &codec, turn).await?;
         let label = codec_label(&spec.codec, &fingerprint);
         // The turn keeps others from counting at the same time.
         let shard = self.next_shard();
@@ -304,20 +304,26 @@ impl DeviceWork for UnregisterJob {
     }
 }
 
+/// A codec bound to its model, and the turn to build it.
+struct BuiltCodec {
+    codec: ModelCodec,
+    turn: OwnedSemaphorePermit,
+}
+
 /// Reads the calibration and binds the codec, off the threads that answer requests. The turn
 /// stays with the work even when the caller leaves.
 async fn build_codec(
     spec: &ModelSpec,
     codec: &CodecSpec,
     turn: OwnedSemaphorePermit,
-) -> Result<(ModelCodec, OwnedSemaphorePermit), ServiceError> {
+) -> Result<BuiltCodec, ServiceError> {
     let (geometry, codec, bytes) = (spec.geometry.clone(), codec.clone(), spec.calibration.clone());
     let work = move || {
         let calibration = match &bytes[..] {
             [] => None,
             bytes => Some(Calibration::from_bytes(bytes)?),
         };
-        Ok((ModelCodec::new(geometry, codec, calibration.as_ref())?, turn))
+        Ok(BuiltCodec { codec: ModelCodec::new(geometry, codec, calibration.as_ref())?, turn })
     };
     tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
         let message = format!("the codec could not be built: {error}");

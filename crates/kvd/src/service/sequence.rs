@@ -2,7 +2,7 @@
 
 use super::{CallContext, Service, ServiceError};
 use kvd_core::{ModelId, SequenceId};
-use kvd_store::SequenceUsage;
+use kvd_store::{ForkedSequence, SequenceUsage};
 
 impl Service {
     /// A new, empty sequence.
@@ -28,15 +28,15 @@ impl Service {
         call: &CallContext,
         id: SequenceId,
         length: Option<u32>,
-    ) -> Result<(SequenceId, u32), ServiceError> {
+    ) -> Result<ForkedSequence, ServiceError> {
         self.admit_call(call)?;
         let store = &self.shard_of(id)?.store;
         let forked = store.fork_sequence(&call.namespace, id, length)?;
-        let model = store.model_of(&call.namespace, forked.0)?;
+        let model = store.model_of(&call.namespace, forked.id)?;
         // The parent may have been closed and its model unregistered meanwhile: then there was
         // nothing to fork, and the child would be a sequence of no model.
         if let Err(gone) = self.models.find_model(&call.namespace, model.id) {
-            store.close_sequence(&call.namespace, forked.0)?;
+            store.close_sequence(&call.namespace, forked.id)?;
             store.forget_model(model.id);
             return Err(gone);
         }
@@ -67,7 +67,7 @@ impl Service {
         Ok(self.shard_of(id)?.store.close_sequence(&call.namespace, id)?)
     }
 
-    /// What a sequence holds.
+    /// Describes what a sequence holds.
     ///
     /// # Errors
     /// `UNKNOWN_SEQUENCE`.

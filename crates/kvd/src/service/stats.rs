@@ -1,4 +1,4 @@
-//! What the daemon holds, for `GetStats` and for the gauges that are read at scrape.
+//! Totals of what the daemon holds, for `GetStats` and for the gauges that are read at scrape.
 
 use super::{CallContext, DeviceShard, RegisteredModel, Service, ServiceError};
 use crate::metrics::Metric;
@@ -25,7 +25,7 @@ pub struct ModelStats {
     pub model: Arc<RegisteredModel>,
     /// Sequences and bytes.
     pub usage: ModelUsage,
-    /// What it takes once.
+    /// Bytes that it takes once.
     pub once: ModelBytes,
 }
 
@@ -142,7 +142,7 @@ fn refresh_model(model: &RegisteredModel, usage: &ModelUsage) {
     }
 }
 
-/// What a model's K and V take, and would take in the stored precision.
+/// Bytes that a model's K and V take, and would take in the stored precision.
 struct StorageSaving {
     held_bytes: f64,
     logical_bytes: f64,

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-/// What one stored range came to.
+/// The answer to one stored range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoreReply {
     /// Tokens of the layer that can be read.
@@ -96,8 +96,8 @@ impl Service {
         }
     }
 
-    /// The same of K and V in a region of the model's device, `bytes` long: the chunk's own are
-    /// ignored. `None`, and nothing is done, when the device has no room for so many at once.
+    /// Appends K and V that are in a region of the model's device, `bytes` long: the chunk's own
+    /// are ignored. `None`, and nothing is done, when the device has no room for so many at once.
     ///
     /// # Errors
     /// As [`Service::store_chunk`].
@@ -144,7 +144,7 @@ impl Service {
         reply
     }
 
-    /// What is tested of a store before anything is done; `bytes` are those of K and V.
+    /// Tests a store before anything is done; `bytes` are those of K and V.
     fn admit_store(
         &self,
         call: &CallContext,

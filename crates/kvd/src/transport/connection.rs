@@ -35,7 +35,7 @@ impl ServerPhase {
     }
 }
 
-/// What an HTTP/2 client sends before anything else (RFC 9113, section 3.4).
+/// Bytes that an HTTP/2 client sends before anything else (RFC 9113, section 3.4).
 const PREFACE_BYTES: usize = 24;
 
 /// How long a connection that has ended is still read. A socket that closes with unread bytes
@@ -45,7 +45,8 @@ const LINGER_TIME: Duration = Duration::from_secs(2);
 /// Bytes of one read of what is passed over.
 const WASTE_BYTES: usize = 16 << 10;
 
-/// A socket that fails from [`ServerPhase::Cut`] on, and that ends when its peer has read all of it.
+/// A socket that fails from [`ServerPhase::Cut`] on, and that ends when its peer has read all of
+/// it.
 pub(crate) struct ClientConnection<IO> {
     io: IO,
     phase: watch::Receiver<ServerPhase>,
@@ -210,7 +211,7 @@ impl<IO: Connected> Connected for ClientConnection<IO> {
     }
 }
 
-/// What all listeners of a server keep to.
+/// Limits that all listeners of a server share.
 #[derive(Clone)]
 pub(super) struct ConnectionLimits {
     /// One permit per connection.

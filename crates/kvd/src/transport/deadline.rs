@@ -30,7 +30,7 @@ impl CallDeadline {
         Instant::now().checked_add(timeout).map(Self)
     }
 
-    /// What `work` comes to, or `None` when the deadline passes first.
+    /// Waits for `work`; `None` when the deadline passes first.
     pub(super) async fn limit_work<T>(self, work: impl Future<Output = T>) -> Option<T> {
         let mut work = pin!(work);
         let mut timer = pin!(tokio::time::sleep_until(self.0.into()));

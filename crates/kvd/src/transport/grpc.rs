@@ -147,8 +147,8 @@ impl Kvd for GrpcService {
     ) -> Result<Response<v1::ForkSequenceResponse>, Status> {
         let v1::ForkSequenceRequest { sequence_id, length } = *request.get_ref();
         self.answer_rpc("ForkSequence", read_call(&request), async |call| {
-            let (id, length) = self.service.fork_sequence(call, SequenceId(sequence_id), length)?;
-            Ok(v1::ForkSequenceResponse { sequence_id: id.0, length })
+            let forked = self.service.fork_sequence(call, SequenceId(sequence_id), length)?;
+            Ok(v1::ForkSequenceResponse { sequence_id: forked.id.0, length: forked.length })
         })
         .await
     }

@@ -1,5 +1,5 @@
-//! What happens to every gRPC request before tonic reads its messages: its deadline is noted, and
-//! whether its answer may be compressed, and the bytes of its messages are counted.
+//! Treats every gRPC request before tonic reads its messages: notes its deadline, decides whether
+//! its answer may be compressed, and counts the bytes of its messages.
 
 use super::bytes::{ByteMeter, HeldBody, MessageLimits, MeteredBody};
 use super::connection;
@@ -35,16 +35,18 @@ pub(super) struct RequestService<S> {
     layer: RequestLayer,
 }
 
+/// A request whose bytes are counted, and the meter that counts them.
+struct MeteredRequest {
+    request: http::Request<Body>,
+    meter: ByteMeter,
+}
+
 /// Rpcs that take a stream of messages: one that finds no room waits.
 const STREAMS: [&str; 2] = ["/kvd.v1.Kvd/StoreBlocks", "/kvd.v1.Kvd/AttendStream"];
 
 impl RequestLayer {
     /// Counts the bytes of a request's messages from here on.
-    fn meter_request(
-        &self,
-        request: http::Request<Body>,
-        waits: bool,
-    ) -> (http::Request<Body>, ByteMeter) {
+    fn meter_request(&self, request: http::Request<Body>, waits: bool) -> MeteredRequest {
         let owner = connection::owner_of(request.extensions())
             .cloned()
             .unwrap_or_else(CallOwner::in_process);
@@ -60,7 +62,7 @@ impl RequestLayer {
         let body = |body| Body::new(MeteredBody::new(body, limits, meter.clone()));
         let mut request = request.map(body);
         request.extensions_mut().insert(meter.clone());
-        (request, meter)
+        MeteredRequest { request, meter }
     }
 }
 
@@ -82,7 +84,7 @@ where
         let deadline = CallDeadline::take_header(request.headers_mut());
         drop_unasked_compression(request.headers_mut());
         let is_stream = STREAMS.contains(&request.uri().path());
-        let (mut request, meter) = self.layer.meter_request(request, is_stream);
+        let MeteredRequest { mut request, meter } = self.layer.meter_request(request, is_stream);
         if let Some(deadline) = deadline {
             request.extensions_mut().insert(deadline);
         }

@@ -58,7 +58,7 @@ impl Drop for SocketFile {
     }
 }
 
-/// What tells a file from all others, while it or a socket bound to it is open.
+/// Identity of a file among all others, while it or a socket bound to it is open.
 #[derive(PartialEq, Eq)]
 struct FileIdentity {
     device: u64,

@@ -19,13 +19,13 @@ use tokio::sync::{mpsc, watch};
 use tonic::{Request, Status, Streaming};
 use tracing::Instrument;
 
-/// What every streaming rpc answers with.
+/// The answers of a streaming rpc.
 pub(super) type ReplyStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 /// Answers computed ahead of a slow reader; past that the stream waits for it.
 const REPLIES_AHEAD_MAX: usize = 4;
 
-/// What all streams have in common.
+/// State that all streams share.
 #[derive(Clone)]
 pub(super) struct StreamState {
     /// Idle ones end when the daemon drains.

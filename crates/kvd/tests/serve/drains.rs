@@ -1,4 +1,4 @@
-//! What clients and the file system see of a drain under load.
+//! A drain under load, as clients and the file system see it.
 
 use super::process::Process;
 use super::{assert_serves, batch, chunk};

@@ -1,4 +1,4 @@
-//! What the log says: fields of their own types, who was refused, who holds a full pool.
+//! Lines of the log: fields of their own types, who was refused, who holds a full pool.
 
 use super::process::{Process, kvd, refused};
 use super::{chunk, model};

@@ -22,7 +22,7 @@ pub(crate) fn kvd() -> Command {
 /// A serving daemon; killed when it is dropped.
 pub(crate) struct Process {
     child: Child,
-    /// What it says after it began to serve.
+    /// Lines that it writes after it began to serve.
     log: Option<JoinHandle<Vec<String>>>,
     /// The line that says where it serves.
     serves: String,
@@ -40,7 +40,7 @@ impl Process {
         Self::start_by(kvd(), flags)
     }
 
-    /// The same by a command that runs `kvd` with the arguments that it gets.
+    /// Starts it by a command that runs `kvd` with the arguments that it gets.
     pub(crate) fn start_by(mut command: Command, flags: &[&str]) -> Self {
         let mut child = command
             .args(["serve", "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"])

@@ -95,7 +95,7 @@ async fn old_ids_reach_nothing_of_the_next_boot() {
     a.store_chunk(chunk(again, 0, 10)).await.unwrap();
 }
 
-/// The same through memory that is shared with the new boot.
+/// Restarts as above, through memory that is shared with the new boot.
 fn in_regions(
     path: &Path,
     client: &Client,

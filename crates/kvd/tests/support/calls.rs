@@ -21,7 +21,7 @@ pub(crate) struct Shape {
     pub(crate) q_heads: u32,
     pub(crate) dim: u32,
     pub(crate) block_tokens: u32,
-    /// Of rows.
+    /// Type of the values of rows.
     pub(crate) dtype: DType,
 }
 

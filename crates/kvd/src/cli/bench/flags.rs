@@ -1,5 +1,5 @@
-//! What texts of `kvd bench`'s options stand for. What is refused here is an error of usage, with
-//! what there is instead.
+//! Parsers of the options of `kvd bench`. A refusal is an error of usage, which names what there is
+//! instead.
 
 use crate::bench::{HeadShape, SHAPES, find_shape};
 use clap::builder::RangedU64ValueParser;

@@ -10,9 +10,9 @@ use std::fmt::Write;
 pub(super) struct BenchSheet<T> {
     /// Columns beside the codec's label, of which each has so many at most.
     narrow: fn(&[T], Vec<String>) -> Vec<TableColumn>,
-    /// What labels stand for, and columns that a label may have.
+    /// The codec that a label stands for, and the columns that a label may have.
     codec: (fn(&T) -> String, usize),
-    /// What the figures are, below the table.
+    /// Explains the figures, below the table.
     note: &'static str,
     /// All figures.
     pub(super) wide: fn(&[T]) -> String,

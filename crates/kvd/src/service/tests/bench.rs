@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::sync::{Arc, mpsc};
 
-/// What tests see and change of a device.
+/// State of a device that tests see and change.
 #[derive(Default)]
 pub(super) struct Probe {
     pub(super) models: Mutex<BTreeSet<ModelId>>,

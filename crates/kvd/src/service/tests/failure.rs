@@ -41,7 +41,7 @@ async fn models_go_where_fewest_are_and_one_lost_device_leaves_the_others_as_the
     assert_eq!(shards, [0, 1, 0, 1]);
     assert_eq!(probes[0].models.lock().len(), 2);
     assert_eq!(service.pool_stats().capacity_bytes, 2 << 16);
-    let forked = service.fork_sequence(&call(), models[1].1, None).unwrap().0;
+    let forked = service.fork_sequence(&call(), models[1].1, None).unwrap().id;
     // The second is lost: its models answer so, the others and new ones live, and it is said.
     *probes[1].lose.lock() = true;
     for sequence in [models[1].1, models[3].1, forked] {

@@ -20,7 +20,7 @@ fn batch(model: ModelId, sequence: SequenceId) -> AttendBatch {
     }
 }
 
-/// What every call with these ids answers, by its name.
+/// Answers of every call with these ids, by its name.
 async fn refusals(
     service: &Arc<Service>,
     model: ModelId,

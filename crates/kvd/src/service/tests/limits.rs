@@ -1,6 +1,7 @@
 //! Limits of attends and stores, and what goes on beside a busy device.
 
 use super::bench::{Bench, call, chunk};
+use crate::service::attend::PlannedQueries;
 use bytes::Bytes;
 use kvd_core::{DType, ErrorCode, LayerIndex, ModelId, SequenceId};
 use kvd_proto::domain::{AttendBatch, AttendQuery, LoadRange, StoreChunk};
@@ -42,7 +43,8 @@ async fn queries_of_the_same_range_are_planned_once() {
     let reads = bench.service.resolve_reads(&call(), &model, &batch).unwrap().reads;
     assert_eq!(bench.service.check_work(&batch, &reads, 16).unwrap(), 10 + 3 + 1);
     let mut errors = Vec::new();
-    let (queries, pins) = bench.service.plan_queries(&call(), &batch, &reads, &mut errors).unwrap();
+    let PlannedQueries { queries, pins } =
+        bench.service.plan_queries(&call(), &batch, &reads, &mut errors).unwrap();
     assert_eq!((pins.len(), errors.len()), (3, 0));
     assert!(Arc::ptr_eq(&queries[0].parts, &queries[3].parts));
     assert_eq!(queries.iter().map(|query| query.tokens()).collect::<Vec<_>>(), [160, 40, 4, 160]);

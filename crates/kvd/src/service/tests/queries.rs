@@ -1,4 +1,4 @@
-//! What single queries of a batch read, and how they fail.
+//! Single queries of a batch: how much they read, and how they fail.
 
 use super::bench::{Bench, call, spec};
 use bytes::Bytes;
@@ -41,7 +41,7 @@ async fn planned(bench: &Bench, model: ModelId, query: AttendQuery) -> (usize, u
     let model = bench.service.find_model(&call(), model).unwrap();
     let reads = bench.service.resolve_reads(&call(), &model, &batch).unwrap().reads;
     let plan = bench.service.plan_queries(&call(), &batch, &reads, &mut Vec::new()).unwrap();
-    (plan.0[0].parts.len(), plan.0[0].tokens())
+    (plan.queries[0].parts.len(), plan.queries[0].tokens())
 }
 
 /// Sum of a counter's series.
@@ -51,7 +51,7 @@ fn counted(bench: &Bench, name: &str) -> f64 {
     samples.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
 }
 
-/// What one attend adds to the bytes that are counted as read: logical ones and stored ones.
+/// Bytes that one attend adds to those counted as read: logical ones and stored ones.
 async fn bytes_read(bench: &Bench, model: ModelId, query: AttendQuery) -> [f64; 2] {
     let names = ["kvd_attended_logical_bytes_total", "kvd_attended_stored_bytes_total"];
     let before = names.map(|name| counted(bench, name));

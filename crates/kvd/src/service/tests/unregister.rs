@@ -1,4 +1,4 @@
-//! What is unregistered is gone everywhere: maps, series, the device.
+//! A model that is unregistered is gone everywhere: maps, series, the device.
 
 use super::bench::{Bench, call};
 use kvd_core::{DType, ErrorCode, LayerIndex};
@@ -31,7 +31,7 @@ async fn cycle(bench: &Bench, name: &str) {
     let model = bench.register(name, "kivi-4").await.shape.id;
     let sequence = bench.service.open_sequence(&call(), model).unwrap();
     bench.store(sequence, 0, 200).await.unwrap();
-    let (fork, _) = bench.service.fork_sequence(&call(), sequence, None).unwrap();
+    let fork = bench.service.fork_sequence(&call(), sequence, None).unwrap().id;
     let batch = AttendBatch {
         model,
         layer: LayerIndex(0),

@@ -5,8 +5,8 @@
 use super::WorkerRegion;
 use crate::metrics::Metric;
 use crate::service::{
-    AttendReply, CallContext, OpenMemory, RefusedQuery, RegisteredModel, Service, ServiceError,
-    StoreReply,
+    AttendReply, CallContext, InPlaceQueries, OpenMemory, RefusedQuery, RegisteredModel, Service,
+    ServiceError, StoreReply,
 };
 use crate::transport::measure::measure_answer;
 use bytes::Bytes;
@@ -22,14 +22,34 @@ const QUERY_ERROR_BYTES: usize = 128;
 /// Bytes of one log-sum-exp.
 const LSE_BYTES: u64 = DType::F32.size_bytes() as u64;
 
+/// The work of a call.
+struct CallWork {
+    call: Option<v1::region_call::Call>,
+    /// Completion record that is to tell of the launch, where the caller wants that.
+    launched: Option<u64>,
+}
+
+/// An attend, and the record that is to tell of its launch.
+struct AttendWork {
+    call: v1::RegionAttend,
+    launched: Option<u64>,
+}
+
+/// A store whose K and V are in device memory.
+struct DeviceStore<'a> {
+    request: &'a v1::StoreBlocksRequest,
+    k: v1::RegionSlice,
+    v: v1::RegionSlice,
+}
+
 /// Serves one call and ends its completion record, which the caller has tested.
 pub(super) async fn answer_call(service: &Service, region: &WorkerRegion, call: v1::RegionCall) {
     let timeout = Some(call.timeout_us).filter(|timeout| *timeout != 0);
     let deadline = timeout.and_then(|us| Instant::now().checked_add(Duration::from_micros(us)));
     let caller = CallContext { deadline, ..region.call_context() };
     let (name, metrics) = (rpc_name(&call), service.metrics());
-    let launched = call.say_launched.then_some(call.done);
-    let served = serve_call(service, region, &caller, (call.call, launched));
+    let (done, launched) = (call.done, call.say_launched.then_some(call.done));
+    let served = serve_call(service, region, &caller, CallWork { call: call.call, launched });
     let served = measure_answer(metrics, name, &caller, served);
     let outcome = match served.await {
         Ok(values) => CallOutcome::Done(values),
@@ -38,7 +58,7 @@ pub(super) async fn answer_call(service: &Service, region: &WorkerRegion, call: 
             CallOutcome::Refused(format!("{}: {}", code.name(), status.message()))
         }
     };
-    let ended = CompletionRecord::from_offset(&region.memory, call.done)
+    let ended = CompletionRecord::from_offset(&region.memory, done)
         .and_then(|record| record.end_call(&outcome));
     ended.expect("the record was tested when the call came, and regions keep their size");
 }
@@ -56,14 +76,15 @@ async fn serve_call(
     service: &Service,
     region: &WorkerRegion,
     caller: &CallContext,
-    (call, launched): (Option<v1::region_call::Call>, Option<u64>),
+    work: CallWork,
 ) -> Result<[u32; 3], ServiceError> {
     // Before payloads are copied: who is not let in costs nothing.
     service.admit_call(caller)?;
-    match call {
+    match work.call {
         None => Err(RequestError::Missing { field: "call" }.into()),
         Some(v1::region_call::Call::Attend(call)) => {
-            let failed = attend_batch(service, region, caller, (call, launched)).await?;
+            let attend = AttendWork { call, launched: work.launched };
+            let failed = attend_batch(service, region, caller, attend).await?;
             Ok([failed, 0, 0])
         }
         Some(v1::region_call::Call::Store(request)) => {
@@ -82,10 +103,11 @@ async fn store_blocks(
     let slices = [request.k.as_ref(), request.v.as_ref()].map(slice_of);
     let given: Vec<_> = slices.into_iter().flatten().collect();
     let bytes = check_slices(service, region, &given)?;
-    if let (Some(device), [Some(k), Some(v)]) = (&region.device, slices)
-        && let Some(stored) = store_in_place(service, device, caller, (&request, [k, v])).await?
-    {
-        return Ok(stored);
+    if let (Some(device), [Some(k), Some(v)]) = (&region.device, slices) {
+        let store = DeviceStore { request: &request, k, v };
+        if let Some(stored) = store_in_place(service, device, caller, store).await? {
+            return Ok(stored);
+        }
     }
     // Before anything is copied.
     let _share = service.take_bytes(caller, bytes)?;
@@ -101,8 +123,9 @@ async fn store_in_place(
     service: &Service,
     device: &OpenMemory,
     caller: &CallContext,
-    (request, [k, v]): (&v1::StoreBlocksRequest, [v1::RegionSlice; 2]),
+    store: DeviceStore<'_>,
 ) -> Result<Option<StoreReply>, ServiceError> {
+    let DeviceStore { request, k, v } = store;
     let nothing = Some(inline_payload(Bytes::new()));
     let without = v1::StoreBlocksRequest { k: nothing.clone(), v: nothing, ..*request };
     let chunk = StoreChunk::try_from(without)?;
@@ -144,8 +167,9 @@ async fn attend_batch(
     service: &Service,
     region: &WorkerRegion,
     caller: &CallContext,
-    (mut call, launched): (v1::RegionAttend, Option<u64>),
+    work: AttendWork,
 ) -> Result<u32, ServiceError> {
+    let AttendWork { mut call, launched } = work;
     let mut request = call.request.take().ok_or(RequestError::Missing { field: "request" })?;
     let payload = request.q.take();
     let elsewhere = region.device.as_ref().zip(slice_of(payload.as_ref()));
@@ -172,7 +196,12 @@ async fn attend_batch(
         batch.check_shape_of(&model.shape.geometry, q.bytes)?;
         let places =
             RegionPlaces { region: device.device_region(), q: q.offset, out: at.out, lse: at.lse };
-        let fits = kernels_take(batch.dtype, &places, [q.bytes, at.out_bytes, at.lse_bytes]);
+        let slices = CallSlices {
+            q: DeviceSlice { offset: q.offset, bytes: q.bytes },
+            out: DeviceSlice { offset: at.out, bytes: at.out_bytes },
+            lse: DeviceSlice { offset: at.lse, bytes: at.lse_bytes },
+        };
+        let fits = kernels_take(batch.dtype, &slices);
         if fits && batch.query_rows() > 0 && device.reaches_queries(&model, &batch) {
             count_call(service, "in_place");
             let memory = region.memory.clone();
@@ -183,7 +212,7 @@ async fn attend_batch(
                 // The record was tested when the call came.
                 let _ = record.map(|record| record.and_then(|record| record.mark_launched()));
             };
-            let in_place = (places, q.bytes);
+            let in_place = InPlaceQueries { places, q_bytes: q.bytes };
             let again = batch.per_query_errors.then(|| batch.clone());
             let result = service.attend_in_place(caller, batch, in_place, tell).await;
             batch = match (result, again) {
@@ -251,17 +280,35 @@ fn put_query_errors(
     Ok(refused.len() as u32)
 }
 
+/// Bytes of device memory.
+#[derive(Clone, Copy)]
+struct DeviceSlice {
+    offset: u64,
+    bytes: u64,
+}
+
+/// Slices that one attend reads and writes in device memory.
+struct CallSlices {
+    q: DeviceSlice,
+    out: DeviceSlice,
+    lse: DeviceSlice,
+}
+
 /// Whether kernels can read and write values there: aligned, and no two of the three meet, since a
 /// kernel writes answers while another block still reads queries. The slices lie in the region.
-fn kernels_take(dtype: DType, at: &RegionPlaces, [q, out, lse]: [u64; 3]) -> bool {
+fn kernels_take(dtype: DType, call: &CallSlices) -> bool {
+    let CallSlices { q, out, lse } = *call;
     let value = dtype.size_bytes() as u64;
-    let slices = [(at.q, q, value), (at.out, out, value), (at.lse, lse, LSE_BYTES)];
-    let aligned = slices.iter().all(|(offset, _, each)| offset.is_multiple_of(*each));
-    let apart = |a: usize, b: usize| {
-        let ((a, a_bytes, _), (b, b_bytes, _)) = (slices[a], slices[b]);
-        a + a_bytes <= b || b + b_bytes <= a
+    let is_aligned = |slice: DeviceSlice, each: u64| slice.offset.is_multiple_of(each);
+    let are_apart = |a: DeviceSlice, b: DeviceSlice| {
+        a.offset + a.bytes <= b.offset || b.offset + b.bytes <= a.offset
     };
-    aligned && apart(0, 1) && apart(0, 2) && apart(1, 2)
+    is_aligned(q, value)
+        && is_aligned(out, value)
+        && is_aligned(lse, LSE_BYTES)
+        && are_apart(q, out)
+        && are_apart(q, lse)
+        && are_apart(out, lse)
 }
 
 /// Where in a region a payload is, if it is there.

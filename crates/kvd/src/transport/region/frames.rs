@@ -17,6 +17,12 @@ const LENGTH_BYTES: usize = 4;
 /// Bytes of one read.
 const READ_BYTES: usize = 16 << 10;
 
+/// A message, and the descriptors that came with it.
+pub(super) struct ReceivedFrame<M> {
+    pub(super) message: M,
+    pub(super) files: Vec<OwnedFd>,
+}
+
 /// A socket and what was read of the next message.
 pub(super) struct FrameSocket {
     stream: UnixStream,
@@ -33,7 +39,7 @@ impl FrameSocket {
     /// given up and asked again.
     pub(super) async fn next<M: Message + Default>(
         &mut self,
-    ) -> io::Result<Option<(M, Vec<OwnedFd>)>> {
+    ) -> io::Result<Option<ReceivedFrame<M>>> {
         loop {
             if let Some(length) = self.bytes.first_chunk::<LENGTH_BYTES>() {
                 let end = LENGTH_BYTES + u32::from_le_bytes(*length) as usize;
@@ -47,7 +53,7 @@ impl FrameSocket {
                     let files = std::mem::take(&mut self.files);
                     let message =
                         message.map_err(|error| io::Error::new(ErrorKind::InvalidData, error))?;
-                    return Ok(Some((message, files)));
+                    return Ok(Some(ReceivedFrame { message, files }));
                 }
             }
             let mut piece = [0; READ_BYTES];

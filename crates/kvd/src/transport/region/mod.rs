@@ -9,7 +9,7 @@ use super::connection::ServerPhase;
 use super::socket::BoundSocket;
 use crate::metrics::{Metric, Metrics, OpenCount};
 use crate::service::{CallContext, CallOwner, MemoryOffer, OpenMemory, Service, ServiceError};
-use frames::FrameSocket;
+use frames::{FrameSocket, ReceivedFrame};
 use kvd_compute::RegionHandle;
 use kvd_core::{ErrorCode, Namespace};
 use kvd_proto::v1;
@@ -147,12 +147,14 @@ async fn serve_connection(
     permit: OwnedSemaphorePermit,
 ) {
     let mut frames = FrameSocket::new(stream);
-    let (region, kind, reason) = match shake_hands(&mut frames, &service, permit).await {
-        // A peer that stays silent, or leaves, has nothing to be told.
-        None => return,
-        Some(Ok((region, kind, reason))) => (Arc::new(region), kind, reason),
-        Some(Err(error)) => return refuse_worker(&frames, &error).await,
-    };
+    let OpenedRegion { region, kind, reason } =
+        match shake_hands(&mut frames, &service, permit).await {
+            // A peer that stays silent, or leaves, has nothing to be told.
+            None => return,
+            Some(Ok(opened)) => opened,
+            Some(Err(error)) => return refuse_worker(&frames, &error).await,
+        };
+    let region = Arc::new(region);
     let opened = region.device.as_ref().map(OpenMemory::opened_region);
     let event = opened.and_then(|opened| opened.event);
     let response = v1::OpenRegionResponse {
@@ -179,7 +181,7 @@ async fn serve_connection(
             _ = phase.wait_for(|now| *now >= ServerPhase::Draining) => break,
         };
         let call = match message {
-            Ok(Some((call, _))) => call,
+            Ok(Some(frame)) => frame.message,
             // Dropping `calls` drops what nobody waits for any more.
             Ok(None) => return,
             Err(error) => return refuse_worker(&frames, &broken_error(&error)).await,
@@ -227,10 +229,11 @@ async fn shake_hands(
     permit: OwnedSemaphorePermit,
 ) -> Option<Result<OpenedRegion, ServiceError>> {
     let first = frames.next::<v1::OpenRegionRequest>();
-    let (request, files) = match tokio::time::timeout(HANDSHAKE_TIME, first).await.ok()? {
-        Ok(first) => first?,
-        Err(error) => return Some(Err(broken_error(&error))),
-    };
+    let ReceivedFrame { message: request, files } =
+        match tokio::time::timeout(HANDSHAKE_TIME, first).await.ok()? {
+            Ok(first) => first?,
+            Err(error) => return Some(Err(broken_error(&error))),
+        };
     let time = service.config().keepalive_timeout;
     tokio::time::timeout(time, open_region(request, files, service, permit)).await.ok()
 }
@@ -247,8 +250,14 @@ async fn open_region(
     with_device(region, request, second, service).await
 }
 
-/// A region, how its payloads are reached, and why not as the worker asked.
-type OpenedRegion = (WorkerRegion, v1::RegionKind, String);
+/// A region that was opened for a worker.
+struct OpenedRegion {
+    region: WorkerRegion,
+    /// How its payloads are reached.
+    kind: v1::RegionKind,
+    /// Why they are not reached as the worker asked; empty where they are.
+    reason: String,
+}
 
 /// Opens the device memory that the worker offers. Without it, and with the reason, payloads are in
 /// the memory file. A GPU that is not the daemon's is refused.
@@ -261,7 +270,7 @@ async fn with_device(
     use v1::open_region_request::Device;
     let (kind, handle) = match request.device {
         None if request.device_uuid.is_empty() => {
-            return Ok((region, v1::RegionKind::Memfd, String::new()));
+            return Ok(OpenedRegion { region, kind: v1::RegionKind::Memfd, reason: String::new() });
         }
         None => {
             let message = "device_uuid names a GPU, but no device memory is offered; leave it out";
@@ -299,11 +308,11 @@ async fn with_device(
                 tracing::warn!(reason, "a region has no event that says when answers are there");
             }
             region.device = Some(device);
-            (region, kind, String::new())
+            OpenedRegion { region, kind, reason: String::new() }
         }
         Err(reason) => {
             tracing::warn!(%reason, "a region's payloads are in its memory file");
-            (region, v1::RegionKind::Memfd, reason)
+            OpenedRegion { region, kind: v1::RegionKind::Memfd, reason }
         }
     })
 }

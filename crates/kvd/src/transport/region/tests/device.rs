@@ -35,7 +35,7 @@ pub(super) struct Memories {
     counts: Arc<Mutex<[usize; 2]>>,
 }
 
-/// What a test tells of stores, and sees.
+/// State of stores that a test sets and sees.
 #[derive(Default)]
 pub(super) struct Stores {
     /// Bytes of K and V from which on there is no room for them.
@@ -48,7 +48,7 @@ pub(super) struct Stores {
     pub(super) staged: u64,
 }
 
-/// What tells one file from all others.
+/// Identity of a file among all others.
 fn file_id(file: BorrowedFd<'_>) -> (u64, u64) {
     let file = file.try_clone_to_owned().expect("a descriptor");
     let metadata = std::fs::File::from(file).metadata().expect("fstat");
@@ -71,7 +71,7 @@ impl Memories {
         memory
     }
 
-    /// What a handle names.
+    /// The memory that a handle names.
     fn named(&self, name: u8, bytes: u64) -> Result<Arc<RegionMemory>, BackendError> {
         match self.all.lock().get(&name).filter(|memory| memory.size_bytes() >= bytes) {
             Some(memory) => Ok(memory.clone()),
@@ -79,7 +79,7 @@ impl Memories {
         }
     }
 
-    /// What a descriptor is of, mapped once more, and its name.
+    /// The memory of a descriptor, mapped once more, and its name.
     fn mapped(&self, file: OwnedFd, bytes: u64) -> Result<(u8, Arc<RegionMemory>), BackendError> {
         let memory =
             RegionMemory::map_file(file, bytes).or_else(|error| refuse(error.to_string()))?;

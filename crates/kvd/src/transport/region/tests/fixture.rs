@@ -25,7 +25,7 @@ const FILE_BYTES: u64 = 8192;
 
 /// A daemon over such devices, its region socket, and a batch that it can answer.
 pub(super) struct Fixture {
-    /// Of the regions that are opened.
+    /// Kind of the regions that are opened.
     pub(super) kind: RegionKind,
     pub(super) running: RunningDaemon,
     pub(super) memories: Memories,
@@ -37,7 +37,7 @@ pub(super) struct Fixture {
 /// A region and the memory that its payloads are in.
 pub(super) struct Worker {
     region: Shared,
-    /// Of the device; none where the region's own is used.
+    /// Memory of the device; none where the region's own is used.
     device: Option<Arc<RegionMemory>>,
 }
 
@@ -71,7 +71,7 @@ impl Fixture {
         Self::with_codec(kind, all, "kivi-4", 1).await
     }
 
-    /// The same of a codec, with a batch of so many query tokens.
+    /// A fixture of a codec, with a batch of so many query tokens.
     pub(super) async fn with_codec(
         kind: RegionKind,
         all: Vec<Memories>,
@@ -181,7 +181,7 @@ impl Fixture {
         })
     }
 
-    /// What [`Fixture::calls`] is where a device takes so many in place and the others copied.
+    /// The value of [`Fixture::calls`] where a device takes so many in place and the others copied.
     pub(super) fn counted(&self, in_place: u64, copied: u64) -> [u64; 3] {
         match self.kind {
             RegionKind::Memfd => [in_place + copied, 0, 0],
@@ -215,7 +215,7 @@ impl Fixture {
         Ok(self.answer(worker, at))
     }
 
-    /// What is in an answer's places.
+    /// Contents of an answer's places.
     pub(super) fn answer(&self, worker: &Worker, at: AttendLayout) -> Attended {
         let lse = worker.bytes(at.lse);
         let lse = lse.as_chunks::<4>().0.iter().map(|value| f32::from_le_bytes(*value)).collect();

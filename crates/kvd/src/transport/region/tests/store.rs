@@ -35,7 +35,7 @@ impl Fixture {
         tokio::task::block_in_place(|| worker.wait_call(DONE))
     }
 
-    /// The same, with the record at `done`; nothing is waited for.
+    /// Sends a store with its record at `done`, and waits for nothing.
     fn send_from(
         &self,
         worker: &Worker,
@@ -69,7 +69,7 @@ impl Fixture {
         release
     }
 
-    /// What attention over all of a sequence gives.
+    /// Attention over all of a sequence.
     async fn seen(&self, sequence: SequenceId) -> Attended {
         let queries = vec![AttendQuery::new(sequence, 1)];
         self.client.attend_batch(AttendBatch { queries, ..self.batch.clone() }).await.unwrap()
