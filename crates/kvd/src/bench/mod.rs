@@ -66,7 +66,7 @@ pub const SHAPES: &[HeadShape] = &[
 /// channels of a key, and of a value where they are others, both even.
 #[must_use]
 pub fn find_shape(name: &str) -> Option<HeadShape> {
-    SHAPES.iter().find(|shape| find_shape.name == name).copied().or_else(|| parse_shape(name))
+    SHAPES.iter().find(|shape| shape.name == name).copied().or_else(|| parse_shape(name))
 }
 
 fn parse_shape(text: &str) -> Option<HeadShape> {
@@ -78,7 +78,7 @@ fn parse_shape(text: &str) -> Option<HeadShape> {
         _ => return None,
     };
     let shape = HeadShape { name: "own", kv_heads, group, head_dim_k, head_dim_v };
-    find_shape.layer_geometry(1).validate_fields().is_ok().then_some(find_shape)
+    shape.layer_geometry(1).validate_fields().is_ok().then_some(shape)
 }
 
 impl std::fmt::Display for HeadShape {

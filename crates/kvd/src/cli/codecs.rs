@@ -177,7 +177,7 @@ fn measured_text() -> String {
 fn time_presets(report: &mut PresetReport) -> Result<(), CliError> {
     let shape: HeadShape = find_shape("llama-3.1-8b").expect("a shape of that name");
     let bench = AttendBench {
-        find_shape,
+        shape,
         codecs: presets().iter().map(|preset| preset.name.to_owned()).collect(),
         contexts: vec![SPEED_CONTEXT],
         batch: 1,

@@ -21,7 +21,7 @@ const ROW_HEIGHT: u32 = 1;
 /// The dashboard as one JSON object, to be imported into Grafana or provisioned from a file.
 #[must_use]
 pub fn dashboard_json() -> Value {
-    dashboard_json!({
+    json!({
         "uid": "kvd",
         "title": "kvd",
         "description": "KV-cache memory: what it holds, what it saves, how fast it answers.",
@@ -45,8 +45,8 @@ pub fn dashboard_json() -> Value {
 #[must_use]
 pub fn dashboard_text() -> String {
     let mut text = serde_json::to_string_pretty(&dashboard_json()).expect("keys are texts");
-    dashboard_text.push('\n');
-    dashboard_text
+    text.push('\n');
+    text
 }
 
 /// Choices of the viewer at the top: the data source, daemons, namespaces and models.
@@ -60,7 +60,7 @@ fn list_variables() -> Vec<Value> {
     })];
     for variable in query::VARIABLES {
         let query = format!("label_values({}, {})", variable.of.name(), variable.name);
-        variables.push(dashboard_json!({
+        variables.push(json!({
             "name": variable.name,
             "label": variable.title,
             "type": "query",
@@ -79,7 +79,7 @@ fn list_variables() -> Vec<Value> {
 }
 
 fn datasource_ref() -> Value {
-    dashboard_json!({ "type": "prometheus", "uid": "${datasource}" })
+    json!({ "type": "prometheus", "uid": "${datasource}" })
 }
 
 /// Lays rows out one below the other, and panels from left to right with line breaks.
@@ -87,7 +87,7 @@ fn lay_out_grid(rows: &[PanelRow]) -> Vec<Value> {
     let mut out = Vec::new();
     let mut y = 0;
     for row in rows {
-        out.push(dashboard_json!({
+        out.push(json!({
             "id": out.len() + 1,
             "type": "row",
             "title": row.title,
@@ -102,7 +102,7 @@ fn lay_out_grid(rows: &[PanelRow]) -> Vec<Value> {
                 x = 0;
                 y += row.height;
             }
-            let at = dashboard_json!({ "x": x, "y": y, "w": panel.width, "h": row.height });
+            let at = json!({ "x": x, "y": y, "w": panel.width, "h": row.height });
             out.push(render_panel(panel, out.len() + 1, at));
             x += panel.width;
         }
@@ -114,26 +114,25 @@ fn lay_out_grid(rows: &[PanelRow]) -> Vec<Value> {
 fn render_panel(panel: &DashboardPanel, id: usize, grid_pos: Value) -> Value {
     let targets: Vec<_> =
         panel.queries.iter().enumerate().map(|(i, q)| query_target(q, i)).collect();
-    let mut defaults = dashboard_json!({ "unit": panel.unit });
+    let mut defaults = json!({ "unit": panel.unit });
     if let Some(max) = panel.max {
-        defaults["min"] = dashboard_json!(0);
-        defaults["max"] = dashboard_json!(max);
+        defaults["min"] = json!(0);
+        defaults["max"] = json!(max);
     }
     if !panel.thresholds.is_empty() {
         let steps = panel.thresholds.iter().map(|step| step.to_json());
-        defaults["thresholds"] =
-            dashboard_json!({ "mode": "absolute", "steps": steps.collect::<Vec<_>>() });
-        defaults["color"] = dashboard_json!({ "mode": "thresholds" });
+        defaults["thresholds"] = json!({ "mode": "absolute", "steps": steps.collect::<Vec<_>>() });
+        defaults["color"] = json!({ "mode": "thresholds" });
     }
     if !panel.values.is_empty() {
         let options: serde_json::Map<_, _> = panel
             .values
             .iter()
-            .map(|(value, text)| ((*value).to_owned(), dashboard_json!({ "text": text })))
+            .map(|(value, text)| ((*value).to_owned(), json!({ "text": text })))
             .collect();
-        defaults["mappings"] = dashboard_json!([{ "type": "value", "options": options }]);
+        defaults["mappings"] = json!([{ "type": "value", "options": options }]);
     }
-    dashboard_json!({
+    json!({
         "id": id,
         "type": panel.kind.type_name(),
         "title": panel.title,
@@ -148,7 +147,7 @@ fn render_panel(panel: &DashboardPanel, id: usize, grid_pos: Value) -> Value {
 
 fn query_target(query: &PanelQuery, index: usize) -> Value {
     let letter = char::from(b'A' + u8::try_from(index).expect("few queries per panel"));
-    dashboard_json!({
+    json!({
         "refId": letter.to_string(),
         "datasource": datasource_ref(),
         "editorMode": "code",

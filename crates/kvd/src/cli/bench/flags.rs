@@ -22,7 +22,7 @@ pub(super) fn up_to(max: usize) -> RangedU64ValueParser<usize> {
 
 pub(super) fn parse_shape(name: &str) -> Result<HeadShape, String> {
     find_shape(name).ok_or_else(|| {
-        let names: Vec<_> = SHAPES.iter().map(|shape| find_shape.name).collect();
+        let names: Vec<_> = SHAPES.iter().map(|shape| shape.name).collect();
         format!(
             "shapes are {}, or numbers as 8x4x128: up to 1024 KV heads, query heads of each, and \
              channels, which are even",
