@@ -44,7 +44,7 @@ pub struct PoolUsage {
     "pool {tier} is full: {needed} bytes needed for {}, {free} of {capacity} free, the largest \
      range has {largest_free}; close or truncate sequences and try again, or give the \
      daemon a larger pool",
-    match region { Region::Rows => "rows", Region::Pages => "pages" }
+    match region { SlotRegion::Rows => "rows", SlotRegion::Pages => "pages" }
 )]
 pub struct PoolFull {
     /// Name of the tier.

@@ -180,7 +180,7 @@ fn a_fork_sees_all_layers_before_a_cut_or_all_after_it() {
         });
         scope.spawn(|| {
             for _ in 0..20 * rounds {
-                let ForkedSequence { id: fork, length: length } =
+                let ForkedSequence { id: fork, length } =
                     b.store.fork_sequence(b.ns(), id, None).unwrap();
                 assert_eq!(b.values(fork, 0), b.values(fork, layers - 1), "{length} tokens");
                 let seen = b.store.describe_sequence(b.ns(), fork).unwrap();

@@ -9,8 +9,7 @@ fn a_shared_tail_is_copied_by_whoever_appends_first() {
     let first = b.open();
     b.fill(first, 0..6);
     let used = b.used();
-    let ForkedSequence { id: second, length: length } =
-        b.store.fork_sequence(b.ns(), first, None).unwrap();
+    let ForkedSequence { id: second, length } = b.store.fork_sequence(b.ns(), first, None).unwrap();
     assert_eq!((length, b.used()), (6, used));
     let ticket = b.begin(first, 0, 6, 1).unwrap();
     let copy = &ticket.row_copies()[0];
@@ -30,8 +29,7 @@ fn a_fork_made_while_an_append_is_in_flight_sees_only_what_was_there() {
     let first = b.open();
     b.fill(first, 0..2);
     let ticket = b.begin(first, 0, 2, 2).unwrap();
-    let ForkedSequence { id: second, length: length } =
-        b.store.fork_sequence(b.ns(), first, None).unwrap();
+    let ForkedSequence { id: second, length } = b.store.fork_sequence(b.ns(), first, None).unwrap();
     assert_eq!(length, 2);
     // The first is out of sight, yet its append still writes to the shared cell.
     b.store.close_sequence(b.ns(), first).unwrap();
@@ -50,8 +48,7 @@ fn fork_lengths() {
     let id = b.open();
     b.append(id, 0, 0, &[0, 1, 2, 3, 4]);
     b.append(id, 1, 0, &[0, 1, 2]);
-    let ForkedSequence { id: least, length: length } =
-        b.store.fork_sequence(b.ns(), id, None).unwrap();
+    let ForkedSequence { id: least, length } = b.store.fork_sequence(b.ns(), id, None).unwrap();
     assert_eq!((length, b.values(least, 0)), (3, vec![0, 1, 2]));
     let none = b.store.fork_sequence(b.ns(), id, Some(0)).unwrap().id;
     assert!(b.values(none, 0).is_empty());

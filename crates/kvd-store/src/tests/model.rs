@@ -184,7 +184,7 @@ impl World {
         let parent = &self.sequences[index];
         let length = parent.length() * keep / 100;
         let asked = (keep < 100).then_some(length);
-        let ForkedSequence { id: id, length: got } =
+        let ForkedSequence { id, length: got } =
             self.bench.store.fork_sequence(self.bench.ns(), parent.id, asked).unwrap();
         assert_eq!(got, length);
         let layers = parent.layers.clone().map(|mut l| {

@@ -19,7 +19,7 @@ fn threads_on_own_and_forked_sequences_do_not_disturb_one_another() {
                 for round in 0..60u32 {
                     b.fill(own, end..end + 1 + round % 7);
                     end += 1 + round % 7;
-                    let ForkedSequence { id: fork, length: length } =
+                    let ForkedSequence { id: fork, length } =
                         b.store.fork_sequence(b.ns(), base, None).unwrap();
                     let pinned = b.pin(fork, 0);
                     let mine = [1000 * (thread + 1) + round; 9];

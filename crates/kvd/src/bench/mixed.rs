@@ -307,6 +307,6 @@ mod tests {
         let row = row_of_kind("one token", vec![of(0, 2), of(50, 1)]).unwrap();
         assert_eq!((row.clients, row.calls, row.refused), (2, 100, 3));
         assert_eq!((row.p50_ms, row.p99_ms, row.most_ms, row.jain), (49.0, 98.0, 99.0, 1.0));
-        assert!(super::row_of_kind("flood", Vec::new()).is_none());
+        assert!(row_of_kind("flood", Vec::new()).is_none());
     }
 }

@@ -250,7 +250,7 @@ mod tests {
 
     fn codecs(flags: &[&str]) -> Vec<String> {
         let cli = Cli::try_parse_from([&["eval"], flags].concat()).unwrap();
-        cli.eval.codecs().into_iter().map(|codec| codec.label).collect()
+        cli.eval.named_codecs().into_iter().map(|codec| codec.label).collect()
     }
 
     #[test]

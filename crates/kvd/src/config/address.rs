@@ -69,11 +69,8 @@ mod tests {
     fn the_name_of_this_host_is_its_loopback_address() {
         let address = parse_address("server.listen_tcp", "localhost:7070").unwrap().unwrap();
         assert!(address.ip().is_loopback() && address.port() == 7070, "{address}");
-        assert_eq!(
-            super::parse_address("admin.listen", "[::1]:1").unwrap(),
-            "[::1]:1".parse().ok()
-        );
-        assert_eq!(super::parse_address("admin.listen", "").unwrap(), None);
+        assert_eq!(parse_address("admin.listen", "[::1]:1").unwrap(), "[::1]:1".parse().ok());
+        assert_eq!(parse_address("admin.listen", "").unwrap(), None);
     }
 
     #[test]
