@@ -1,4 +1,4 @@
-//! An append in flight: what the lane must do, and how it becomes visible.
+//! An append in flight: what the device worker must do, and how it becomes visible.
 //!
 //! Owns [`AppendTicket`]. What it does is planned in `append_plan` and published here under the
 //! layer's mutex; in between no lock is held. Until [`AppendTicket::commit`] nothing of it can be
@@ -36,7 +36,7 @@ pub enum BegunAppend {
 #[must_use = "dropping a claim lets others append"]
 pub struct AppendClaim {
     pub(crate) claim: LayerClaim,
-    /// Where the layer ends until this is dropped.
+    /// End of the layer until this is dropped.
     pub(crate) start: u32,
     pub(crate) tokens: u32,
 }
@@ -82,9 +82,10 @@ pub struct PackTask {
 
 /// The exclusive right to append to one layer of one sequence.
 ///
-/// The lane executes [`row_copies`](Self::row_copies), then [`row_writes`](Self::row_writes), then
-/// for each of [`pack_tasks`](Self::pack_tasks) its `keep` and the encoding, and calls
-/// [`commit`](Self::commit). Dropping the ticket instead undoes everything: nothing was visible.
+/// The device worker executes [`row_copies`](Self::row_copies), then
+/// [`row_writes`](Self::row_writes), then for each of [`pack_tasks`](Self::pack_tasks) its `keep`
+/// and the encoding, and calls [`commit`](Self::commit). Dropping the ticket instead undoes
+/// everything: nothing was visible.
 #[derive(Debug)]
 #[must_use = "dropping a ticket takes the append back"]
 pub struct AppendTicket {

@@ -175,7 +175,7 @@ impl AppendPlan {
     }
 }
 
-/// Where a plan's memory comes from, and on whose account.
+/// The pool that a plan's memory comes from, and the ledger that counts it.
 struct RawAllocation<'a> {
     pool: &'a Arc<ArenaPool>,
     shape: &'a ModelShape,

@@ -75,8 +75,8 @@ struct PagesInner {
 }
 
 impl PackedPages {
-    /// Pages that a lane has put into `slot`. `ends` is the end of each page in bytes from the
-    /// slot's start, K pages of all heads and then V pages; a page starts where the one before
+    /// Pages that a device worker has put into `slot`. `ends` is the end of each page in bytes from
+    /// the slot's start, K pages of all heads and then V pages; a page starts where the one before
     /// it ends.
     #[must_use]
     pub fn new(slot: PoolSlot, ends: Arc<[u32]>, accounting: PackedBytes) -> Self {

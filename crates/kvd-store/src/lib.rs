@@ -1,14 +1,15 @@
 //! Pools, slots, blocks and sequences: who holds which bytes, never the bytes themselves.
 //!
 //! The store hands out [`kvd_core::Extent`]s of one device's arena; a backend turns them into
-//! bytes. One lane thread per device executes the jobs one after another and is the only one
+//! bytes. One device worker per device executes the jobs one after another and is the only one
 //! that touches bytes, so an extent that a guard's drop gave back can be reused at once.
 //!
-//! An append is a ticket: [`SequenceStore::begin_append`] decides and reserves, the lane executes
-//! [`AppendTicket::row_copies`], [`AppendTicket::row_writes`] and [`AppendTicket::pack_tasks`], and
-//! [`AppendTicket::commit`] publishes. A ticket that is dropped leaves no trace. Who does not know
-//! the content yet, or is to wait before anything is reserved, holds an [`AppendClaim`] before. A
-//! read is a [`PinnedRange`]: it names the rows of a range and keeps their bytes alive.
+//! An append is a ticket: [`SequenceStore::begin_append`] decides and reserves, the device worker
+//! executes [`AppendTicket::row_copies`], [`AppendTicket::row_writes`] and
+//! [`AppendTicket::pack_tasks`], and [`AppendTicket::commit`] publishes. A ticket that is dropped
+//! leaves no trace. Who does not know the content yet, or is to wait before anything is reserved,
+//! holds an [`AppendClaim`] before. A read is a [`PinnedRange`]: it names the rows of a range and
+//! keeps their bytes alive.
 //!
 //! A layer's blocks are seen through chunks of 64 views that forks and readers share, so that a
 //! fork or a read copies a pointer for 64 blocks. Totals are kept where they change.

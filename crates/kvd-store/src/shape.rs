@@ -20,7 +20,7 @@ pub struct StoreLimits {
     pub sequence_views_max: u64,
     /// Tokens of one sequence. Default 4 194 304 (2^22).
     pub tokens_per_sequence_max: u32,
-    /// Tokens of one append, which bounds the work of one lane job. Default 65 536.
+    /// Tokens of one append, which bounds the work of one job of the device. Default 65 536.
     pub tokens_per_append_max: u32,
 }
 

@@ -205,7 +205,7 @@ fn choose_device<T>(
 enum NoGpuReason {
     /// There is none, or no driver for one.
     NoGpu(ProbeError),
-    /// Those that are there cannot be used: why, each by its number.
+    /// No GPU that is there can be used: the reason for each, by its number.
     Unusable(String),
 }
 

@@ -64,7 +64,7 @@ pub(crate) struct WaitingJob<J> {
     pub(crate) job: J,
 }
 
-/// Whose turn it is where both wait.
+/// The kind whose turn it is where both wait.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum NextKind {
     Attends,
@@ -100,7 +100,7 @@ struct OwnerPlaces {
 struct KindQueue<J> {
     namespaces: TimeShares<Namespace, TimeShares<u64, ConnectionLine<J>>>,
     waiting: usize,
-    /// Those that have a place.
+    /// Jobs that have a place.
     counted: usize,
 }
 
@@ -163,7 +163,7 @@ impl<J> KindQueue<J> {
 pub(crate) struct JobScheduler<J> {
     attends: KindQueue<J>,
     others: KindQueue<J>,
-    /// Those that wait for attends which came before.
+    /// Jobs that wait for attends which came before.
     after_all: VecDeque<WaitingJob<J>>,
     /// Serial numbers of attends that wait.
     attend_serials: BTreeSet<u64>,

@@ -1,5 +1,5 @@
-//! Who is served next of several that share something by time: whoever has had least of it for
-//! their weight (start-time fair queueing).
+//! Chooses who is served next of several that share something by time: the one that has had least
+//! of it for its weight (start-time fair queueing).
 //!
 //! Each member has a *start*, in seconds of the share that it would have had alone. The least one
 //! is served next, and moves on by what that took over its weight. Whoever comes anew begins where
@@ -21,7 +21,7 @@ pub(crate) trait WaitingWork {
 
 /// Members that share.
 pub(crate) struct TimeShares<K, V> {
-    /// Where the one stands that was served last.
+    /// Start of the member that was served last.
     now: f64,
     members: HashMap<K, ShareMember<V>>,
 }
@@ -54,7 +54,7 @@ impl<K: Clone + Eq + Hash, V: WaitingWork + Default> TimeShares<K, V> {
         self.members.get_mut(key).map(|member| &mut member.work)
     }
 
-    /// Whose turn it is.
+    /// The member whose turn it is.
     pub(crate) fn next(&mut self) -> Option<K> {
         let now = self.now;
         // Of those that wait for nothing only what they had too much is remembered.

@@ -1,4 +1,4 @@
-//! An arena of real bytes and a lane that executes tickets on it.
+//! An arena of real bytes and a device worker that executes tickets on it.
 //!
 //! A token is one `u32`. A raw row holds it once per side and head, with a mark that tells
 //! whether it ever went through pages (the stand-in for lost precision). A page holds only the
@@ -167,7 +167,8 @@ impl Bench {
         }
     }
 
-    /// Executes a ticket as a lane does, and commits it; returns the blocks that were packed.
+    /// Executes a ticket as a device worker does, and commits it; returns the blocks that were
+    /// packed.
     pub(super) fn finish(
         &self,
         ticket: AppendTicket,

@@ -218,7 +218,7 @@ impl AttendBench {
         Ok(case)
     }
 
-    /// Those of every call.
+    /// Draws the queries of a call.
     fn draw_queries(&self) -> Bytes {
         draw_queries(&self.shape, self.batch * self.query_tokens as usize)
     }

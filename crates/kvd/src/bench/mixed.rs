@@ -42,9 +42,9 @@ pub struct MixedBench {
 /// One line of the answer: all clients of a kind.
 #[derive(Clone, Debug, Serialize)]
 pub struct MixedRow {
-    /// Their work.
+    /// Work of these clients.
     pub kind: &'static str,
-    /// How many they are.
+    /// Number of clients.
     pub clients: usize,
     /// Calls that were answered.
     pub calls: usize,

@@ -116,7 +116,7 @@ pub enum BenchError {
     Threads {
         /// As given.
         threads: usize,
-        /// Those of the process.
+        /// Cores of the process.
         cores: usize,
     },
     /// Options that come to more than one call may take.
@@ -137,7 +137,7 @@ pub enum BenchError {
          --buffer, --context, --tokens or --batch, or a smaller --shape"
     )]
     Memory {
-        /// Which codec's.
+        /// The codec whose pages or rows take it.
         what: String,
         /// How much was asked for.
         bytes: u64,

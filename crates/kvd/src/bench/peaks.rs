@@ -1,4 +1,4 @@
-//! How many products the machine makes at most, by instruction set: what figures are set against.
+//! The most products that the machine makes, by instruction set: figures are set against them.
 
 use super::measure::{MeasuredFigure, measure_time};
 use kvd_compute::{InstructionSet, Products, multiply_adds};
@@ -9,7 +9,7 @@ const COUNT_MAX: usize = COUNT << 10;
 /// Beside it reading the clock is nothing, and wide units have their pace.
 const LEAST_NS: f64 = 1e6;
 
-/// Those that were asked for, measured once each.
+/// Peaks that were asked for, measured once each.
 #[derive(Default)]
 pub(super) struct KnownPeaks(Vec<((InstructionSet, Products), Option<f64>)>);
 

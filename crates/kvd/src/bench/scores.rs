@@ -43,7 +43,7 @@ pub struct ScoresRow {
     pub codec: String,
     /// Instruction set in use.
     pub instruction_set: &'static str,
-    /// How far kernels did round, as of attention.
+    /// How far kernels rounded, in the words of attention.
     pub precision: &'static str,
     /// Cached tokens.
     pub context: u32,

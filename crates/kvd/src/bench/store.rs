@@ -1,4 +1,4 @@
-//! Storing a prefill: check, write into raw slots, encode, place, as the lane does it.
+//! Storing a prefill: check, write into raw slots, encode, place, as a device worker does it.
 
 use super::data::{LAYER, MODEL, draw_rows, fit_codec};
 use super::measure::{BenchResult, MachineInfo, MeasuredFigure, measure_time};

@@ -120,7 +120,7 @@ impl EvalArgs {
         check_inputs("--calibration", &self.calibration)
     }
 
-    /// Those that flags name, none twice.
+    /// Codecs that flags name, none twice.
     fn named_codecs(&self) -> Vec<EvalCodec> {
         let mut codecs = if self.all_presets { EvalCodec::all_presets() } else { Vec::new() };
         let ordered = if self.orderings { EvalCodec::ordering_codecs() } else { Vec::new() };

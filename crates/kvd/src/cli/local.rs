@@ -57,7 +57,7 @@ pub(super) fn daemon_endpoint(running: &RunningDaemon) -> anyhow::Result<Endpoin
     Ok(format!("http://{tcp}").parse()?)
 }
 
-/// Its metrics.
+/// Metrics of that daemon.
 pub(super) fn daemon_metrics(running: &RunningDaemon) -> MetricsSource {
     let metrics = running.service().metrics().clone();
     MetricsSource::new(move || metrics.render_page())

@@ -82,7 +82,7 @@ impl StopSignals {
     }
 }
 
-/// The first of them from now on.
+/// Waits for the first such signal from now on.
 #[cfg(feature = "eval")]
 pub(super) async fn stop_signal() -> std::io::Result<()> {
     StopSignals::new()?.next().await;

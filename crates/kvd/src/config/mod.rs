@@ -97,7 +97,7 @@ pub struct Config {
     pub query_sample_bytes_max: u64,
     /// Bytes of requests and answers, from a message's length until its answer is sent.
     pub inflight_bytes_max: usize,
-    /// Those of one connection.
+    /// Bytes of requests and answers of one connection.
     pub connection_bytes_max: usize,
     /// Regions that workers share.
     pub regions_max: usize,
@@ -111,7 +111,7 @@ pub struct Config {
     pub page_tokens_min: u32,
     /// Who may use the daemon.
     pub namespaces: AllowedNamespaces,
-    /// Their shares of a device's time, where another than 1.
+    /// Shares of a device's time, of namespaces whose share is not 1.
     pub weights: HashMap<Namespace, u32>,
     /// Block size of models that do not say.
     pub block_tokens_default: u32,

@@ -14,7 +14,7 @@ pub struct SizeSetting(u64);
 const EXPECTED: &str = "a size such as 4 GiB, 512 MiB or 1048576";
 
 impl SizeSetting {
-    /// So many bytes.
+    /// A size of so many bytes.
     #[must_use]
     pub const fn from_bytes(bytes: u64) -> Self {
         Self(bytes)

@@ -12,10 +12,10 @@ use tokio::sync::oneshot;
 
 /// Work of a job on the device.
 pub(crate) trait DeviceWork: Send {
-    /// Its result.
+    /// Result of the work.
     type Reply: Send;
 
-    /// In what order it runs.
+    /// Kind by which it is scheduled.
     fn job_kind(&self) -> JobKind;
 
     /// Goes on until the reply is there or, `None`, until the slice is over: then it is called

@@ -190,7 +190,7 @@ impl DeviceWorker {
         &self.info
     }
 
-    /// Its handles of metrics.
+    /// Metrics of the device.
     pub(crate) fn metrics(&self) -> &Arc<DeviceMetrics> {
         &self.metrics
     }
@@ -212,7 +212,7 @@ impl DeviceWorker {
         self.handles.shared.queue.lock().jobs.waiting_jobs()
     }
 
-    /// Those of them that are messages of streams, which wait without a place.
+    /// Jobs that wait and are messages of streams, by kind: they wait without a place.
     pub(crate) fn queued_stream_messages(&self) -> [usize; 2] {
         let queue = self.handles.shared.queue.lock();
         let (waiting, counted) = (queue.jobs.waiting_jobs(), queue.jobs.counted_jobs());

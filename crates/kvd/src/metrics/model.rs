@@ -66,9 +66,9 @@ pub(crate) const PARTS: [&str; 4] = ["codes", "scales", "offsets", "header"];
 /// Labels that name a model where its series are shown.
 #[derive(Clone, Copy, Debug)]
 pub struct ModelLabels<'a> {
-    /// Its tenant.
+    /// Tenant of the model.
     pub namespace: &'a str,
-    /// Its name there.
+    /// Name of the model in its namespace.
     pub model: &'a str,
     /// A preset's name, or a short name of a spec.
     pub codec: &'a str,

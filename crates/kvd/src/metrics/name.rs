@@ -46,7 +46,7 @@ macro_rules! metrics {
                 match self { $(Self::$variant => MetricKind::$kind,)* }
             }
 
-            /// Whose series it has.
+            /// Owner of its series.
             #[must_use]
             pub const fn scope(self) -> MetricScope {
                 match self { $(Self::$variant => MetricScope::$scope,)* }

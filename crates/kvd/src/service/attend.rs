@@ -21,7 +21,7 @@ pub struct AttendReply {
     pub lse: Vec<f32>,
     /// Queries that were not answered, in order; none unless the batch asks for them.
     pub query_errors: Vec<RefusedQuery>,
-    /// Its bytes, until they are sent.
+    /// Share of the budgets, until the answer is sent.
     pub(crate) held: Option<InFlight>,
 }
 

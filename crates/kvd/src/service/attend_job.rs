@@ -21,9 +21,9 @@ pub(super) struct PreparedAttend {
     pub(super) query_errors: Vec<RefusedQuery>,
     /// Keeps what the plan names as it is until the device has answered.
     pub(super) _pins: Vec<PinnedRange>,
-    /// Its bytes.
+    /// Share of the budgets of the request.
     pub(super) _inflight: InFlight,
-    /// The answer's bytes.
+    /// Share of the budgets of the answer.
     pub(super) answer: Option<InFlight>,
     pub(super) metrics: Arc<Metrics>,
     /// Device time so far.

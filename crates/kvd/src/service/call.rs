@@ -1,4 +1,4 @@
-//! Who asks, and until when the answer is of use.
+//! The caller of a request, and its deadline.
 
 use super::ServiceError;
 use super::budget::ByteBudget;
@@ -55,7 +55,7 @@ pub struct CallContext {
     /// Whether it waits where the device's queue is full, as messages of a stream do, instead of
     /// being told `QUEUE_FULL`.
     pub waits_for_queue: bool,
-    /// Whose call it is.
+    /// The connection that the call came over.
     pub owner: CallOwner,
     /// Whether the bytes of its message count against the budgets already.
     pub is_message_admitted: bool,

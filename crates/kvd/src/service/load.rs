@@ -26,7 +26,7 @@ pub struct LoadPiece {
     pub k: Vec<u8>,
     /// Values.
     pub v: Vec<u8>,
-    /// Its bytes, until they are sent.
+    /// Share of the budgets, until the piece is sent.
     pub(crate) held: Option<InFlight>,
 }
 

@@ -164,18 +164,18 @@ impl Service {
         precision.name()
     }
 
-    /// Their workers.
+    /// Workers of the devices.
     pub fn workers(&self) -> impl Iterator<Item = &DeviceWorker> {
         self.shards.iter().map(|shard| &shard.worker)
     }
 
-    /// The first of them; of a daemon with one device, that one's.
+    /// Worker of the first device.
     #[must_use]
     pub fn first_worker(&self) -> &DeviceWorker {
         &self.shards[0].worker
     }
 
-    /// Where the next model goes: of the devices that work, the one with the fewest.
+    /// The shard of the next model: of the devices that work, the one with the fewest models.
     fn next_shard(&self) -> usize {
         let models = self.models.list_models(None);
         let count = |shard: usize| models.iter().filter(|model| model.shard == shard).count();
@@ -200,7 +200,7 @@ impl Service {
         !self.draining.load(Ordering::Acquire) && !self.workers().any(DeviceWorker::has_failed)
     }
 
-    /// Why not, for people.
+    /// Says why requests are not served, for people.
     #[must_use]
     pub fn why_unready(&self) -> String {
         let failed = self.workers().filter(|worker| worker.has_failed());

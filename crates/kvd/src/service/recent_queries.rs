@@ -20,7 +20,7 @@ pub(super) struct RecentQueries {
     layers: Vec<Mutex<RecentLayer>>,
 }
 
-/// Those of one layer.
+/// The last queries of one layer.
 #[derive(Default)]
 struct RecentLayer {
     calls: u64,
@@ -28,12 +28,12 @@ struct RecentLayer {
     changed: bool,
 }
 
-/// Those of one KV head, at most [`LayerQueries::MOST`].
+/// The last queries of one KV head, at most [`LayerQueries::MOST`].
 #[derive(Clone, Default)]
 struct RecentRows {
     /// `[n, head_dim_k]`.
     values: Vec<f32>,
-    /// Which row the next one takes the place of.
+    /// The row that the next one replaces.
     oldest: usize,
 }
 

@@ -66,7 +66,7 @@ pub(crate) struct ReadRegion {
 impl DeviceWork for ReadRegion {
     type Reply = Vec<u8>;
 
-    /// It touches the worker's memory alone: in no order with what stores write.
+    /// It runs as attends do: it touches the worker's memory alone, in no order with stores.
     fn job_kind(&self) -> JobKind {
         JobKind::Attend
     }

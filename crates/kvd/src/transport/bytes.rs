@@ -32,9 +32,9 @@ pub(super) struct ByteMeter(Arc<Mutex<MeterShares>>);
 
 #[derive(Default)]
 struct MeterShares {
-    /// That of the message at work.
+    /// Share of the message at work.
     message: Option<InFlight>,
-    /// Those of answers that are encoded and not handed on.
+    /// Shares of answers that are encoded and not handed on.
     answers: Vec<InFlight>,
 }
 

@@ -35,7 +35,7 @@ impl GrpcService {
         result.map(Response::new)
     }
 
-    /// Who calls, and until when; not to be told is counted as an answer, too.
+    /// The caller and its deadline. A request that does not tell them is refused and counted.
     fn check_caller<T>(
         &self,
         name: &'static str,

@@ -15,11 +15,11 @@ pub(super) struct RefusalCounters {
     unimplemented: Counter,
     bad_message: Counter,
     message_too_large: Counter,
-    /// Those of messages that found no room, or took too long to arrive.
+    /// Messages that found no room, or took too long to arrive.
     pub(super) over_budget: Counter,
 }
 
-/// Where kvd says what its own error was; gRPC's have none.
+/// Header with the details of kvd's own errors; those of gRPC have none.
 const DETAILS: &str = "grpc-status-details-bin";
 
 impl RefusalCounters {

@@ -71,7 +71,7 @@ impl WorkerRegion {
         Self { namespace, owner, memory, device: None, regions, bytes, _permit: permit }
     }
 
-    /// Who calls through it.
+    /// Context of a call through it.
     fn call_context(&self) -> CallContext {
         CallContext { owner: self.owner.clone(), ..CallContext::new(self.namespace.clone()) }
     }

@@ -10,7 +10,7 @@ pub(super) const UUIDS: [&str; 2] =
 /// Where payloads may be.
 pub(super) const KINDS: [RegionKind; 3] =
     [RegionKind::Memfd, RegionKind::CudaIpc, RegionKind::CudaFd];
-/// Those that are a device's.
+/// Kinds whose payloads are in memory of a device.
 pub(super) const DEVICE_KINDS: [RegionKind; 2] = [RegionKind::CudaIpc, RegionKind::CudaFd];
 
 pub(super) const DIM: u32 = 64;
