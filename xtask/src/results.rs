@@ -58,7 +58,7 @@ pub(crate) fn page(root: &Path) -> Result<String> {
         if results.page {
             page.push_str(&results.section().with_context(context)?);
         } else {
-            links.push_str(&results.link(&file));
+            links.push_str(&results.list_item(&file));
         }
     }
     Ok(format!("{page}\n## Other tables\n\n{links}"))
@@ -66,7 +66,7 @@ pub(crate) fn page(root: &Path) -> Result<String> {
 
 impl Results {
     /// A line of the list of tables that the page does not show.
-    fn link(&self, file: &Path) -> String {
+    fn list_item(&self, file: &Path) -> String {
         let name = file.file_name().unwrap_or_default().to_string_lossy();
         format!("- [{}](../../{FOLDER}/{name})\n", self.title)
     }
