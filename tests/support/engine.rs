@@ -202,7 +202,7 @@ impl TestEngine {
     /// Appends `rows` to one layer.
     ///
     /// # Errors
-    /// What the daemon answers; the conversation is then unchanged.
+    /// The daemon's error; the conversation is then unchanged.
     pub async fn store_rows(
         &self,
         conversation: &mut StoredSequence,
@@ -285,7 +285,7 @@ impl TestEngine {
     /// Asks.
     ///
     /// # Errors
-    /// What the daemon answers.
+    /// The daemon's error.
     pub async fn try_ask(&self, question: &QueryBatch) -> Result<BatchAnswer, ClientError> {
         let attended = self.client.attend_batch(self.attend_batch(question)).await?;
         Ok(BatchAnswer { out: from_bytes(question.dtype, &attended.out), lse: attended.lse })

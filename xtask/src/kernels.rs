@@ -44,7 +44,7 @@ pub(crate) struct Arguments {
     sm: Vec<u32>,
 }
 
-/// What ptxas says of one kernel.
+/// Resources of one kernel, as ptxas reports them.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Usage {
     kernel: String,
@@ -55,7 +55,7 @@ struct Usage {
     spill_bytes: u32,
 }
 
-/// What stands above the lines of [`Usage::line`].
+/// Heading above the lines of [`Usage::line`].
 const HEADING: &str = "kernel                              target  registers  shared  spilled";
 
 impl Usage {

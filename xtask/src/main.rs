@@ -35,7 +35,7 @@ enum Chore {
     },
     /// Checks sizes, words, dependency directions, left-overs and the unsafe fence.
     Tidy(tidy::Arguments),
-    /// What must pass before a commit: fmt, clippy, gen --check, tidy.
+    /// Checks that must pass before a commit: fmt, clippy, gen --check, tidy.
     Ci,
     /// Runs the tests of codecs and kernels as aarch64 code, with qemu.
     Cross(cross::Arguments),
@@ -44,7 +44,7 @@ enum Chore {
     Kernels(kernels::Arguments),
     /// Checks that kernels which write pages fuse no product with a sum, in their disassembly.
     Fused(fused::Arguments),
-    /// What a machine with a GPU runs, without Rust: conformance, sanitizer, shared memory,
+    /// Steps for a machine with a GPU, without Rust: conformance, sanitizer, shared memory,
     /// benchmark.
     Gpu {
         #[command(subcommand)]

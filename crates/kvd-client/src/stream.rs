@@ -278,7 +278,7 @@ impl LoadStream {
     /// The next piece; `None` after the last token of the range.
     ///
     /// # Errors
-    /// What ended the load early.
+    /// The error that ended the load early.
     pub async fn receive_piece(&mut self) -> Result<Option<LoadPiece>, ClientError> {
         let Some(response) = self.pieces.message().await? else {
             return if self.next == self.end { Ok(None) } else { Err(ended_error()) };

@@ -167,7 +167,7 @@ impl TableHistory {
         let own = coded_bits(counts, &HuffmanTable::new(counts)) + description_bits(counts);
         let current = coded_bits(counts, &self.versions[self.current].huffman);
         let departs = current as f64 > (1.0 + EXCESS + 2.0 * self.spread) * own as f64;
-        // What was counted before is of other data, and would only blur what these are like.
+        // Earlier counts are of other data and would blur these.
         let blurs = is_varied(counts) && !is_varied(&self.window.counts);
         if (departs && !self.window.is_suspect) || blurs {
             self.window = CodeWindow { is_suspect: departs, ..CodeWindow::default() };

@@ -113,7 +113,7 @@ mod tests {
         assert!(matches!(inliers.rows, Cow::Borrowed(same) if same == rows));
         assert_eq!((inliers.left_out, inliers.clipped), (0, 0));
         assert!((1.0..2.0).contains(&inliers.longest), "{}", inliers.longest);
-        // Of zeros, of a few rows, and of none nothing is left out either.
+        // Zeros, a few rows and no rows keep everything too.
         for few in [&[0.0; 64 * DIM][..], &rows[..19 * DIM], &[]] {
             assert_eq!(InlierRows::new(few, DIM).rows, few);
         }

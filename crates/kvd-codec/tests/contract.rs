@@ -101,7 +101,7 @@ fn keys_in_the_metric_of_queries_are_measured_by_their_scores() {
     let of_scores = checked.attention[0].relative_error();
     assert!(of_scores < 0.35 && of_rows > 0.4, "{of_scores} of scores, {of_rows} of rows");
 
-    // What scores lose, on queries that were not in the calibration.
+    // Errors of scores, on queries that were not in the calibration.
     let mut coefficients = vec![0f32; 64 * 32];
     reader.decode_rows(0, 64, &mut coefficients).unwrap();
     let (head, mut folded) = (codec.head_codec(LAYER, Side::Key, 0), [0f32; 32]);

@@ -118,7 +118,7 @@ impl<'a> TableWriter<'a> {
             }
         }
         let shape = self.shape;
-        // Of keys a lane has all channels of a token anyway.
+        // For keys a lane has all channels of a token anyway.
         let whole = side == Side::Key || room.exchange;
         shape.entry_pairs = if whole { entry_pairs(shape.book_dim) } else { 0 };
         let holds = held_registers(shape.entry_pairs, shape.stages, shape.sets) > 0;

@@ -137,7 +137,7 @@ pub(crate) fn split_bytes(values: &[f32]) -> (f32, Vec<[i8; 2]>) {
     let largest = values.iter().fold(0f32, |m, value| m.max(value.abs()));
     let unit = largest / TOP;
     let of_value = |value: &f32| {
-        // What is smaller than this is nothing beside any query.
+        // Smaller values are nothing beside any query.
         let whole = if largest > 1e-30 { (value / unit).round() as i32 } else { 0 };
         let high = (whole + 128) >> 8;
         [high as i8, (whole - 256 * high) as i8]

@@ -59,7 +59,7 @@ fn specialized_kernels() -> [SpecializedKernel; 9] {
 impl SpecializedSide {
     /// Whether a shape is that.
     fn matches_shape(self, shape: &SideShape) -> bool {
-        // Of one table, which shared memory has whole.
+        // One table, which shared memory holds whole.
         let is_whole = shape.sets == 1 && u64::from(shape.entry_count) == 1 << shape.bits.min(32);
         let fits = match self {
             Scaled { bits, tokens, channels } => {

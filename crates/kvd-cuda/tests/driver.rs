@@ -236,7 +236,7 @@ fn memory() {
     event(&mut driver);
     descriptor(&mut driver);
     driver.free_device(own);
-    // What is still open is closed with the driver.
+    // Open mappings are closed with the driver.
     let mut memory = vec![0u8; 64];
     driver.open_shared(handle(&mut memory, 64), 64).unwrap();
     drop(driver);

@@ -58,7 +58,7 @@ fn missing_barrier_changes_the_result_in_every_order() {
     for order in ThreadOrder::EACH {
         let words = run("planted_missing_barrier", order).unwrap();
         assert_ne!(words, reversed(), "{order:?}");
-        // What was read too early is shared memory as it was at the start.
+        // A read that is too early finds the initial content of shared memory.
         assert!(words.contains(&u32::MAX), "{order:?}");
     }
 }
@@ -123,7 +123,7 @@ fn copies_in_turns_show_what_is_read_too_early_and_what_is_overwritten() {
         return;
     }
     for order in ThreadOrder::EACH {
-        // Of some threads, as others run ahead.
+        // Only some threads read too early, as others run ahead.
         let words = run("planted_early_turn", order).unwrap();
         assert!(words.contains(&u32::MAX), "{order:?}: {words:?}");
     }

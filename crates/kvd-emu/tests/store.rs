@@ -307,7 +307,7 @@ fn pages_of_any_length_have_the_formats_checksum() {
         return;
     }
     let blocks: Vec<_> = (1..=30).map(|tokens| (Rows::Noise, tokens)).collect();
-    // Of 48 bytes on, in steps of one row: each way in which short pages are hashed.
+    // From 48 bytes on, in steps of one row: each way in which short pages are hashed.
     Blocks::new([2, 8], DType::F32, "k=fp8; v=f32", &blocks).check(
         "short",
         SHARED,

@@ -32,7 +32,7 @@ struct AsGiven {
     KVD_DEVICE static const SideShape& value(const SideShape& side) { return side; }
 };
 
-// What of shared memory depends on a pair of sides.
+// Sizes in shared memory that depend on the pair of sides.
 template <class Key, class Value, int ROWS, bool CODED>
 KVD_DEVICE typename AttendShared<ROWS>::Sizes sizes_of(const SideShape& value, unsigned buffers) {
     using Found = Stops<Key, Value, ROWS, CODED>;

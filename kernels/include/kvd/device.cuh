@@ -1,6 +1,6 @@
-// What the kernels need from a device, and nothing else: indices, barriers, shuffles, copies that
-// overlap arithmetic, narrow floats, and how a kernel is declared. Two meanings: CUDA's, and that of
-// the CPU lane (emu/emu.h). No other header spells a CUDA builtin, inline PTX or shared memory.
+// The device functions that kernels need: indices, barriers, shuffles, copies that overlap
+// arithmetic, narrow floats, and how a kernel is declared. Two implementations: CUDA's, and the
+// emulator's (emu/emu.h). No other header uses a CUDA builtin, inline PTX or shared memory.
 #pragma once
 
 #include <stdint.h>
@@ -11,7 +11,7 @@
 #include <cuda_fp16.h>
 
 #define KVD_DEVICE __device__ __forceinline__
-// Of one file: numbers that every thread reads.
+// Constants of one file that every thread reads.
 #define KVD_CONSTANT static __constant__
 #define KVD_BARRIER() __syncthreads()
 #define KVD_SHUFFLE_XOR(value, mask) __shfl_xor_sync(0xFFFFFFFFu, value, mask)
@@ -26,8 +26,8 @@
 // all by fragment: see multiply_bytes.
 #define KVD_MULTIPLY_BYTES(SIGNED_A, SIGNED_B, sums, a, b) \
     kvd::multiply_bytes<SIGNED_A, SIGNED_B>(sums, a, b)
-// The same of 16 rows and 16 columns of halves, bf16 or f16, with sums of f32: see multiply_halves. The
-// matrices that the lanes of a warp name the rows of, transposed: see load_matrices.
+// Product of 16 rows and 16 columns of halves, bf16 or f16, with sums of f32: see multiply_halves.
+// Loads the matrices whose rows the lanes of a warp name, transposed: see load_matrices.
 #define KVD_MULTIPLY_HALVES(IS_BF16, sums, a, b) kvd::multiply_halves<IS_BF16>(sums, a, b)
 #define KVD_LOAD_MATRICES(words, row) kvd::load_matrices(words, row)
 // Tested in the CPU lane only: sizes that the host promised.
@@ -60,7 +60,7 @@ KVD_DEVICE void copy_async16(void* shared, const void* global) {
     const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
 }
-// The same of the first `bytes`, at most 16; zeros for the others.
+// Copies the first `bytes`, at most 16; zeros for the others.
 KVD_DEVICE void copy_async16(void* shared, const void* global, unsigned bytes) {
     const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes)
@@ -100,9 +100,9 @@ KVD_DEVICE void multiply_bytes(int32_t (&sums)[4], const uint32_t (&a)[4], const
 }
 #undef KVD_MMA
 
-// The same of halves (PTX ISA "Matrix Fragments for mma.m16n8k16"). Lane `4 g + t` holds of A rows `g`
-// (words 0, 2) and `g + 8` (1, 3), columns `2 t, 2 t + 1` (0, 1) and `8 + 2 t, 9 + 2 t` (2, 3); of B
-// column `g`, rows as A's columns; of the sums what multiply_bytes says.
+// Product of halves (PTX ISA "Matrix Fragments for mma.m16n8k16"). Lane `4 g + t` holds of A rows
+// `g` (words 0, 2) and `g + 8` (1, 3), columns `2 t, 2 t + 1` (0, 1) and `8 + 2 t, 9 + 2 t` (2, 3);
+// of B column `g`, rows as A's columns; the sums as in multiply_bytes.
 #define KVD_MMA(type)                                                                              \
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                            \
                  ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"            \
@@ -132,7 +132,7 @@ KVD_DEVICE void load_matrices(uint32_t (&words)[4], const uint8_t* row) {
 KVD_DEVICE uint32_t bytes_of(uint32_t low, uint32_t high, unsigned which) {
     return __byte_perm(low, high, which);
 }
-// The same where no digit is above 7, which nothing then sees to.
+// For digits of at most 7, which the caller ensures.
 KVD_DEVICE uint32_t bytes_at(uint32_t low, uint32_t high, unsigned which) {
     uint32_t bytes;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(which));

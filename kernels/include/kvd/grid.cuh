@@ -163,9 +163,9 @@ struct Tensor<Grid> : Grid {
                      });
     }
 
-    // Of values a decoded row has the coded channels, run after run; the others are numbered behind
-    // them. By place its channel, and above it what is taken from its codes, a byte each; places by channel,
-    // a byte each; coded ones.
+    // A decoded row of values has the coded channels, run after run; the others are numbered behind
+    // them. By place its channel, and above it the bias of its codes, a byte each; places by
+    // channel, a byte each; coded ones.
     KVD_DEVICE static unsigned place_bytes(const SideShape& side) { return 3 * side.dim + 4; }
     KVD_DEVICE static uint16_t* by_place(uint32_t* places) {
         return reinterpret_cast<uint16_t*>(places);

@@ -36,7 +36,7 @@ struct StreamRun {
     uint32_t entries;
     uint32_t index_bits;
     uint32_t per_entry;
-    // The same for a single symbol, where an entry holds several, and codes of a symbol.
+    // For a single symbol, where an entry holds several, and codes of a symbol.
     uint32_t single;
     uint32_t single_bits;
     uint32_t per_symbol;
@@ -49,13 +49,13 @@ struct StreamRun {
     uint32_t unused[3];
 };
 
-// What precedes the runs of a head; after them come, for values of a grid, `bias << 16 | place` of every
-// channel, and the tables.
+// Header before the runs of a head; after them come, for values of a grid, `bias << 16 | place` of
+// every channel, and the tables.
 struct LaneHead {
     uint32_t runs;
     // Bytes of lengths per chunk: 4 when outliers follow the codes.
     uint32_t length_bytes;
-    // What a code of 1 is worth, of a grid.
+    // Value of a code of 1, for a grid.
     float step;
     uint32_t channels;
 };
@@ -203,7 +203,8 @@ struct Source {
     static constexpr bool EVEN = EVEN_WORDS;
     // Whether codes take two bytes.
     static constexpr bool WIDE = WIDE_CODES;
-    // What is read from: shared memory, or where tables are too large for it. Where runs and tables begin.
+    // Source: shared memory, or global memory for tables that are too large for it. Beginning of
+    // runs and tables.
     const uint8_t* memory;
     unsigned lanes;
 
@@ -237,8 +238,8 @@ struct Quads {
     }
 };
 
-// What a run's steps have in common: codes of an entry, codes under a top-up, whether low bits follow
-// a symbol.
+// Facts common to a run's steps: codes of an entry, codes under a top-up, whether low bits follow a
+// symbol.
 template <class Source, unsigned PER_ENTRY, unsigned PER_WORD, bool RAW>
 struct Coding {
     static constexpr unsigned ENTRIES = CODE_GROUP / PER_ENTRY;

@@ -1,6 +1,6 @@
-// What host and kernels agree on: the block table, the units of work, and where the parts of a
+// Data that host and kernels agree on: the block table, the units of work, and where the parts of a
 // page's tile lie. Reads nothing itself. Mirrored by crates/kvd-cuda/src/abi.rs (same fields, same
-// order); the page format is docs/format.md, the table design section 7.
+// order); the page format is docs/format.md.
 #pragma once
 
 #include "device.cuh"
@@ -106,7 +106,7 @@ struct PageEntry {
     uint32_t unused;
 };
 
-// What one thread block does: up to `ROWS` query rows over some pages of one KV head.
+// The work of one thread block: up to `ROWS` query rows over some pages of one KV head.
 struct Unit {
     SideShape key;
     SideShape value;
@@ -129,7 +129,7 @@ struct Unit {
 
 struct AttendParameters {
     const uint8_t* arena;
-    // What `SideShape::table` counts from.
+    // Base of `SideShape::table`.
     const uint8_t* tables;
     const PageEntry* pages;
     const Unit* units;

@@ -53,7 +53,7 @@ struct Scores<Tensor<Side>, ROWS> {
         float of[2];
     };
 
-    // What one of its whole numbers is worth, what goes into every score, and what sums begin with.
+    // Value of one whole number, offset of every score, and initial sums.
     float* units;
     float* bases;
     int32_t* starts;
@@ -282,7 +282,7 @@ struct Scores<Tensor<Side>, ROWS> {
         multiply<true, Key::SIGNED>(sums, of_query, words);
     }
 
-    // What the sums begin with: what is taken from the codes.
+    // Initial sums: the bias that is subtracted from the codes.
     KVD_DEVICE Products<FEW> first_sums() const {
         Products<FEW> sums = {};
         if (!Key::BIASED) {
@@ -319,8 +319,8 @@ struct Scores<Tensor<Side>, ROWS> {
         finish(shared, side, tile, sums);
     }
 
-    // The same of tiles that are worked on together, of groups (bit_groups.cuh): the queries' digits of a step
-    // are loaded once.
+    // For several tiles at once, of groups (bit_groups.cuh): the queries' digits of a step are
+    // loaded once.
     template <unsigned TILES>
     KVD_DEVICE void groups(const AttendShared<ROWS>& shared, const SideShape& side,
                            const Tile (&tile)[TILES]) const {
@@ -384,7 +384,7 @@ struct Scores<Tensor<Side>, ROWS> {
         *reinterpret_cast<Two*>(shared.sums + row * TILE_TOKENS + token) = {{scores[0], scores[1]}};
     }
 
-    // The same of tiles that are worked on together, where the sums of every step are scaled.
+    // For several tiles at once, where the sums of every step are scaled.
     template <unsigned TILES>
     KVD_DEVICE void chosen(const AttendShared<ROWS>& shared, const SideShape& side,
                            const Tile (&tile)[TILES]) const {

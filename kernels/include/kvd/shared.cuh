@@ -1,4 +1,4 @@
-// What an attention kernel has in shared memory.
+// Shared memory of an attention kernel.
 #pragma once
 
 #include "tile_scheduler.cuh"
@@ -30,8 +30,8 @@ struct AttendShared {
     uint8_t* stops;
     uint8_t* stages;
     uint8_t* coded;
-    // What products on tensor cores need, tiles that are spread before it: of values, of keys, which end
-    // the shared memory.
+    // Tiles unpacked for products on tensor cores, and their other needs: of values, of keys, which
+    // end the shared memory.
     uint8_t* value_spread;
     uint8_t* value_work;
     uint8_t* key_spread;

@@ -18,8 +18,8 @@ struct Sums<Tensor<Side>, ROWS> {
     using Digits = Factor<ROWS>;
     static constexpr unsigned SUMS_OF_ROW = 0;
     static constexpr bool FEW = Digits::FEW;
-    // Of eight channels, of a warp: head sizes up to 192, because each takes six registers, or 128, where
-    // codes are looked up and that gives four blocks at once.
+    // Blocks of eight channels of a warp: head sizes up to 192, because each takes six registers,
+    // or 128, where codes are looked up and that gives four blocks at once.
     static constexpr unsigned BLOCKS =
         (Value::LOOKS_UP ? 128 : 192) / STEP_COLUMNS / ATTEND_WARPS;
     // 32 products of two bytes a tile, in 31 bits.
@@ -34,9 +34,9 @@ struct Sums<Tensor<Side>, ROWS> {
     static constexpr unsigned SETS = Value::WEIGHT_SETS;
 
     Products<FEW, typename ScalesSums<Value>::Sum> sums[BLOCKS];
-    // What zero points add, by channel.
+    // Sums that zero points add, by channel.
     float zeros[ZEROS][ROWS];
-    // Of the digits in each word of a product.
+    // Sums of the digits in each word of a product.
     uint32_t digit_sums[DIGITS];
     float per_unit;
     unsigned tiles;
@@ -159,7 +159,7 @@ struct Sums<Tensor<Side>, ROWS> {
         }
     }
 
-    // Of groups (bit_groups.cuh); where there is no second tile, its weights are nothing.
+    // For groups (bit_groups.cuh); where there is no second tile, its weights are zero.
     template <unsigned TILES>
     KVD_DEVICE void absorb_groups(const SideShape& side, const Tile (&tile)[TILES],
                                   const AttendShared<ROWS>& shared) {
@@ -218,7 +218,7 @@ struct Sums<Tensor<Side>, ROWS> {
         }
     }
 
-    // Of any codes.
+    // For any codes.
     KVD_DEVICE void multiply_chosen(const SideShape& side, const Tile& tile,
                                     const uint32_t (&digits)[Digits::WORDS]) {
 #pragma unroll 1

@@ -44,7 +44,7 @@ template <bool FEW>
 constexpr unsigned DIGIT_WORDS = FEW ? 4 : 2 * DIGITS;
 // Bits of a whole number without its sign.
 constexpr unsigned QUERY_BITS = 22;
-// Of weights at first: one bit more has room for those that come later.
+// Bits of weights at first: one more has room for later ones.
 constexpr unsigned WEIGHT_BITS = 22;
 // Weights are whole numbers in the low bits of a float that this was added to, and at most so large.
 constexpr float WHOLE_BASE = 8388608.0f;
@@ -54,7 +54,7 @@ constexpr float WEIGHT_UNIT = 1.0f / (1u << WEIGHT_BITS);
 // Scales that the channels of one token may have.
 constexpr unsigned WEIGHT_SETS_MAX = 4;
 
-// What code 0 stands for, and how far one code is from the next.
+// Value of code 0, and the distance from one code to the next.
 struct Scale {
     float minimum;
     float step;
@@ -146,7 +146,7 @@ struct Factor {
             step[word(row, digit, quad)] = cut[digit];
         }
     }
-    // The same where those of row 0 would be from `first` on: less arithmetic, with few rows.
+    // With row 0's digits at `first`: less arithmetic, with few rows.
     KVD_DEVICE static void put_few(uint32_t* first, unsigned row, const uint32_t (&cut)[DIGITS]) {
         uint32_t* mine = first + row * CODE_GROUP * WORDS;
         mine[0] = cut[0];
@@ -192,7 +192,7 @@ struct Factor {
     }
 };
 
-// What another lane has.
+// Value of another lane.
 KVD_DEVICE int32_t of_lane(int32_t sum, unsigned lane) {
     return int32_t(KVD_SHUFFLE(uint32_t(sum), lane));
 }
@@ -372,7 +372,7 @@ struct KeyOrder {
         }
     }
 
-    // The same of any codes.
+    // For any codes.
     template <class Use>
     KVD_DEVICE void each(const Codes& codes, unsigned token, Use use) const {
         if (is_plain(codes)) {
@@ -436,7 +436,7 @@ struct PlainValues {
         split(load32(mine), BYTES ? load32(mine + CODE_GROUP * row) : 0, words);
     }
 
-    // Of four neighbours, the first a multiple of four; rows and codes begin on sixteens.
+    // For four neighbours, the first a multiple of four; rows and codes begin on sixteens.
     KVD_DEVICE void four_words(unsigned position, uint32_t (&words)[4][2]) const {
         const uint8_t* mine = at + position * CODE_GROUP;
         const Four all = *reinterpret_cast<const Four*>(mine);

@@ -29,7 +29,7 @@ struct alignas(16) StopOf {
     // The token of the tile's first row, which may be one before the page's first.
     uint32_t token;
     uint32_t page_tokens;
-    // Of keys, of values, gains.
+    // Pieces of keys, values and gains.
     Piece piece[PIECES];
 };
 
@@ -234,7 +234,7 @@ struct Stops {
         return TILES > 1 && second < stop.page_tokens ? 2 : 1;
     }
 
-    // What the weight of row `row` of a staged tile is multiplied by.
+    // Factor of the weight of row `row` of a staged tile.
     KVD_DEVICE static float gain(const Stop& stop, const uint8_t* buffer, unsigned row) {
         const Piece& gains = stop.piece[PIECES - 1];
         float factor = 1;

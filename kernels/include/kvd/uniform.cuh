@@ -215,7 +215,7 @@ struct Tensor<Uniform<Levels>> : Uniform<Levels> {
         return quotient(channel, side.scale_channels);
     }
 
-    // What the codes of a token are scaled by, by set.
+    // Scales of a token's codes, by set.
     KVD_DEVICE static void weight_scales(const SideShape& side, const Tile& tile, unsigned token,
                                          Scale (&scales)[WEIGHT_SETS_MAX]) {
         const unsigned pairs = scale_pairs(side);

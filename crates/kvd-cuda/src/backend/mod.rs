@@ -295,7 +295,7 @@ impl Backend for CudaBackend {
     }
 
     fn place(&mut self, pages: &EncodedPages, to: Extent) {
-        // What the slot held before is gone.
+        // Headers of the slot's earlier pages are stale.
         let stale: Vec<u64> =
             self.headers.range(to.offset..to.end()).map(|(offset, _)| *offset).collect();
         for offset in stale {

@@ -315,7 +315,7 @@ fn a_model_that_goes_takes_its_graphs_along() {
         let live = fixture.watch.lock().live;
         fixture.backend.backend.unregister(ModelId(1));
         let given_back = live - fixture.watch.lock().live;
-        // The same kernels of a model that comes after it are another sequence.
+        // A later model's launches of these kernels are another sequence.
         let part = write_rows(&mut fixture.backend.backend, "raw", &geometry());
         let launched = fixture.backend.backend.launches().kernels;
         ask(&mut fixture, &super::plan(&part, DType::F32, 2, &[1])).unwrap();

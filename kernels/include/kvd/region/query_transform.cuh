@@ -15,7 +15,7 @@ constexpr unsigned TURN_STEP_WORDS = 4;
 
 // Rows of one query and KV head, counted over query tokens and the query heads that share it.
 struct TurnUnit {
-    // Of the keys' steps, of the values', in bytes.
+    // Offsets of the keys' steps and of the values', in bytes.
     uint64_t fold;
     uint64_t unfold;
     // Index in the batch of the query's first token; first query head.
@@ -114,7 +114,7 @@ KVD_DEVICE void turn_matrix(const Turned& of, const float* columns) {
     }
 }
 
-// What rows meet of a mean, added to their marks: a warp per row.
+// Products of rows with a mean, added to their marks: a warp per row.
 struct MeetMean {
     KVD_DEVICE static void step(const Turned& of, const float* mean) {
         for (unsigned row = warp_index(); row < of.count; row += TURN_THREADS / WARP_LANES) {

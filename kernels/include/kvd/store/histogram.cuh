@@ -34,7 +34,7 @@ struct CountCodes {
     }
 };
 
-// Of a side whose codes nobody counts: its rows are looked at all the same.
+// For a side whose codes nobody counts: its rows are checked all the same.
 struct CountNothing {
     template <class Stage>
     KVD_DEVICE static unsigned store(const Work&) {
@@ -42,9 +42,9 @@ struct CountNothing {
     }
 };
 
-// Of what is counted, the first counter says how many pages have rows with values that are no numbers:
-// their block has no say, nor has any other page of it, so that the host counts instead. Others follow,
-// a layer's, by side and variant. A page that its quantizer has no codes for counts nothing.
+// The first counter counts pages whose rows have values that are not finite: no page of their block
+// counts, so that the host counts instead. The counters of a layer follow, by side and variant. A
+// page that its quantizer has no codes for counts nothing.
 template <class Quantizer>
 KVD_DEVICE void count_page(const StoreParameters& parameters, unsigned char* shared) {
     const StoreUnit unit = parameters.units[block_index()];

@@ -40,16 +40,16 @@ struct CodeRun {
     uint32_t unused;
 };
 
-// What precedes the runs of a head.
+// Header before the runs of a head.
 struct CodeHead {
     uint32_t runs;
-    // Of a grid: its step; `bias | largest << 16` of each channel, bytes from `steps` on.
+    // For a grid: its step; `bias | largest << 16` of each channel, bytes from `steps` on.
     float step;
     uint32_t cuts;
     uint32_t unused;
 };
 
-// What all threads have in common while they encode a chunk.
+// State that all threads share while they encode a chunk.
 struct ChunkPlan {
     const uint8_t* tables;
     const CodeHead* head;
