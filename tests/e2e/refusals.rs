@@ -288,7 +288,7 @@ async fn models_that_cannot_be() {
         assert_refused(client.register_model(spec).await, code, says);
     };
     let codec = ErrorCode::InvalidCodec;
-    refuse(spec("zip", ""), codec, "\"zip\" is no preset").await;
+    refuse(spec("zip", ""), codec, "\"zip\" is not a preset").await;
     refuse(spec("k=raw; v=uniform(b=4,axes=token)", ""), codec, "character 21").await;
     refuse(spec("k=raw; v=raw/huffman", ""), codec, "huffman").await;
     refuse(spec("k=raw; v=uniform(b=9,axis=token)", ""), codec, "b=9").await;

@@ -27,7 +27,7 @@ pub fn engine(daemon: &TestDaemon) -> EnginePlan {
     engine_at(daemon.endpoint())
 }
 
-/// An engine that talks to whoever listens there.
+/// An engine that talks to the daemon at this address.
 #[must_use]
 pub fn engine_at(endpoint: Endpoint) -> EnginePlan {
     EnginePlan { endpoint, client: None, name: "model".to_owned(), calibration: None }
@@ -86,7 +86,7 @@ pub struct TestEngine {
     pub yardstick: ErrorPrecision,
 }
 
-/// A sequence and what was stored in it.
+/// A sequence and the rows stored in it.
 #[derive(Clone, Debug)]
 pub struct StoredSequence {
     /// Its handle.

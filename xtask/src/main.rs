@@ -29,7 +29,7 @@ struct Arguments {
 enum Chore {
     /// Regenerates the code that is made from `proto/`, and the page of benchmark results.
     Gen {
-        /// Only says whether what is checked in is up to date.
+        /// Only says whether the files in the repository are up to date.
         #[arg(long)]
         check: bool,
     },
@@ -86,7 +86,7 @@ fn root() -> PathBuf {
     package.parent().unwrap_or(package).to_owned()
 }
 
-/// Fails when what is checked in is not what it is generated from.
+/// Fails if generated files in the repository are not up to date.
 fn check_generated(root: &Path) -> Result<()> {
     let page = fs::read_to_string(root.join(results::PAGE)).unwrap_or_default();
     if page != results::page(root)? {

@@ -95,12 +95,12 @@ impl<Request: Message, Response: RefusableResponse> DuplexCall<Request, Response
         }
     }
 
-    /// Says that no request follows, and reads what is owed.
+    /// Ends the requests, and reads the outstanding answers.
     async fn finish_stream(self) -> Result<Vec<Response>, ClientError> {
         let Self { requests, mut responses, owed, .. } = self;
         drop(requests);
         let mut rest = Vec::with_capacity(owed);
-        // Reading to the end, not only what is owed, closes the stream without a reset.
+        // Reading to the end, not only outstanding answers, closes the stream without a reset.
         while let Some(response) = responses.message().await? {
             rest.push(response);
         }

@@ -221,7 +221,7 @@ impl<'a> HeadFit<'a> {
         Ok(self)
     }
 
-    /// Fits one transform, maps the rows through it and keeps what was learned.
+    /// Fits one transform, maps the rows through it and keeps its parameters.
     fn fit_transform(
         &mut self,
         transform: Transform,

@@ -7,7 +7,7 @@
 
 use std::borrow::Cow;
 
-/// Fewest rows of which percentiles say something.
+/// Fewest rows with meaningful percentiles.
 const ROWS_MIN: usize = 20;
 /// Rows longer than the 95th percentile of lengths times this are left out,
 const LEFT_OUT: f64 = 4.0;
@@ -24,7 +24,7 @@ pub(crate) struct InlierRows<'a> {
     pub(crate) rows: Cow<'a, [f32]>,
     /// Rows that are left out.
     pub(crate) left_out: usize,
-    /// Rows of which values were clipped.
+    /// Rows with clipped values.
     pub(crate) clipped: usize,
     /// Length of the longest row given, in 95th percentiles of all lengths.
     pub(crate) longest: f64,

@@ -255,7 +255,7 @@ pub fn resolve_spec(text: &str) -> Result<CodecSpec, SpecError> {
     let names = names.join(", ");
     let message = match word {
         "" => format!("no codec: expected a preset ({names}) or a spec such as k=fp8; v=fp8"),
-        _ => format!("{word:?} is no preset ({names}) and no spec"),
+        _ => format!("{word:?} is not a preset ({names}) or a spec such as k=fp8; v=fp8"),
     };
     Err(SpecError { position, message })
 }
@@ -316,8 +316,8 @@ mod tests {
             ("# kivi-4", 8, "no codec"),
             ("\u{feff}", 0, "no codec"),
             (";", 0, "expected"),
-            ("# a\nzip", 4, "\"zip\" is no preset"),
-            ("\u{feff}zip; recent=3", 0, "is no preset"),
+            ("# a\nzip", 4, "\"zip\" is not a preset"),
+            ("\u{feff}zip; recent=3", 0, "is not a preset"),
             ("# a\nkivi-4 recent=64", 11, "after the preset kivi-4"),
             ("kivi-4 kvd-2", 7, "after the preset kivi-4"),
             ("# a\nkivi-4; recent=x", 19, "no number"),

@@ -52,7 +52,7 @@ fn inputs(target: &str) -> Vec<Vec<u8>> {
     paths.iter().map(|path| fs::read(path).unwrap()).collect()
 }
 
-/// A page whose checksum is right for what it holds.
+/// A page with a valid checksum.
 fn with_checksum(mut page: Vec<u8>) -> Vec<u8> {
     let mut hash = Xxh3::new();
     hash.update(&page[..24]);

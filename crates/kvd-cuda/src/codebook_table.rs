@@ -107,7 +107,7 @@ impl<'a> TableWriter<'a> {
         self.finish_table()
     }
 
-    /// Codebooks, f16, `[sets, stages, entries, channels]`; `room` says what is kept where.
+    /// Codebooks, f16, `[sets, stages, entries, channels]`; `room` says where entries are kept.
     pub(crate) fn append_codebooks(self, vq: &VectorQuantizer, side: Side, room: CodebookRoom) {
         for set in 0..self.shape.sets as usize {
             for stage in 0..vq.stages() {

@@ -41,7 +41,7 @@ const FEW_ROWS: usize = 4;
 /// Terms of one product of halves, and the largest head size: `split_fp.cuh`.
 const HALF_TERMS: usize = 16;
 const HALF_DIM_MAX: u32 = 256;
-/// Channels of rows of which a lane takes sixteens of bytes in turn.
+/// Channels of rows from which a lane takes sixteen bytes at a time.
 const HALF_GROUP: usize = 64;
 
 /// Pairs of which a side may hold Huffman codes and whose late kernels on tensor cores

@@ -7,7 +7,7 @@ use kvd_emu::{EmulatorMemory, LaunchGrid, ThreadOrder, is_available, is_sanitize
 const WORDS: u32 = 64;
 const SHARED_BYTES: usize = 256;
 
-/// Runs a planted kernel on `0..64`; what it should leave is the same words reversed.
+/// Runs a planted kernel on `0..64`; it should leave these words reversed.
 fn run(kernel: &str, order: ThreadOrder) -> Result<Vec<u32>, String> {
     let words: Vec<u32> = (0..WORDS).collect();
     let memory = EmulatorMemory::copy_from(bytemuck::cast_slice(&words));

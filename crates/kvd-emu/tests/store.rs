@@ -135,7 +135,7 @@ impl Blocks {
         encoded.page_ends.iter().map(page).collect()
     }
 
-    /// Runs a plan; gives what it wrote and each page.
+    /// Runs a plan; gives its output and each page.
     fn run(
         &self,
         (shapes, store): (&LayerShapes, &StoreShapes),

@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64};
 use std::time::Duration;
 
-/// The name in `/proc/<pid>/maps`, for whoever looks there.
+/// The name in `/proc/<pid>/maps`.
 const NAME: &std::ffi::CStr = c"kvd-region";
 /// Descriptors that one message may carry.
 pub const DESCRIPTORS_MAX: usize = 2;

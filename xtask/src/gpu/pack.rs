@@ -162,7 +162,7 @@ fn pack_daemon(root: &Path, out: &Path, images: &[PathBuf], report: &Report) -> 
     Ok(())
 }
 
-/// Whether a program holds each of these files, of which there is one at least.
+/// Whether a program holds each of these files; there is at least one.
 fn holds(program: &[u8], images: &[PathBuf]) -> Result<bool> {
     for image in images {
         let image = fs::read(image)?;

@@ -297,7 +297,7 @@ fn goal_table(text: &mut String, bench: &Value, daemon_stores: &Value) {
     }
 }
 
-/// A goal, and what was measured with whether that meets it.
+/// A goal, the measured figure, and whether that meets it.
 fn goal(text: &mut String, what: &str, goal: &str, measured: Option<(String, bool)>) {
     let (measured, met) = match measured {
         None => (NONE.to_owned(), "not measured"),

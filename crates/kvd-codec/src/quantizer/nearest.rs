@@ -156,7 +156,7 @@ pub(super) fn transpose_points<const D: usize>(
     }
 }
 
-/// A batch of points, channel by channel, of which the first `filled` are there.
+/// A batch of points, channel by channel; the first `filled` are present.
 #[derive(Clone, Copy)]
 pub(super) struct PointBatch<'a, const D: usize> {
     pub(super) x: &'a [[f32; BATCH_MAX]; D],

@@ -117,7 +117,7 @@ impl CudaBackend {
         Ok((choices, LayerShapes::new(codec, layer, choices.codebook_rooms())))
     }
 
-    /// Whether there are kernels for every layer, and room for what they read.
+    /// Whether there are kernels for every layer, and room for the tables that they read.
     pub(super) fn check_served(&self, codec: &ModelCodec) -> Result<(), BackendError> {
         let rooms = self.layer_memory(codec, |shapes| Ok(shapes.check_heads()?))?;
         // A plan's prediction is exact except for Huffman tables, which come with calibrations.

@@ -87,7 +87,7 @@ pub enum CudaOpenError {
 /// A GPU as a backend.
 pub struct CudaBackend {
     device: DeviceMemory,
-    /// Encodes and decodes what is copied to it.
+    /// Encodes and decodes rows that are copied to it.
     host: CpuBackend,
     models: HashMap<ModelId, DeviceModel>,
     /// Header of the page that begins at an offset of the arena.

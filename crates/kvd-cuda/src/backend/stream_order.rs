@@ -52,7 +52,7 @@ impl DeviceStreams {
         Ok(ordered)
     }
 
-    /// For what has no place in the streams.
+    /// For calls that have no place in the streams.
     pub(super) fn driver(&self) -> &dyn Driver {
         self.driver.as_ref()
     }

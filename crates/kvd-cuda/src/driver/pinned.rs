@@ -85,7 +85,7 @@ impl CudaEvents {
         Ok(EventId(self.0.insert_handle(event)))
     }
 
-    /// An event of which other processes may have the handle.
+    /// An event whose handle other processes may have.
     pub(super) fn create_shared_event(
         &mut self,
     ) -> Result<(EventId, [u8; RegionHandle::IPC_BYTES]), DriverError> {

@@ -258,7 +258,7 @@ fn a_graph_that_was_changed_in_part_is_given_back() {
     fixture.watch.lock().fail = Fail::Node;
     assert_eq!(ask(&mut fixture, &of(&part, true)), Err(ErrorCode::LimitExceeded));
     assert_eq!(fixture.watch.lock().live, live - 1);
-    // The words that it was made with are not what it would run.
+    // It would run other words than it was made with.
     fixture.watch.lock().fail = Fail::Never;
     for changed in [false, false, true] {
         agree(&mut fixture, changed);

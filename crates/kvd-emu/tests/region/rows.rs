@@ -160,7 +160,7 @@ fn rows_of_every_size_and_alignment_go_to_their_places_and_nowhere_else() {
 
 #[test]
 fn the_hash_is_of_the_copy_whatever_a_worker_writes_meanwhile() {
-    // ThreadSanitizer would report what is meant to happen.
+    // ThreadSanitizer would report an intended race.
     if !is_available() || is_sanitized("thread") {
         return;
     }
