@@ -25,7 +25,7 @@ KVD_DEVICE unsigned plane_bytes(unsigned codes, unsigned bits) {
     return bytes;
 }
 
-// Four codes: their low bytes, and what is above.
+// Four codes: their low bytes, and their high bits.
 struct Four {
     uint32_t low;
     uint32_t high;

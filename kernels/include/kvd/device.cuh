@@ -15,8 +15,8 @@
 #define KVD_CONSTANT static __constant__
 #define KVD_BARRIER() __syncthreads()
 #define KVD_SHUFFLE_XOR(value, mask) __shfl_xor_sync(0xFFFFFFFFu, value, mask)
-// The word of another lane; which lanes have a condition; what a lane wrote to shared memory is there
-// for the others. Always all lanes of a warp.
+// The word of another lane; the lanes that meet a condition; makes a lane's writes to shared memory visible
+// to the others. Always for all lanes of a warp.
 #define KVD_SHUFFLE(word, lane) __shfl_sync(0xFFFFFFFFu, word, lane)
 #define KVD_BALLOT(condition) __ballot_sync(0xFFFFFFFFu, condition)
 #define KVD_WARP_BARRIER() __syncwarp()
@@ -30,10 +30,9 @@
 // Loads the matrices whose rows the lanes of a warp name, transposed: see load_matrices.
 #define KVD_MULTIPLY_HALVES(IS_BF16, sums, a, b) kvd::multiply_halves<IS_BF16>(sums, a, b)
 #define KVD_LOAD_MATRICES(words, row) kvd::load_matrices(words, row)
-// Tested in the CPU lane only: sizes that the host promised.
+// Tested in the emulator only: sizes that the host promised.
 #define KVD_EXPECT(condition) ((void)0)
-// A condition that full tiles of a long sequence do not meet, or hardly ever: what is behind it is laid
-// out of the way.
+// A condition that full tiles of a long sequence hardly ever meet: its branch is laid out of the way.
 #define KVD_RARELY(condition) __builtin_expect(!!(condition), 0)
 // Keeps a word in a register, where the compiler would compute it anew for every tile.
 #define KVD_KEEP(word) asm volatile("" : "+r"(word))
@@ -138,7 +137,7 @@ KVD_DEVICE uint32_t bytes_at(uint32_t low, uint32_t high, unsigned which) {
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(which));
     return bytes;
 }
-// A word, `by` of its bits further down, of which the low five bits count; what falls out comes in above.
+// Rotates a word right by the low five bits of `by`.
 KVD_DEVICE uint32_t rotated(uint32_t word, unsigned by) { return __funnelshift_r(word, word, by); }
 // The low byte of a word `times` a number below 256, plus a sum.
 KVD_DEVICE uint32_t low_byte(uint32_t word, uint32_t times, uint32_t sum) {
@@ -170,13 +169,14 @@ KVD_DEVICE uint16_t f16_bits_below(float value) { return __half_as_ushort(__floa
 KVD_DEVICE uint16_t bf16_bits(float value) {
     return __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
-// `e^x` of what is not far above 0: within 2^-22 of it, and 2^-24 of `x` more; 0 where it is no normal number.
+// `e^x` for `x` up to slightly above 0: within 2^-22 of it, and 2^-24 of `x` more; 0 where it is not a
+// normal number.
 KVD_DEVICE float exp_near(float x) {
     float power;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * 1.44269504f));
     return power;
 }
-// The largest in a warp of what is not negative.
+// The largest of a warp's values, none of which is negative.
 KVD_DEVICE float warp_max_magnitude(float value) {
     return __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(value)));
 }
@@ -215,8 +215,8 @@ KVD_DEVICE uint32_t e4m3_word(uint16_t codes) {
     return word;
 }
 #endif
-// Each rounded by itself, as on the host: pages are the same bytes whoever writes them. What the
-// compiler may fuse is not.
+// Each is rounded by itself, as on the host, so pages have the same bytes from either. Plain operators may
+// be fused.
 KVD_DEVICE float times(float a, float b) { return __fmul_rn(a, b); }
 KVD_DEVICE float plus(float a, float b) { return __fadd_rn(a, b); }
 KVD_DEVICE float minus(float a, float b) { return __fsub_rn(a, b); }

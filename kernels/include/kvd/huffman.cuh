@@ -43,7 +43,7 @@ struct StreamRun {
     // Codes under one top-up, and the bits that they need.
     uint32_t per_word;
     uint32_t need;
-    // Low bits of a code that follow its symbol as they are; what is taken from a code.
+    // Low bits of a code that follow its symbol as they are; the bias of a code.
     uint32_t raw_bits;
     int32_t bias;
     uint32_t unused[3];
@@ -107,7 +107,7 @@ KVD_DEVICE Chunk chunk_of(const LaneHead& head, const uint8_t* codes, const uint
 // lanes of the chunk have come.
 struct LaneReader {
     const uint8_t* from;
-    // Bytes from `from` on: the end of the words, and what is not yet asked for.
+    // Bytes from `from` on: the end of the words, and the first that is not yet requested.
     unsigned end;
     unsigned asked;
     // Shared memory, and in it: the ring, the next word, and the end of the piece that it is in.
@@ -118,7 +118,7 @@ struct LaneReader {
     // The chunk's lanes, and those of them before this one.
     uint32_t all;
     uint32_t below;
-    // They end at bit 31; where the next one is, of which what is above the low byte means nothing.
+    // They end at bit 31; the place of the next one (only its low byte counts).
     uint32_t bits;
     uint32_t place;
 

@@ -66,8 +66,8 @@ struct Scores<Halves<Side, IS_KEY>, ROWS> {
         }
     }
 
-    // Eight tokens of each warp; a lane has sums of two of one row, and values of one token. Lanes whose
-    // row is none of the unit's have another's words: what they sum is not used.
+    // Eight tokens of each warp; a lane has sums of two of one row, and values of one token. Lanes without
+    // a row in the unit have another's words; their sums are not used.
     KVD_DEVICE void tile(const AttendShared<ROWS>& shared, const SideShape& side,
                          const Tile& tile) const {
         const unsigned first = warp_index() * STEP_COLUMNS;

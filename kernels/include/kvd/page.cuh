@@ -63,8 +63,8 @@ struct SideShape {
     // Bytes of a decoded chunk.
     uint32_t chunk_bytes;
     // Codes looked up as bytes (lookup.cuh): all entries, from `AttendParameters::tables` on; those in
-    // shared memory, how often each stands there (a power of two, as its logarithm), the bytes of one
-    // (0 where codes are not looked up so), and what a byte of 1 is worth.
+    // shared memory, how often each stands there (a power of two, as its logarithm), the bytes of one (0 if
+    // codes are not looked up so), and the value of a byte of 1.
     uint64_t entries;
     uint32_t entry_count;
     uint32_t entry_copies;
@@ -192,8 +192,7 @@ struct Tile {
     // Rows of the tile that may be read as numbers.
     unsigned from;
     unsigned to;
-    // Whether its codes are Huffman codes, and then: the decoded tile, runs and tables, and what the
-    // codes do not hold.
+    // Whether it has Huffman codes; then the decoded tile, runs and tables, and the outliers.
     bool coded;
     const uint8_t* decoded;
     const uint8_t* lanes;

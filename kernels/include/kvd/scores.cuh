@@ -41,7 +41,7 @@ struct Scores<Tensor<Side>, ROWS> {
     using Digits = Factor<ROWS>;
     static constexpr bool FEW = Digits::FEW;
     static constexpr bool SCALES_STEPS = ScalesSums<Key>::value;
-    // Rows of which a lane has the zero points' part, of one token.
+    // Rows whose zero points' part a lane has, of one token.
     static constexpr unsigned ZERO_ROWS = (ROWS + CODE_GROUP - 1) / CODE_GROUP;
     // Quads of a row that a lane cuts where that is done for every tile: up to 256 terms.
     static constexpr unsigned KEPT = 2;
@@ -58,7 +58,7 @@ struct Scores<Tensor<Side>, ROWS> {
     float* bases;
     int32_t* starts;
     uint32_t* digits;
-    // Words from what is kept of a tile to what is of the next.
+    // Words from one tile's data to the next tile's.
     unsigned copy;
     // Where the digits of this lane's quads go, if channels have other scales in every tile: of few rows
     // those of the first, else the slot.
@@ -426,7 +426,7 @@ struct Scores<Tensor<Side>, ROWS> {
         return least(lane_word() + at * CODE_GROUP, ROWS - 1);
     }
 
-    // Leaves scores of a row, of which lanes of their tokens have what zero points add.
+    // Leaves scores of a row; lanes of their tokens have the part of the zero points.
     KVD_DEVICE void put_scaled(const AttendShared<ROWS>& shared, const Tile& tile,
                                const Products<FEW, float>& sums,
                                const float (&zeros)[ZERO_ROWS]) const {

@@ -1,6 +1,6 @@
-// Scores to weights: the online softmax (Milakov and Gimelshein, 1805.02867), a warp per row and a lane
-// per token. Weights are relative to a score that no later one is much above: only then they, and what was
-// summed up, are made smaller, which is rare, so that a tile takes no maximum and no sum over lanes.
+// Scores to weights: the online softmax (Milakov and Gimelshein, 1805.02867), a warp per row and a lane per
+// token. Weights are relative to a reference score. Only when a later score is much above it, which is
+// rare, are weights and sums scaled down; so a tile takes no maximum and no sum over lanes.
 #pragma once
 
 #include "weights.cuh"
@@ -48,8 +48,8 @@ struct Softmax {
         }
     }
 
-    // Turns scores into weights, of tiles that are worked on together, and says by which factor what was
-    // summed so far shrinks. Gains scale the weight of a value, not its part of the sum.
+    // Turns scores of tiles that are worked on together into weights, and gives the factor by which earlier
+    // sums shrink. Gains scale the weight of a value, not its part of the sum.
     KVD_DEVICE void absorb(const AttendParameters& parameters, const Place& place, unsigned token,
                            const AttendShared<ROWS>& shared, const SideShape& side,
                            const Tile (&values)[TILES], const float (&gains)[TILES]) {

@@ -385,8 +385,8 @@ struct Sums<Tensor<Side>, ROWS> {
         }
     }
 
-    // Adds what was summed up to the sums of the rows, which then shrink by their factor. `step`: what a
-    // code of 1 is worth.
+    // Adds the integer sums to the sums of the rows, which then shrink by their factor. `step`: the value
+    // of a code of 1.
     KVD_DEVICE void flush(const SideShape& side, float step, float factor) {
         int32_t of_digits[DIGITS] = {};
         if (Value::BIASED) {
@@ -416,7 +416,7 @@ struct Sums<Tensor<Side>, ROWS> {
             }
             float& to = out[lane_row() * side.dim + (channel & 0xFFFF)];
             if constexpr (InGroups<Value>::value) {
-                // A low byte comes behind the high one, with which what was there has shrunk.
+                // A low byte comes after the high one, whose product has already scaled the sums.
                 const float value = sum * unit * Value::step_at(side, places, mine);
                 to = Value::is_low(places, mine) ? to + value * factor : (to + value) * factor;
             } else if constexpr (Spreads<Value>::of_runs) {
@@ -434,7 +434,7 @@ struct Sums<Tensor<Side>, ROWS> {
         clear();
     }
 
-    // Leaves nothing in registers, of which decoding needs many.
+    // Leaves nothing in registers, because decoding needs many.
     KVD_DEVICE void settle(const AttendParameters& parameters, const SideShape& side) {
         flush(side, Value::step_of(side, parameters.tables), 1);
     }
@@ -449,7 +449,7 @@ struct Sums<Tensor<Side>, ROWS> {
         }
     }
 
-    // Writes the unit's rows, with what the minima add.
+    // Writes the unit's rows, with the part of the minima.
     KVD_DEVICE void write(const AttendShared<ROWS>& shared, const AttendParameters& parameters,
                           const Unit& unit, const SideShape& side) {
         // Where there was no tile, nothing else came between the places and who reads them.

@@ -36,7 +36,7 @@ constexpr unsigned DIGITS = 3;
 // first four, low ones in rows 8 to 11, and the middle ones of rows `i` and `2 + i` in rows `4 + i` and
 // `12 + i`. More rows take two products: high digits and middle ones, low digits.
 constexpr int FEW_ROWS = 4;
-// Rows of which a lane beyond the first four rows has the middle digits.
+// Rows whose middle digits a lane beyond the first four rows has.
 constexpr unsigned MIDDLE_ROWS = 2;
 // Words of a lane of the first factor, for one step. Of few rows those of one product. Of more: high and
 // middle digits of the first four terms, of the other four, then the low digits of both.
@@ -64,7 +64,7 @@ struct Scale {
 KVD_DEVICE unsigned lane_row() { return lane_index() / CODE_GROUP; }
 KVD_DEVICE unsigned lane_word() { return lane_index() % CODE_GROUP; }
 
-// The power of two of which no value up to `largest` is more than `2^bits`.
+// A power of two as unit: no value up to `largest` is more than `2^bits` units.
 KVD_DEVICE float unit_of(float largest, unsigned bits) {
     const unsigned exponent = f32_bits(fminf(largest, 3.0e38f)) >> 23;
     return f32_value((most(exponent, bits + 1) + 1 - bits) << 23);
@@ -164,7 +164,7 @@ struct Factor {
         }
     }
 
-    // Where the words of this lane are. Those whose row is none have another's: what they sum is not used.
+    // Place of this lane's words. Lanes without a row have another's; their sums are not used.
     KVD_DEVICE static const uint32_t* lane(const uint32_t* step) {
         unsigned row = lane_row() % ROWS;
         if (FEW && lane_row() >= FEW_ROWS) {

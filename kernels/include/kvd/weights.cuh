@@ -1,6 +1,6 @@
-// Where the softmax leaves a tile's weights: as floats, and where products of values are on tensor cores
-// as digits, times what a token's codes are scaled by. The lane of a token has both, so that those who
-// multiply only load words. What the minima of groups add is summed here too.
+// Places where the softmax leaves a tile's weights: as floats, and for products of values on tensor cores
+// as digits, times the scales of a token's codes. The lane of a token has both, so the multiplying lanes
+// only load words. The sums of the groups' minima are made here too.
 #pragma once
 
 #include "shared.cuh"

@@ -1,7 +1,6 @@
-// K and V of a worker's memory to a copy of the daemon's own. A word is read once: what is tested
-// for numbers and hashed (crates/kvd-compute/src/cpu/content.rs) is what is kept, whatever the
-// worker writes meanwhile. A thread block takes a run of words. Shared memory: a sum and a place of
-// each thread.
+// K and V of a worker's memory to a copy of the daemon's own. A word is read once, so the word that is
+// checked and hashed (crates/kvd-compute/src/cpu/content.rs) is the word that is kept, whatever the worker
+// writes meanwhile. A thread block takes a run of words. Shared memory: a sum and a place of each thread.
 #pragma once
 
 #include "block.cuh"

@@ -1,6 +1,6 @@
-// Rows of one head through the steps of its side's transform, by one thread block: queries into
-// coefficient space, sums of values out of it (kvd-codec/src/transform.rs). A step is four words, then
-// what it reads: kind, a number, an offset from the head's first step in bytes, and a float. Host side:
+// Rows of one head through the steps of its side's transform, by one thread block: queries into coefficient
+// space, sums of values out of it (kvd-codec/src/transform.rs). A step is four words (kind, a number, an
+// offset from the head's first step in bytes, a float), then its data. Host side:
 // crates/kvd-cuda/src/query_transform/.
 #pragma once
 
@@ -33,7 +33,7 @@ enum class Turn : uint32_t {
     End = 0,
     // Times a factor, f32 per channel.
     Scale = 1,
-    // A mean, f32 per channel: what a query meets is summed, sums of values get it back.
+    // A mean, f32 per channel: its product with a query is summed, sums of values get it back.
     Mean = 2,
     // Walsh-Hadamard of blocks of that many channels, times the float.
     Hadamard = 3,

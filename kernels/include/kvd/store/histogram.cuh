@@ -1,9 +1,9 @@
-// How often each code stands in pages that are not written yet: what a layer's first Huffman tables are
-// built from (KVComp, 2509.00579 section 3.2). A thread block takes a page as far as its codes, counts
-// them in shared memory, and adds what it found to the counters of its layer and side. Codes are few and
-// skewed, so that lanes would meet in the same counters: each has several, dealt to the threads, in banks
-// of their own where there are as many as lanes. Reference: count_codes of kvd-codec/src/train.rs;
-// host side: crates/kvd-cuda/src/store/histogram.rs.
+// Counts of each code in pages that are not written yet; a layer's first Huffman tables are built from them
+// (KVComp, 2509.00579 section 3.2). A thread block takes a page as far as its codes, counts them in shared
+// memory, and adds its counts to the counters of its layer and side. Codes are few and skewed, so lanes
+// would meet in the same counters: each counter has several copies, dealt to the threads, in banks of their
+// own where there are as many as lanes. Reference: count_codes of kvd-codec/src/train.rs; host side:
+// crates/kvd-cuda/src/store/histogram.rs.
 #pragma once
 
 #include "page.cuh"

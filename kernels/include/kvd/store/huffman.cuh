@@ -29,7 +29,8 @@ struct CodeRun {
     // Units, by symbol and low bits; the symbol that is coded for each, 0 where all have a code.
     uint32_t units;
     uint32_t substitutes;
-    // Codes of a symbol, and below what they are without their low bits; what a missing one counts as.
+    // Codes of a symbol, and below that codes without their low bits; the number that a missing one counts
+    // as.
     uint32_t group;
     uint32_t levels;
     uint32_t missing;

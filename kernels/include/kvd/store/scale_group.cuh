@@ -1,4 +1,4 @@
-// Groups of coefficients that share a scale, and what they span. Values of a group of a usual shape stay in
+// Groups of coefficients that share a scale, and their range. Values of a group of a usual shape stay in
 // registers from the walk for their extremes to the one for their codes. Reference:
 // kvd-codec/src/quantizer/ranges.rs.
 #pragma once

@@ -1,7 +1,7 @@
 // The end of a page: gains, padding, header, and the XXH3-64 of the whole page with the checksum's own
-// eight bytes zero (docs/format.md "Page"; the hash is that of github.com/Cyan4973/xxHash, seed 0). Sums
-// of stripes do not depend on one another, so that a thread takes a lane of a kilobyte; eight threads
-// fold what they found. CPU reference: kvd-codec/src/page.rs.
+// eight bytes zero (docs/format.md "Page"; the hash is that of github.com/Cyan4973/xxHash, seed 0). Sums of
+// stripes are independent, so a thread takes a lane of a kilobyte; eight threads fold the results. CPU
+// reference: kvd-codec/src/page.rs.
 #pragma once
 
 #include "work.cuh"

@@ -1,7 +1,6 @@
-// One page that is being written by one thread block: what the host says of it, its coefficients as
-// words that become codes in place, and reductions over the block. Mirrored by
-// crates/kvd-cuda/src/store/abi.rs; kvd-codec/src/encode.rs is the same on the host, and pages are the same
-// bytes.
+// One page that is being written by one thread block: the host's description, its coefficients as words
+// that become codes in place, and reductions over the block. Mirrored by crates/kvd-cuda/src/store/abi.rs;
+// kvd-codec/src/encode.rs does the same on the host, with the same bytes of pages.
 #pragma once
 
 #include "../codes.cuh"
@@ -42,8 +41,8 @@ struct StoreUnit {
     uint32_t is_value;
     // The first 20 bytes of the page's header, without a flag for gains.
     uint32_t header[5];
-    // Uniform: a level's part of what a group spans. Floats and VQ: the largest magnitude that has a
-    // code. Bit allocation: what a level may lack.
+    // Uniform: a level's part of a group's range. Floats and VQ: the largest magnitude that has a code. Bit
+    // allocation: the largest error of a level without an outlier.
     float limit;
     // Median length of rows; 0 where no row is raised.
     float median;
