@@ -268,7 +268,7 @@ impl<'a> SpecCursor<'a> {
 
     fn parse_at<N: FromStr>(&self, start: usize, word: &str, what: &str) -> ParseResult<N> {
         word.parse()
-            .or_else(|_| self.fail_at(start, format!("expected a number of {what}, not {word:?}")))
+            .or_else(|_| self.fail_at(start, format!("{word:?} is not a number; expected {what}")))
     }
 
     fn parse_bound(&mut self) -> ParseResult<f32> {

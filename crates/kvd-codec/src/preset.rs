@@ -199,8 +199,8 @@ static PRESETS: [Preset; 25] = [
         spec_text: "k=mean+qpca/bitalloc(b=2.3); v=mean+gain+pca/bitalloc(b=1.7); \
                     sink=32; recent=96",
         source: "kvd's own, docs/adr/0006-bit-allocation.md",
-        summary: "query-aware transform coding at fixed widths, 2 bits per value, no entropy stage",
-        choose_when: "2 bits without an entropy stage",
+        summary: "query-aware transform coding at fixed widths, 2 bits per value, no entropy coder",
+        choose_when: "2 bits without an entropy coder",
     },
 ];
 
@@ -320,8 +320,8 @@ mod tests {
             ("\u{feff}zip; recent=3", 0, "is not a preset"),
             ("# a\nkivi-4 recent=64", 11, "after the preset kivi-4"),
             ("kivi-4 kvd-2", 7, "after the preset kivi-4"),
-            ("# a\nkivi-4; recent=x", 19, "no number"),
-            ("\u{feff}kivi-4; recent=x", 15, "no number"),
+            ("# a\nkivi-4; recent=x", 19, "is not a number"),
+            ("\u{feff}kivi-4; recent=x", 15, "is not a number"),
             ("kivi-4; ; recent=1", 8, "expected"),
             ("kivi-4 = 3", 7, "after the preset"),
             ("k=raw # ; v=raw", 15, "v= is missing"),

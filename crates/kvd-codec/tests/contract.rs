@@ -165,7 +165,7 @@ fn bounds_are_part_of_the_text() {
         ("k=raw; v=raw; k.bound=0", 22, "above 0"),
         ("k=raw; v=raw; k.bound=1.5", 22, "at most 1"),
         ("k=raw; v=raw; k.bound=NaN", 22, "at most 1"),
-        ("k=raw; v=raw; k.bound=x", 22, "no number"),
+        ("k=raw; v=raw; k.bound=x", 22, "is not a number"),
         ("k=raw; v=raw; bound=1", 14, "is not k, v"),
         ("k=raw; v=raw; k.bound=1; k.bound=1", 25, "twice"),
     ] {

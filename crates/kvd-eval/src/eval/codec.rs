@@ -142,7 +142,7 @@ mod tests {
         assert_eq!(alone, WindowChoice::Same { sink: 0, recent: 128 });
         for (text, part) in [
             ("", "expected"),
-            ("sink=x", "no number"),
+            ("sink=x", "expected a number"),
             ("sink=1,sink=2", "twice"),
             ("tail=3", "sink=N"),
         ] {
