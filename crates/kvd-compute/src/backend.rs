@@ -15,7 +15,7 @@ use kvd_codec::{CheckedBlock, ModelCodec, PageBytes};
 use kvd_core::{Extent, LayerIndex, ModelId};
 use std::sync::Arc;
 
-/// What a device is, for logs and `GetServerInfo`.
+/// Description of a device, for logs and `GetServerInfo`.
 #[derive(Clone, Debug)]
 pub struct DeviceInfo {
     /// For example `cpu (avx512, 2 threads, fast)`.
@@ -73,7 +73,7 @@ pub struct EncodedPages {
     pub page_ends: Arc<[u32]>,
     /// The bytes of the pages by kind.
     pub parts: PageBytes,
-    /// The same by side.
+    /// The bytes of the pages by side.
     pub side_bytes: [u64; 2],
     /// K and V values encoded.
     pub values: u64,
@@ -146,7 +146,7 @@ pub struct Launches {
     pub kernels: u64,
     /// Graphs of several.
     pub graphs: u64,
-    /// Of these, graphs that were made for it.
+    /// Graphs that were built for it; the others were reused.
     pub graphs_built: u64,
     /// Nodes of graphs whose parameters were changed.
     pub nodes_updated: u64,
@@ -156,7 +156,7 @@ pub struct Launches {
 
 /// A device that holds pages and answers attention over them.
 pub trait Backend: Send {
-    /// What this device is.
+    /// Describes this device.
     fn info(&self) -> DeviceInfo;
 
     /// Whether the device serves a codec, and has room for what it keeps of it; asked right before
@@ -186,7 +186,7 @@ pub trait Backend: Send {
     /// Forgets a model. Its pages must be gone.
     fn unregister(&mut self, model: ModelId);
 
-    /// What a model takes once.
+    /// Memory that a model takes once.
     ///
     /// # Errors
     /// When the model is unknown.

@@ -15,7 +15,7 @@ pub(crate) struct Ahead<'a> {
     bytes: &'a [u8],
 }
 
-/// What of them was not asked for yet.
+/// Bytes that are yet to be prefetched, a few lines at a time.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Steps<'a> {
     bytes: &'a [u8],
@@ -93,7 +93,7 @@ impl<'a> Next<'a> {
         next
     }
 
-    /// What the next call of a side's kernel asks for.
+    /// The share that the next call of a side's kernel prefetches.
     pub(super) fn share(&mut self, side: Side) -> Ahead<'a> {
         let (ahead, of) = self.kernels[side.index()];
         let call = &mut self.calls[side.index()];

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 #[derive(Debug, thiserror::Error)]
 #[error("take {bytes} bytes of page memory (device.pool_bytes): {source}")]
 pub struct ArenaError {
-    /// What was asked for.
+    /// The size asked for.
     pub bytes: u64,
     /// Why not.
     pub source: std::io::Error,

@@ -73,7 +73,7 @@ const BYTES: &[&str] = &[
 /// Codecs whose kernels multiply f32.
 const EXACT: &[&str] = &["raw", "k=bf16; v=hadamard/f32", "fp8", "k=hadamard/fp8; v=f16"];
 
-/// What keys and queries are like.
+/// The kind of keys and queries.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Data {
     /// Roughly normal.
@@ -251,7 +251,7 @@ fn filled_with(
     (backend, parts)
 }
 
-/// What a query asks for.
+/// A question to a backend.
 #[derive(Clone, Copy, Debug)]
 struct Ask {
     /// Query heads of a KV head.
@@ -288,7 +288,7 @@ fn floats(bytes: &[u8]) -> Vec<f64> {
     chunks.map(|bytes| f64::from(f32::from_le_bytes(*bytes))).collect()
 }
 
-/// What one query row should get.
+/// The right answer of one query row.
 struct Truth {
     out: Vec<f64>,
     lse: f64,

@@ -13,7 +13,7 @@ use std::sync::LazyLock;
 
 /// From one place to the next.
 const STEP: u64 = 0x9E37_79B9_7F4A_7C15;
-/// What words and, at the end, sums are multiplied with; odd, so that nothing is lost.
+/// Factors of words and, at the end, of sums; odd, so that nothing is lost.
 const MIX: [u64; 2] = [0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB];
 
 /// The hash of K and V as they arrive.
@@ -23,7 +23,7 @@ pub fn content_hash(k: &[u8], v: &[u8]) -> u64 {
     content_hash_of(sum, [k, v].map(|bytes| bytes.len() as u64))
 }
 
-/// The same from the sum over all words, and the lengths of K and V in bytes.
+/// The hash from the sum over all words, and the lengths of K and V in bytes.
 #[must_use]
 pub fn content_hash_of(sum: u64, lengths: [u64; 2]) -> u64 {
     lengths.into_iter().fold(sum, |sum, length| mix(sum, length.wrapping_mul(STEP)))

@@ -11,7 +11,7 @@ use crate::cpu::simd::{How, Simd};
 use kvd_codec::{Grid, HeadCodec};
 use std::ops::Range;
 
-/// What is taken from the stored codes of each position of a tile; and which coefficient it is.
+/// The bias of the stored codes of each position of a tile, and its coefficient.
 fn positions(grid: &Grid, tiles: &LaneTiles) -> Vec<(i32, usize)> {
     let mut positions = vec![(0, usize::MAX); tiles.per_row];
     for (run, first) in &tiles.runs {
@@ -22,7 +22,7 @@ fn positions(grid: &Grid, tiles: &LaneTiles) -> Vec<(i32, usize)> {
     positions
 }
 
-/// What the largest stored codes of all positions are on average, rounded up.
+/// The mean over all positions of their largest stored codes, rounded up.
 fn mean_largest(grid: &Grid, positions: &[(i32, usize)]) -> i32 {
     let held = positions.iter().filter(|(_, coefficient)| *coefficient != usize::MAX);
     let largest = held.map(|(bias, coefficient)| bias + grid.largest_code(*coefficient));
@@ -56,7 +56,7 @@ pub(crate) struct Keys {
     lookup: Lookup,
     parts: Parts,
     units: Vec<f32>,
-    /// What the bias of all codes adds to a score, by row.
+    /// The share of a score that comes from the bias of all codes, by row.
     bases: Vec<f32>,
     /// Queries `[rows, dim]`, times the step.
     queries: Vec<f32>,
@@ -146,13 +146,13 @@ pub(crate) struct Values {
     parts: Parts,
     /// `[rows, positions]`.
     sums: Vec<f32>,
-    /// Of the weights, by row, in steps: what codes are too large by counts as often.
+    /// Sums of the weights in steps, by row: the bias of codes is multiplied with them at the end.
     weights: Vec<f32>,
     /// Signed sums of the rounding residuals of weights, by row.
     lost: Vec<f32>,
     /// Tiles since that was taken off.
     unsettled: usize,
-    /// Of what tiles do not hold: `[rows, dim]`.
+    /// Sums of outliers, which tiles do not hold: `[rows, dim]`.
     rests: Vec<f32>,
     dim: usize,
     /// The largest magnitude of a value in a tile.

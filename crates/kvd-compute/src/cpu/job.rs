@@ -1,4 +1,5 @@
-//! What attention works on: a plan with what it is read by, and the pieces that it is cut into.
+//! The work of attention: a plan with all that it needs to be read, and the units that it is cut
+//! into.
 
 use crate::cpu::simd::{Precision, Simd};
 use crate::cpu::tile::Reader;

@@ -219,18 +219,19 @@ impl CpuBackend {
         self.precision = precision;
     }
 
-    /// What the precision comes to on the instruction set in use, where `query_tokens` of a
-    /// sequence go through `group` query heads of each KV head: `int8` is [`Precision::Fast`]
-    /// where nothing is rounded to single bytes or it would be no faster. Codecs whose kernels
-    /// round to none answer as under `fast` either way.
+    /// The precision that is used on this instruction set, where `query_tokens` of a sequence go
+    /// through `group` query heads of each KV head: `int8` is [`Precision::Fast`] where nothing is
+    /// rounded to single bytes or it would be no faster. Codecs whose kernels round to none answer
+    /// as under `fast` either way.
     #[must_use]
     pub fn effective_precision(&self, query_tokens: u32, group: u32) -> Precision {
         let rows = query_tokens.min(attend::UNIT_QUERY_TOKENS) * group;
         unit::effective((self.simd, self.precision), rows as usize)
     }
 
-    /// What attention multiplies keys and values of a layer with, where `query_tokens` of a
-    /// sequence go through `group` query heads of each KV head; by its first head.
+    /// The instructions that attention multiplies keys and values of a layer with, where
+    /// `query_tokens` of a sequence go through `group` query heads of each KV head; by its first
+    /// head.
     ///
     /// # Errors
     /// When the model is not registered.
@@ -359,7 +360,7 @@ impl CpuBackend {
         self.threads.install(|| encode::observe(arena, codec, layer, blocks))
     }
 
-    /// The same of codes of so many chosen blocks that a device has counted.
+    /// Takes the codes of so many chosen blocks that a device has counted.
     ///
     /// # Errors
     /// When the model is not registered, or as [`ModelCodec::observe_codes`].

@@ -9,7 +9,7 @@ pub(super) struct Place<'a> {
     pub(super) page: FixedCodes<'a>,
     pub(super) in_page: usize,
     pub(super) in_span: usize,
-    /// What of the next part to ask for meanwhile.
+    /// Bytes of the next part to prefetch meanwhile.
     pub(super) ahead: Ahead<'a>,
 }
 

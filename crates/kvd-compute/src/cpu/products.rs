@@ -1,4 +1,4 @@
-//! With what instructions attention multiplies a side: of which the machine does only so many.
+//! Which multiply instruction a kernel uses, for comparing a benchmark with the machine's peak.
 
 use crate::cpu::dots::wants_bytes;
 use crate::cpu::fused::{Keys, Values};
@@ -7,7 +7,7 @@ use crate::cpu::simd::{How, InstructionSet, Precision, Simd};
 use kvd_codec::{HeadCodec, ModelCodec};
 use kvd_core::{LayerIndex, Side};
 
-/// What a kernel's products are of.
+/// The operands of a kernel's multiply instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Products {
     /// f32, with fused additions where the instruction set has them.

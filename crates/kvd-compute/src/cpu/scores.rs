@@ -88,7 +88,7 @@ impl Scores {
         &mut self.values[first * SPAN + tile * TILE..]
     }
 
-    /// The same, to be read.
+    /// Rows from `first` on, to be read, as [`Scores::rows_mut`] has them.
     pub(crate) fn rows_from(&self, first: usize, tile: usize) -> &[f32] {
         &self.values[first * SPAN + tile * TILE..]
     }

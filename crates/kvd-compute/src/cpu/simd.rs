@@ -66,21 +66,21 @@ pub(super) fn prefetch(bytes: &[u8]) {
 /// Instruction sets that the CPU backend has code for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InstructionSet {
-    /// What every processor of the target has.
+    /// The instructions that every processor of the target has.
     Portable,
     /// AVX2, FMA, F16C and POPCNT.
     Avx2,
-    /// The same, with AVX-VNNI for products of four bytes, as on Alder Lake and Sierra Forest.
+    /// `Avx2` with AVX-VNNI for products of four bytes, as on Alder Lake and Sierra Forest.
     AvxVnni,
     /// AVX-512 F, BW, DQ, VL, VNNI, VBMI and VBMI2, as on Ice Lake and Zen 4.
     Avx512,
-    /// The same, with AMX for products of bytes, as on Sapphire Rapids.
+    /// `Avx512` with AMX for products of bytes, as on Sapphire Rapids.
     Amx,
     /// NEON, which every aarch64 processor has.
     Neon,
     /// NEON with products of four bytes (`sdot`), as on Neoverse N1 and Apple M1.
     NeonDotprod,
-    /// The same with products of eight (`usmmla`), as on Neoverse V1 and Apple M2.
+    /// `NeonDotprod` with products of eight (`usmmla`), as on Neoverse V1 and Apple M2.
     NeonI8mm,
 }
 
@@ -122,14 +122,14 @@ pub enum Precision {
     /// kernel for its codes: no further off than f16 queries and weights with f32 sums.
     #[default]
     Fast,
-    /// The same with 8 bits in AVX-512 and AVX-VNNI, for half of the products: about as far off as
-    /// other kernels that round queries to 8 bits. In AVX-512 and plain AVX2 keys of 16 codes a
-    /// position are scored by tables of bytes, and in AVX2 uniform codes of up to four bits (keys
-    /// by channel, values by token) are multiplied as bytes, with a unit for each 8 channels or 16
-    /// tokens; that is all that AVX2 has of it. Uniform codes of up to five bits, keys by channel
-    /// and values by token in groups of whole 32s, are multiplied as bf16 where the machine has
-    /// AVX512-BF16. Other queries times scales of channels or levels of two bytes keep 16 bits, and
-    /// so do more rows than vectors take, where AMX multiplies. Elsewhere it is
+    /// As [`Precision::Fast`], with 8 bits in AVX-512 and AVX-VNNI, for half of the products: about
+    /// as far off as other kernels that round queries to 8 bits. In AVX-512 and plain AVX2 keys of
+    /// 16 codes a position are scored by tables of bytes, and in AVX2 uniform codes of up to four
+    /// bits (keys by channel, values by token) are multiplied as bytes, with a unit for each 8
+    /// channels or 16 tokens; that is all that AVX2 has of it. Uniform codes of up to five bits,
+    /// keys by channel and values by token in groups of whole 32s, are multiplied as bf16 where the
+    /// machine has AVX512-BF16. Other queries times scales of channels or levels of two bytes keep
+    /// 16 bits, and so do more rows than vectors take, where AMX multiplies. Elsewhere it is
     /// [`Precision::Fast`].
     Int8,
 }
@@ -182,7 +182,7 @@ impl Simd {
         sets.flat_map(|simd| [simd.without_bf16(), Some(simd)]).flatten().collect()
     }
 
-    /// The same as on a machine that has no products of bf16, where this one uses them.
+    /// This level as on a machine without products of bf16; `None` where it uses none.
     fn without_bf16(self) -> Option<Self> {
         self.bf16.then_some(Self { bf16: false, ..self })
     }

@@ -45,7 +45,7 @@ impl AtWork {
 const SCORE_TOKENS: usize = 8;
 const SUM_TOKENS: usize = 16;
 
-/// What a precision comes to for units of so many rows: AVX-512 has products of single bytes and
+/// The precision that is used for units of so many rows: AVX-512 has products of single bytes and
 /// score tables, AVX-VNNI mostly the former and AVX2 without it the latter; AMX multiplies factors
 /// of two bytes in the time of one.
 pub(super) fn effective((simd, precision): How, rows: usize) -> Precision {
@@ -60,7 +60,7 @@ fn pieces(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>>
     range.step_by(len).map(move |start| start..end.min(start + len))
 }
 
-/// What a unit keeps from span to span.
+/// The state of a unit from span to span.
 pub(super) struct Walk<'a> {
     pub(super) job: &'a Job<'a>,
     pub(super) unit: &'a Unit<'a>,

@@ -9,11 +9,11 @@ use kvd_codec::{HeadCodec, RowSpace};
 pub(super) struct Queries {
     /// Times the scale, `[rows, dim]`.
     pub(super) raw: Vec<f32>,
-    /// The same in coefficient space.
+    /// In coefficient space.
     pub(super) folded: Vec<f32>,
-    /// What to add to scores of coefficient pages.
+    /// Summands of the scores of coefficient pages.
     pub(super) offsets: Vec<f32>,
-    /// The same of raw ones.
+    /// Summands of the scores of raw rows.
     zeros: Vec<f32>,
     dim: usize,
 }
@@ -66,7 +66,7 @@ impl Queries {
             && self.offsets[row].is_finite()
     }
 
-    /// What to add to scores of keys of that space.
+    /// Summands of the scores of keys of that space.
     pub(super) fn offsets_of(&self, space: RowSpace) -> &[f32] {
         match space {
             RowSpace::Raw => &self.zeros,

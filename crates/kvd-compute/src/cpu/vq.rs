@@ -70,7 +70,7 @@ pub(crate) struct Keys {
     book: Book,
     spread: Vec<u8>,
     parts: Parts,
-    /// What one unit of a score is, by row.
+    /// One unit of a score, by row.
     units: Vec<f32>,
     /// See [`alike_factor`]; by row, of the first queries.
     alikes: Vec<f32>,

@@ -112,7 +112,7 @@ impl Book {
             .flat_map(|codes| codes.tables.iter().map(move |(table, first)| (codes, table, *first)))
     }
 
-    /// What to ask for while registers of so many tiles are multiplied.
+    /// Prefetches in as many steps as registers of so many tiles are multiplied.
     #[cfg(target_arch = "x86_64")]
     fn steps<'a>(&self, ahead: Ahead<'a>, tiles: usize) -> Steps<'a> {
         ahead.steps(tiles * self.positions.len() / avx512_runs::POSITIONS)
@@ -219,7 +219,8 @@ struct Cut {
 pub(crate) struct Keys {
     book: Book,
     lookup: Lookup,
-    /// Of each run and byte of its levels where they are multiplied by themselves; else of all.
+    /// One for each run and byte of its levels where runs are multiplied one by one; else one for
+    /// all.
     cuts: Vec<Cut>,
     /// Queries `[rows, dim]`, for outliers.
     queries: Vec<f32>,
@@ -356,7 +357,7 @@ pub(crate) struct Values {
     sums: Vec<f32>,
     /// Signed sums of the rounding residuals of weights, by row.
     lost: Vec<f32>,
-    /// Of outliers: `[rows, dim]`.
+    /// Sums of outliers, `[rows, dim]`.
     outliers: Vec<f32>,
     dim: usize,
 }

@@ -1,8 +1,8 @@
-//! What multiplies makes no difference: under `fast` sums of products are exact integers, and
-//! softmax rounds alike everywhere, so that answers over full tiles have the same bits on every
-//! instruction set where a side keeps nothing else in f32. Elsewhere two answers lie as far apart
-//! as the order of sums in f32 takes them ([`Apart::of_order`]), or, where two instruction sets
-//! round queries or weights in another way, as their budgets do ([`Apart::of_budgets`]).
+//! The instruction set does not change an answer: under `fast` sums of products are exact integers
+//! and softmax rounds alike everywhere, so answers over full tiles have the same bits on every
+//! instruction set, unless a side keeps something else in f32. Elsewhere two answers differ by the
+//! order of sums in f32 ([`Apart::of_order`]), or, where two instruction sets round queries or
+//! weights differently, by their budgets ([`Apart::of_budgets`]).
 
 use super::super::{dots, unit};
 use super::*;
@@ -38,7 +38,8 @@ const SAME_ANSWERS: &[&str] = &[
     "k=uniform(b=4,g=8,axis=token,mode=hybrid); v=uniform(b=5,g=32,axis=channel,mode=hybrid)",
 ];
 
-/// The same of scores; minima of values by token are summed in f32, beside the codes.
+/// Codecs whose scores alone have the same bits; minima of values by token are summed in f32,
+/// beside the codes.
 const SAME_SCORES: &[&str] = &["kvcomp", "turbo-4", "turbo-3", "polar-4+4", "polar-4+2"];
 
 /// Sides that AVX-512 has kernels of another shape for: a run of one width, or a group of signs, is
@@ -52,7 +53,7 @@ enum Way {
     Float,
     /// To words of their row's largest.
     Words,
-    /// The same of their run's.
+    /// To words of their run's largest.
     WordsOfRuns,
     /// To bytes, tables or bf16, as that level does; the kernels may take bf16.
     Bytes(InstructionSet, bool),
@@ -88,7 +89,7 @@ impl Way {
     }
 }
 
-/// What a level makes of a question.
+/// The answer of one level to a question.
 #[derive(Clone)]
 struct Got {
     how: How,
@@ -214,7 +215,7 @@ fn compare_levels(backend: &mut CpuBackend, codec: &ModelCodec, name: &str, part
     }
 }
 
-/// Of which results bits are to be the same: scores in tiles, log-sum-exps and outputs.
+/// Results whose bits are to be the same: scores in tiles, log-sum-exps and outputs.
 fn exact(name: &str, way: Way, (a, b): (Simd, Simd), full: bool) -> [bool; 3] {
     // The same kernels: products of bf16 are all that one of them has and the other has not.
     if [a, b].iter().all(|simd| simd.level() == InstructionSet::Avx512) {

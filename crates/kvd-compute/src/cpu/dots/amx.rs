@@ -69,7 +69,7 @@ fn permitted() -> bool {
     false
 }
 
-/// What registers are shaped for.
+/// The operands that tile registers are configured for.
 #[derive(Clone, Copy, Default, PartialEq)]
 struct Shape {
     /// Rows of parts, two for each row of factors; 0 before the first product.
@@ -143,7 +143,7 @@ struct Operands {
     /// Rows of factors, `left_stride` bytes apart.
     left: *const u8,
     left_stride: usize,
-    /// Of 16 lanes each, a row of four summed codes `stride` bytes after the one before.
+    /// Two blocks of 16 lanes; a row of four summed codes lies `stride` bytes after the one before.
     right: [*const u8; 2],
     stride: usize,
     /// Summed codes.

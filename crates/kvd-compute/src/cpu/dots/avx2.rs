@@ -114,7 +114,7 @@ pub(in crate::cpu) unsafe fn four(bytes: *const u8, at: usize) -> i32 {
     unsafe { bytes.add(at).cast::<i32>().read_unaligned() }
 }
 
-/// What the sums are too large by, because looked-up values are.
+/// The bias that is in the sums, because looked-up values have one.
 fn excess(lookup: &Lookup, sum: i32) -> i32 {
     lookup.bias.wrapping_mul(sum)
 }

@@ -90,7 +90,7 @@ fn sign(bytes: __m256i) -> __m256i {
     _mm256_xor_si256(bytes, _mm256_set1_epi8(BIAS as i8))
 }
 
-/// What codes stand for.
+/// Looks up the values of codes.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn look<const KIND: u8>(codes: __m256i, table: __m256i) -> __m256i {

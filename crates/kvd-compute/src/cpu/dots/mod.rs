@@ -50,7 +50,7 @@ fn codes_are_bytes(codes: TileCodes<'_>, lookup: &Lookup) -> bool {
     lookup.tables.is_empty() && codes.width == 8
 }
 
-/// What codes stand for.
+/// The values that codes stand for.
 pub(crate) struct Lookup {
     /// Channels of a code.
     pub(super) dims: usize,
@@ -59,9 +59,9 @@ pub(crate) struct Lookup {
     /// Per channel, each code's value plus [`BIAS`], repeated to fill; none when a code is its own
     /// value.
     pub(super) tables: Vec<[u8; 256]>,
-    /// What values without a table are too large by.
+    /// The bias of values: codes or bytes of a table are values plus this.
     pub(super) bias: i32,
-    /// What one unit of a value is.
+    /// One unit of a value.
     pub(crate) scale: f32,
 }
 
@@ -102,7 +102,7 @@ impl Lookup {
         Some(Self { dims, bits, tables: (0..dims).map(table).collect(), bias: BIAS, scale })
     }
 
-    /// The same values, looked up beforehand: bytes that are theirs plus [`BIAS`].
+    /// A lookup of these values after they were looked up: bytes that are values plus [`BIAS`].
     pub(crate) fn expanded(&self) -> Self {
         Self { scale: self.scale, ..Self::bytes() }
     }
@@ -163,7 +163,7 @@ pub(crate) struct TileCodes<'a> {
     pub(crate) width: u32,
     /// Codes of a token.
     pub(crate) per_row: usize,
-    /// What to ask for while they are multiplied.
+    /// Bytes to prefetch while these are multiplied.
     pub(crate) ahead: Ahead<'a>,
 }
 
@@ -263,10 +263,10 @@ pub(crate) fn key_dots(
     }
 }
 
-/// What to do with the sums of [`value_dots`].
+/// The positions that [`value_dots`] sums, and the factors of the sums.
 #[derive(Clone, Copy)]
 pub(crate) struct Target<'a> {
-    /// What one unit is, by row.
+    /// One unit of the integers, by row.
     pub(crate) units: &'a [f32],
     /// A further factor for each position; all 1 when empty.
     pub(crate) factors: &'a [f32],

@@ -100,8 +100,8 @@ pub(super) fn value_dots(
     }
 }
 
-/// What the kernels become with the products of one level: so many cells at once that the sums of
-/// four rows are 16 registers.
+/// The kernels with the products of one level, and so many cells at once that the sums of four rows
+/// are 16 registers.
 macro_rules! wrappers {
     ($name:ident, $products:ident, $features:literal, $cells:literal) => {
         mod $name {
@@ -205,7 +205,7 @@ impl Look {
     }
 }
 
-/// Of a plane of codes: where the groups of four lie that are summed, one after the other.
+/// Steps through a plane of codes: from one group of four that is summed to the next.
 #[derive(Clone, Copy)]
 struct Groups {
     at: usize,
@@ -245,7 +245,7 @@ unsafe fn factors<P: Products>(
     P::factors(vld1q_u8(sixteen.as_ptr()))
 }
 
-/// What the sums are too large by, because bytes are not the values.
+/// The bias that is in the sums, because bytes are not the values.
 #[inline(always)]
 fn excess<P: Products>(lookup: &Lookup, sum: i32) -> i32 {
     (lookup.bias - i32::from(P::FLIPPED)).wrapping_mul(sum)

@@ -16,9 +16,9 @@ pub(super) trait Products: Copy {
     type Values: Copy;
     /// Eight factors, as `parts/` cuts them for the level.
     type Factors: Copy;
-    /// What four lanes sum up to, before it is added up.
+    /// Partial sums of four lanes, before they are added up.
     type Sums: Copy;
-    /// What is flipped in each byte before it is multiplied.
+    /// Bits that are flipped in each byte before it is multiplied.
     const FLIPPED: u8;
 
     unsafe fn zero() -> Self::Sums;
@@ -168,7 +168,7 @@ pub(super) struct Matrices;
 impl Products for Matrices {
     type Values = [uint8x16_t; 2];
     type Factors = uint8x16_t;
-    /// Of each of two lanes the high and the low sum.
+    /// High and low sums, two lanes a register.
     type Sums = [int32x4_t; 2];
     const FLIPPED: u8 = 0;
 

@@ -7,7 +7,7 @@ use crate::cpu::simd::Precision;
 
 const UNITS: [f32; ROWS] = [0.5, 0.1, 3.0, 1.0, 0.7, 2.0, 0.3, 1.5];
 
-/// The same values in every run, in `-1.0..1.0`.
+/// Values in `-1.0..1.0`, equal in every run.
 fn waves(count: usize, seed: usize) -> Vec<f32> {
     let wave = |i: usize| ((i * 7919 + seed * 104_729) % 1009) as f32 / 504.5 - 1.0;
     (0..count).map(wave).collect()

@@ -94,8 +94,8 @@ pub(super) fn accumulate(
     }
 }
 
-/// What the kernels become with one set's registers: tokens at once in `scores`, registers of
-/// channels at once in `accumulate`, such that the sums fit.
+/// The kernels with one set's registers: tokens at once in `scores`, registers of channels at once
+/// in `accumulate`, such that the sums fit.
 macro_rules! wrappers {
     ($name:ident, $lanes:ident, $features:literal, $tokens:literal, $blocks:literal) => {
         mod $name {

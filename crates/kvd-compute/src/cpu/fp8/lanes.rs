@@ -84,8 +84,8 @@ pub(super) fn values(
     }
 }
 
-/// What the kernels become with one set's registers: so many of them are summed at once, such that
-/// four rows of sums fit.
+/// The kernels with one set's registers: so many of them are summed at once that four rows of sums
+/// fit.
 macro_rules! wrappers {
     ($name:ident, $lanes:ident, $features:literal, $blocks:literal) => {
         mod $name {

@@ -89,7 +89,7 @@ fn twice(row: &[u8; 16]) -> __m256i {
     _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(row.as_ptr().cast()) })
 }
 
-/// What `N` columns of a table say of the eight bits in each byte.
+/// Looks up the eight bits in each byte in `N` columns of a table.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn look<const N: usize>(
@@ -227,7 +227,7 @@ fn symbol(lanes: &mut [Lanes; PAIRS], nibbles: &NibbleTables) -> [__m256i; PAIRS
     codes
 }
 
-/// The same where length and code are one byte of the table.
+/// As `symbol`, where length and code are one byte of the table.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn small(lanes: &mut [Lanes; PAIRS], nibbles: &NibbleTables) -> [__m256i; PAIRS] {
@@ -241,7 +241,7 @@ fn small(lanes: &mut [Lanes; PAIRS], nibbles: &NibbleTables) -> [__m256i; PAIRS]
     entries
 }
 
-/// The same as `symbol`, and after it the low bits of the code as they are.
+/// As `symbol`, with the low bits of the code, which follow it as they are.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn with_raw(lanes: &mut [Lanes; PAIRS], nibbles: &NibbleTables, raw: u32) -> [__m256i; PAIRS] {

@@ -164,7 +164,7 @@ impl Lanes {
         low
     }
 
-    /// The same as `symbol`, with length and code in one byte of a table.
+    /// As `symbol`, with length and code in one byte of a table.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
     fn small<const WIDE: bool>(&mut self, table: &Bytes) -> __m512i {

@@ -6,7 +6,7 @@ use crate::cpu::huffman::{Chunk, LANES};
 /// Words of chunks that are not there: none, then zeros.
 static NONE: [u32; LANES] = [0; LANES];
 
-/// What is left of a chunk's words.
+/// The words of a chunk that are yet to be read.
 #[derive(Clone, Copy)]
 pub(super) struct Words<'b> {
     pub(super) words: &'b [u32],

@@ -70,7 +70,7 @@ pub(super) struct Rest {
     pub(super) token: usize,
     /// Position in the row.
     pub(super) position: usize,
-    /// What is missing.
+    /// The part of the code that the tile lacks.
     pub(super) rest: f32,
 }
 
@@ -84,9 +84,9 @@ pub(super) struct LaneTiles {
     /// Rows of the page that lie in full tiles.
     rows: usize,
     pub(super) bytes: Vec<u8>,
-    /// Of the chunks that were decoded, for rows in full tiles.
+    /// Outliers of the decoded chunks, for rows in full tiles.
     pub(super) rests: Vec<Rest>,
-    /// Of a whole chunk.
+    /// The steps of a whole chunk.
     steps: Vec<Step>,
     words: Vec<u32>,
     /// Quads of values, `[positions, lanes]`.
@@ -165,7 +165,7 @@ impl LaneTiles {
         token < self.rows
     }
 
-    /// What tiles do not hold of the rows that a span wants, and their rows in the span.
+    /// Outliers of the rows that a span wants, with their rows in the span.
     pub(super) fn rests_of(&self, span: &Span) -> impl Iterator<Item = (&Rest, usize)> {
         let rows = span.rows();
         let first = span.first;
@@ -196,7 +196,7 @@ impl LaneTiles {
         Ok(())
     }
 
-    /// What decoding a chunk reads and writes.
+    /// Input and output of the decoder for one chunk.
     fn chunk<'a>(&'a mut self, simd: Simd, lanes: &StreamCodes<'a>, index: usize) -> Chunk<'a> {
         let chunk = lanes.chunk(index);
         let words = chunk.words.as_chunks::<2>().0;
@@ -345,7 +345,7 @@ mod tests {
 
     const LAYER: LayerIndex = LayerIndex(0);
 
-    /// Of each page the codes of every run and every outlier, or that there is an error in one.
+    /// By page the codes of every run and every outlier; `None` if one of them has an error.
     fn tiles(simd: Simd, codec: &ModelCodec, side: Side, pages: &[&[u8]]) -> Option<Vec<Vec<i64>>> {
         let head = codec.head_codec(LAYER, side, 0);
         let pages: Option<Vec<_>> = pages
@@ -383,7 +383,7 @@ mod tests {
         codes.into_iter().map(i64::from).chain(rests.map(|x| x as i64)).collect()
     }
 
-    /// The same by the reference decoder.
+    /// The codes and outliers of a page by the reference decoder.
     fn reference(codec: &ModelCodec, side: Side, page: &[u8]) -> Option<Vec<i64>> {
         let page = PageReader::open_page(codec, LAYER, side, 0, page).ok()?;
         let (lanes, _) = page.stream_codes().unwrap();

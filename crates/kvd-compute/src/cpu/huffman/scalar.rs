@@ -14,7 +14,7 @@ const WORD_BITS: u32 = 16;
 struct Lanes {
     held: [u32; LANES],
     filled: [u32; LANES],
-    /// What symbols stand for, eight bits each, the first lowest.
+    /// Decoded symbols, eight bits each, the first lowest.
     packed: [u32; LANES],
 }
 
@@ -64,7 +64,8 @@ fn spread(packed: u32, group: usize) -> u32 {
 }
 
 impl Lanes {
-    /// What one top-up serves, of code `first` of the quads on; `left` are still to come.
+    /// Reads the symbols that one top-up serves, from code `first` of the quads on; `left` codes
+    /// are still to come.
     fn batch(
         &mut self,
         words: &[u32],

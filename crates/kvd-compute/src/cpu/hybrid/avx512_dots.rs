@@ -104,7 +104,7 @@ pub(super) fn dots<'a>(
     }
 }
 
-/// What the lanes of a group have: steps, zero points and centres; and a word of signs each.
+/// Scales of a group's lanes: steps, zero points and centres; and a word of signs each.
 #[derive(Clone, Copy)]
 struct Scales {
     of: [*const f32; 3],

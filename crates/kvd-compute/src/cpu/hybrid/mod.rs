@@ -181,16 +181,16 @@ pub(super) fn spread(simd: Simd, codes: TileCodes<'_>, signs: Signs<'_>, out: &m
     });
 }
 
-/// What a group of summed codes is multiplied with, by row.
+/// The factors of a group of summed codes, by row.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "no kernel reads it"))]
 #[derive(Clone, Copy)]
 pub(super) struct Factors<'a> {
     pub(super) rows: PartRows<'a>,
     /// Whether integers of one byte have no sign.
     pub(super) positive: bool,
-    /// What one unit of their integers is.
+    /// One unit of their integers.
     pub(super) units: &'a [f32],
-    /// What a centre and a zero point of one add.
+    /// The share of a sum that comes from a centre and from a zero point of one.
     pub(super) adds: &'a [[f32; 2]],
 }
 
@@ -337,7 +337,7 @@ mod tests {
         }
     }
 
-    /// The same products from codes as bytes.
+    /// Compares with products of codes as bytes.
     #[test]
     fn products_with_signs_are_those_of_signed_bytes() {
         let shapes =

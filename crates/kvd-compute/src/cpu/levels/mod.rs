@@ -170,7 +170,7 @@ pub(crate) fn look_up(
     }
 }
 
-/// The same of one tile, chunks `stride` apart.
+/// Writes the bytes of one tile, chunks `stride` apart.
 fn look_up_tile(
     simd: Simd,
     codes: RunCodes<'_>,

@@ -25,7 +25,7 @@ pub(super) fn look_up_512(codes: RunCodes<'_>, table: &LevelTable, to: Places, o
     }
 }
 
-/// The same of one tile in AVX2, chunks `stride` apart.
+/// Writes the bytes of one tile in AVX2, chunks `stride` apart.
 #[inline]
 pub(super) fn look_up_256(codes: RunCodes<'_>, table: &LevelTable, stride: usize, out: &mut [u8]) {
     // SAFETY: the instruction set was detected.

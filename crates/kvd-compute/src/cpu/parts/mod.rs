@@ -16,7 +16,7 @@ use kvd_core::DType;
 pub(super) const FOLD_ROWS: usize = 4;
 /// Largest magnitude of a factor: the most that two signed bytes hold both ways.
 pub(super) const TOP: f32 = 32639.0;
-/// The same of one signed byte, and of one that has no sign.
+/// Largest magnitude of a factor of one signed byte, and of one byte without a sign.
 const TOP_8: f32 = 127.0;
 const TOP_WEIGHT_8: f32 = 255.0;
 /// The least of that for rows with many values, so that small ones beside a large one keep enough:
@@ -29,7 +29,7 @@ const BYTE_MAX: i32 = u8::MAX as i32;
 /// A row whose largest is no more than this is nothing beside any other, and has no reciprocal.
 pub(super) const NOTHING: f32 = 1e-30;
 
-/// How rows of integers lie, which is how an instruction set multiplies them.
+/// Memory layout of integer operands, chosen per instruction set.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Cut {
     /// Words in the order 0, 2, 1, 3 of each four.
@@ -38,7 +38,7 @@ enum Cut {
     Words,
     /// All high bytes and then all low ones, both signed; with one byte each no low ones.
     Halves,
-    /// The same of each eight values, and of the four that may be left.
+    /// As `Halves`, of each eight values, and of the four that may be left.
     Eights,
 }
 
@@ -77,7 +77,7 @@ pub(super) const EIGHT: usize = 8;
 /// Rows of integers, cut the way the instruction set multiplies them.
 pub(crate) struct Parts {
     bytes: Vec<u8>,
-    /// Of an integer.
+    /// Bytes of an integer.
     digits: usize,
     /// Whether rows that are not long have one digit, and the largest magnitude that holds.
     single: Option<f32>,
@@ -91,10 +91,10 @@ pub(crate) struct Parts {
     folded: Vec<f32>,
 }
 
-/// What a row of factors came to.
+/// The result of rounding a row of factors.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Pushed {
-    /// What one unit of its integers is.
+    /// One unit of its integers.
     pub(crate) unit: f32,
     /// The sum of what rounding took away.
     pub(crate) lost: f32,
@@ -121,8 +121,8 @@ impl Parts {
         Self::new(how, TOP_8)
     }
 
-    /// The same of queries times scales of their channels, which keep two bytes: one large channel
-    /// would leave others next to nothing of one.
+    /// No rows yet of queries times scales of their channels. They keep two bytes: one large
+    /// channel would leave others next to nothing of one.
     pub(crate) fn of_scaled_queries((simd, _): How) -> Self {
         Self::new((simd, Precision::Fast), TOP)
     }
@@ -201,7 +201,7 @@ impl Parts {
         self.folded = folded;
     }
 
-    /// The same where one kernel does both steps.
+    /// As [`Parts::push_folded`], where one kernel does both steps.
     #[cfg(target_arch = "x86_64")]
     fn push_folded_at_once(
         &mut self,
@@ -339,7 +339,8 @@ fn split(simd: Simd, values: &[f32], inverse: f32, (out, digits): (&mut [u8], us
     sum
 }
 
-/// Of up to [`FOLD_ROWS`] rows: the largest magnitudes, the sums with minima, and the sums of all.
+/// Results of folding up to [`FOLD_ROWS`] rows: the largest magnitudes, the sums with minima, and
+/// the sums of all.
 #[derive(Default)]
 pub(super) struct Folds {
     pub(super) largest: [f32; FOLD_ROWS],

@@ -34,7 +34,7 @@ pub(super) fn split(
     }
 }
 
-/// What folding and cutting a few rows came to.
+/// Results of folding and cutting a few rows.
 #[derive(Default)]
 pub(super) struct Cuts {
     pub(super) units: [f32; FOLD_ROWS],

@@ -15,7 +15,7 @@ use std::ops::Range;
 
 /// The largest byte.
 const TOP: f32 = 255.0;
-/// What factors of positions whose sums have 16 bits come to at most: 128 times 255 is less than
+/// Most that factors of positions whose sums have 16 bits add up to: 128 times 255 is less than
 /// `2^15`.
 const FACTORS: usize = 128;
 /// Bytes of a tile that hold two quads' codes.
@@ -65,7 +65,8 @@ pub(super) fn factor_of(keys: &mut Keys, row: usize, position: usize) -> &mut u8
     &mut keys.factors[of_step + byte / QUAD][byte % QUAD]
 }
 
-/// What each code adds to a score, less what the least one of its position adds, which is summed.
+/// Writes each code's share of a score less the least of its position; returns the sum of the
+/// least.
 #[target_feature(enable = "avx2,fma")]
 fn score_codes(query: &[f32], entries: &[[f32; CODES]], scores: &mut [[f32; CODES]]) -> f32 {
     let mut base = 0.0;

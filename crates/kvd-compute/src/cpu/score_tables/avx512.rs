@@ -50,7 +50,7 @@ pub(super) fn push(simd: Simd, keys: &mut Keys, query: &[f32], entries: &[[f32; 
     unsafe { push_planes(keys, &planes, entries) };
 }
 
-/// The same of the query by channel of a code, `[dims, positions]`.
+/// Takes the next row, the query by channel of a code, `[dims, positions]`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 fn push_planes(keys: &mut Keys, planes: &[f32], entries: &[[f32; CODES]]) {
     let (positions, index) = (keys.positions, keys.units.len());
@@ -98,7 +98,7 @@ fn push_planes(keys: &mut Keys, planes: &[f32], entries: &[[f32; CODES]]) {
     }
 }
 
-/// What the codes of eight positions score at least, and how far that is from the most.
+/// The least scores of the codes of eight positions, and how far those are from the most.
 #[inline]
 #[target_feature(enable = "avx512f,avx512vl")]
 fn ends_of(planes: &[f32], (stride, entries): (usize, &[[f32; CODES]])) -> [__m256; 2] {

@@ -43,7 +43,7 @@ pub(crate) struct Keys {
     pub(super) factors: Vec<[u8; QUAD]>,
     /// By row.
     pub(super) units: Vec<f32>,
-    /// What the least scores of all positions come to, by row.
+    /// The sum of the least scores of all positions, by row.
     pub(super) bases: Vec<f32>,
 }
 
@@ -60,13 +60,13 @@ impl Keys {
         Self::new(how, (queries, side.dim()), (book.entries(), book.dim()))
     }
 
-    /// The same where each channel has a code, of a level.
+    /// Takes folded queries `[rows, dim]` where each channel has a code, of a level.
     pub(crate) fn of_levels(how: How, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
         let levels = side.lloyd_levels().filter(|_| side.stream_runs().is_none())?;
         Self::new(how, (queries, side.dim()), (levels, 1))
     }
 
-    /// Of queries `[rows, dim]` and what codes stand for, `[codes, dims]`.
+    /// Takes queries `[rows, dim]` and the entries of codes, `[codes, dims]`.
     fn new(
         (simd, precision): How,
         (queries, dim): (&[f32], usize),

@@ -50,7 +50,7 @@ fn exp(x: f32) -> f32 {
 /// Rows that are weighed at once.
 pub(super) const ROWS: usize = 4;
 
-/// What weights of some rows come to.
+/// Sums and largest weights of some rows.
 #[derive(Default)]
 pub(super) struct Sums {
     pub(super) weights: [f32; ROWS],

@@ -24,9 +24,9 @@ pub(super) const STEP: usize = 32;
 /// Lanes that sums of products with minima are kept in.
 pub(super) const LANES: usize = 16;
 
-/// What codes stand for.
+/// The levels that codes stand for.
 pub(super) struct Levels {
-    /// Of each code, as bf16.
+    /// The level of each code, as bf16.
     pub(super) table: [u16; CODES],
     /// Steps from the minimum to level zero.
     pub(super) middle: f32,
@@ -58,7 +58,7 @@ pub(crate) struct Keys {
     folded: Option<(usize, usize)>,
     /// Queries times steps, `[rows, dim]`, the middle two of each four swapped.
     factors: Vec<u16>,
-    /// What the minima add to a score, by row.
+    /// The share of a score that comes from the minima, by row.
     bases: Vec<f32>,
     zeros: Vec<u8>,
 }
@@ -213,7 +213,7 @@ mod tests {
         (i * 7919 % (top + 1)) as f32
     }
 
-    /// The same with a sign.
+    /// A whole number of up to `top`, with a sign.
     fn signed(i: usize, top: usize) -> f32 {
         if i * 13 % 7 < 3 { -whole(i, top) } else { whole(i, top) }
     }
@@ -279,7 +279,7 @@ mod tests {
         widen(DType::BF16, &narrow(DType::BF16, value * step)) != value * step
     }
 
-    /// What a factor of bf16 times what a code stands for comes to.
+    /// The product of a factor that is rounded to bf16, and a code's level.
     fn product(value: f32, step: f32, level: u16) -> f64 {
         let factor = widen(DType::BF16, &narrow(DType::BF16, value * step));
         f64::from(factor) * f64::from(f32::from_bits(u32::from(level) << 16))

@@ -21,7 +21,7 @@ struct Group {
     units: Vec<f32>,
     /// Losses of a score for steps of one, by row.
     losses: Vec<f32>,
-    /// What a centre and a minimum of one add to a score, by row.
+    /// The share of a score that comes from a centre and from a minimum of one, by row.
     adds: Vec<[f32; 2]>,
 }
 
@@ -31,9 +31,9 @@ pub(crate) struct Keys {
     lookup: Lookup,
     queries: Vec<Group>,
     dim: usize,
-    /// Of the pages of so many tokens.
+    /// The layout of pages, and their tokens.
     layout: Option<(usize, HybridLayout)>,
-    /// Of the tile, `[groups, tokens]`.
+    /// Scales of the tile, `[groups, tokens]`.
     scales: Groups,
     /// The largest step so far.
     largest_step: f32,

@@ -1,9 +1,9 @@
-//! What minima of values by token add to weighted sums, kept apart from the codes: the same for all
-//! channels of a group, so that it is summed once a group.
+//! The share of weighted sums that comes from minima of values by token, kept apart from the codes:
+//! it is the same for all channels of a group, and summed once a group.
 
 use crate::cpu::dots::VECTOR_ROWS as ROWS;
 
-/// What a call multiplies: `tokens` weights of a few rows, each [`SPAN`](crate::cpu::scores::SPAN)
+/// Operands of one call: `tokens` weights of a few rows, each [`SPAN`](crate::cpu::scores::SPAN)
 /// after the one before, and the scales of `channels` channels each.
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "no kernel reads them"))]
 pub(super) struct Weighted<'a> {
@@ -24,14 +24,14 @@ pub(super) struct Minima<const LANES: usize> {
 }
 
 impl<const LANES: usize> Minima<LANES> {
-    /// Of rows of `dim` channels in whole groups of `channels`.
+    /// No sums yet, for rows of `dim` channels in whole groups of `channels`.
     pub(super) fn new(rows: usize, dim: usize, channels: usize) -> Self {
         let groups = dim / channels;
         let sums = vec![[0.0; LANES]; rows.next_multiple_of(ROWS) * groups];
         Self { sums, channels, groups }
     }
 
-    /// Of each block of rows, `[groups, rows]`.
+    /// The sums of each block of rows, `[groups, rows]`.
     pub(super) fn blocks(&mut self) -> impl Iterator<Item = &mut [[f32; LANES]]> {
         self.sums.chunks_mut(ROWS * self.groups)
     }

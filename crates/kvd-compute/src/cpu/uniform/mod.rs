@@ -65,11 +65,11 @@ pub(crate) struct Keys {
     /// As many f16 as there are channels, for scales without minima.
     zeros: Vec<u8>,
     parts: Parts,
-    /// What cutting the queries as they are came to, where one pair is every channel's; its base
-    /// is that of a minimum of 1.
+    /// The queries, cut as they are, where one pair is every channel's; a base is that of a minimum
+    /// of 1.
     whole: Vec<Pushed>,
     units: Vec<f32>,
-    /// What the minima add to a score, by row.
+    /// The share of a score that comes from the minima, by row.
     bases: Vec<f32>,
     /// See [`alike_factor`]; by row, of queries times the first steps.
     alikes: Vec<f32>,
@@ -235,7 +235,7 @@ pub(super) fn largest(groups: UniformGroups) -> i32 {
     }
 }
 
-/// What products take codes for.
+/// The values that products take codes for.
 pub(super) fn lookup(groups: UniformGroups) -> Lookup {
     match groups.mode {
         UniformMode::Asym => Lookup::identity(),

@@ -26,11 +26,11 @@ const TOP_QUERY: f32 = 127.0;
 pub(super) const TOP_WEIGHT: f32 = 255.0;
 /// Steps of a block this far apart are uneven.
 pub(super) const UNEVEN: f32 = 4.0;
-/// Units of what rounding took in one of a factor: half of one is [`TOP_QUERY`] of them.
+/// Scale of the stored rounding residuals: half a quantization step is [`TOP_QUERY`] units.
 pub(super) const RESIDUES: f32 = 254.0;
 /// Lanes that sums of products with minima are kept in.
 pub(super) const LANES: usize = 8;
-/// Whose reciprocal would be no finite number has none.
+/// Values below this are treated as zero: their reciprocal would overflow.
 const LEAST: f32 = 1e-30;
 
 /// Tokens whose weights share a unit.
@@ -56,7 +56,7 @@ fn centre(groups: UniformGroups, middle: u8) -> f32 {
     if groups.mode == UniformMode::Asym { f32::from(middle) / 2.0 } else { 0.0 }
 }
 
-/// The same for values, whose codes are bytes with a sign: those that lie in one and two bits are
+/// The offset of value codes, which are bytes with a sign: those that lie in one and two bits are
 /// doubled first, of others the middle is half a step further.
 fn around(groups: UniformGroups, middle: u8, width: u32) -> Around {
     let doubled = width <= 2;
@@ -66,7 +66,7 @@ fn around(groups: UniformGroups, middle: u8, width: u32) -> Around {
     Around { code, gain, centre }
 }
 
-/// What value codes are multiplied less.
+/// The code that is subtracted from value codes before they are multiplied.
 #[derive(Clone, Copy)]
 pub(super) struct Around {
     /// To be taken off a code, as it is multiplied.
@@ -85,12 +85,12 @@ struct Block {
     scaled: Vec<f32>,
     /// Those units, `[blocks of channels, ROWS]`.
     largest: Vec<f32>,
-    /// The same times steps, for the last scale row folded: bytes, their units, and what minima and
-    /// the code that is zero add to a score.
+    /// Scaled values times steps, for the last scale row folded: bytes, their units, and the share
+    /// of a score that comes from minima and from the code that is zero.
     factors: Vec<u8>,
     units: Vec<f32>,
     bases: [f32; ROWS],
-    /// What rounding took, of uneven blocks, and which those are.
+    /// Rounding residuals of uneven blocks, and which blocks those are.
     residues: Vec<u8>,
     uneven: Vec<usize>,
 }
@@ -150,7 +150,7 @@ pub(crate) struct Keys {
     zeros: Vec<u8>,
 }
 
-/// What [`Keys`] hand to their kernel.
+/// Queries as [`Keys`] hand them to their kernel.
 pub(super) struct Queries<'a> {
     pub(super) rows: usize,
     pub(super) values: &'a [f32],
@@ -158,7 +158,7 @@ pub(super) struct Queries<'a> {
     pub(super) largest: &'a [f32],
 }
 
-/// What it makes of them.
+/// The kernel's output for them.
 pub(super) struct Folded<'a> {
     pub(super) factors: &'a mut [u8],
     pub(super) units: &'a mut [f32],
@@ -167,7 +167,7 @@ pub(super) struct Folded<'a> {
     pub(super) uneven: &'a mut Vec<usize>,
 }
 
-/// The same, as keys are scored with it.
+/// That output, as keys are scored with it.
 #[derive(Clone, Copy)]
 pub(super) struct Factors<'a> {
     pub(super) bytes: &'a [u8],
@@ -242,7 +242,7 @@ impl Keys {
 pub(super) struct Room {
     /// Weights over a unit of [`TOKENS`] of them.
     pub(super) scaled: [f32; ROWS * SPAN],
-    /// The same times steps of one group.
+    /// Scaled weights times steps of one group.
     pub(super) factors: [u8; ROWS * SPAN],
 }
 

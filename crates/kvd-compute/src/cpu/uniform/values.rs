@@ -86,8 +86,8 @@ pub(crate) struct Values {
     turned: Vec<u8>,
     /// As many f16 as a span has tokens, for scales without minima.
     zeros: Vec<u8>,
-    /// What is to be added to all channels of a group, `[rows, groups of channels]`: minima of
-    /// tokens, and what rounding took.
+    /// Sums that belong to all channels of a group, `[rows, groups of channels]`: minima of tokens,
+    /// and rounding residuals.
     bases: Vec<f32>,
     /// Tiles since they were added.
     unsettled: usize,

@@ -64,7 +64,7 @@ fn largest(values: &[f32]) -> f32 {
     values.iter().copied().fold(0.0, f32::max)
 }
 
-/// What folding makes of queries, a value at a time: factors, units, residues, uneven blocks.
+/// Folded queries of the scalar model: factors, units, residues, uneven blocks.
 type Cut = (Vec<u8>, Vec<f32>, Vec<u8>, Vec<usize>);
 
 fn cut_queries(queries: &[f32], dim: usize, steps: &[f32]) -> Cut {
@@ -209,8 +209,7 @@ fn scores_of_whole_factors_are_exact_and_of_uneven_ones_half_a_residue_off() {
     }
 }
 
-/// What folding makes of a row's weights and a group's steps, a value at a time: factors, and
-/// units by block of tokens.
+/// Folds a row's weights and a group's steps one by one: factors, and units by block of tokens.
 fn cut_weights(weights: &[f32], steps: &[f32], gain: f32) -> (Vec<u8>, Vec<f32>) {
     let (mut factors, mut units) = (Vec::new(), Vec::new());
     for (weights, steps) in weights.chunks(TOKENS).zip(steps.chunks(TOKENS)) {
