@@ -5,7 +5,7 @@
 //! length of the call; those of an attend in slices ([`Backend::attend_slice`]) until it is
 //! answered or given up.
 
-use crate::region::none;
+use crate::region::no_region_error;
 use crate::{
     AttendPlan, AttendTask, BackendError, DeviceRegion, LoadPlan, OpenedRegion, RegionHandle,
     RegionPlaces, RegionRows, Source, StagedRows, StagedWrite, Stop,
@@ -290,7 +290,7 @@ pub trait Backend: Send {
         bytes: u64,
     ) -> Result<OpenedRegion, BackendError> {
         let _ = (handle, bytes);
-        Err(none())
+        Err(no_region_error())
     }
 
     /// [`Backend::attend`] with queries and answer in a region; the plan's own queries are ignored.
@@ -308,7 +308,7 @@ pub trait Backend: Send {
         launched: &mut dyn FnMut(),
     ) -> Result<u64, BackendError> {
         let _ = (plan, places, launched);
-        Err(none())
+        Err(no_region_error())
     }
 
     /// Copies K and V of a region within the device, and says of the copy what the host would of
@@ -322,7 +322,7 @@ pub trait Backend: Send {
         rows: &RegionRows,
     ) -> Result<Option<StagedRows>, BackendError> {
         let _ = (model, rows);
-        Err(none())
+        Err(no_region_error())
     }
 
     /// [`Backend::write`] of rows that are staged, to any number of slots, none of which meets
@@ -336,7 +336,7 @@ pub trait Backend: Send {
         writes: &[StagedWrite],
     ) -> Result<(), BackendError> {
         let _ = (staged, writes);
-        Err(none())
+        Err(no_region_error())
     }
 
     /// Gives it back; one that is not open is none.
@@ -355,7 +355,7 @@ pub trait Backend: Send {
         bytes: &mut [u8],
     ) -> Result<(), BackendError> {
         let _ = (region, offset, bytes);
-        Err(none())
+        Err(no_region_error())
     }
 
     /// Copies into it; what was written is there when this returns.
@@ -369,6 +369,6 @@ pub trait Backend: Send {
         bytes: &[u8],
     ) -> Result<(), BackendError> {
         let _ = (region, offset, bytes);
-        Err(none())
+        Err(no_region_error())
     }
 }

@@ -20,8 +20,8 @@ pub use backend::{
     LoadedRows, ModelBytes, RawTarget,
 };
 pub use cpu::{
-    ArenaError, CodeDecoder, CpuBackend, CpuOptions, EncodeAs, InstructionSet, OpenError,
-    Precision, Products, Simd, content_hash, content_hash_of, first_non_finite, multiply_adds,
+    ArenaError, CodeDecoder, CpuBackend, CpuOptions, EncodeAs, InstructionSet, MultiplyKind,
+    OpenError, Precision, Simd, content_hash, content_hash_of, first_non_finite, multiply_adds,
 };
 pub use error::BackendError;
 pub use plan::{AttendPlan, LoadPlan, PlanPart, PlanQuery, Source};

@@ -87,7 +87,7 @@ pub struct StagedWrite {
 }
 
 /// The answer of a device that no memory can be shared through.
-pub(crate) fn none() -> BackendError {
+pub(crate) fn no_region_error() -> BackendError {
     let message = "the device is the processor: it opens no CUDA memory";
     BackendError::Device { code: ErrorCode::InvalidArgument, message: message.to_owned() }
 }

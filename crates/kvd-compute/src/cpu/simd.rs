@@ -26,7 +26,7 @@ macro_rules! per_level {
                 $body($($arg),*)
             }
             #[cfg_attr(target_arch = "x86_64", expect(unsafe_code, reason = "after detection"))]
-            match simd.set() {
+            match simd.vector_set() {
                 // SAFETY: a `Simd` of this set exists only where the CPU has it.
                 #[cfg(target_arch = "x86_64")]
                 $crate::cpu::simd::InstructionSet::Avx2 => unsafe { avx2($($arg),*) },
@@ -41,7 +41,7 @@ macro_rules! per_level {
 pub(super) use per_level;
 
 /// Asks for the cache lines of `bytes`, to be read soon.
-pub(super) fn prefetch(bytes: &[u8]) {
+pub(super) fn prefetch_lines(bytes: &[u8]) {
     #[cfg(target_arch = "aarch64")]
     for line in bytes.chunks(64) {
         // SAFETY: a prefetch reads nothing.
@@ -149,8 +149,14 @@ impl Precision {
     }
 }
 
-/// With which instructions a kernel multiplies, and how far it rounds.
-pub(crate) type How = (Simd, Precision);
+/// How a kernel is to work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct KernelConfig {
+    /// With which instructions it multiplies.
+    pub(crate) simd: Simd,
+    /// How far it rounds.
+    pub(crate) precision: Precision,
+}
 
 /// An instruction set that this machine was found to have: only then does one exist.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -167,18 +173,18 @@ impl Simd {
     /// When this machine does not have it.
     pub fn named(set: Option<InstructionSet>) -> Result<Self, OpenError> {
         let named =
-            |set: InstructionSet| Self::of(set).ok_or(OpenError::InstructionSet(set.name()));
-        set.map_or_else(|| Ok(Self::detect()), named)
+            |set: InstructionSet| Self::of_set(set).ok_or(OpenError::InstructionSet(set.name()));
+        set.map_or_else(|| Ok(Self::detect_widest()), named)
     }
 
     /// The widest this machine has.
-    pub(crate) fn detect() -> Self {
-        Self::available().pop().expect("portable at least")
+    pub(crate) fn detect_widest() -> Self {
+        Self::available_levels().pop().expect("portable at least")
     }
 
     /// Every level this machine can run, the widest last: one with products of bf16 also without.
-    pub(crate) fn available() -> Vec<Self> {
-        let sets = InstructionSet::ALL.into_iter().filter_map(Self::of);
+    pub(crate) fn available_levels() -> Vec<Self> {
+        let sets = InstructionSet::ALL.into_iter().filter_map(Self::of_set);
         sets.flat_map(|simd| [simd.without_bf16(), Some(simd)]).flatten().collect()
     }
 
@@ -188,7 +194,7 @@ impl Simd {
     }
 
     /// That instruction set, if the machine has it.
-    pub(crate) fn of(set: InstructionSet) -> Option<Self> {
+    pub(crate) fn of_set(set: InstructionSet) -> Option<Self> {
         let has = match set {
             InstructionSet::Portable => true,
             #[cfg(target_arch = "x86_64")]
@@ -199,7 +205,7 @@ impl Simd {
             InstructionSet::Avx512 => has_avx2() && has_avx512(),
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Amx => {
-                has_avx2() && has_avx512() && crate::cpu::dots::amx::is_available()
+                has_avx2() && has_avx512() && crate::cpu::int_dot::amx::is_available()
             }
             #[cfg(target_arch = "aarch64")]
             InstructionSet::Neon => true,
@@ -213,7 +219,7 @@ impl Simd {
         };
         let bf16 = has && has_bf16(set);
         #[cfg(test)]
-        skip::tell(set, has, bf16);
+        skip::tell_skipped(set, has, bf16);
         has.then_some(Self { set, bf16 })
     }
 
@@ -226,7 +232,7 @@ impl Simd {
     /// Its registers, as the codec's loops take them.
     #[must_use]
     pub fn width(self) -> RegisterWidth {
-        match self.set() {
+        match self.vector_set() {
             InstructionSet::Avx2 | InstructionSet::AvxVnni => RegisterWidth::Bits256,
             InstructionSet::Avx512 | InstructionSet::Amx => RegisterWidth::Bits512,
             InstructionSet::Neon | InstructionSet::NeonDotprod | InstructionSet::NeonI8mm => {
@@ -237,7 +243,7 @@ impl Simd {
     }
 
     /// The one whose vector registers it has: AMX adds products to AVX-512, AVX-VNNI to AVX2.
-    pub(crate) fn set(self) -> InstructionSet {
+    pub(crate) fn vector_set(self) -> InstructionSet {
         match self.set {
             InstructionSet::AvxVnni => InstructionSet::Avx2,
             InstructionSet::Amx => InstructionSet::Avx512,
@@ -267,7 +273,7 @@ impl Simd {
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(in crate::cpu) use crate::cpu::dots::amx::InUse;
+pub(in crate::cpu) use crate::cpu::int_dot::amx::InUse;
 
 /// No other instruction set has such state.
 #[cfg(not(target_arch = "x86_64"))]
@@ -332,7 +338,7 @@ mod skip {
     }
 
     /// Once for each level in a run of the tests, past what libtest keeps of tests that pass.
-    pub(super) fn tell(set: InstructionSet, has: bool, bf16: bool) {
+    pub(super) fn tell_skipped(set: InstructionSet, has: bool, bf16: bool) {
         static TOLD: [Once; InstructionSet::ALL.len()] =
             [const { Once::new() }; InstructionSet::ALL.len()];
         static BF16: Once = Once::new();

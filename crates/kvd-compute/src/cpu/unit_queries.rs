@@ -1,12 +1,12 @@
 //! The query rows of one unit of attention, times the scale, as given and folded.
 
 use crate::BackendError;
-use crate::cpu::job::{Job, Unit, group, payload_row};
-use crate::cpu::loss::{all_finite, largest};
+use crate::cpu::attend_job::{AttendJob, AttendUnit, group_size, payload_row};
+use crate::cpu::loss::{all_finite, largest_magnitude};
 use kvd_codec::{HeadCodec, RowSpace};
 
 /// The queries of a unit, once as given and once folded into coefficient space.
-pub(super) struct Queries {
+pub(super) struct UnitQueries {
     /// Times the scale, `[rows, dim]`.
     pub(super) raw: Vec<f32>,
     /// In coefficient space.
@@ -18,17 +18,17 @@ pub(super) struct Queries {
     dim: usize,
 }
 
-impl Queries {
+impl UnitQueries {
     /// # Errors
     /// When a query times the scale is beyond f32, as given or folded.
     pub(super) fn new(
-        job: &Job<'_>,
-        unit: &Unit<'_>,
+        job: &AttendJob<'_>,
+        unit: &AttendUnit<'_>,
         side: &HeadCodec,
     ) -> Result<Self, BackendError> {
         let dim = side.dim();
         let scale = job.plan.score_scale(dim);
-        let rows = unit.q.len() * group(job);
+        let rows = unit.q.len() * group_size(job);
         let mut raw = Vec::with_capacity(rows * dim);
         for row in 0..rows {
             let start = payload_row(job, unit, row) * dim;
@@ -53,9 +53,9 @@ impl Queries {
     }
 
     /// The largest magnitude of a row, as given or folded.
-    pub(super) fn largest(&self, row: usize) -> f32 {
+    pub(super) fn largest_in_row(&self, row: usize) -> f32 {
         [RowSpace::Raw, RowSpace::Coefficient]
-            .map(|space| largest(self.row(space, row)))
+            .map(|space| largest_magnitude(self.row(space, row)))
             .into_iter()
             .fold(0f32, f32::max)
     }

@@ -6,8 +6,8 @@ use super::peaks::Peaks;
 use super::{BenchError, Shape, each_set, limits};
 use bytes::Bytes;
 use kvd_compute::{
-    AttendPlan, Attended, Backend, InstructionSet, LoadPlan, PlanPart, PlanQuery, Precision,
-    Products, Source,
+    AttendPlan, Attended, Backend, InstructionSet, LoadPlan, MultiplyKind, PlanPart, PlanQuery,
+    Precision, Source,
 };
 use kvd_core::{DType, ProgressLines, Side};
 use serde::Serialize;
@@ -146,10 +146,10 @@ impl AttendBench {
     /// Says what a row multiplies with, and how many of those the machine makes.
     fn set_against(&self, peaks: &mut Peaks, case: &mut Case) -> Result<(), BenchError> {
         let backend = &case.filled.backend;
-        let products = backend.products((MODEL, LAYER), self.query_tokens, self.shape.group);
+        let products = backend.multiply_kinds(MODEL, LAYER, self.query_tokens, self.shape.group);
         let products = products.map_err(BenchError::of(&case.row.codec))?;
         let set = backend.instruction_set();
-        case.row.products = products.map(Products::name);
+        case.row.products = products.map(MultiplyKind::name);
         case.row.peak_per_ns = products.map(|products| peaks.per_ns(set, products));
         Ok(())
     }

@@ -7,15 +7,15 @@ pub(super) mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx512;
 #[cfg(target_arch = "x86_64")]
-pub(super) mod group;
+pub(super) mod chunk_group;
 #[cfg(target_arch = "aarch64")]
 pub(super) mod neon;
 pub(super) mod scalar;
 
 use crate::BackendError;
-use crate::cpu::scores::TILE;
 use crate::cpu::simd::{InstructionSet, Simd, per_level};
-use crate::cpu::span::Span;
+use crate::cpu::span_scores::TILE;
+use crate::cpu::token_span::TokenSpan;
 use kvd_codec::{
     CHUNK_TOKENS, CodeLayout, FixedCodes, HeadCodec, PageError, PageReader, StreamCodes, StreamRun,
     StreamTable,
@@ -32,7 +32,7 @@ pub(super) const STEP_BYTES: usize = LANES * QUAD;
 
 /// One quad in each lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Step {
+pub(super) struct QuadStep {
     pub(super) table: usize,
     /// Codes of a quad that count.
     pub(super) count: usize,
@@ -43,7 +43,7 @@ pub(super) struct Step {
 }
 
 /// One chunk on its way into tiles.
-pub(super) struct Chunk<'a> {
+pub(super) struct HuffmanChunk<'a> {
     pub(super) side: Side,
     pub(super) tokens: usize,
     /// Words, and after them as many zeros as there are lanes.
@@ -51,21 +51,21 @@ pub(super) struct Chunk<'a> {
     /// How many were taken.
     pub(super) next: usize,
     pub(super) tables: &'a [StreamTable],
-    pub(super) steps: &'a [Step],
+    pub(super) steps: &'a [QuadStep],
     /// A tile of keys after the other, or quads of values, `[positions, lanes]`.
     pub(super) out: &'a mut [u8],
 }
 
-impl Chunk<'_> {
+impl HuffmanChunk<'_> {
     /// Words of the page.
-    pub(super) fn end(&self) -> usize {
+    pub(super) fn word_count(&self) -> usize {
         self.words.len() - LANES
     }
 }
 
 /// A code that tiles hold cut off, or not at all.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Rest {
+pub(super) struct OutlierRest {
     /// Row, counted in the page.
     pub(super) token: usize,
     /// Position in the row.
@@ -75,7 +75,7 @@ pub(super) struct Rest {
 }
 
 /// The decoded tiles of one page.
-pub(super) struct LaneTiles {
+pub(super) struct StreamTiles {
     side: Side,
     /// A row's runs, and where each begins in the rows of a tile.
     pub(super) runs: Vec<(StreamRun, usize)>,
@@ -85,29 +85,29 @@ pub(super) struct LaneTiles {
     rows: usize,
     pub(super) bytes: Vec<u8>,
     /// Outliers of the decoded chunks, for rows in full tiles.
-    pub(super) rests: Vec<Rest>,
+    pub(super) rests: Vec<OutlierRest>,
     /// The steps of a whole chunk.
-    steps: Vec<Step>,
+    steps: Vec<QuadStep>,
     words: Vec<u32>,
     /// Quads of values, `[positions, lanes]`.
     quads: Vec<u8>,
 }
 
 /// The steps of a whole chunk, in the order of its words.
-fn steps(runs: &[(StreamRun, usize)], per_row: usize, side: Side) -> Vec<Step> {
+fn chunk_steps(runs: &[(StreamRun, usize)], per_row: usize, side: Side) -> Vec<QuadStep> {
     let mut steps = Vec::new();
     for (run, first) in runs {
         let table = run.table;
         for at in 0..run.len {
             let position = first + at;
             if side == Side::Value {
-                steps.push(Step { table, count: QUAD, tokens: 0, out: position * STEP_BYTES });
+                steps.push(QuadStep { table, count: QUAD, tokens: 0, out: position * STEP_BYTES });
             } else if at % QUAD == 0 {
                 let count = QUAD.min(run.len - at);
                 for tokens in (0..CHUNK_TOKENS).step_by(LANES) {
                     let (tile, row) = (tokens / TILE, tokens % TILE);
                     let out = tile * TILE * per_row + position * TILE + row * QUAD;
-                    steps.push(Step { table, count, tokens, out });
+                    steps.push(QuadStep { table, count, tokens, out });
                 }
             }
         }
@@ -115,7 +115,7 @@ fn steps(runs: &[(StreamRun, usize)], per_row: usize, side: Side) -> Vec<Step> {
     steps
 }
 
-impl LaneTiles {
+impl StreamTiles {
     /// For pages of that side; `None` when they hold no Huffman codes, or codes beyond a byte.
     pub(super) fn new(head: &HeadCodec, side: Side) -> Option<Self> {
         let mut per_row = 0;
@@ -131,7 +131,7 @@ impl LaneTiles {
         let runs: Vec<_> = head.stream_runs()?.iter().map(place).collect();
         Some(Self {
             side,
-            steps: steps(&runs, per_row, side),
+            steps: chunk_steps(&runs, per_row, side),
             runs,
             per_row,
             rows: 0,
@@ -143,7 +143,7 @@ impl LaneTiles {
     }
 
     /// The tiles as codes of eight bits under the scales of their page.
-    pub(super) fn fixed<'a>(&'a self, scales: &'a [u8]) -> FixedCodes<'a> {
+    pub(super) fn as_fixed_codes<'a>(&'a self, scales: &'a [u8]) -> FixedCodes<'a> {
         let layout = CodeLayout::new(self.side, self.rows, self.per_row, 8);
         FixedCodes { layout, scales, codes: &self.bytes }
     }
@@ -166,15 +166,15 @@ impl LaneTiles {
     }
 
     /// Outliers of the rows that a span wants, with their rows in the span.
-    pub(super) fn rests_of(&self, span: &Span) -> impl Iterator<Item = (&Rest, usize)> {
-        let rows = span.rows();
+    pub(super) fn rests_of(&self, span: &TokenSpan) -> impl Iterator<Item = (&OutlierRest, usize)> {
+        let rows = span.source_rows();
         let first = span.first;
-        let inside = move |rest: &&Rest| rows.contains(&rest.token);
+        let inside = move |rest: &&OutlierRest| rows.contains(&rest.token);
         self.rests.iter().filter(inside).map(move |rest| (rest, rest.token - first))
     }
 
     /// Makes room for the page, and says which chunks are to be decoded.
-    fn open(&mut self, page: &PageReader<'_>, wanted: &Range<usize>) -> Range<usize> {
+    fn open_page(&mut self, page: &PageReader<'_>, wanted: &Range<usize>) -> Range<usize> {
         self.rows = page.tokens() / TILE * TILE;
         let bytes = self.rows.next_multiple_of(CHUNK_TOKENS) * self.per_row;
         if self.bytes.len() < bytes {
@@ -184,25 +184,30 @@ impl LaneTiles {
         wanted.start / CHUNK_TOKENS..wanted.end.min(self.rows).div_ceil(CHUNK_TOKENS)
     }
 
-    fn outliers(&mut self, lanes: &StreamCodes<'_>, index: usize) -> Result<(), BackendError> {
+    fn read_outliers(&mut self, lanes: &StreamCodes<'_>, index: usize) -> Result<(), BackendError> {
         for outlier in lanes.chunk_outliers(&lanes.chunk(index)) {
             let outlier = outlier?;
             let token = index * CHUNK_TOKENS + outlier.token;
             if token < self.rows {
                 let (position, rest) = (outlier.position, outlier.rest as f32);
-                self.rests.push(Rest { token, position, rest });
+                self.rests.push(OutlierRest { token, position, rest });
             }
         }
         Ok(())
     }
 
     /// Input and output of the decoder for one chunk.
-    fn chunk<'a>(&'a mut self, simd: Simd, lanes: &StreamCodes<'a>, index: usize) -> Chunk<'a> {
+    fn start_chunk<'a>(
+        &'a mut self,
+        simd: Simd,
+        lanes: &StreamCodes<'a>,
+        index: usize,
+    ) -> HuffmanChunk<'a> {
         let chunk = lanes.chunk(index);
         let words = chunk.words.as_chunks::<2>().0;
         self.words.resize(words.len() + LANES, 0);
         let (wide, beyond) = self.words.split_at_mut(words.len());
-        widen(simd, words, wide);
+        widen_words(simd, words, wide);
         beyond.fill(0);
         let size = CHUNK_TOKENS * self.per_row;
         let out = match self.side {
@@ -212,7 +217,7 @@ impl LaneTiles {
                 &mut self.quads[..]
             }
         };
-        Chunk {
+        HuffmanChunk {
             side: self.side,
             tokens: chunk.tokens,
             words: &self.words,
@@ -225,41 +230,41 @@ impl LaneTiles {
 
     /// Brings quads of values where tiles have them: lane `l` holds tokens `4 l` and the three
     /// after it.
-    fn place(&mut self, simd: Simd, index: usize) {
+    fn place_quads(&mut self, simd: Simd, index: usize) {
         if self.side == Side::Key {
             return;
         }
         let (per_row, size) = (self.per_row, CHUNK_TOKENS * self.per_row);
         let out = &mut self.bytes[index * size..][..size];
         #[cfg(target_arch = "x86_64")]
-        if simd.set() == InstructionSet::Avx512 {
-            return avx512::turn(simd, &self.quads, per_row, out);
+        if simd.vector_set() == InstructionSet::Avx512 {
+            return avx512::transpose_quads(simd, &self.quads, per_row, out);
         }
         #[cfg(target_arch = "aarch64")]
-        if simd.set() != InstructionSet::Portable {
-            return neon::turn(&self.quads, per_row, out);
+        if simd.vector_set() != InstructionSet::Portable {
+            return neon::transpose_quads(&self.quads, per_row, out);
         }
         #[cfg(target_arch = "x86_64")]
-        let done = match simd.set() {
-            InstructionSet::Avx2 => avx2::turn(simd, &self.quads, per_row, out),
+        let done = match simd.vector_set() {
+            InstructionSet::Avx2 => avx2::transpose_quads(simd, &self.quads, per_row, out),
             _ => 0,
         };
         #[cfg(not(target_arch = "x86_64"))]
         let done = 0;
-        turn(&self.quads, (per_row, done), out);
+        transpose_quads(&self.quads, per_row, done, out);
     }
 }
 
-per_level!(fn widen(words: &[[u8; 2]], out: &mut [u32]) = widen_body);
+per_level!(fn widen_words(words: &[[u8; 2]], out: &mut [u32]) = widen_words_body);
 
 #[inline(always)]
-fn widen_body(words: &[[u8; 2]], out: &mut [u32]) {
+fn widen_words_body(words: &[[u8; 2]], out: &mut [u32]) {
     let words = words.iter().map(|word| u32::from(u16::from_le_bytes(*word)));
     out.iter_mut().zip(words).for_each(|(out, word)| *out = word);
 }
 
 /// The positions from `done` on.
-fn turn(quads: &[u8], (per_row, done): (usize, usize), out: &mut [u8]) {
+fn transpose_quads(quads: &[u8], per_row: usize, done: usize, out: &mut [u8]) {
     let out = out.as_chunks_mut::<QUAD>().0;
     // A line of each lane at a time.
     for first in (done..per_row).step_by(LANES) {
@@ -276,8 +281,8 @@ fn turn(quads: &[u8], (per_row, done): (usize, usize), out: &mut [u8]) {
 pub(super) const TOGETHER: usize = 4;
 
 /// A page, and the rows of it that are wanted.
-pub(super) struct Wanted<'a> {
-    pub(super) tiles: &'a mut LaneTiles,
+pub(super) struct PageRequest<'a> {
+    pub(super) tiles: &'a mut StreamTiles,
     pub(super) page: &'a PageReader<'a>,
     pub(super) rows: Range<usize>,
     /// Whether there are tiles of the page now.
@@ -285,17 +290,17 @@ pub(super) struct Wanted<'a> {
 }
 
 /// Decodes what is wanted of the pages that hold Huffman codes of at most a byte.
-pub(super) fn decode(simd: Simd, pages: Vec<Wanted<'_>>) -> Result<(), BackendError> {
+pub(super) fn decode_pages(simd: Simd, pages: Vec<PageRequest<'_>>) -> Result<(), BackendError> {
     let mut tasks = Vec::with_capacity(pages.len());
-    for Wanted { tiles, page, rows, decoded } in pages {
+    for PageRequest { tiles, page, rows, decoded } in pages {
         let Some((lanes, _)) = page.stream_codes() else { continue };
         if lanes.tables().iter().any(|table| table.byte_tables().is_none()) {
             continue;
         }
         *decoded = true;
-        let chunks = tiles.open(page, &rows);
+        let chunks = tiles.open_page(page, &rows);
         for index in chunks.clone() {
-            tiles.outliers(&lanes, index)?;
+            tiles.read_outliers(&lanes, index)?;
         }
         tasks.push((tiles, lanes, chunks));
     }
@@ -305,34 +310,35 @@ pub(super) fn decode(simd: Simd, pages: Vec<Wanted<'_>>) -> Result<(), BackendEr
             let Some(index) = wanted.next() else { continue };
             turns.push((&mut **tiles, &*lanes, index));
         }
-        chunks
-            .extend(turns.iter_mut().map(|(tiles, lanes, index)| tiles.chunk(simd, lanes, *index)));
-        run(simd, &mut chunks);
-        let spent = chunks.iter().all(|chunk| chunk.next >= chunk.end());
+        chunks.extend(
+            turns.iter_mut().map(|(tiles, lanes, index)| tiles.start_chunk(simd, lanes, *index)),
+        );
+        decode_chunks(simd, &mut chunks);
+        let spent = chunks.iter().all(|chunk| chunk.next >= chunk.word_count());
         drop(chunks);
         if !spent {
             return Err(PageError::Payload("a stream does not end where its length says").into());
         }
-        turns.into_iter().for_each(|(tiles, _, index)| tiles.place(simd, index));
+        turns.into_iter().for_each(|(tiles, _, index)| tiles.place_quads(simd, index));
     }
     Ok(())
 }
 
 /// Decodes one chunk of each page; those that are not whole one symbol after another.
-fn run(simd: Simd, chunks: &mut [Chunk<'_>]) {
-    let whole = |chunk: &&mut Chunk<'_>| chunk.tokens == CHUNK_TOKENS;
+fn decode_chunks(simd: Simd, chunks: &mut [HuffmanChunk<'_>]) {
+    let whole = |chunk: &&mut HuffmanChunk<'_>| chunk.tokens == CHUNK_TOKENS;
     let (fast, slow): (Vec<_>, Vec<_>) = chunks.iter_mut().partition(whole);
-    slow.into_iter().for_each(scalar::decode);
-    match simd.set() {
+    slow.into_iter().for_each(scalar::decode_chunk);
+    match simd.vector_set() {
         #[cfg(target_arch = "x86_64")]
-        InstructionSet::Avx512 => avx512::decode(simd, fast),
+        InstructionSet::Avx512 => avx512::decode_chunks(simd, fast),
         #[cfg(target_arch = "x86_64")]
-        InstructionSet::Avx2 => avx2::decode(simd, fast),
+        InstructionSet::Avx2 => avx2::decode_chunks(simd, fast),
         #[cfg(target_arch = "aarch64")]
         InstructionSet::Neon | InstructionSet::NeonDotprod | InstructionSet::NeonI8mm => {
-            neon::decode(fast);
+            neon::decode_chunks(fast);
         }
-        _ => fast.into_iter().for_each(scalar::decode),
+        _ => fast.into_iter().for_each(scalar::decode_chunk),
     }
 }
 
@@ -353,19 +359,20 @@ mod tests {
             .map(|page| PageReader::open_page(codec, LAYER, side, 0, page).ok())
             .collect();
         let pages = pages?;
-        let mut tiles: Vec<_> = pages.iter().map(|_| LaneTiles::new(head, side).unwrap()).collect();
+        let mut tiles: Vec<_> =
+            pages.iter().map(|_| StreamTiles::new(head, side).unwrap()).collect();
         let mut decoded = vec![false; pages.len()];
         let wanted = pages.iter().zip(&mut tiles).zip(&mut decoded);
         let wanted = wanted.map(|((page, tiles), decoded)| {
             let rows = 0..page.tokens();
-            Wanted { tiles, page, rows, decoded }
+            PageRequest { tiles, page, rows, decoded }
         });
-        decode(simd, wanted.collect()).ok()?;
+        decode_pages(simd, wanted.collect()).ok()?;
         assert!(decoded.iter().all(|decoded| *decoded));
         Some(tiles.iter().map(|tiles| codes(tiles, side)).collect())
     }
 
-    fn codes(tiles: &LaneTiles, side: Side) -> Vec<i64> {
+    fn codes(tiles: &StreamTiles, side: Side) -> Vec<i64> {
         let layout = CodeLayout::new(side, tiles.rows, tiles.per_row, 8);
         let mut codes = Vec::new();
         for row in 0..tiles.rows {
@@ -450,7 +457,7 @@ mod tests {
                         let (count, at) = (1 + turn % 5, turn % 7 % (1 + turn % 5));
                         let mut pages = vec![good; count];
                         pages[at] = &page;
-                        for simd in Simd::available() {
+                        for simd in Simd::available_levels() {
                             let got = tiles(simd, &codec, side, &pages);
                             let context = format!("{simd:?} {name} {side} {turn}");
                             assert_eq!(got.is_some(), expected.is_some(), "{context}");

@@ -1,12 +1,13 @@
 //! The share of weighted sums that comes from minima of values by token, kept apart from the codes:
 //! it is the same for all channels of a group, and summed once a group.
 
-use crate::cpu::dots::VECTOR_ROWS as ROWS;
+use crate::cpu::int_dot::VECTOR_ROWS as ROWS;
 
-/// Operands of one call: `tokens` weights of a few rows, each [`SPAN`](crate::cpu::scores::SPAN)
-/// after the one before, and the scales of `channels` channels each.
+/// Operands of one call: `tokens` weights of a few rows, each
+/// [`SPAN`](crate::cpu::span_scores::SPAN) after the one before, and the scales of `channels`
+/// channels each.
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "no kernel reads them"))]
-pub(super) struct Weighted<'a> {
+pub(super) struct WeightedTokens<'a> {
     pub(super) weights: &'a [f32],
     pub(super) rows: usize,
     pub(super) tokens: usize,
@@ -16,14 +17,14 @@ pub(super) struct Weighted<'a> {
 }
 
 /// Sums of minima of a unit's rows, in so many lanes.
-pub(super) struct Minima<const LANES: usize> {
+pub(super) struct MinimaSums<const LANES: usize> {
     /// `[blocks of rows, groups, rows]`.
     sums: Vec<[f32; LANES]>,
     channels: usize,
     groups: usize,
 }
 
-impl<const LANES: usize> Minima<LANES> {
+impl<const LANES: usize> MinimaSums<LANES> {
     /// No sums yet, for rows of `dim` channels in whole groups of `channels`.
     pub(super) fn new(rows: usize, dim: usize, channels: usize) -> Self {
         let groups = dim / channels;
@@ -32,7 +33,7 @@ impl<const LANES: usize> Minima<LANES> {
     }
 
     /// The sums of each block of rows, `[groups, rows]`.
-    pub(super) fn blocks(&mut self) -> impl Iterator<Item = &mut [[f32; LANES]]> {
+    pub(super) fn row_blocks(&mut self) -> impl Iterator<Item = &mut [[f32; LANES]]> {
         self.sums.chunks_mut(ROWS * self.groups)
     }
 
@@ -43,7 +44,7 @@ impl<const LANES: usize> Minima<LANES> {
     }
 
     /// Scales what was summed for row `row`, `sums` of it too.
-    pub(super) fn scale(&mut self, row: usize, sums: &mut [f32], factor: f32) {
+    pub(super) fn scale_row(&mut self, row: usize, sums: &mut [f32], factor: f32) {
         sums.iter_mut().for_each(|sum| *sum *= factor);
         for at in self.of_row(row) {
             self.sums[at].iter_mut().for_each(|sum| *sum *= factor);
@@ -51,7 +52,7 @@ impl<const LANES: usize> Minima<LANES> {
     }
 
     /// Adds what was summed for row `row`, `sums` of it too, to `out`.
-    pub(super) fn unfold(&self, row: usize, sums: &[f32], out: &mut [f32]) {
+    pub(super) fn unfold_row(&self, row: usize, sums: &[f32], out: &mut [f32]) {
         let groups = out.chunks_exact_mut(self.channels).zip(sums.chunks_exact(self.channels));
         for ((out, sums), at) in groups.zip(self.of_row(row)) {
             let base: f32 = self.sums[at].iter().sum();
