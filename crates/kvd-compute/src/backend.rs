@@ -67,7 +67,7 @@ pub struct EncodeSource {
 pub struct EncodedPages {
     /// The pages, `[K heads.., V heads..]`; empty where the device holds them.
     pub bytes: Vec<u8>,
-    /// Then which they are.
+    /// Which pages the device holds; none where they are in `bytes`.
     pub held: Option<HeldPages>,
     /// End of each page, in bytes from the first.
     pub page_ends: Arc<[u32]>,

@@ -36,7 +36,7 @@ struct DecodedParts {
 }
 
 impl DecodedParts {
-    /// Those of one side of the part that is attended to, where its page was decoded.
+    /// The tiles of one side of the part that is attended to, where its page was decoded.
     fn tiles_of(&self, side: Side) -> Option<&StreamTiles> {
         let tiles = self.tiles.get(self.slot)?[side.index()].as_ref();
         tiles.filter(|_| self.decoded[self.slot][side.index()])
@@ -63,7 +63,7 @@ pub(super) struct UnitState<'a> {
     pub(super) scores: SpanScores,
     keys: Option<KeyKernel>,
     values: Option<ValueKernel>,
-    lanes: DecodedParts,
+    streams: DecodedParts,
     /// Sums of the fused value side, `[rows, dim]` in its order.
     sums: Vec<f32>,
     /// Codes of a span, a byte each.
@@ -94,18 +94,19 @@ impl UnitAnswer {
     }
 }
 
+/// Answers a unit: partial states of its rows, and the losses of its kernels.
 pub(super) fn answer_unit(
     job: &AttendJob<'_>,
     unit: &AttendUnit<'_>,
 ) -> Result<UnitAnswer, BackendError> {
-    let mut walk = UnitState::new(job, unit)?;
-    walk.score_parts(&Side::BOTH, |walk, rows, span| {
+    let mut state = UnitState::new(job, unit)?;
+    state.score_parts(&Side::BOTH, |state, rows, span| {
         let [keys, values] = [&rows[0], &rows[1]];
-        walk.prefetch.next_step();
-        walk.weigh_span(span, keys.row_space(), values.row_space());
-        walk.add_values(values, span)
+        state.prefetch.next_step();
+        state.weigh_span(span, keys.row_space(), values.row_space());
+        state.add_values(values, span)
     })?;
-    walk.finish_unit(job.reader.codec.head_codec(job.reader.layer, Side::Value, unit.head))
+    state.finish_unit(job.reader.codec.head_codec(job.reader.layer, Side::Value, unit.head))
 }
 
 impl<'a> UnitState<'a> {
@@ -121,15 +122,15 @@ impl<'a> UnitState<'a> {
         let config = effective_config(job.config(), rows);
         let fast = config.precision != Precision::Single;
         let coded = |side: &HeadCodec| fast && side.stream_runs().is_some();
-        let lanes = || {
+        let streams = || {
             Side::BOTH.map(|side| {
                 let head = if side == Side::Key { key_side } else { value_side };
                 StreamTiles::new(head, side)
             })
         };
         let slots = if coded(key_side) || coded(value_side) { TOGETHER } else { 0 };
-        let lanes: Vec<_> = (0..slots).map(|_| lanes()).collect();
-        let tiles = |side: Side| lanes.first().and_then(|tiles| tiles[side.index()].as_ref());
+        let streams: Vec<_> = (0..slots).map(|_| streams()).collect();
+        let tiles = |side: Side| streams.first().and_then(|tiles| tiles[side.index()].as_ref());
         let keys = KeyKernel::new(config, key_side, tiles(Side::Key), &queries.folded);
         let values = ValueKernel::new(config, value_side, tiles(Side::Value), rows);
         let rounds = config.precision == Precision::Fast
@@ -143,7 +144,7 @@ impl<'a> UnitState<'a> {
             losses: vec![RowLoss::default(); rows],
             scores: SpanScores::new(rows),
             keys,
-            lanes: DecodedParts { tiles: lanes, decoded: [[false; 2]; TOGETHER], slot: 0 },
+            streams: DecodedParts { tiles: streams, decoded: [[false; 2]; TOGETHER], slot: 0 },
             sums: if values.is_some() { vec![0.0; rows * dim_v] } else { Vec::new() },
             values,
             codes: Vec::new(),
@@ -168,7 +169,7 @@ impl<'a> UnitState<'a> {
         let (reader, head) = (self.job.reader, self.unit.head);
         let parts: Vec<PartBytes<'a>> =
             parts.map(|part| PartBytes::new(part, reader, head, sides)).collect();
-        let coded = !self.lanes.tiles.is_empty();
+        let coded = !self.streams.tiles.is_empty();
         let together = if coded { TOGETHER } else { 1 };
         let at_once = [
             self.keys.as_ref().map(KeyKernel::tiles_at_once),
@@ -186,7 +187,7 @@ impl<'a> UnitState<'a> {
             }
             let rows = opened.chunks_exact(sides.len());
             for (slot, (part, rows)) in at_work.iter().zip(rows).enumerate() {
-                self.lanes.slot = slot;
+                self.streams.slot = slot;
                 let next = parts.get(first + together + slot);
                 let mut calls = [None; 2];
                 for (calls, (at_once, rows)) in calls.iter_mut().zip(at_once.iter().zip(rows)) {
@@ -212,9 +213,9 @@ impl<'a> UnitState<'a> {
         seen: &Range<u32>,
     ) -> Result<(), BackendError> {
         let has = [self.keys.is_some(), self.values.is_some()];
-        self.lanes.decoded = [[false; 2]; TOGETHER];
+        self.streams.decoded = [[false; 2]; TOGETHER];
         let mut wanted = Vec::with_capacity(2 * TOGETHER);
-        let DecodedParts { tiles, decoded, .. } = &mut self.lanes;
+        let DecodedParts { tiles, decoded, .. } = &mut self.streams;
         let slots = tiles.iter_mut().zip(decoded).zip(parts.iter().zip(opened));
         for ((tiles, decoded), (part, rows)) in slots {
             let seen = spans_of(part.plan, seen.clone()).map(|span| span.source_rows());
@@ -234,7 +235,7 @@ impl<'a> UnitState<'a> {
     fn score_span(&mut self, rows: &RowReader<'_>, span: &TokenSpan) -> Result<(), BackendError> {
         let mut tiles = span.tile_range();
         if let Some(keys) = &mut self.keys
-            && let Some(page) = rows.codes_by_tile(self.lanes.tiles_of(Side::Key))
+            && let Some(page) = rows.codes_by_tile(self.streams.tiles_of(Side::Key))
         {
             let full = tiles.start + span.full_tiles(&page);
             for some in split_range(tiles.start..full, keys.tiles_at_once()) {
@@ -270,9 +271,9 @@ impl<'a> UnitState<'a> {
                 self.job.simd.score_rows(dim, queries, rows, scores);
             }
         }
-        let lanes = self.lanes.tiles_of(Side::Key).into_iter();
+        let streams = self.streams.tiles_of(Side::Key).into_iter();
         if let Some(keys) = &self.keys {
-            for (rest, token) in lanes.flat_map(|lanes| lanes.rests_of(span)) {
+            for (rest, token) in streams.flat_map(|streams| streams.rests_of(span)) {
                 keys.add_outlier(rest, token, &mut self.scores);
             }
         }
@@ -354,8 +355,8 @@ impl<'a> UnitState<'a> {
     fn add_values(&mut self, rows: &RowReader<'_>, span: &TokenSpan) -> Result<(), BackendError> {
         let mut tiles = span.tile_range();
         if let Some(values) = &mut self.values {
-            let lanes = self.lanes.tiles_of(Side::Value);
-            let page = rows.codes_by_tile(lanes);
+            let streams = self.streams.tiles_of(Side::Value);
+            let page = rows.codes_by_tile(streams);
             let count = page.as_ref().map_or(0, |page| span.full_tiles(page));
             if let Some(page) = page.filter(|_| count > 0) {
                 let full = tiles.start..tiles.start + count;
@@ -377,7 +378,7 @@ impl<'a> UnitState<'a> {
                 }
                 tiles.start += count;
             }
-            for (rest, token) in lanes.into_iter().flat_map(|lanes| lanes.rests_of(span)) {
+            for (rest, token) in streams.into_iter().flat_map(|streams| streams.rests_of(span)) {
                 values.add_outlier(rest, token, &self.scores);
             }
         }

@@ -52,13 +52,13 @@ const ROUNDED: &[&str] = &[
     "polar-4+2",
     "k=uniform(b=7,axis=channel)/huffman; v=uniform(b=8,axis=token)/huffman",
 ];
-/// Those of them whose keys have score tables.
+/// Rounded codecs whose keys have score tables.
 const TABLES: &[&str] = &[
     "k=smooth+hadamard/vq(d=2,b=4); v=vq(d=2,b=4)",
     "k=vq(d=2,b=4); v=gain/vq(d=2,b=4)",
     "turbo-4",
 ];
-/// Those that plain AVX2 multiplies as bytes, on one side at least.
+/// Codecs that plain AVX2 multiplies as bytes, on one side at least.
 const BYTES: &[&str] = &[
     "kvcomp",
     "kvcomp-channel",

@@ -135,7 +135,7 @@ impl GridKeys {
         }
     }
 
-    /// Adds what tiles do not hold to the score of token `token` of the span.
+    /// Adds an outlier, which tiles do not hold, to the score of token `token` of the span.
     pub(crate) fn add_outlier(&self, rest: &OutlierRest, token: usize, scores: &mut SpanScores) {
         for (row, query) in self.queries.chunks_exact(self.dim).enumerate() {
             scores.row_mut(row)[token] += query[rest.position] * rest.rest;
@@ -193,8 +193,8 @@ impl GridValues {
         self.magnitude
     }
 
-    /// How far a sum of a row is off at most for what rounding took from all of its weights
-    /// together.
+    /// The largest error of a sum of a row that comes from the residuals of all of its rounded
+    /// weights together.
     pub(crate) fn joint_loss(&self, row: usize) -> f32 {
         self.lost[row].abs() * self.largest_value()
     }
@@ -246,7 +246,7 @@ impl GridValues {
         }
     }
 
-    /// Adds what tiles do not hold of token `token` of the span.
+    /// Adds an outlier of token `token` of the span, which tiles do not hold.
     pub(crate) fn add_outlier(&mut self, rest: &OutlierRest, token: usize, weights: &SpanScores) {
         let rests = self.rests.chunks_exact_mut(self.dim);
         for (row, rests) in rests.enumerate() {

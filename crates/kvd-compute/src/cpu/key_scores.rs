@@ -25,7 +25,7 @@ pub(super) fn write_key_scores(job: &AttendJob<'_>, out: &mut [f32]) -> Result<(
         let _registers = job.simd.in_use();
         out.fill(f32::NEG_INFINITY);
         UnitState::new(job, &unit)?
-            .score_parts(&[Side::Key], |walk, rows, span| walk.keep_scores(&rows[0], span, out))
+            .score_parts(&[Side::Key], |state, rows, span| state.keep_scores(&rows[0], span, out))
     })
 }
 

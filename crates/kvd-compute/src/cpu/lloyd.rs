@@ -112,7 +112,7 @@ pub(crate) struct LloydValues {
     spread: Vec<u8>,
     factors: [f32; BYTES],
     parts: IntOperands,
-    /// As many f16 as a span has tokens: scales have no minima.
+    /// Zeros of f16, one for each token of a span: scales have no minima.
     zeros: Vec<u8>,
     /// `[rows, bytes of a level, dim]`.
     sums: Vec<f32>,

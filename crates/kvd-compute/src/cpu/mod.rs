@@ -339,7 +339,7 @@ impl CpuBackend {
         Ok(self.threads.install(|| encode::encode_as(arena, codec, layer, blocks, how)))
     }
 
-    /// Those of a layer's next blocks whose codes are counted before any of them is encoded.
+    /// Chooses which of a layer's next blocks are counted before any of them is encoded.
     ///
     /// # Errors
     /// When the model is not registered.

@@ -37,7 +37,8 @@ impl MultiplyKind {
         }
     }
 
-    /// Those of keys and values of a layer's first head, for units of so many query rows.
+    /// The instructions for keys and values of a layer's first head, in units of so many query
+    /// rows.
     pub(super) fn of_layer(
         config: KernelConfig,
         codec: &ModelCodec,

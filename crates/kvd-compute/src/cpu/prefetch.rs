@@ -1,12 +1,12 @@
-//! Bytes of the next page, asked for while one is worked on: a line here and a line there, because
-//! a core that asks for many at once waits for them.
+//! Prefetches the next page while one is worked on: a line here and a line there, because a core
+//! that requests many at once waits for them.
 
 use crate::cpu::simd;
 use kvd_core::Side;
 
 /// Bytes of a line of the cache.
 const LINE: usize = 64;
-/// Steps in which a side is asked for that no kernel asks for.
+/// Steps in which a side is prefetched that no kernel prefetches.
 const STEPS: usize = 16;
 
 /// Bytes that will be read soon.
@@ -19,7 +19,7 @@ pub(crate) struct PrefetchBytes<'a> {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct PrefetchSteps<'a> {
     bytes: &'a [u8],
-    /// How many one step asks for.
+    /// Bytes of one step.
     step: usize,
 }
 
@@ -35,13 +35,13 @@ impl<'a> PrefetchBytes<'a> {
         Self { bytes: &rest[..rest.len().min(len)] }
     }
 
-    /// To be asked for in so many steps.
+    /// To be prefetched in so many steps.
     #[inline]
     pub(super) fn in_steps(self, count: usize) -> PrefetchSteps<'a> {
         PrefetchSteps { bytes: self.bytes, step: share_len(self.bytes, count) }
     }
 
-    /// Asks for all of them.
+    /// Prefetches all of them.
     pub(super) fn request_all(self) {
         simd::prefetch_lines(self.bytes);
     }
@@ -57,7 +57,7 @@ fn share_len(bytes: &[u8], count: usize) -> usize {
 }
 
 impl PrefetchSteps<'_> {
-    /// Asks for a few more lines.
+    /// Prefetches a few more lines.
     #[inline(always)]
     pub(super) fn next_step(&mut self) {
         if !self.bytes.is_empty() {
@@ -68,11 +68,11 @@ impl PrefetchSteps<'_> {
     }
 }
 
-/// The next part, asked for while one is attended to: a side by the kernel that reads it now, or
+/// The next part, prefetched while one is attended to: a side by the kernel that reads it now, or
 /// in steps between.
 #[derive(Default)]
 pub(super) struct PartPrefetch<'a> {
-    /// By side, what kernels ask for; and in how many calls.
+    /// By side, the bytes that kernels prefetch; and in how many calls.
     kernels: [(PrefetchBytes<'a>, usize); 2],
     /// Calls so far.
     calls: [usize; 2],
@@ -101,7 +101,7 @@ impl<'a> PartPrefetch<'a> {
         prefetch.share_of(*call - 1, of)
     }
 
-    /// Asks for a few lines more of what no kernel asks for.
+    /// Prefetches a few lines more of the sides that no kernel prefetches.
     pub(super) fn next_step(&mut self) {
         self.steps.iter_mut().for_each(PrefetchSteps::next_step);
     }

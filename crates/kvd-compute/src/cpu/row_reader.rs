@@ -129,15 +129,18 @@ impl<'a> RowReader<'a> {
         }
     }
 
-    /// The page's codes, when they have a fixed width, or `lanes` has them.
-    pub(crate) fn codes_by_tile<'b>(&self, lanes: Option<&'b StreamTiles>) -> Option<FixedCodes<'b>>
+    /// The page's codes, when they have a fixed width, or `streams` has them.
+    pub(crate) fn codes_by_tile<'b>(
+        &self,
+        streams: Option<&'b StreamTiles>,
+    ) -> Option<FixedCodes<'b>>
     where
         'a: 'b,
     {
         // A page that fell back is of another side than the kernel's.
         let page = self.as_page().filter(|page| !page.header().fallback)?;
-        match (lanes, page.stream_codes()) {
-            (Some(lanes), Some((_, scales))) => Some(lanes.as_fixed_codes(scales)),
+        match (streams, page.stream_codes()) {
+            (Some(streams), Some((_, scales))) => Some(streams.as_fixed_codes(scales)),
             _ => page.fixed_codes().or_else(|| page.allocated_codes()),
         }
     }

@@ -43,12 +43,12 @@ pub(super) struct RowDecoder<'a> {
     rows: [Vec<f32>; 2],
     /// Positions of those.
     known: [Option<u32>; 2],
-    lanes: [Option<StreamTiles>; 2],
+    streams: [Option<StreamTiles>; 2],
 }
 
 impl<'a> RowDecoder<'a> {
     pub(super) fn new(job: &'a AttendJob<'a>, head: usize) -> Self {
-        Self { job, head, rows: Default::default(), known: [None; 2], lanes: [None, None] }
+        Self { job, head, rows: Default::default(), known: [None; 2], streams: [None, None] }
     }
 
     /// The row of the token at that position, of one of the parts.
@@ -98,7 +98,7 @@ impl<'a> RowDecoder<'a> {
         let coded = !page.header().fallback && PageReader::gains(page).is_none();
         let (Some(grid), true) = (head.grid(), coded) else { return Ok(false) };
         let token = first_row + first as usize;
-        let tiles = &mut self.lanes[side.index()];
+        let tiles = &mut self.streams[side.index()];
         if tiles.is_none() {
             *tiles = StreamTiles::new(head, side);
         }

@@ -56,8 +56,8 @@ impl KeyKernel {
         vq.or_else(|| uniform::UniformKeys::new(config, side, queries).map(Self::Uniform))
     }
 
-    /// Tiles that one call takes: one where they have scales of their own, or bytes are many and
-    /// the next ones want to be asked for in between.
+    /// Tiles that one call takes: one where they have scales of their own, or where bytes are
+    /// many and the next ones are to be prefetched in between.
     pub(super) fn tiles_at_once(&self) -> usize {
         match self {
             Self::Fp8(_) | Self::Uniform(_) | Self::ByToken(_) => 1,
@@ -128,7 +128,7 @@ impl KeyKernel {
         }
     }
 
-    /// Adds what tiles do not hold to the score of token `token` of the span.
+    /// Adds an outlier, which tiles do not hold, to the score of token `token` of the span.
     pub(super) fn add_outlier(&self, rest: &OutlierRest, token: usize, scores: &mut SpanScores) {
         if let Self::Grid(keys) = self {
             keys.add_outlier(rest, token, scores);
@@ -180,7 +180,7 @@ impl ValueKernel {
     }
 
     /// Tiles that one call takes: many where they share work, few where bytes are many and the
-    /// next ones want to be asked for in between.
+    /// next ones are to be prefetched in between.
     pub(super) fn tiles_at_once(&self) -> usize {
         if matches!(self, Self::Fp8(_)) { 1 } else { SPAN / TILE }
     }
@@ -197,8 +197,8 @@ impl ValueKernel {
         }
     }
 
-    /// How far a sum of a row is off at most for what rounding to words took from all of its
-    /// weights together: equal ones round equally.
+    /// The largest error of a sum of a row that comes from the residuals of all of its rounded
+    /// weights together: equal weights round equally.
     pub(super) fn joint_loss(&self, row: usize) -> f32 {
         match self {
             Self::Vq(values) => values.joint_loss(row),
@@ -246,14 +246,14 @@ impl ValueKernel {
         }
     }
 
-    /// Adds what tiles do not hold of token `token` of the span.
+    /// Adds an outlier of token `token` of the span, which tiles do not hold.
     pub(super) fn add_outlier(&mut self, rest: &OutlierRest, token: usize, weights: &SpanScores) {
         if let Self::Grid(values) = self {
             values.add_outlier(rest, token, weights);
         }
     }
 
-    /// Scales what was summed for row `row`, `sums` of it.
+    /// Scales row `row` of the sums; `sums` is that row.
     pub(super) fn scale_row(&mut self, row: usize, sums: &mut [f32], factor: f32) {
         match self {
             Self::Grid(values) => values.scale_row(row, factor),
@@ -267,8 +267,8 @@ impl ValueKernel {
         }
     }
 
-    /// Adds what [`ValueKernel::add_tiles`] has summed for row `index`, `sums` of it, to a row in
-    /// the order of its channels.
+    /// Adds row `index` of the sums to a row in the order of its channels; `sums` is that row as
+    /// [`ValueKernel::add_tiles`] left it.
     pub(super) fn unfold_row(&self, index: usize, sums: &[f32], row: &mut [f32]) {
         match self {
             Self::Vq(values) => values.unfold_row(sums, row),

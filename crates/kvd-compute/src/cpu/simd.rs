@@ -40,7 +40,7 @@ macro_rules! per_level {
 }
 pub(super) use per_level;
 
-/// Asks for the cache lines of `bytes`, to be read soon.
+/// Prefetches the cache lines of `bytes`, to be read soon.
 pub(super) fn prefetch_lines(bytes: &[u8]) {
     #[cfg(target_arch = "aarch64")]
     for line in bytes.chunks(64) {
@@ -193,7 +193,7 @@ impl Simd {
         self.bf16.then_some(Self { bf16: false, ..self })
     }
 
-    /// That instruction set, if the machine has it.
+    /// The level of an instruction set, if the machine has it.
     pub(crate) fn of_set(set: InstructionSet) -> Option<Self> {
         let has = match set {
             InstructionSet::Portable => true,

@@ -73,7 +73,7 @@ impl SpanScores {
         &self.values.as_chunks::<SPAN>().0[row]
     }
 
-    /// So many rows from `first` on.
+    /// `count` rows from `first` on.
     pub(crate) fn some_mut(&mut self, first: usize, count: usize) -> &mut [f32] {
         &mut self.values[first * SPAN..(first + count) * SPAN]
     }

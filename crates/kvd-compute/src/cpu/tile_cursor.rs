@@ -30,7 +30,7 @@ impl TileCursor<'_> {
     }
 }
 
-/// So many values of a buffer, which grows where it has fewer.
+/// The first `len` values of a buffer, which grows where it has fewer.
 pub(super) fn grow_buffer<T: Copy + Default>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
     if buffer.len() < len {
         buffer.resize(len, T::default());

@@ -195,13 +195,13 @@ impl VqValues {
         Some(Self { book, spread: Vec::new(), parts: IntOperands::of_weights(config), lost })
     }
 
-    /// How far a sum of a row is off at most for what rounding took from all of its weights
-    /// together.
+    /// The largest error of a sum of a row that comes from the residuals of all of its rounded
+    /// weights together.
     pub(crate) fn joint_loss(&self, row: usize) -> f32 {
         self.lost[row].abs() * self.largest_value()
     }
 
-    /// Scales what was summed for row `row`, `sums` of it.
+    /// Scales row `row` of the sums; `sums` is that row.
     pub(crate) fn scale_row(&mut self, row: usize, sums: &mut [f32], factor: f32) {
         self.lost[row] *= factor;
         sums.iter_mut().for_each(|sum| *sum *= factor);

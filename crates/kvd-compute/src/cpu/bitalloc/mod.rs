@@ -162,7 +162,7 @@ impl RunBook {
 }
 
 impl RunTables {
-    /// Those of some tiles of a page, which are full ones.
+    /// The codes of some tiles of a page, which are full ones.
     fn codes_of<'a>(&self, page: &'a [u8], tiles: Range<usize>) -> RunCodes<'a> {
         let WidthRun { width, len, .. } = self.run;
         let tile = TILE / 8 * len * width;
@@ -399,8 +399,8 @@ impl BitAllocValues {
         factors.fold(0f32, f32::max) * self.lookup.largest_value() as f32
     }
 
-    /// How far a sum of a row is off at most for what rounding took from all of its weights
-    /// together.
+    /// The largest error of a sum of a row that comes from the residuals of all of its rounded
+    /// weights together.
     pub(crate) fn joint_loss(&self, row: usize) -> f32 {
         self.lost[row].abs() * self.largest_value()
     }

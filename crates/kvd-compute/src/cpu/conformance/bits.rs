@@ -49,7 +49,7 @@ const CUT_BY_RUN: &[&str] = &["bitalloc", "kvd-2-fast", "innerq-2", "mode=hybrid
 /// How the factors of a question are rounded: with one `FactorRounding` all integers are the same.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum FactorRounding {
-    /// Not at all.
+    /// No rounding.
     Float,
     /// To words of their row's largest.
     Words,

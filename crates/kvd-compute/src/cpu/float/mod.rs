@@ -34,7 +34,7 @@ impl<'a> FloatRows<'a> {
         self.value_count() / dim
     }
 
-    /// Some of the rows.
+    /// The rows of a range.
     pub(crate) fn slice_rows(self, dim: usize, rows: Range<usize>) -> Self {
         match self {
             Self::Wide(values) => Self::Wide(&values[rows.start * dim..rows.end * dim]),

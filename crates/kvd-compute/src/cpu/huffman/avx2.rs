@@ -9,7 +9,7 @@
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
 use crate::cpu::huffman::chunk_group::{ChunkWords, group_alike};
-use crate::cpu::huffman::{HuffmanChunk, LANES, QUAD, QuadStep, STEP_BYTES};
+use crate::cpu::huffman::{HuffmanChunk, QUAD, QuadStep, STEP_BYTES, STREAMS};
 use crate::cpu::simd::{InstructionSet, Simd};
 use kvd_codec::{NibbleRow, NibbleTables, StreamTable};
 use std::arch::x86_64::*;
@@ -397,7 +397,7 @@ pub(super) fn transpose_quads(simd: Simd, quads: &[u8], per_row: usize, out: &mu
 
 #[target_feature(enable = "avx2")]
 fn transpose_quads_avx2(quads: &[u8], per_row: usize, out: &mut [u8]) -> usize {
-    let (quads, out) = (quads.as_chunks::<32>().0, &mut out[..LANES * per_row * QUAD]);
+    let (quads, out) = (quads.as_chunks::<32>().0, &mut out[..STREAMS * per_row * QUAD]);
     let whole = per_row / 8 * 8;
     for first in (0..whole).step_by(8) {
         for half in 0..2 {

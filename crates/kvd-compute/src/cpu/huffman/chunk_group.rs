@@ -1,10 +1,10 @@
 //! Which chunks go through the registers of AVX2 and AVX-512 together, and what is left of their
 //! words.
 
-use crate::cpu::huffman::{HuffmanChunk, LANES};
+use crate::cpu::huffman::{HuffmanChunk, STREAMS};
 
 /// Words of chunks that are not there: none, then zeros.
-static NONE: [u32; LANES] = [0; LANES];
+static NONE: [u32; STREAMS] = [0; STREAMS];
 
 /// The words of a chunk that are yet to be read.
 #[derive(Clone, Copy)]
@@ -15,13 +15,13 @@ pub(super) struct ChunkWords<'b> {
 }
 
 impl<'b> ChunkWords<'b> {
-    /// As many zeros as lanes follow the words.
+    /// The words of a chunk, which a zero for each stream follows.
     pub(super) fn of_chunk(words: &'b [u32]) -> Self {
-        assert!(words.len() >= LANES, "huffman: zeros after the words");
-        Self { words, next: 0, end: words.len() - LANES }
+        assert!(words.len() >= STREAMS, "huffman: zeros after the words");
+        Self { words, next: 0, end: words.len() - STREAMS }
     }
 
-    /// Those of a chunk that is not there.
+    /// The words of a chunk that is not there.
     pub(super) fn of_no_chunk() -> Self {
         Self::of_chunk(&NONE)
     }

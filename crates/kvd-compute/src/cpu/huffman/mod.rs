@@ -25,10 +25,10 @@ use std::ops::Range;
 
 /// Codes that are summed together.
 pub(super) const QUAD: usize = 4;
-/// Lanes of a chunk.
-pub(super) const LANES: usize = 16;
+/// Streams of a chunk, a lane of a register each.
+pub(super) const STREAMS: usize = 16;
 /// Bytes of a quad in every lane.
-pub(super) const STEP_BYTES: usize = LANES * QUAD;
+pub(super) const STEP_BYTES: usize = STREAMS * QUAD;
 
 /// One quad in each lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,7 +59,7 @@ pub(super) struct HuffmanChunk<'a> {
 impl HuffmanChunk<'_> {
     /// Words of the page.
     pub(super) fn word_count(&self) -> usize {
-        self.words.len() - LANES
+        self.words.len() - STREAMS
     }
 }
 
@@ -104,7 +104,7 @@ fn chunk_steps(runs: &[(StreamRun, usize)], per_row: usize, side: Side) -> Vec<Q
                 steps.push(QuadStep { table, count: QUAD, tokens: 0, out: position * STEP_BYTES });
             } else if at % QUAD == 0 {
                 let count = QUAD.min(run.len - at);
-                for tokens in (0..CHUNK_TOKENS).step_by(LANES) {
+                for tokens in (0..CHUNK_TOKENS).step_by(STREAMS) {
                     let (tile, row) = (tokens / TILE, tokens % TILE);
                     let out = tile * TILE * per_row + position * TILE + row * QUAD;
                     steps.push(QuadStep { table, count, tokens, out });
@@ -184,8 +184,12 @@ impl StreamTiles {
         wanted.start / CHUNK_TOKENS..wanted.end.min(self.rows).div_ceil(CHUNK_TOKENS)
     }
 
-    fn read_outliers(&mut self, lanes: &StreamCodes<'_>, index: usize) -> Result<(), BackendError> {
-        for outlier in lanes.chunk_outliers(&lanes.chunk(index)) {
+    fn read_outliers(
+        &mut self,
+        streams: &StreamCodes<'_>,
+        index: usize,
+    ) -> Result<(), BackendError> {
+        for outlier in streams.chunk_outliers(&streams.chunk(index)) {
             let outlier = outlier?;
             let token = index * CHUNK_TOKENS + outlier.token;
             if token < self.rows {
@@ -200,12 +204,12 @@ impl StreamTiles {
     fn start_chunk<'a>(
         &'a mut self,
         simd: Simd,
-        lanes: &StreamCodes<'a>,
+        streams: &StreamCodes<'a>,
         index: usize,
     ) -> HuffmanChunk<'a> {
-        let chunk = lanes.chunk(index);
+        let chunk = streams.chunk(index);
         let words = chunk.words.as_chunks::<2>().0;
-        self.words.resize(words.len() + LANES, 0);
+        self.words.resize(words.len() + STREAMS, 0);
         let (wide, beyond) = self.words.split_at_mut(words.len());
         widen_words(simd, words, wide);
         beyond.fill(0);
@@ -222,7 +226,7 @@ impl StreamTiles {
             tokens: chunk.tokens,
             words: &self.words,
             next: 0,
-            tables: lanes.tables(),
+            tables: streams.tables(),
             steps: &self.steps,
             out,
         }
@@ -267,12 +271,12 @@ fn widen_words_body(words: &[[u8; 2]], out: &mut [u32]) {
 fn transpose_quads(quads: &[u8], per_row: usize, done: usize, out: &mut [u8]) {
     let out = out.as_chunks_mut::<QUAD>().0;
     // A line of each lane at a time.
-    for first in (done..per_row).step_by(LANES) {
-        let count = (per_row - first).min(LANES);
+    for first in (done..per_row).step_by(STREAMS) {
+        let count = (per_row - first).min(STREAMS);
         let block = quads[first * STEP_BYTES..].as_chunks::<QUAD>().0;
-        for lane in 0..LANES {
+        for lane in 0..STREAMS {
             let out = out[lane * per_row + first..][..count].iter_mut();
-            out.enumerate().for_each(|(at, out)| *out = block[at * LANES + lane]);
+            out.enumerate().for_each(|(at, out)| *out = block[at * STREAMS + lane]);
         }
     }
 }
@@ -293,25 +297,27 @@ pub(super) struct PageRequest<'a> {
 pub(super) fn decode_pages(simd: Simd, pages: Vec<PageRequest<'_>>) -> Result<(), BackendError> {
     let mut tasks = Vec::with_capacity(pages.len());
     for PageRequest { tiles, page, rows, decoded } in pages {
-        let Some((lanes, _)) = page.stream_codes() else { continue };
-        if lanes.tables().iter().any(|table| table.byte_tables().is_none()) {
+        let Some((streams, _)) = page.stream_codes() else { continue };
+        if streams.tables().iter().any(|table| table.byte_tables().is_none()) {
             continue;
         }
         *decoded = true;
         let chunks = tiles.open_page(page, &rows);
         for index in chunks.clone() {
-            tiles.read_outliers(&lanes, index)?;
+            tiles.read_outliers(&streams, index)?;
         }
-        tasks.push((tiles, lanes, chunks));
+        tasks.push((tiles, streams, chunks));
     }
     while tasks.iter().any(|(.., chunks)| !chunks.is_empty()) {
         let (mut turns, mut chunks) = (Vec::new(), Vec::new());
-        for (tiles, lanes, wanted) in &mut tasks {
+        for (tiles, streams, wanted) in &mut tasks {
             let Some(index) = wanted.next() else { continue };
-            turns.push((&mut **tiles, &*lanes, index));
+            turns.push((&mut **tiles, &*streams, index));
         }
         chunks.extend(
-            turns.iter_mut().map(|(tiles, lanes, index)| tiles.start_chunk(simd, lanes, *index)),
+            turns
+                .iter_mut()
+                .map(|(tiles, streams, index)| tiles.start_chunk(simd, streams, *index)),
         );
         decode_chunks(simd, &mut chunks);
         let spent = chunks.iter().all(|chunk| chunk.next >= chunk.word_count());
@@ -393,18 +399,18 @@ mod tests {
     /// The codes and outliers of a page by the reference decoder.
     fn reference(codec: &ModelCodec, side: Side, page: &[u8]) -> Option<Vec<i64>> {
         let page = PageReader::open_page(codec, LAYER, side, 0, page).ok()?;
-        let (lanes, _) = page.stream_codes().unwrap();
+        let (streams, _) = page.stream_codes().unwrap();
         let (mut codes, mut rests) = (Vec::new(), Vec::new());
         let full = page.tokens() / TILE * TILE;
         for index in 0..full.div_ceil(CHUNK_TOKENS) {
-            let (chunk, first) = (lanes.chunk(index), index * CHUNK_TOKENS);
-            let mut rows = vec![0; chunk.tokens * lanes.per_row()];
-            lanes.decode_chunk(index, &mut rows).ok()?;
-            for row in rows.chunks_exact(lanes.per_row()).take(full - first) {
-                let runs = lanes.runs().iter().map(|run| &row[run.first..run.first + run.len]);
+            let (chunk, first) = (streams.chunk(index), index * CHUNK_TOKENS);
+            let mut rows = vec![0; chunk.tokens * streams.per_row()];
+            streams.decode_chunk(index, &mut rows).ok()?;
+            for row in rows.chunks_exact(streams.per_row()).take(full - first) {
+                let runs = streams.runs().iter().map(|run| &row[run.first..run.first + run.len]);
                 codes.extend(runs.flatten().map(|code| i64::from(*code)));
             }
-            for outlier in lanes.chunk_outliers(&chunk) {
+            for outlier in streams.chunk_outliers(&chunk) {
                 let outlier = outlier.ok()?;
                 if first + outlier.token < full {
                     let rest = (outlier.rest as f32).to_bits();

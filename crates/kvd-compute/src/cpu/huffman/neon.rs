@@ -7,7 +7,7 @@
 #![allow(unsafe_code)] // Register loads and stores through pointers into checked slices.
 #![allow(unsafe_op_in_unsafe_fn, reason = "intrinsics of a part of the target")]
 
-use crate::cpu::huffman::{HuffmanChunk, LANES, QUAD, QuadStep, STEP_BYTES};
+use crate::cpu::huffman::{HuffmanChunk, QUAD, QuadStep, STEP_BYTES, STREAMS};
 use crate::cpu::simd_vector::neon_tables::{
     TABLE_128, TABLE_256, TableRegisters, load_tables, look_up,
 };
@@ -48,8 +48,8 @@ pub(super) fn decode_chunks(chunks: Vec<&mut HuffmanChunk<'_>>) {
 #[inline(always)]
 unsafe fn bytes_to_lanes(bytes: uint8x16_t, index: usize) -> uint32x4_t {
     // Beyond the table there are zeros.
-    const LANES: [u32; 4] = [0xFFFF_FF00, 0xFFFF_FF01, 0xFFFF_FF02, 0xFFFF_FF03];
-    let lanes = vaddq_u32(vld1q_u32(LANES.as_ptr()), vdupq_n_u32(4 * index as u32));
+    const FIRSTS: [u32; 4] = [0xFFFF_FF00, 0xFFFF_FF01, 0xFFFF_FF02, 0xFFFF_FF03];
+    let lanes = vaddq_u32(vld1q_u32(FIRSTS.as_ptr()), vdupq_n_u32(4 * index as u32));
     vreinterpretq_u32_u8(vqtbl1q_u8(bytes, vreinterpretq_u8_u32(lanes)))
 }
 
@@ -155,7 +155,7 @@ impl ChunkReservoirs<'_, '_> {
         let ones = vandq_u8(short, vdupq_n_u8(1));
         let up_to = running_count(ones);
         let first = vshlq_n_u8::<2>(vsubq_u8(up_to, ones));
-        let words = &self.chunk.words[self.chunk.next.min(self.chunk.word_count())..][..LANES];
+        let words = &self.chunk.words[self.chunk.next.min(self.chunk.word_count())..][..STREAMS];
         let words = vld1q_u8_x4(words.as_ptr().cast());
         let low = vandq_u8(short, vqtbl4q_u8(words, first));
         let high = vandq_u8(short, vqtbl4q_u8(words, vaddq_u8(first, vdupq_n_u8(1))));
@@ -180,7 +180,7 @@ impl ChunkReservoirs<'_, '_> {
 pub(super) fn transpose_quads(quads: &[u8], per_row: usize, out: &mut [u8]) {
     let whole = per_row / QUAD * QUAD;
     for first in (0..whole).step_by(QUAD) {
-        for lane in (0..LANES).step_by(QUAD) {
+        for lane in (0..STREAMS).step_by(QUAD) {
             let rows = &quads[first * STEP_BYTES + lane * QUAD..][..3 * STEP_BYTES + 16];
             let out = &mut out[(lane * per_row + first) * QUAD..][..3 * QUAD * per_row + 16];
             // SAFETY: NEON is part of the target; 16 bytes of four rows, and of four lanes.
@@ -189,8 +189,8 @@ pub(super) fn transpose_quads(quads: &[u8], per_row: usize, out: &mut [u8]) {
     }
     let (quads, out) = (quads.as_chunks::<QUAD>().0, out.as_chunks_mut::<QUAD>().0);
     for position in whole..per_row {
-        for lane in 0..LANES {
-            out[lane * per_row + position] = quads[position * LANES + lane];
+        for lane in 0..STREAMS {
+            out[lane * per_row + position] = quads[position * STREAMS + lane];
         }
     }
 }

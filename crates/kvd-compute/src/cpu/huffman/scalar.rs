@@ -1,7 +1,7 @@
 //! Chunks of Huffman codes without vector registers: a lane after the other, in the order in which
 //! lanes take words, with one load for a symbol's code and length.
 
-use crate::cpu::huffman::{HuffmanChunk, LANES, QUAD, STEP_BYTES};
+use crate::cpu::huffman::{HuffmanChunk, QUAD, STEP_BYTES, STREAMS};
 use kvd_codec::StreamTable;
 use kvd_core::Side;
 use std::ops::Range;
@@ -12,10 +12,10 @@ const WORD_BITS: u32 = 16;
 /// The reservoirs of all lanes.
 #[derive(Default)]
 struct BitReservoirs {
-    held: [u32; LANES],
-    filled: [u32; LANES],
+    held: [u32; STREAMS],
+    filled: [u32; STREAMS],
     /// Decoded symbols, eight bits each, the first lowest.
-    packed: [u32; LANES],
+    packed: [u32; STREAMS],
 }
 
 /// Decodes a chunk of any number of tokens.
@@ -23,12 +23,12 @@ pub(super) fn decode_chunk(chunk: &mut HuffmanChunk<'_>) {
     let mut lanes = BitReservoirs::default();
     for step in chunk.steps.iter().filter(|step| step.tokens < chunk.tokens) {
         let table = &chunk.tables[step.table];
-        lanes.packed = [0; LANES];
+        lanes.packed = [0; STREAMS];
         for first in (0..QUAD).step_by(table.batch_size().0 * table.codes_per_symbol()) {
             let left = step.count.saturating_sub(first);
             match chunk.side {
                 Side::Key => {
-                    let count = (chunk.tokens - step.tokens).min(LANES);
+                    let count = (chunk.tokens - step.tokens).min(STREAMS);
                     lanes.read_batch(chunk.words, &mut chunk.next, table, first, left, 0..count);
                 }
                 Side::Value => {
@@ -36,7 +36,7 @@ pub(super) fn decode_chunk(chunk: &mut HuffmanChunk<'_>) {
                     let full = chunk.tokens / QUAD;
                     lanes.read_batch(chunk.words, &mut chunk.next, table, first, left, 0..full);
                     let left = (chunk.tokens % QUAD).saturating_sub(first);
-                    let last = full..LANES.min(full + 1);
+                    let last = full..STREAMS.min(full + 1);
                     lanes.read_batch(chunk.words, &mut chunk.next, table, first, left, last);
                 }
             }

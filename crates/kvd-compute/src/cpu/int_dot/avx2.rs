@@ -333,7 +333,7 @@ pub(super) fn add_sums(sums: __m256, unit: f32, factors: Option<&[f32]>, out: &m
     }
 }
 
-/// As many words of the first eight; the rest of the register is zero.
+/// Loads up to eight words; the rest of the register is zero.
 #[inline]
 #[target_feature(enable = "avx2")]
 pub(super) fn load_256(bytes: &[u8], words: usize) -> __m256i {

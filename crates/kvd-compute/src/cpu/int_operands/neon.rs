@@ -55,7 +55,7 @@ fn cut_values<const BYTES: bool>(
 /// Turns eight rows of eight words, rows so many bytes apart.
 ///
 /// # Safety
-/// They lie within slices.
+/// The rows lie within slices.
 #[target_feature(enable = "neon")]
 pub(super) unsafe fn transpose_8(from: *const u8, stride: usize, to: *mut u8, to_stride: usize) {
     let row = |index: usize| {

@@ -293,7 +293,7 @@ unsafe fn split_words(values: *const f32, n: usize, inverse: f32, out: *mut u8) 
 /// Turns eight rows of eight words, rows so many bytes apart.
 ///
 /// # Safety
-/// They lie within slices.
+/// The rows lie within slices.
 #[inline(always)]
 pub(super) unsafe fn transpose_8(from: *const u8, stride: usize, to: *mut u8, to_stride: usize) {
     let mut rows = [_mm_setzero_si128(); 8];

@@ -105,7 +105,7 @@ unsafe fn write_all(to: *mut u8, _: u64, bytes: __m512i) {
 }
 
 /// # Safety
-/// Those of the lanes may be written.
+/// The bytes of the lanes may be written.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn write_some(to: *mut u8, lanes: u64, bytes: __m512i) {

@@ -60,7 +60,7 @@ pub(super) struct WeightSums {
 
 /// The scores of at most [`ROWS`] rows that see the same tokens.
 pub(super) struct SeenScores<'a> {
-    /// Those of [`Scores`](crate::cpu::span_scores::Scores), from the first row on.
+    /// Scores of a [`SpanScores`](crate::cpu::span_scores::SpanScores), from the first row on.
     pub(super) rows: &'a mut [f32],
     pub(super) tokens: Range<usize>,
 }

@@ -195,12 +195,12 @@ impl Bf16Values {
         }
     }
 
-    /// Scales what was summed for row `row`, `sums` of it.
+    /// Scales row `row` of the sums; `sums` is that row.
     pub(crate) fn scale_row(&mut self, row: usize, sums: &mut [f32], factor: f32) {
         self.bases.scale_row(row, sums, factor);
     }
 
-    /// Adds what was summed for row `row`, `sums` of it, to `out`.
+    /// Adds row `row` of the sums to `out`; `sums` is that row, without what is kept apart.
     pub(crate) fn unfold_row(&self, row: usize, sums: &[f32], out: &mut [f32]) {
         self.bases.unfold_row(row, sums, out);
     }
@@ -234,7 +234,7 @@ mod tests {
         value[0]
     }
 
-    /// As many f16.
+    /// So many values as f16.
     fn halves(count: usize, value: impl Fn(usize) -> f32) -> Vec<u8> {
         (0..count).flat_map(|i| narrow(DType::F16, value(i))).collect()
     }

@@ -43,7 +43,7 @@ impl<const LANES: usize> MinimaSums<LANES> {
         (0..self.groups).map(move |group| first + group * ROWS)
     }
 
-    /// Scales what was summed for row `row`, `sums` of it too.
+    /// Scales row `row` of the sums, and `sums`, which is that row of the codes.
     pub(super) fn scale_row(&mut self, row: usize, sums: &mut [f32], factor: f32) {
         sums.iter_mut().for_each(|sum| *sum *= factor);
         for at in self.of_row(row) {
@@ -51,7 +51,7 @@ impl<const LANES: usize> MinimaSums<LANES> {
         }
     }
 
-    /// Adds what was summed for row `row`, `sums` of it too, to `out`.
+    /// Adds row `row` of the sums, and `sums`, which is that row of the codes, to `out`.
     pub(super) fn unfold_row(&self, row: usize, sums: &[f32], out: &mut [f32]) {
         let groups = out.chunks_exact_mut(self.channels).zip(sums.chunks_exact(self.channels));
         for ((out, sums), at) in groups.zip(self.of_row(row)) {

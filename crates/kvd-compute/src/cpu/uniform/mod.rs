@@ -63,7 +63,7 @@ pub(crate) struct UniformKeys {
     queries: Vec<f32>,
     /// Address and row of the scales that queries are folded with: tiles of one group share them.
     folded: Option<(usize, usize)>,
-    /// As many f16 as there are channels, for scales without minima.
+    /// Zeros of f16, one for each channel, for scales without minima.
     zeros: Vec<u8>,
     parts: IntOperands,
     /// The queries, cut as they are, where one pair is every channel's; a base is that of a minimum
@@ -286,7 +286,7 @@ pub(super) fn transpose_scales(
     }
 }
 
-/// In eight lanes: one would wait for each addition.
+/// Sums in eight lanes: one lane would wait for each addition.
 pub(super) fn sum_lanes(values: &[f32]) -> f32 {
     let (chunks, rest) = values.as_chunks::<8>();
     let mut lanes = [0f32; 8];

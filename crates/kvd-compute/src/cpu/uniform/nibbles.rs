@@ -95,7 +95,7 @@ struct QueryBlock {
     values: Vec<f32>,
     /// Values over a unit of their block of channels, so that the largest is [`TOP_QUERY`].
     scaled: Vec<f32>,
-    /// Those units, `[blocks of channels, ROWS]`.
+    /// The units of blocks of channels, `[blocks, ROWS]`.
     largest: Vec<f32>,
     /// Scaled values times steps, for the last scale row folded: bytes, their units, and the share
     /// of a score that comes from minima and from the code that is zero.
@@ -179,7 +179,7 @@ pub(super) struct FoldedBlock<'a> {
     pub(super) uneven: &'a mut Vec<usize>,
 }
 
-/// That output, as keys are scored with it.
+/// Folded queries, as keys are scored with them.
 #[derive(Clone, Copy)]
 pub(super) struct KeyFactors<'a> {
     pub(super) bytes: &'a [u8],
@@ -323,12 +323,12 @@ impl NibbleValues {
         }
     }
 
-    /// Scales what was summed for row `row`, `sums` of it.
+    /// Scales row `row` of the sums; `sums` is that row.
     pub(crate) fn scale_row(&mut self, row: usize, sums: &mut [f32], factor: f32) {
         self.bases.scale_row(row, sums, factor);
     }
 
-    /// Adds what was summed for row `row`, `sums` of it, to `out`.
+    /// Adds row `row` of the sums to `out`; `sums` is that row, without what is kept apart.
     pub(crate) fn unfold_row(&self, row: usize, sums: &[f32], out: &mut [f32]) {
         self.bases.unfold_row(row, sums, out);
     }

@@ -20,7 +20,7 @@ use kvd_codec::{FixedCodes, GroupAxis, HeadCodec, UniformGroups, UniformMode};
 use kvd_core::DType;
 use std::ops::Range;
 
-/// As many ones of f16 as a tile has tokens.
+/// Ones of f16, one for each token of a tile.
 const ONES: [u8; 2 * TILE] = {
     let mut ones = [0; 2 * TILE];
     let mut at = 1;
@@ -90,7 +90,7 @@ pub(crate) struct UniformValues {
     parts: IntOperands,
     /// `[minima and steps, groups of channels, tokens]` of a span as f16, for groups by token.
     turned: Vec<u8>,
-    /// As many f16 as a span has tokens, for scales without minima.
+    /// Zeros of f16, one for each token of a span, for scales without minima.
     zeros: Vec<u8>,
     /// Sums that belong to all channels of a group, `[rows, groups of channels]`: minima of tokens,
     /// and rounding residuals.
@@ -151,8 +151,9 @@ impl UniformValues {
         self.magnitude
     }
 
-    /// How far a sum of a row is off at most for what rounding took from all of its weights
-    /// together: values meet that with their distance from where it is put back.
+    /// The largest error of a sum of a row that comes from the residuals of all of its rounded
+    /// weights together: a value counts with its distance from the code that residuals are put
+    /// back with.
     pub(crate) fn joint_loss(&self, row: usize) -> f32 {
         self.lost[row].abs() * self.magnitude
     }
@@ -351,7 +352,7 @@ impl UniformValues {
         value_dots(simd, codes, &self.lookup, self.parts.rows_from(0), target, sums);
     }
 
-    /// Scales what was summed for row `row`, `sums` of it.
+    /// Scales row `row` of the sums; `sums` is that row.
     pub(crate) fn scale_row(&mut self, row: usize, sums: &mut [f32], factor: f32) {
         let pairs = self.dim.div_ceil(channels_per_pair(self.groups, self.dim));
         let bases = &mut self.bases[row * pairs..][..pairs];
@@ -372,7 +373,7 @@ impl UniformValues {
         }
     }
 
-    /// Adds what was summed for row `row`, `sums` of it, to `out`.
+    /// Adds row `row` of the sums to `out`; `sums` is that row, without what is kept apart.
     pub(crate) fn unfold_row(&self, row: usize, sums: &[f32], out: &mut [f32]) {
         let count = channels_per_pair(self.groups, self.dim);
         let pairs = self.dim.div_ceil(count);
