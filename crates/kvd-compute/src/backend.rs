@@ -5,7 +5,7 @@
 //! length of the call; those of an attend in slices ([`Backend::attend_slice`]) until it is
 //! answered or given up.
 
-use crate::region::none;
+use crate::region::no_region_error;
 use crate::{
     AttendPlan, AttendTask, BackendError, DeviceRegion, LoadPlan, OpenedRegion, RegionHandle,
     RegionPlaces, RegionRows, Source, StagedRows, StagedWrite, Stop,
@@ -15,7 +15,7 @@ use kvd_codec::{CheckedBlock, ModelCodec, PageBytes};
 use kvd_core::{Extent, LayerIndex, ModelId};
 use std::sync::Arc;
 
-/// What a device is, for logs and `GetServerInfo`.
+/// Description of a device, for logs and `GetServerInfo`.
 #[derive(Clone, Debug)]
 pub struct DeviceInfo {
     /// For example `cpu (avx512, 2 threads, fast)`.
@@ -67,13 +67,13 @@ pub struct EncodeSource {
 pub struct EncodedPages {
     /// The pages, `[K heads.., V heads..]`; empty where the device holds them.
     pub bytes: Vec<u8>,
-    /// Then which they are.
+    /// Which pages the device holds; none where they are in `bytes`.
     pub held: Option<HeldPages>,
     /// End of each page, in bytes from the first.
     pub page_ends: Arc<[u32]>,
     /// The bytes of the pages by kind.
     pub parts: PageBytes,
-    /// The same by side.
+    /// The bytes of the pages by side.
     pub side_bytes: [u64; 2],
     /// K and V values encoded.
     pub values: u64,
@@ -146,7 +146,7 @@ pub struct Launches {
     pub kernels: u64,
     /// Graphs of several.
     pub graphs: u64,
-    /// Of these, graphs that were made for it.
+    /// Graphs that were built for it; the others were reused.
     pub graphs_built: u64,
     /// Nodes of graphs whose parameters were changed.
     pub nodes_updated: u64,
@@ -156,7 +156,7 @@ pub struct Launches {
 
 /// A device that holds pages and answers attention over them.
 pub trait Backend: Send {
-    /// What this device is.
+    /// Describes this device.
     fn info(&self) -> DeviceInfo;
 
     /// Whether the device serves a codec, and has room for what it keeps of it; asked right before
@@ -186,7 +186,7 @@ pub trait Backend: Send {
     /// Forgets a model. Its pages must be gone.
     fn unregister(&mut self, model: ModelId);
 
-    /// What a model takes once.
+    /// Memory that a model takes once.
     ///
     /// # Errors
     /// When the model is unknown.
@@ -290,7 +290,7 @@ pub trait Backend: Send {
         bytes: u64,
     ) -> Result<OpenedRegion, BackendError> {
         let _ = (handle, bytes);
-        Err(none())
+        Err(no_region_error())
     }
 
     /// [`Backend::attend`] with queries and answer in a region; the plan's own queries are ignored.
@@ -308,7 +308,7 @@ pub trait Backend: Send {
         launched: &mut dyn FnMut(),
     ) -> Result<u64, BackendError> {
         let _ = (plan, places, launched);
-        Err(none())
+        Err(no_region_error())
     }
 
     /// Copies K and V of a region within the device, and says of the copy what the host would of
@@ -322,7 +322,7 @@ pub trait Backend: Send {
         rows: &RegionRows,
     ) -> Result<Option<StagedRows>, BackendError> {
         let _ = (model, rows);
-        Err(none())
+        Err(no_region_error())
     }
 
     /// [`Backend::write`] of rows that are staged, to any number of slots, none of which meets
@@ -336,7 +336,7 @@ pub trait Backend: Send {
         writes: &[StagedWrite],
     ) -> Result<(), BackendError> {
         let _ = (staged, writes);
-        Err(none())
+        Err(no_region_error())
     }
 
     /// Gives it back; one that is not open is none.
@@ -355,7 +355,7 @@ pub trait Backend: Send {
         bytes: &mut [u8],
     ) -> Result<(), BackendError> {
         let _ = (region, offset, bytes);
-        Err(none())
+        Err(no_region_error())
     }
 
     /// Copies into it; what was written is there when this returns.
@@ -369,6 +369,6 @@ pub trait Backend: Send {
         bytes: &[u8],
     ) -> Result<(), BackendError> {
         let _ = (region, offset, bytes);
-        Err(none())
+        Err(no_region_error())
     }
 }

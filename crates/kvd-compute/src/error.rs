@@ -1,4 +1,4 @@
-//! What a backend can answer instead of a result.
+//! Errors that a backend answers with.
 
 use crate::{AttendPlan, StopReason};
 use kvd_codec::{CodecError, PageError};
@@ -57,7 +57,7 @@ pub enum BackendError {
     /// The device cannot do what is asked, or has failed.
     #[error("{message}")]
     Device {
-        /// What a client is told.
+        /// The code that a client gets.
         code: ErrorCode,
         /// In words.
         message: String,
@@ -94,7 +94,7 @@ impl BackendError {
         Self::QueryOverflow { query, token: token as u32, head, scale }
     }
 
-    /// Of a value of K or V, by its index in `[tokens, kv_heads, head_dim]`.
+    /// The error for a value of K or V, by its index in `[tokens, kv_heads, head_dim]`.
     #[must_use]
     pub fn non_finite(geometry: &Geometry, side: Side, index: usize, value: f32) -> Self {
         let (dim, heads) = (geometry.head_dim(side), geometry.kv_heads as usize);

@@ -1,8 +1,8 @@
-//! What a device does with KV blocks: take rows, encode them to pages, answer attention from
-//! the pages. [`Backend`] is the contract; [`CpuBackend`] the one that every machine has.
+//! The device side of KV blocks: take rows, encode them to pages, answer attention from the pages.
+//! [`Backend`] is the contract; [`CpuBackend`] the one that every machine has.
 //!
 //! Unsafe code is confined to `cpu/simd.rs` (run-time selected instruction sets) and to files of
-//! `cpu/` that are named by an instruction set, or `lanes` (register loads and stores).
+//! `cpu/` that are named by an instruction set, or `simd_*` (register loads and stores).
 #![deny(unsafe_code)]
 
 mod backend;
@@ -20,8 +20,8 @@ pub use backend::{
     LoadedRows, ModelBytes, RawTarget,
 };
 pub use cpu::{
-    ArenaError, CodeDecoder, CpuBackend, CpuOptions, EncodeAs, InstructionSet, OpenError,
-    Precision, Products, Simd, content_hash, content_hash_of, first_non_finite, multiply_adds,
+    ArenaError, CodeDecoder, CpuBackend, CpuOptions, EncodeAs, InstructionSet, MultiplyKind,
+    OpenError, Precision, Simd, content_hash, content_hash_of, first_non_finite, multiply_adds,
 };
 pub use error::BackendError;
 pub use plan::{AttendPlan, LoadPlan, PlanPart, PlanQuery, Source};

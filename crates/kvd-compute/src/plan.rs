@@ -68,7 +68,7 @@ pub struct PlanQuery {
     pub position: u32,
     /// A query token at `p` sees only tokens after `p - sliding_window`.
     pub sliding_window: Option<u32>,
-    /// What may be read, ordered and disjoint; already cut to the request's range and length.
+    /// Parts that may be read, ordered and disjoint; already cut to the request's range and length.
     /// Queries that read the same range share one list.
     pub parts: Arc<[PlanPart]>,
 }
@@ -148,7 +148,7 @@ pub struct LoadPlan {
     pub layer: LayerIndex,
     /// Format of the rows.
     pub dtype: DType,
-    /// What to read, ordered and disjoint.
+    /// Parts to read, ordered and disjoint.
     pub parts: Vec<PlanPart>,
 }
 

@@ -4,7 +4,7 @@ use crate::{BackendError, RawTarget};
 use kvd_core::ErrorCode;
 use std::os::fd::OwnedFd;
 
-/// What a worker hands over.
+/// A handle of device memory, as a worker hands it over.
 #[derive(Debug)]
 pub enum RegionHandle {
     /// A legacy CUDA IPC handle.
@@ -22,7 +22,7 @@ impl RegionHandle {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct DeviceRegion(pub u64);
 
-/// What a device says of memory that it has opened.
+/// Device memory that was opened, as the device describes it.
 #[derive(Clone, Debug)]
 pub struct OpenedRegion {
     /// Its name from now on.
@@ -87,7 +87,7 @@ pub struct StagedWrite {
 }
 
 /// The answer of a device that no memory can be shared through.
-pub(crate) fn none() -> BackendError {
+pub(crate) fn no_region_error() -> BackendError {
     let message = "the device is the processor: it opens no CUDA memory";
     BackendError::Device { code: ErrorCode::InvalidArgument, message: message.to_owned() }
 }

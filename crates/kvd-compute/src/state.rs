@@ -1,7 +1,8 @@
 //! Partial results of attention and how they merge: windows, pages and split ranges are one
 //! mechanism (design section 4).
 
-/// What one query row has seen so far: `out = acc / weight_sum`, `lse = max + ln(weight_sum)`.
+/// Attention of one query row over the tokens so far: `out = acc / weight_sum`, `lse = max +
+/// ln(weight_sum)`.
 ///
 /// Accumulators of raw rows and of page coefficients stay apart, because the value side's
 /// transform is undone once at the end instead of once per token.

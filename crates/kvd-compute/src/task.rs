@@ -17,7 +17,7 @@ pub struct AttendTask {
 
 /// Rows of a plan that are answered, where a device answers whole plans.
 #[derive(Default)]
-struct Rows {
+struct AnsweredRows {
     /// The query of the next row, and the row's token in it.
     query: usize,
     token: u32,
@@ -45,7 +45,7 @@ impl AttendTask {
     ) -> Result<Option<Attended>, BackendError> {
         stop.check()?;
         let plan = &self.plan;
-        let known = self.under_way.take().and_then(|rows| rows.downcast::<Rows>().ok());
+        let known = self.under_way.take().and_then(|rows| rows.downcast::<AnsweredRows>().ok());
         if known.is_none() && plan.scores() <= PIECE_SCORES {
             return attend(plan).map(Some);
         }
@@ -62,7 +62,7 @@ impl AttendTask {
     }
 }
 
-impl Rows {
+impl AnsweredRows {
     /// Answers the next piece.
     fn attend_next(
         &mut self,

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 #[derive(Debug, thiserror::Error)]
 #[error("take {bytes} bytes of page memory (device.pool_bytes): {source}")]
 pub struct ArenaError {
-    /// What was asked for.
+    /// The size asked for.
     pub bytes: u64,
     /// Why not.
     pub source: std::io::Error,
@@ -39,10 +39,10 @@ impl HostArena {
         #[cfg(target_os = "linux")]
         let _ = bytes.advise(memmap2::Advice::HugePage);
         if let Some(threads) = prefault {
-            let shares: Vec<_> = deal(&mut bytes, threads.current_num_threads());
+            let shares: Vec<_> = deal_pieces(&mut bytes, threads.current_num_threads());
             let shares: Vec<_> = shares.into_iter().map(Mutex::new).collect();
             threads.broadcast(|thread| {
-                shares[thread.index()].lock().iter_mut().for_each(|piece| touch(piece));
+                shares[thread.index()].lock().iter_mut().for_each(|piece| touch_pages(piece));
             });
         }
         Ok(Self { bytes })
@@ -52,20 +52,20 @@ impl HostArena {
         self.bytes.len() as u64
     }
 
-    pub(crate) fn read(&self, extent: Extent) -> &[u8] {
-        &self.bytes[range(extent)]
+    pub(crate) fn extent_bytes(&self, extent: Extent) -> &[u8] {
+        &self.bytes[byte_range(extent)]
     }
 
-    pub(crate) fn write(&mut self, extent: Extent) -> &mut [u8] {
-        &mut self.bytes[range(extent)]
+    pub(crate) fn extent_bytes_mut(&mut self, extent: Extent) -> &mut [u8] {
+        &mut self.bytes[byte_range(extent)]
     }
 
     /// Copies between two extents of equal length, which must not overlap by accident of the
     /// pool: a slot is never its own copy target.
-    pub(crate) fn copy(&mut self, from: Extent, to: Extent) {
+    pub(crate) fn copy_extent(&mut self, from: Extent, to: Extent) {
         assert_eq!(from.len, to.len, "copy keeps the length");
         assert!(!from.overlaps_extent(to), "copy target {to:?} overlaps its source {from:?}");
-        self.bytes.copy_within(range(from), range(to).start);
+        self.bytes.copy_within(byte_range(from), byte_range(to).start);
     }
 }
 
@@ -73,7 +73,7 @@ impl HostArena {
 const TURN_BYTES: usize = 2 << 20;
 
 /// Pieces of the arena for each thread, in turns.
-fn deal(bytes: &mut [u8], threads: usize) -> Vec<Vec<&mut [u8]>> {
+fn deal_pieces(bytes: &mut [u8], threads: usize) -> Vec<Vec<&mut [u8]>> {
     let mut shares: Vec<_> = (0..threads).map(|_| Vec::new()).collect();
     for (turn, piece) in bytes.chunks_mut(TURN_BYTES).enumerate() {
         shares[turn % threads].push(piece);
@@ -81,7 +81,7 @@ fn deal(bytes: &mut [u8], threads: usize) -> Vec<Vec<&mut [u8]>> {
     shares
 }
 
-fn touch(piece: &mut [u8]) {
+fn touch_pages(piece: &mut [u8]) {
     const PAGE_BYTES: usize = 4096;
     for byte in piece.iter_mut().step_by(PAGE_BYTES) {
         // A plain store of the value that is there already would be optimised away.
@@ -90,7 +90,7 @@ fn touch(piece: &mut [u8]) {
 }
 
 /// Extents come from the pool of this arena, so they fit `usize` whenever the arena does.
-fn range(extent: Extent) -> std::ops::Range<usize> {
+fn byte_range(extent: Extent) -> std::ops::Range<usize> {
     let to_usize = |value| usize::try_from(value).expect("extent fits the address space");
     to_usize(extent.offset)..to_usize(extent.end())
 }
@@ -104,10 +104,10 @@ mod tests {
         let threads = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
         let mut arena = HostArena::new(1 << 16, Some(&threads)).unwrap();
         let extent = Extent { offset: 100, len: 3 };
-        assert_eq!(arena.read(extent), [0; 3]);
-        arena.write(extent).copy_from_slice(&[1, 2, 3]);
-        arena.copy(extent, Extent { offset: 200, len: 3 });
-        assert_eq!(arena.read(Extent { offset: 199, len: 5 }), [0, 1, 2, 3, 0]);
+        assert_eq!(arena.extent_bytes(extent), [0; 3]);
+        arena.extent_bytes_mut(extent).copy_from_slice(&[1, 2, 3]);
+        arena.copy_extent(extent, Extent { offset: 200, len: 3 });
+        assert_eq!(arena.extent_bytes(Extent { offset: 199, len: 5 }), [0, 1, 2, 3, 0]);
         for too_much in [1 << 60, u64::MAX] {
             let error = HostArena::new(too_much, None).err().unwrap().to_string();
             assert!(error.contains("device.pool_bytes"), "{error}");
@@ -118,7 +118,7 @@ mod tests {
     #[test]
     fn threads_touch_all_of_an_arena_in_turns() {
         let mut bytes = vec![0u8; 7 * TURN_BYTES / 2];
-        let shares = deal(&mut bytes, 3);
+        let shares = deal_pieces(&mut bytes, 3);
         let lengths = |share: &Vec<&mut [u8]>| share.iter().map(|piece| piece.len()).collect();
         let lengths: Vec<Vec<_>> = shares.iter().map(lengths).collect();
         assert_eq!(lengths, [vec![TURN_BYTES, TURN_BYTES / 2], vec![TURN_BYTES], vec![TURN_BYTES]]);

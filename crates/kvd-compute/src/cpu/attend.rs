@@ -2,12 +2,12 @@
 //! the stored range, and a merge of the partial states; in slices, between which others may have
 //! the device.
 
-use crate::cpu::job::{Job, Unit, group, payload_row};
-use crate::cpu::loss::Merged;
-use crate::cpu::span::spans;
-use crate::cpu::tile::Reader;
-use crate::cpu::unit::{self, UnitAnswer};
-use crate::cpu::wide::{self, WideState};
+use crate::cpu::attend_f64::{self, WideState};
+use crate::cpu::attend_job::{AttendJob, AttendUnit, group_size, payload_row};
+use crate::cpu::attend_unit::{self, UnitAnswer};
+use crate::cpu::loss::MergedRows;
+use crate::cpu::row_reader::LayerReader;
+use crate::cpu::token_span::spans_of;
 use crate::{AttendPlan, Attended, BackendError, PartialState, PlanPart, PlanQuery};
 use kvd_core::{DType, Side};
 use rayon::prelude::*;
@@ -37,7 +37,7 @@ const ANSWERS_PER_THREAD: usize = 16;
 
 /// Attention under way: what is left of it, and what it came to so far. It refers to the plan by
 /// numbers alone, so that the device may do something else between two slices.
-pub(super) struct Attend {
+pub(super) struct AttendProgress {
     units: Vec<UnitPlan>,
     /// Units that are done.
     done: usize,
@@ -45,8 +45,8 @@ pub(super) struct Attend {
     group: Option<(usize, UnitAnswer)>,
     /// Groups that are written, and whose rows are yet to be tested.
     written: Vec<UnitGroup>,
-    reply: Reply,
-    again: Vec<Again>,
+    reply: BatchReply,
+    again: Vec<RepeatedRows>,
     wide: WideCursor,
 }
 
@@ -70,34 +70,34 @@ struct WidePiece {
     last: bool,
 }
 
-impl Attend {
+impl AttendProgress {
     /// A plan of which nothing is done; the caller has checked its shapes and that `q` is finite.
-    pub(super) fn new(job: &Job<'_>) -> Self {
+    pub(super) fn new(job: &AttendJob<'_>) -> Self {
         Self {
             units: plan_units(job),
             done: 0,
             group: None,
             written: Vec::new(),
-            reply: Reply::new(job),
+            reply: BatchReply::new(job),
             again: Vec::new(),
             wide: WideCursor::default(),
         }
     }
 
     /// Goes on until all is done, or the slice is over; whether all is done.
-    pub(super) fn go_on(&mut self, job: &Job<'_>) -> Result<bool, BackendError> {
+    pub(super) fn go_on(&mut self, job: &AttendJob<'_>) -> Result<bool, BackendError> {
         Ok(self.first_pass(job)? && self.second_pass(job)?)
     }
 
     /// The answer to a plan that is done.
-    pub(super) fn finish(self, job: &Job<'_>) -> Attended {
-        let Reply { out, lse, .. } = self.reply;
+    pub(super) fn take_answer(self, job: &AttendJob<'_>) -> Attended {
+        let BatchReply { out, lse, .. } = self.reply;
         Attended { out, lse, stored_bytes_read: stored_bytes(job.plan, job.reader) }
     }
 
     /// Runs units by the kernels of their sides, merges the splits of each query row and writes the
     /// reply; and notes which rows those kernels do not serve.
-    fn first_pass(&mut self, job: &Job<'_>) -> Result<bool, BackendError> {
+    fn first_pass(&mut self, job: &AttendJob<'_>) -> Result<bool, BackendError> {
         loop {
             if !self.test_written(job)? {
                 return Ok(false);
@@ -107,12 +107,12 @@ impl Attend {
             }
             let end = self.units.len().min(self.done + ANSWERS_PER_THREAD * job.threads);
             let next = &self.units[self.done..end];
-            let answers = run_some(job, next, |unit| run(job, &unit.unit(job)))?;
+            let answers = run_some(job, next, |unit| run_unit(job, &unit.to_unit(job)))?;
             let paused = answers.len() < next.len();
             for answer in answers {
                 let at = self.done;
                 self.done += 1;
-                self.merge(job, at, answer);
+                self.merge_answer(job, at, answer);
             }
             if self.done == self.units.len() {
                 self.end_group(job, self.done);
@@ -124,11 +124,12 @@ impl Attend {
     }
 
     /// Finds the rows of written groups that the kernels do not serve; whether all were tested.
-    fn test_written(&mut self, job: &Job<'_>) -> Result<bool, BackendError> {
+    fn test_written(&mut self, job: &AttendJob<'_>) -> Result<bool, BackendError> {
         if self.written.is_empty() {
             return Ok(true);
         }
-        let tested = run_some(job, &self.written, |group| group.again(job, &self.units))?;
+        let tested =
+            run_some(job, &self.written, |group| group.find_repeated_rows(job, &self.units))?;
         let left = self.written.split_off(tested.len());
         self.written = left;
         self.again.extend(tested.into_iter().filter(|again| !again.rows.is_empty()));
@@ -136,10 +137,10 @@ impl Attend {
     }
 
     /// Takes what unit `at` came to.
-    fn merge(&mut self, job: &Job<'_>, at: usize, answer: UnitAnswer) {
+    fn merge_answer(&mut self, job: &AttendJob<'_>, at: usize, answer: UnitAnswer) {
         if let Some((first, merged)) = &mut self.group {
             if self.units[*first].has_rows_of(&self.units[at]) {
-                merged.merge(&answer);
+                merged.merge_answer(&answer);
                 return;
             }
             self.end_group(job, at);
@@ -148,14 +149,14 @@ impl Attend {
     }
 
     /// Writes the rows of the group that ends before unit `end`.
-    fn end_group(&mut self, job: &Job<'_>, end: usize) {
+    fn end_group(&mut self, job: &AttendJob<'_>, end: usize) {
         let Some((first, merged)) = self.group.take() else { return };
-        let cancelled = self.reply.write(job, &self.units[first].unit(job), &merged.states);
+        let cancelled = self.reply.write_unit(job, &self.units[first].to_unit(job), &merged.states);
         self.written.push(UnitGroup { units: first..end, merged, cancelled });
     }
 
     /// Attends to rows in f64, and writes them in place of what the reply has.
-    fn second_pass(&mut self, job: &Job<'_>) -> Result<bool, BackendError> {
+    fn second_pass(&mut self, job: &AttendJob<'_>) -> Result<bool, BackendError> {
         loop {
             let next = self.next_pieces(ANSWERS_PER_THREAD * job.threads);
             if next.is_empty() {
@@ -163,8 +164,12 @@ impl Attend {
             }
             let states = run_some(job, &next, |piece| {
                 let rows = &self.again[piece.group].rows;
-                let whole = self.units[piece.unit].unit(job);
-                wide::run(job, &Unit { parts: &whole.parts[piece.parts.clone()], ..whole }, rows)
+                let whole = self.units[piece.unit].to_unit(job);
+                attend_f64::attend_rows(
+                    job,
+                    &AttendUnit { parts: &whole.parts[piece.parts.clone()], ..whole },
+                    rows,
+                )
             })?;
             let paused = states.len() < next.len();
             for (piece, states) in next.into_iter().zip(states) {
@@ -200,14 +205,14 @@ impl Attend {
     }
 
     /// Takes what a piece of the second pass came to.
-    fn merge_wide(&mut self, job: &Job<'_>, piece: WidePiece, states: Vec<WideState>) {
+    fn merge_wide(&mut self, job: &AttendJob<'_>, piece: WidePiece, states: Vec<WideState>) {
         let again = &self.again[piece.group];
         let unit = piece.unit - again.units.start;
         let wide = &mut self.wide;
         if wide.states.is_empty() {
             wide.states = states;
         } else {
-            wide.states.iter_mut().zip(&states).for_each(|(state, split)| state.merge(split));
+            wide.states.iter_mut().zip(&states).for_each(|(state, split)| state.merge_split(split));
         }
         let unit_ends = piece.parts.end == self.units[piece.unit].parts.len();
         let unit = if unit_ends { unit + 1 } else { unit };
@@ -220,8 +225,8 @@ impl Attend {
         (wide.group, wide.unit, wide.part) = (piece.group + 1, 0, 0);
         let mut values = vec![0f32; self.reply.dim];
         for (row, state) in again.rows.iter().zip(&states) {
-            let lse = state.finish(&mut values);
-            let target = payload_row(job, &self.units[piece.unit].unit(job), *row);
+            let lse = state.write_output(&mut values);
+            let target = payload_row(job, &self.units[piece.unit].to_unit(job), *row);
             self.reply.write_row(job.plan.dtype, target, &values, lse);
         }
     }
@@ -230,7 +235,7 @@ impl Attend {
 /// Runs the first of some pieces of work on all threads, until the slice is over; what they came
 /// to, in order, and of one at least.
 fn run_some<P: Sync, T: Send>(
-    job: &Job<'_>,
+    job: &AttendJob<'_>,
     pieces: &[P],
     run: impl Fn(&P) -> Result<T, BackendError> + Sync,
 ) -> Result<Vec<T>, BackendError> {
@@ -268,27 +273,31 @@ struct UnitGroup {
 
 impl UnitGroup {
     /// Finds the rows that the kernels do not serve.
-    fn again(&self, job: &Job<'_>, units: &[UnitPlan]) -> Result<Again, BackendError> {
-        let unit = &units[self.units.start].unit(job);
+    fn find_repeated_rows(
+        &self,
+        job: &AttendJob<'_>,
+        units: &[UnitPlan],
+    ) -> Result<RepeatedRows, BackendError> {
+        let unit = &units[self.units.start].to_unit(job);
         let UnitAnswer { queries, states, losses } = &self.merged;
-        let rows = Merged { job, unit, queries, states, losses }
+        let rows = MergedRows { job, unit, queries, states, losses }
             .not_served(&self.cancelled, LEFT_LEAST)?;
-        Ok(Again { units: self.units.clone(), rows })
+        Ok(RepeatedRows { units: self.units.clone(), rows })
     }
 }
 
 /// How many query rows are attended to again.
 #[cfg(test)]
-pub(super) fn rows_again(job: &Job<'_>) -> Result<usize, BackendError> {
-    let mut attend = Attend::new(job);
+pub(super) fn rows_again(job: &AttendJob<'_>) -> Result<usize, BackendError> {
+    let mut attend = AttendProgress::new(job);
     attend.first_pass(job)?;
     Ok(attend.again.iter().map(|again| again.rows.len()).sum())
 }
 
 /// Runs a unit, and gives back what its products have kept of the thread's registers.
-fn run(job: &Job<'_>, unit: &Unit<'_>) -> Result<UnitAnswer, BackendError> {
+fn run_unit(job: &AttendJob<'_>, unit: &AttendUnit<'_>) -> Result<UnitAnswer, BackendError> {
     let _registers = job.simd.in_use();
-    unit::run(job, unit)
+    attend_unit::answer_unit(job, unit)
 }
 
 /// A unit by numbers into its plan.
@@ -303,10 +312,10 @@ struct UnitPlan {
 }
 
 impl UnitPlan {
-    fn unit<'a>(&self, job: &Job<'a>) -> Unit<'a> {
+    fn to_unit<'a>(&self, job: &AttendJob<'a>) -> AttendUnit<'a> {
         let query = &job.plan.queries[self.query];
         let parts = &query.parts[self.parts.clone()];
-        Unit { query, batch_row: self.batch_row, q: self.q.clone(), head: self.head, parts }
+        AttendUnit { query, batch_row: self.batch_row, q: self.q.clone(), head: self.head, parts }
     }
 
     fn has_rows_of(&self, other: &Self) -> bool {
@@ -321,17 +330,17 @@ impl UnitPlan {
 
 /// The plan's units.
 #[cfg(test)]
-pub(super) fn units<'a>(job: &Job<'a>) -> Vec<Unit<'a>> {
-    plan_units(job).iter().map(|unit| unit.unit(job)).collect()
+pub(super) fn units_of<'a>(job: &AttendJob<'a>) -> Vec<AttendUnit<'a>> {
+    plan_units(job).iter().map(|unit| unit.to_unit(job)).collect()
 }
 
 /// Splits the batch by work, so that one long sequence among many short ones is not left to a
 /// single thread at the end; units of the same query tokens and head follow one another.
-fn plan_units(job: &Job<'_>) -> Vec<UnitPlan> {
+fn plan_units(job: &AttendJob<'_>) -> Vec<UnitPlan> {
     let kv_heads = job.reader.codec.geometry().kv_heads as usize;
     let whole = |query: &PlanQuery| query.n_q.div_ceil(UNIT_QUERY_TOKENS) as usize * kv_heads;
     let queries = &job.plan.queries;
-    let seen: Vec<Range<usize>> = queries.iter().map(seen).collect();
+    let seen: Vec<Range<usize>> = queries.iter().map(seen_parts).collect();
     let parts: usize = queries.iter().zip(&seen).map(|(of, seen)| whole(of) * seen.len()).sum();
     let parts_per_unit = parts.div_ceil(UNITS_PER_THREAD * job.threads).max(UNIT_PARTS_MIN);
     let mut units = Vec::with_capacity(queries.iter().map(whole).sum());
@@ -339,7 +348,7 @@ fn plan_units(job: &Job<'_>) -> Vec<UnitPlan> {
     for (number, (query, seen)) in queries.iter().zip(seen).enumerate() {
         let part_tokens = query.parts[seen.clone()].iter().map(|part| part.rows).max();
         let part_tokens = part_tokens.unwrap_or(0);
-        let rows = query.n_q.min(UNIT_QUERY_TOKENS) as usize * group(job);
+        let rows = query.n_q.min(UNIT_QUERY_TOKENS) as usize * group_size(job);
         let part_cost = (rows as u64 + DECODE_ROWS) * u64::from(part_tokens.max(1));
         let most = usize::try_from(UNIT_COST_MAX / part_cost).unwrap_or(usize::MAX);
         let parts_per_unit = parts_per_unit.min(most.max(UNIT_PARTS_MIN));
@@ -366,28 +375,28 @@ fn plan_units(job: &Job<'_>) -> Vec<UnitPlan> {
 }
 
 /// The parts from the first to the last that some token of the query sees.
-fn seen(query: &PlanQuery) -> Range<usize> {
+fn seen_parts(query: &PlanQuery) -> Range<usize> {
     let visible = query.visible(0).start..query.visible(query.n_q.saturating_sub(1)).end;
-    let is_seen = |part: &PlanPart| spans(part, visible.clone()).next().is_some();
+    let is_seen = |part: &PlanPart| spans_of(part, visible.clone()).next().is_some();
     let Some(first) = query.parts.iter().position(is_seen) else { return 0..0 };
     first..query.parts.iter().rposition(is_seen).map_or(first, |last| last + 1)
 }
 
 /// Rows of a group of units that are to be attended to again, and where the units are.
-struct Again {
+struct RepeatedRows {
     units: Range<usize>,
     rows: Vec<usize>,
 }
 
 /// Outputs and log-sum-exps of a batch.
-struct Reply {
+struct BatchReply {
     dim: usize,
     out: Vec<u8>,
     lse: Vec<f32>,
 }
 
-impl Reply {
-    fn new(job: &Job<'_>) -> Self {
+impl BatchReply {
+    fn new(job: &AttendJob<'_>) -> Self {
         let dim = job.reader.codec.geometry().head_dim(Side::Value);
         let tokens: u32 = job.plan.queries.iter().map(|query| query.n_q).sum();
         let rows = tokens as usize * job.plan.q_heads as usize;
@@ -397,7 +406,12 @@ impl Reply {
 
     /// Writes the rows of a unit, and returns those of which transforms left little: what f32 lost
     /// of their coefficients then counts.
-    fn write(&mut self, job: &Job<'_>, unit: &Unit<'_>, merged: &[PartialState]) -> Vec<usize> {
+    fn write_unit(
+        &mut self,
+        job: &AttendJob<'_>,
+        unit: &AttendUnit<'_>,
+        merged: &[PartialState],
+    ) -> Vec<usize> {
         let mut cancelled = Vec::new();
         let side = job.reader.codec.head_codec(job.reader.layer, Side::Value, unit.head);
         let mut unfolded: Vec<f32> =
@@ -416,7 +430,7 @@ impl Reply {
             if state.coefficient_weight > 0.0 {
                 values.iter_mut().zip(unfolded).for_each(|(value, of)| *value += of);
             }
-            if squares(&values) < LEFT_LEAST * squares(&state.coefficients) {
+            if sum_of_squares(&values) < LEFT_LEAST * sum_of_squares(&state.coefficients) {
                 cancelled.push(row);
             }
             for value in &mut values {
@@ -437,7 +451,7 @@ impl Reply {
 }
 
 /// The sum of squares, in f64: f32 holds neither those of tiny values nor those of huge ones.
-fn squares(values: &[f32]) -> f64 {
+fn sum_of_squares(values: &[f32]) -> f64 {
     let (chunks, rest) = values.as_chunks::<16>();
     let mut lanes = [0f64; 16];
     for chunk in chunks {
@@ -447,7 +461,7 @@ fn squares(values: &[f32]) -> f64 {
 }
 
 /// Bytes of the parts a plan names: what the compressed-throughput metric counts.
-fn stored_bytes(plan: &AttendPlan, reader: Reader<'_>) -> u64 {
+fn stored_bytes(plan: &AttendPlan, reader: LayerReader<'_>) -> u64 {
     let geometry = reader.codec.geometry();
     let token_bytes = geometry.values_per_token() * geometry.dtype.size_bytes() as u64;
     plan.queries

@@ -52,13 +52,13 @@ const ROUNDED: &[&str] = &[
     "polar-4+2",
     "k=uniform(b=7,axis=channel)/huffman; v=uniform(b=8,axis=token)/huffman",
 ];
-/// Those of them whose keys have score tables.
+/// Rounded codecs whose keys have score tables.
 const TABLES: &[&str] = &[
     "k=smooth+hadamard/vq(d=2,b=4); v=vq(d=2,b=4)",
     "k=vq(d=2,b=4); v=gain/vq(d=2,b=4)",
     "turbo-4",
 ];
-/// Those that plain AVX2 multiplies as bytes, on one side at least.
+/// Codecs that plain AVX2 multiplies as bytes, on one side at least.
 const BYTES: &[&str] = &[
     "kvcomp",
     "kvcomp-channel",
@@ -73,9 +73,9 @@ const BYTES: &[&str] = &[
 /// Codecs whose kernels multiply f32.
 const EXACT: &[&str] = &["raw", "k=bf16; v=hadamard/f32", "fp8", "k=hadamard/fp8; v=f16"];
 
-/// What keys and queries are like.
+/// The kind of keys and queries.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Data {
+enum InputKind {
     /// Roughly normal.
     Normal,
     /// Long queries: a few tokens have all the weight.
@@ -90,7 +90,7 @@ enum Data {
     Quiet,
 }
 
-impl Data {
+impl InputKind {
     /// Tokens of blocks that hold at most `full`; but where there are many, the last one is short.
     fn blocks(self, full: u32) -> Vec<u32> {
         if self == Self::Flat { vec![full; 8192 / full as usize] } else { vec![full, full, 41] }
@@ -195,8 +195,9 @@ fn fitted(geometry: &Geometry, spec: &CodecSpec) -> Calibration {
     fit_calibration(geometry, spec, &samples, 1, &mut |_| {}).unwrap()
 }
 
-/// A backend with pages of [`Data::blocks`], and the parts of a sequence: the pages and a raw tail.
-fn filled(codec: ModelCodec, data: Data) -> (CpuBackend, Vec<PlanPart>) {
+/// A backend with pages of [`InputKind::blocks`], and the parts of a sequence: the pages and a raw
+/// tail.
+fn filled(codec: ModelCodec, data: InputKind) -> (CpuBackend, Vec<PlanPart>) {
     let [dim_k, dim_v] = Side::BOTH.map(|side| codec.geometry().head_dim(side));
     let blocks = data.blocks(codec.geometry().block_tokens);
     filled_with(codec, &blocks, |block, tokens| {
@@ -251,9 +252,9 @@ fn filled_with(
     (backend, parts)
 }
 
-/// What a query asks for.
+/// A question to a backend.
 #[derive(Clone, Copy, Debug)]
-struct Ask {
+struct Question {
     /// Query heads of a KV head.
     group: usize,
     n_q: u32,
@@ -262,7 +263,7 @@ struct Ask {
     cap: Option<f32>,
 }
 
-fn plan(geometry: &Geometry, parts: &[PlanPart], data: Data, ask: Ask) -> AttendPlan {
+fn plan(geometry: &Geometry, parts: &[PlanPart], data: InputKind, ask: Question) -> AttendPlan {
     let rows = ask.n_q as usize * HEADS * ask.group;
     let mut q = values(rows * geometry.head_dim(Side::Key), 5);
     q.iter_mut().for_each(|q| *q *= data.query_gain());
@@ -288,8 +289,8 @@ fn floats(bytes: &[u8]) -> Vec<f64> {
     chunks.map(|bytes| f64::from(f32::from_le_bytes(*bytes))).collect()
 }
 
-/// What one query row should get.
-struct Truth {
+/// The right answer of one query row.
+struct RowTruth {
     out: Vec<f64>,
     lse: f64,
     /// The largest product of a weight, as part of their sum, and a value.
@@ -308,7 +309,7 @@ fn reference(
     plan: &AttendPlan,
     rows: &LoadedRows,
     round: fn(&mut [f64]),
-) -> Vec<Truth> {
+) -> Vec<RowTruth> {
     let [dim, dim_v] = Side::BOTH.map(|side| geometry.head_dim(side));
     let (q, k, v) = (floats(&plan.q), floats(&rows.k), floats(&rows.v));
     let (tokens, heads) = (k.len() / (HEADS * dim), plan.q_heads as usize);
@@ -345,7 +346,7 @@ fn reference(
         let largest_term = largest_term / (dim as f64).sqrt();
         let lse = most + sum.ln();
         let largest_weight = 1.0 / sum;
-        Truth { out, lse, largest_value, largest_term, largest_weight, largest_seen }
+        RowTruth { out, lse, largest_value, largest_term, largest_weight, largest_seen }
     };
     q.chunks_exact(dim).enumerate().map(one).collect()
 }
@@ -369,7 +370,7 @@ fn to_byte(row: &mut [f64]) {
 }
 
 /// Largest errors of outputs and of log-sum-exps.
-fn worst<'a>(truth: &[Truth], rows: impl Iterator<Item = (&'a [f64], f64)>) -> (f64, f64) {
+fn worst<'a>(truth: &[RowTruth], rows: impl Iterator<Item = (&'a [f64], f64)>) -> (f64, f64) {
     let (mut out, mut lse) = (0f64, 0f64);
     for (truth, (values, sum)) in truth.iter().zip(rows) {
         let errors = truth.out.iter().zip(values).map(|(a, b)| (a - b).abs());
@@ -386,13 +387,14 @@ fn budget(
     geometry: &Geometry,
     plan: &AttendPlan,
     rows: &LoadedRows,
-    truth: &[Truth],
-    (round, bits): (fn(&mut [f64]), i32),
+    truth: &[RowTruth],
+    round: fn(&mut [f64]),
+    bits: i32,
 ) -> (f64, f64) {
     const SLACK: f64 = 4.0;
     let rounded = reference(geometry, plan, rows, round);
     let (out, lse) = worst(truth, rounded.iter().map(|row| (&row.out[..], row.lse)));
-    let largest = |of: fn(&Truth) -> f64| truth.iter().map(of).fold(0.0, f64::max);
+    let largest = |of: fn(&RowTruth) -> f64| truth.iter().map(of).fold(0.0, f64::max);
     let rounding = 2f64.powi(-bits);
     let out = out.max(rounding * largest(|row| row.largest_value));
     let lse = lse.max(rounding * largest(|row| row.largest_term));
@@ -402,11 +404,11 @@ fn budget(
 /// Relative error of answers in single precision: sums of products rounded to 24 bits.
 const SINGLE_ERROR_MAX: f64 = 1e-5;
 
-fn check(geometry: &Geometry, name: &str, data: Data, asks: &[Ask]) {
+fn check(geometry: &Geometry, name: &str, data: InputKind, asks: &[Question]) {
     check_codec(codec(geometry, name), name, data, asks);
 }
 
-fn check_codec(codec: ModelCodec, name: &str, data: Data, asks: &[Ask]) {
+fn check_codec(codec: ModelCodec, name: &str, data: InputKind, asks: &[Question]) {
     let geometry = &codec.geometry().clone();
     let (mut backend, parts) = filled(codec, data);
     let load = LoadPlan { model: MODEL, layer: LAYER, dtype: DType::F32, parts: parts.clone() };
@@ -416,9 +418,9 @@ fn check_codec(codec: ModelCodec, name: &str, data: Data, asks: &[Ask]) {
         let truth = reference(geometry, &plan, &rows, |_| {});
         let norm = truth.iter().flat_map(|row| &row.out).fold(0f64, |max, x| max.max(x.abs()));
         let single = (SINGLE_ERROR_MAX * norm, SINGLE_ERROR_MAX);
-        let half = budget(geometry, &plan, &rows, &truth, (to_half, 11));
-        let byte = budget(geometry, &plan, &rows, &truth, (to_byte, 8));
-        let levels = Simd::available();
+        let half = budget(geometry, &plan, &rows, &truth, to_half, 11);
+        let byte = budget(geometry, &plan, &rows, &truth, to_byte, 8);
+        let levels = Simd::available_levels();
         for (simd, precision) in levels.iter().flat_map(|s| Precision::ALL.map(|p| (*s, p))) {
             backend.simd = simd;
             backend.set_precision(precision);
@@ -426,10 +428,10 @@ fn check_codec(codec: ModelCodec, name: &str, data: Data, asks: &[Ask]) {
                 Precision::Single => single,
                 _ if !ROUNDED.contains(&name) => single,
                 // The sets that multiply single bytes, and the other that does so at times.
-                Precision::Int8 if simd.set() == InstructionSet::Avx512 => byte,
+                Precision::Int8 if simd.vector_set() == InstructionSet::Avx512 => byte,
                 Precision::Int8 if simd.has_avx_vnni() => byte,
                 Precision::Int8
-                    if simd.set() == InstructionSet::Avx2
+                    if simd.vector_set() == InstructionSet::Avx2
                         && (TABLES.contains(&name) || BYTES.contains(&name)) =>
                 {
                     byte
@@ -451,32 +453,32 @@ fn check_codec(codec: ModelCodec, name: &str, data: Data, asks: &[Ask]) {
 
 #[test]
 fn every_level_answers_as_f64_does() {
-    let plain = Ask { group: 4, n_q: 1, position: 175, window: None, cap: None };
+    let plain = Question { group: 4, n_q: 1, position: 175, window: None, cap: None };
     let asks = [
         plain,
-        Ask { group: 8, ..plain },
-        Ask { group: 3, n_q: 5, position: 100, ..plain },
-        Ask { group: 1, n_q: 2, position: 170, window: Some(45), ..plain },
-        Ask { n_q: 1, position: 100, window: Some(1), ..plain },
-        Ask { group: 1, cap: Some(3.0), ..plain },
+        Question { group: 8, ..plain },
+        Question { group: 3, n_q: 5, position: 100, ..plain },
+        Question { group: 1, n_q: 2, position: 170, window: Some(45), ..plain },
+        Question { n_q: 1, position: 100, window: Some(1), ..plain },
+        Question { group: 1, cap: Some(3.0), ..plain },
     ];
     for name in ROUNDED.iter().chain(EXACT) {
-        check(&geometry(64), name, Data::Normal, &asks);
+        check(&geometry(64), name, InputKind::Normal, &asks);
     }
 }
 
 #[test]
 fn rounding_stays_in_the_budget_on_data_that_is_bad_for_it() {
-    let ask = Ask { group: 3, n_q: 2, position: 174, window: None, cap: None };
-    for data in [Data::Peaked, Data::Outlier, Data::Huge, Data::Quiet] {
+    let ask = Question { group: 3, n_q: 2, position: 174, window: None, cap: None };
+    for data in [InputKind::Peaked, InputKind::Outlier, InputKind::Huge, InputKind::Quiet] {
         for name in ROUNDED {
             check(&geometry(64), name, data, &[ask]);
         }
     }
-    let ask = Ask { group: 3, n_q: 1, position: 8192, window: None, cap: None };
+    let ask = Question { group: 3, n_q: 1, position: 8192, window: None, cap: None };
     // The last two have keys of score tables under int8.
     let tables = "k=smooth+hadamard/vq(d=2,b=4); v=vq(d=2,b=4)";
     for name in ["kivi-4", "vecinfer-2", "kvcomp", "kvd-4", "turbo-4", tables] {
-        check(&geometry(64), name, Data::Flat, &[ask]);
+        check(&geometry(64), name, InputKind::Flat, &[ask]);
     }
 }

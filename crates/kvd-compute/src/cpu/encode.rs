@@ -1,7 +1,7 @@
 //! Raw blocks to pages.
 
 use crate::cpu::arena::HostArena;
-use crate::cpu::rows::read_block;
+use crate::cpu::raw_slots::read_block;
 use crate::{BackendError, EncodeSource, EncodedPages, Sampling};
 use kvd_codec::{BlockRows, ModelCodec};
 use kvd_core::{Geometry, LayerIndex, Side};
@@ -10,17 +10,17 @@ use std::cell::Cell;
 
 /// A block's rows, widened.
 #[derive(Default)]
-struct Block {
+struct WidenedBlock {
     tokens: usize,
     sides: [Vec<f32>; 2],
 }
 
-impl Block {
+impl WidenedBlock {
     fn is_finite(&self) -> bool {
         self.sides.iter().flatten().all(|value| value.is_finite())
     }
 
-    fn rows(&self) -> BlockRows<'_> {
+    fn block_rows(&self) -> BlockRows<'_> {
         BlockRows { tokens: self.tokens, k: &self.sides[0], v: &self.sides[1] }
     }
 }
@@ -28,18 +28,18 @@ impl Block {
 thread_local! {
     /// Each thread's, so that rows stay close to it from their widening to their page: f32 of a
     /// whole prefill would go to memory and come back.
-    static BLOCK: Cell<Block> = Cell::default();
+    static BLOCK: Cell<WidenedBlock> = Cell::default();
 }
 
 /// Blocks by index.
-struct Blocks<R> {
+struct BlockReader<R> {
     count: usize,
     read: R,
 }
 
-impl<R: Fn(usize, &mut Block) + Sync> Blocks<R> {
+impl<R: Fn(usize, &mut WidenedBlock) + Sync> BlockReader<R> {
     /// Runs with the rows of a block.
-    fn with<T>(&self, index: usize, run: impl FnOnce(&Block) -> T) -> T {
+    fn with<T>(&self, index: usize, run: impl FnOnce(&WidenedBlock) -> T) -> T {
         let mut block = BLOCK.take();
         (self.read)(index, &mut block);
         let value = run(&block);
@@ -49,19 +49,19 @@ impl<R: Fn(usize, &mut Block) + Sync> Blocks<R> {
 }
 
 /// Blocks of the arena.
-fn blocks<'a>(
+fn arena_blocks<'a>(
     arena: &'a HostArena,
     geometry: &'a Geometry,
     sources: &'a [EncodeSource],
-) -> Blocks<impl Fn(usize, &mut Block) + Sync + 'a> {
-    let read = move |index: usize, block: &mut Block| {
+) -> BlockReader<impl Fn(usize, &mut WidenedBlock) + Sync + 'a> {
+    let read = move |index: usize, block: &mut WidenedBlock| {
         let source = sources[index];
         block.tokens = source.rows as usize;
         for (side, values) in Side::BOTH.into_iter().zip(&mut block.sides) {
             read_block(arena, geometry, source, side, values);
         }
     };
-    Blocks { count: sources.len(), read }
+    BlockReader { count: sources.len(), read }
 }
 
 /// How blocks are encoded for a device that has its own [`Sampling`] and counts codes itself.
@@ -73,31 +73,32 @@ pub struct EncodeAs {
 
 /// Counts the codes of those blocks that the codec chooses, and lets it replace Huffman tables that
 /// fit them badly.
-fn watch<R: Fn(usize, &mut Block) + Sync>(
+fn count_chosen<R: Fn(usize, &mut WidenedBlock) + Sync>(
     codec: &mut ModelCodec,
     layer: LayerIndex,
-    blocks: &Blocks<R>,
+    blocks: &BlockReader<R>,
 ) -> Result<(), BackendError> {
     let chosen = codec.choose_blocks_to_count(layer, blocks.count);
     observe_chosen(codec, layer, blocks, chosen)
 }
 
 /// Counts the codes of some blocks, and lets the codec replace Huffman tables that fit them badly.
-fn observe_chosen<R: Fn(usize, &mut Block) + Sync>(
+fn observe_chosen<R: Fn(usize, &mut WidenedBlock) + Sync>(
     codec: &mut ModelCodec,
     layer: LayerIndex,
-    blocks: &Blocks<R>,
+    blocks: &BlockReader<R>,
     chosen: Vec<usize>,
 ) -> Result<(), BackendError> {
     let read = |index: usize| {
-        let mut block = Block::default();
+        let mut block = WidenedBlock::default();
         (blocks.read)(index, &mut block);
         block
     };
     // A block that cannot be encoded must not keep the others from their tables.
-    let chosen: Vec<Block> = chosen.into_iter().map(read).filter(Block::is_finite).collect();
+    let chosen: Vec<WidenedBlock> =
+        chosen.into_iter().map(read).filter(WidenedBlock::is_finite).collect();
     if !chosen.is_empty() {
-        let rows: Vec<_> = chosen.iter().map(Block::rows).collect();
+        let rows: Vec<_> = chosen.iter().map(WidenedBlock::block_rows).collect();
         let counts = codec.count_blocks(layer, &rows)?;
         codec.observe_codes(layer, &counts, rows.len())?;
     }
@@ -105,20 +106,20 @@ fn observe_chosen<R: Fn(usize, &mut Block) + Sync>(
 }
 
 /// Counts the codes of blocks that the codec has chosen.
-pub(crate) fn observe(
+pub(crate) fn observe_blocks(
     arena: &HostArena,
     codec: &mut ModelCodec,
     layer: LayerIndex,
     sources: &[EncodeSource],
 ) -> Result<(), BackendError> {
     let geometry = codec.geometry().clone();
-    let blocks = blocks(arena, &geometry, sources);
+    let blocks = arena_blocks(arena, &geometry, sources);
     let all = (0..blocks.count).collect();
     observe_chosen(codec, layer, &blocks, all)
 }
 
 /// Encodes blocks of one layer.
-pub(crate) fn encode(
+pub(crate) fn encode_blocks(
     arena: &HostArena,
     codec: &mut ModelCodec,
     layer: LayerIndex,
@@ -126,8 +127,8 @@ pub(crate) fn encode(
     sampling: &mut Sampling,
 ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
     let geometry = codec.geometry().clone();
-    let blocks = blocks(arena, &geometry, sources);
-    watch(codec, layer, &blocks)?;
+    let blocks = arena_blocks(arena, &geometry, sources);
+    count_chosen(codec, layer, &blocks)?;
     Ok(encode_sampled(codec, layer, &blocks, sampling))
 }
 
@@ -140,15 +141,15 @@ pub(crate) fn encode_as(
     EncodeAs { measured }: EncodeAs,
 ) -> Vec<Result<EncodedPages, BackendError>> {
     let geometry = codec.geometry().clone();
-    let blocks = blocks(arena, &geometry, sources);
+    let blocks = arena_blocks(arena, &geometry, sources);
     encode_all(codec, layer, &blocks, &vec![measured; blocks.count])
 }
 
 /// Encodes all blocks. When a sampled one is over its bound, the others are measured too.
-fn encode_sampled<R: Fn(usize, &mut Block) + Sync>(
+fn encode_sampled<R: Fn(usize, &mut WidenedBlock) + Sync>(
     codec: &ModelCodec,
     layer: LayerIndex,
-    blocks: &Blocks<R>,
+    blocks: &BlockReader<R>,
     sampling: &mut Sampling,
 ) -> Vec<Result<EncodedPages, BackendError>> {
     let due = sampling.due(layer, blocks.count);
@@ -165,10 +166,10 @@ fn encode_sampled<R: Fn(usize, &mut Block) + Sync>(
 }
 
 /// Encodes blocks, and measures those that are due.
-fn encode_all<R: Fn(usize, &mut Block) + Sync>(
+fn encode_all<R: Fn(usize, &mut WidenedBlock) + Sync>(
     codec: &ModelCodec,
     layer: LayerIndex,
-    blocks: &Blocks<R>,
+    blocks: &BlockReader<R>,
     due: &[bool],
 ) -> Vec<Result<EncodedPages, BackendError>> {
     let one = |(index, due): (usize, &bool)| {
@@ -183,15 +184,16 @@ fn encode_all<R: Fn(usize, &mut Block) + Sync>(
 fn encode_one(
     codec: &ModelCodec,
     layer: LayerIndex,
-    block: &Block,
+    block: &WidenedBlock,
     sample: bool,
 ) -> Result<EncodedPages, BackendError> {
     let mut bytes = Vec::new();
     let (encoded, checked) = if sample {
-        let (encoded, checked) = codec.encode_block_checked(layer, &block.rows(), &mut bytes)?;
+        let (encoded, checked) =
+            codec.encode_block_checked(layer, &block.block_rows(), &mut bytes)?;
         (encoded, Some(checked))
     } else {
-        (codec.encode_block(layer, &block.rows(), &mut bytes)?, None)
+        (codec.encode_block(layer, &block.block_rows(), &mut bytes)?, None)
     };
     Ok(EncodedPages {
         bytes,
@@ -229,13 +231,13 @@ mod tests {
     }
 
     /// One range for a page of even values is fine; one spike in it takes all other levels.
-    fn block(spike: bool) -> Block {
+    fn block(spike: bool) -> WidenedBlock {
         let mut k: Vec<f32> = (0..16 * 32).map(|i| 1.0 + (i * 37 % 64) as f32 / 64.0).collect();
         if spike {
             k[9] = 100.0;
             k[200] = -100.0;
         }
-        Block { tokens: 16, sides: [k.clone(), k] }
+        WidenedBlock { tokens: 16, sides: [k.clone(), k] }
     }
 
     #[test]
@@ -245,7 +247,8 @@ mod tests {
         for _ in 0..2 * SAMPLE_INTERVAL {
             for (layer, measured) in (0..).map(LayerIndex).zip(&mut measured) {
                 // All layers of this codec are alike; which one is asked for is what counts.
-                let blocks = Blocks { count: 1, read: |_, to: &mut Block| *to = block(false) };
+                let blocks =
+                    BlockReader { count: 1, read: |_, to: &mut WidenedBlock| *to = block(false) };
                 let encoded = encode_sampled(&codec, layer, &blocks, &mut sampling);
                 *measured += usize::from(encoded[0].as_ref().unwrap().sampled.is_some());
             }
@@ -257,8 +260,8 @@ mod tests {
     fn an_alarm_measures_every_block_until_sixteen_in_a_row_keep_the_bound() {
         let (codec, mut sampling) = (codec(), Sampling::default());
         let mut run = |spikes: &[bool]| -> Vec<(bool, u32)> {
-            let read = |index: usize, to: &mut Block| *to = block(spikes[index]);
-            let blocks = Blocks { count: spikes.len(), read };
+            let read = |index: usize, to: &mut WidenedBlock| *to = block(spikes[index]);
+            let blocks = BlockReader { count: spikes.len(), read };
             let encoded = encode_sampled(&codec, LAYER, &blocks, &mut sampling);
             let seen = encoded.into_iter().map(Result::unwrap);
             seen.map(|pages| (pages.sampled.is_some(), pages.over_bound()[0])).collect()

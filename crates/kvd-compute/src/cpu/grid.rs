@@ -2,17 +2,19 @@
 //! and what remains is an integer dot product of codes. Coefficients of the zero class are in no
 //! tile; what tiles do not hold is added outlier by outlier.
 
-use crate::cpu::dots::{Lookup, ROWS, SETTLED_TILES, Target, TileCodes, key_dots, value_dots};
-use crate::cpu::huffman::{LaneTiles, Rest};
+use crate::cpu::huffman::{OutlierRest, StreamTiles};
+use crate::cpu::int_dot::{
+    CodeLookup, ROWS, SETTLED_TILES, SumTarget, TileCodes, key_dots, value_dots,
+};
+use crate::cpu::int_operands::{self, IntOperands, ScaledRows};
 use crate::cpu::loss::{alike_factor, rounding_loss};
-use crate::cpu::parts::{self, Parts};
-use crate::cpu::scores::{SPAN, Scores, TILE};
-use crate::cpu::simd::{How, Simd};
+use crate::cpu::simd::{KernelConfig, Simd};
+use crate::cpu::span_scores::{SPAN, SpanScores, TILE};
 use kvd_codec::{Grid, HeadCodec};
 use std::ops::Range;
 
-/// What is taken from the stored codes of each position of a tile; and which coefficient it is.
-fn positions(grid: &Grid, tiles: &LaneTiles) -> Vec<(i32, usize)> {
+/// The bias of the stored codes of each position of a tile, and its coefficient.
+fn tile_positions(grid: &Grid, tiles: &StreamTiles) -> Vec<(i32, usize)> {
     let mut positions = vec![(0, usize::MAX); tiles.per_row];
     for (run, first) in &tiles.runs {
         for at in 0..run.len {
@@ -22,7 +24,7 @@ fn positions(grid: &Grid, tiles: &LaneTiles) -> Vec<(i32, usize)> {
     positions
 }
 
-/// What the largest stored codes of all positions are on average, rounded up.
+/// The mean over all positions of their largest stored codes, rounded up.
 fn mean_largest(grid: &Grid, positions: &[(i32, usize)]) -> i32 {
     let held = positions.iter().filter(|(_, coefficient)| *coefficient != usize::MAX);
     let largest = held.map(|(bias, coefficient)| bias + grid.largest_code(*coefficient));
@@ -38,9 +40,9 @@ fn largest_codes(grid: &Grid, positions: &[(i32, usize)]) -> (f32, f32) {
 }
 
 /// One row of a page as coefficients, from the tiles that hold it.
-pub(super) fn decode_row(grid: &Grid, tiles: &LaneTiles, token: usize, row: &mut [f32]) {
+pub(super) fn decode_row(grid: &Grid, tiles: &StreamTiles, token: usize, row: &mut [f32]) {
     row.fill(0.0);
-    for (at, (bias, coefficient)) in positions(grid, tiles).into_iter().enumerate() {
+    for (at, (bias, coefficient)) in tile_positions(grid, tiles).into_iter().enumerate() {
         if let Some(value) = row.get_mut(coefficient) {
             *value = (i32::from(tiles.code_of_token(token, at)) - bias) as f32;
         }
@@ -52,75 +54,78 @@ pub(super) fn decode_row(grid: &Grid, tiles: &LaneTiles, token: usize, row: &mut
 }
 
 /// Queries of a unit, without the coefficients that are in no tile.
-pub(crate) struct Keys {
-    lookup: Lookup,
-    parts: Parts,
+pub(crate) struct GridKeys {
+    lookup: CodeLookup,
+    parts: IntOperands,
     units: Vec<f32>,
-    /// What the bias of all codes adds to a score, by row.
+    /// The share of a score that comes from the bias of all codes, by row.
     bases: Vec<f32>,
     /// Queries `[rows, dim]`, times the step.
     queries: Vec<f32>,
     dim: usize,
-    /// See [`Keys::loss`].
+    /// See [`GridKeys::score_loss`].
     losses: Vec<f32>,
 }
 
-impl Keys {
+impl GridKeys {
     /// Takes folded queries `[rows, dim]`.
     pub(crate) fn new(
-        how: How,
+        config: KernelConfig,
         side: &HeadCodec,
-        tiles: &LaneTiles,
+        tiles: &StreamTiles,
         queries: &[f32],
     ) -> Option<Self> {
         let grid = side.grid()?;
-        let (dim, positions) = (side.dim(), positions(grid, tiles));
+        let (dim, positions) = (side.dim(), tile_positions(grid, tiles));
         let queries: Vec<f32> = queries.iter().map(|q| q * grid.step()).collect();
         let meets = mean_largest(grid, &positions);
-        if !parts::fits(positions.len(), meets) || !queries.iter().all(|q| q.is_finite()) {
+        if !int_operands::sums_fit(positions.len(), meets) || !queries.iter().all(|q| q.is_finite())
+        {
             return None;
         }
-        let mut parts = Parts::of_queries(how).meeting(meets);
+        let mut parts = IntOperands::of_queries(config).multiplied_with(meets);
         let (_, energy) = largest_codes(grid, &positions);
         let (mut units, mut bases, mut losses) = (Vec::new(), Vec::new(), Vec::new());
-        parts.reset(positions.len());
+        parts.clear_rows(positions.len());
         let mut row = vec![0f32; positions.len()];
         for (index, query) in queries.chunks_exact(dim).enumerate() {
             for (value, (_, coefficient)) in row.iter_mut().zip(&positions) {
                 *value = query.get(*coefficient).copied().unwrap_or(0.0);
             }
             let largest = row.iter().fold(0f32, |m, q| m.max(q.abs()));
-            let unit = parts.push(how.0, &row, largest, None).unit;
-            let part = parts.rows(index);
+            let unit = parts.push(config.simd, &row, largest, None).unit;
+            let part = parts.rows_from(index);
             let bias = positions.iter().enumerate();
-            let bias = bias.map(|(at, (bias, _))| i64::from(part.value(how.0, 0, at) * bias));
+            let bias =
+                bias.map(|(at, (bias, _))| i64::from(part.value_at(config.simd, 0, at) * bias));
             bases.push(-(bias.sum::<i64>() as f32) * unit);
             units.push(unit);
-            losses.push(rounding_loss(unit, energy) * alike_factor(how.0, &row, unit));
+            losses.push(rounding_loss(unit, energy) * alike_factor(config.simd, &row, unit));
         }
-        Some(Self { lookup: Lookup::identity(), parts, units, bases, queries, dim, losses })
+        Some(Self { lookup: CodeLookup::identity(), parts, units, bases, queries, dim, losses })
     }
 
     /// How far rounding may take a score of that row: see [`rounding_loss`].
-    pub(crate) fn loss(&self, row: usize) -> f32 {
+    pub(crate) fn score_loss(&self, row: usize) -> f32 {
         self.losses[row]
     }
 
     /// Scores all rows against a few tiles.
-    pub(crate) fn tiles(
+    pub(crate) fn score_tiles(
         &self,
         simd: Simd,
-        (codes, tiles): (TileCodes<'_>, Range<usize>),
-        scores: &mut Scores,
+        codes: TileCodes<'_>,
+        tiles: Range<usize>,
+        scores: &mut SpanScores,
     ) {
         for first in (0..self.units.len()).step_by(ROWS) {
-            let rows = self.parts.rows(first);
-            let units = &self.units[first..first + rows.count()];
+            let rows = self.parts.rows_from(first);
+            let units = &self.units[first..first + rows.row_count()];
             let out = scores.rows_mut(first, tiles.start);
             if codes.per_row > 0 {
-                key_dots(simd, codes, &self.lookup, (rows, units), out);
+                key_dots(simd, codes, &self.lookup, ScaledRows { rows, units }, out);
             }
-            for (row, base) in self.bases[first..first + rows.count()].iter().enumerate() {
+            for (row, base) in self.bases[first..first + rows.row_count()].iter().enumerate() {
                 let scores = out[row * SPAN..][..tiles.len() * TILE].iter_mut();
                 match codes.per_row {
                     0 => scores.for_each(|score| *score = 0.0),
@@ -130,8 +135,8 @@ impl Keys {
         }
     }
 
-    /// Adds what tiles do not hold to the score of token `token` of the span.
-    pub(crate) fn rest(&self, rest: &Rest, token: usize, scores: &mut Scores) {
+    /// Adds an outlier, which tiles do not hold, to the score of token `token` of the span.
+    pub(crate) fn add_outlier(&self, rest: &OutlierRest, token: usize, scores: &mut SpanScores) {
         for (row, query) in self.queries.chunks_exact(self.dim).enumerate() {
             scores.row_mut(row)[token] += query[rest.position] * rest.rest;
         }
@@ -139,32 +144,37 @@ impl Keys {
 }
 
 /// Weighted sums of a unit over one head's value codes.
-pub(crate) struct Values {
-    lookup: Lookup,
+pub(crate) struct GridValues {
+    lookup: CodeLookup,
     step: f32,
     positions: Vec<(i32, usize)>,
-    parts: Parts,
+    parts: IntOperands,
     /// `[rows, positions]`.
     sums: Vec<f32>,
-    /// Of the weights, by row, in steps: what codes are too large by counts as often.
+    /// Sums of the weights in steps, by row: the bias of codes is multiplied with them at the end.
     weights: Vec<f32>,
     /// Signed sums of the rounding residuals of weights, by row.
     lost: Vec<f32>,
     /// Tiles since that was taken off.
     unsettled: usize,
-    /// Of what tiles do not hold: `[rows, dim]`.
+    /// Sums of outliers, which tiles do not hold: `[rows, dim]`.
     rests: Vec<f32>,
     dim: usize,
     /// The largest magnitude of a value in a tile.
     magnitude: f32,
 }
 
-impl Values {
-    pub(crate) fn new(how: How, side: &HeadCodec, tiles: &LaneTiles, rows: usize) -> Option<Self> {
+impl GridValues {
+    pub(crate) fn new(
+        config: KernelConfig,
+        side: &HeadCodec,
+        tiles: &StreamTiles,
+        rows: usize,
+    ) -> Option<Self> {
         let grid = side.grid()?;
-        let positions = positions(grid, tiles);
+        let positions = tile_positions(grid, tiles);
         Some(Self {
-            lookup: Lookup::identity(),
+            lookup: CodeLookup::identity(),
             step: grid.step(),
             sums: vec![0.0; rows * positions.len()],
             weights: vec![0.0; rows],
@@ -173,29 +183,29 @@ impl Values {
             rests: vec![0.0; rows * side.dim()],
             magnitude: largest_codes(grid, &positions).0 * grid.step(),
             positions,
-            parts: Parts::of_weights(how),
+            parts: IntOperands::of_weights(config),
             dim: side.dim(),
         })
     }
 
     /// The largest magnitude of a value that rounded weights are multiplied with.
-    pub(crate) fn magnitude(&self) -> f32 {
+    pub(crate) fn largest_value(&self) -> f32 {
         self.magnitude
     }
 
-    /// How far a sum of a row is off at most for what rounding took from all of its weights
-    /// together.
-    pub(crate) fn lost(&self, row: usize) -> f32 {
-        self.lost[row].abs() * self.magnitude()
+    /// The largest error of a sum of a row that comes from the residuals of all of its rounded
+    /// weights together.
+    pub(crate) fn joint_loss(&self, row: usize) -> f32 {
+        self.lost[row].abs() * self.largest_value()
     }
 
     /// Adds the weighted codes of tiles.
-    pub(crate) fn tiles(
+    pub(crate) fn add_tiles(
         &mut self,
         simd: Simd,
         codes: TileCodes<'_>,
         tiles: Range<usize>,
-        weights: &Scores,
+        weights: &SpanScores,
     ) {
         let count = self.positions.len();
         if count == 0 {
@@ -204,30 +214,30 @@ impl Values {
         self.unsettled += tiles.len();
         if self.unsettled > SETTLED_TILES {
             self.unsettled = tiles.len();
-            self.settle();
+            self.settle_sums();
         }
-        for first in (0..weights.rows()).step_by(ROWS) {
-            let rows = first..weights.rows().min(first + ROWS);
-            self.parts.reset(tiles.len() * TILE);
+        for first in (0..weights.row_count()).step_by(ROWS) {
+            let rows = first..weights.row_count().min(first + ROWS);
+            self.parts.clear_rows(tiles.len() * TILE);
             let mut units = [0f32; ROWS];
             let sums = &mut self.sums[rows.start * count..rows.end * count];
             for (index, row) in rows.clone().enumerate() {
                 let total = weights.total_weight(row, &tiles);
-                let (weights, largest) = weights.tiles(row, tiles.clone());
+                let (weights, largest) = weights.tile_weights(row, tiles.clone());
                 let pushed = self.parts.push(simd, weights, largest, Some(total));
                 self.lost[row] += pushed.lost;
                 let unit = pushed.unit * self.step;
                 units[index] = unit;
-                self.weights[row] += self.parts.rows(index).sums[0] as f32 * unit;
+                self.weights[row] += self.parts.rows_from(index).sums[0] as f32 * unit;
             }
             let units = &units[..rows.len()];
-            let target = Target { units, factors: &[], first: 0, count };
-            value_dots(simd, codes, &self.lookup, (self.parts.rows(0), target), sums);
+            let target = SumTarget { units, factors: &[], first: 0, count };
+            value_dots(simd, codes, &self.lookup, self.parts.rows_from(0), target, sums);
         }
     }
 
     /// Takes from the sums what their codes were too large by, before that grows beyond them.
-    fn settle(&mut self) {
+    fn settle_sums(&mut self) {
         let rows = self.sums.chunks_exact_mut(self.positions.len()).zip(&mut self.weights);
         for (sums, weight) in rows {
             let sums = sums.iter_mut().zip(&self.positions);
@@ -236,8 +246,8 @@ impl Values {
         }
     }
 
-    /// Adds what tiles do not hold of token `token` of the span.
-    pub(crate) fn rest(&mut self, rest: &Rest, token: usize, weights: &Scores) {
+    /// Adds an outlier of token `token` of the span, which tiles do not hold.
+    pub(crate) fn add_outlier(&mut self, rest: &OutlierRest, token: usize, weights: &SpanScores) {
         let rests = self.rests.chunks_exact_mut(self.dim);
         for (row, rests) in rests.enumerate() {
             rests[rest.position] += weights.row(row)[token] * rest.rest * self.step;
@@ -245,7 +255,7 @@ impl Values {
     }
 
     /// Scales the sums of a row.
-    pub(crate) fn scale(&mut self, row: usize, factor: f32) {
+    pub(crate) fn scale_row(&mut self, row: usize, factor: f32) {
         let count = self.positions.len();
         self.weights[row] *= factor;
         self.lost[row] *= factor;
@@ -254,7 +264,7 @@ impl Values {
     }
 
     /// Adds the sums of row `row` to `out`, in the order of coefficients.
-    pub(crate) fn unfold(&self, row: usize, out: &mut [f32]) {
+    pub(crate) fn unfold_row(&self, row: usize, out: &mut [f32]) {
         let sums = &self.sums[row * self.positions.len()..];
         for ((bias, coefficient), sum) in self.positions.iter().zip(sums) {
             out[*coefficient] += sum - *bias as f32 * self.weights[row];

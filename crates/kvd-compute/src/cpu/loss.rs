@@ -2,14 +2,14 @@
 //! ([ADR 19](../../../../docs/adr/0019-rows-that-integers-do-not-serve.md)): estimates that kernels
 //! make on the way, and their comparison with what f16 would cost, once per query row.
 
-use crate::cpu::job::{Job, Unit};
-use crate::cpu::parts::{Pushed, TOP};
-use crate::cpu::probe::{ProbeResult, RowDecoder, largest_product};
-use crate::cpu::scores::TILE;
+use crate::cpu::attend_f64;
+use crate::cpu::attend_job::{AttendJob, AttendUnit};
+use crate::cpu::int_operands::{RoundedRow, TOP};
+use crate::cpu::score_probe::{ProbeResult, RowDecoder, largest_product};
 use crate::cpu::simd::per_level;
 use crate::cpu::softmax::MAGIC;
-use crate::cpu::unit_queries::Queries;
-use crate::cpu::wide;
+use crate::cpu::span_scores::TILE;
+use crate::cpu::unit_queries::UnitQueries;
 use crate::{BackendError, PartialState};
 use kvd_codec::RowSpace;
 use kvd_core::Side;
@@ -79,7 +79,7 @@ fn alike_factor_body(factors: &[f32], unit: f32) -> f32 {
 
 /// The largest magnitude. NaN counts as nothing.
 #[inline(always)]
-pub(super) fn largest(values: &[f32]) -> f32 {
+pub(super) fn largest_magnitude(values: &[f32]) -> f32 {
     let (chunks, rest) = values.as_chunks::<16>();
     let mut lanes = [0f32; 16];
     for chunk in chunks {
@@ -91,10 +91,10 @@ pub(super) fn largest(values: &[f32]) -> f32 {
     lanes.iter().chain(rest).fold(0f32, |most, value| most.max(value.abs()))
 }
 
-per_level!(pub(super) fn largest_of(values: &[f32]) -> f32 = largest);
+per_level!(pub(super) fn largest_of(values: &[f32]) -> f32 = largest_magnitude);
 
 /// The sum of squares, which f32 holds neither of tiny values nor of huge ones.
-pub(super) fn squares(values: impl Iterator<Item = f32>) -> f64 {
+pub(super) fn sum_of_squares(values: impl Iterator<Item = f32>) -> f64 {
     values.map(|value| f64::from(value).powi(2)).sum()
 }
 
@@ -115,24 +115,24 @@ pub(super) struct RoundingLoss {
 
 impl RoundingLoss {
     /// Takes a row of so many weights.
-    pub(super) fn add(&mut self, pushed: &Pushed, tokens: usize) {
+    pub(super) fn add_row(&mut self, pushed: &RoundedRow, tokens: usize) {
         self.square += f64::from(pushed.unit).powi(2) * tokens as f64 / 12.0;
         self.lost += pushed.lost;
     }
 
     /// As the sums are scaled.
-    pub(super) fn scale(&mut self, factor: f32) {
-        *self = self.times(factor);
+    pub(super) fn scale_by(&mut self, factor: f32) {
+        *self = self.times_magnitude(factor);
     }
 
     /// Where weights are multiplied with values of that magnitude.
-    pub(super) fn times(&self, magnitude: f32) -> Self {
+    pub(super) fn times_magnitude(&self, magnitude: f32) -> Self {
         let square = self.square * f64::from(magnitude).powi(2);
         Self { square, lost: self.lost * magnitude }
     }
 
     /// The larger of both, each way.
-    pub(super) fn larger(&self, other: &Self) -> Self {
+    pub(super) fn larger_of(&self, other: &Self) -> Self {
         // `max` of both in a loop is a reduction that LLVM 22 crashes on.
         let (lost, other_lost) = (self.lost.abs(), other.lost.abs());
         let square = if self.square > other.square { self.square } else { other.square };
@@ -182,16 +182,16 @@ impl RowLoss {
     }
 
     /// As the state's sums are scaled.
-    pub(super) fn scale(&mut self, factor: f32) {
+    pub(super) fn scale_by(&mut self, factor: f32) {
         self.weights *= factor * factor;
         self.sum *= factor;
     }
 
     /// At the end of a unit: takes the losses of its values.
-    pub(super) fn close(&mut self, losses: ValueLosses) {
+    pub(super) fn take_value_losses(&mut self, losses: ValueLosses) {
         let ValueLosses { magnitude, lost, folded } = losses;
         let square = f64::from(magnitude / TOP).powi(2) * f64::from(self.weights) / 12.0;
-        self.rounding = RoundingLoss { square, lost }.larger(&folded);
+        self.rounding = RoundingLoss { square, lost }.larger_of(&folded);
         let most = (self.weights * self.tokens).sqrt();
         let chance = if most > 0.0 { CHANCE.min(CHANCE_OF_SMALL * self.sum / most) } else { 0.0 };
         self.beyond_chance = self.rounding.lost > chance * self.rounding.square.sqrt() as f32;
@@ -199,35 +199,37 @@ impl RowLoss {
 
     /// Joins `other` as [`PartialState::merge`] joins the states that have these largest scores;
     /// to be called before it.
-    pub(super) fn merge(&mut self, other: &Self, [mine, theirs]: [f32; 2]) {
+    pub(super) fn merge_loss(&mut self, other: &Self, maxima: [f32; 2]) {
+        let [mine, theirs] = maxima;
         let max = mine.max(theirs);
         if theirs > mine {
             self.largest_at = other.largest_at;
         }
         let factor = |from: f32| if from > f32::NEG_INFINITY { (from - max).exp() } else { 0.0 };
         let (mine, theirs) = (factor(mine), factor(theirs));
-        let (this, that) = (self.rounding.times(mine), other.rounding.times(theirs));
+        let (this, that) =
+            (self.rounding.times_magnitude(mine), other.rounding.times_magnitude(theirs));
         self.rounding = RoundingLoss {
             square: this.square + that.square,
             lost: this.lost.abs() + that.lost.abs(),
         };
         self.beyond_chance |= other.beyond_chance;
         self.score = self.score.max(other.score);
-        self.probed = self.probed.larger(&other.probed);
+        self.probed = self.probed.larger_of(&other.probed);
     }
 }
 
 /// The rows of one query and KV head, merged, and what they lost.
-pub(super) struct Merged<'a> {
-    pub(super) job: &'a Job<'a>,
+pub(super) struct MergedRows<'a> {
+    pub(super) job: &'a AttendJob<'a>,
     /// The first of the units that they come from.
-    pub(super) unit: &'a Unit<'a>,
-    pub(super) queries: &'a Queries,
+    pub(super) unit: &'a AttendUnit<'a>,
+    pub(super) queries: &'a UnitQueries,
     pub(super) states: &'a [PartialState],
     pub(super) losses: &'a [RowLoss],
 }
 
-impl Merged<'_> {
+impl MergedRows<'_> {
     /// The rows whose answers are not what `fast` promises, or no numbers; `cancelled` are those of
     /// whose coefficients transforms left little, which are not served where their values are less
     /// than `share` of the squares of those.
@@ -255,7 +257,7 @@ impl Merged<'_> {
         let state = &self.states[row];
         let numbers = state.weight_sum.is_finite()
             && state.max.abs() < SCORE_MAX
-            && self.queries.largest(row) < SCORE_MAX
+            && self.queries.largest_in_row(row) < SCORE_MAX
             && all_finite(&state.raw)
             && all_finite(&state.coefficients);
         Ok(numbers && self.scores_are(row, decoder)? && self.sums_are(row, decoder)?)
@@ -280,11 +282,11 @@ impl Merged<'_> {
         }
         let key = decoder.decoded_row(Side::Key, &self.unit.query.parts, loss.largest_at)?;
         let term = largest_product(self.job.simd, self.queries.row(RowSpace::Raw, row), key);
-        let score = wide::scores(self.job, self.unit, row, key).first().copied();
+        let score = attend_f64::score_keys(self.job, self.unit, row, key).first().copied();
         let error = score.map_or(0.0, |score| (f64::from(state.max) - score).abs() as f32);
         // Scores of other precisions err as theirs do.
         let error = if loss.score > 0.0 { error } else { 0.0 };
-        Ok(within(&loss.probed.larger(&ProbeResult { term, error })))
+        Ok(within(&loss.probed.larger_of(&ProbeResult { term, error })))
     }
 
     /// Whether rounded weights cost no more than f16 ones.
@@ -303,7 +305,7 @@ impl Merged<'_> {
         }
         // The weight of the token with the largest score is one.
         let value = decoder.decoded_row(Side::Value, &self.unit.query.parts, loss.largest_at)?;
-        Ok(lost.max(PEAK * apart) <= OF_LARGEST_TERM * largest(value))
+        Ok(lost.max(PEAK * apart) <= OF_LARGEST_TERM * largest_magnitude(value))
     }
 
     /// Whether the value of the token with the largest score has less than that share of the
@@ -316,7 +318,7 @@ impl Merged<'_> {
     ) -> Result<bool, BackendError> {
         let (state, at) = (&self.states[row], self.losses[row].largest_at);
         let value = decoder.decoded_row(Side::Value, &self.unit.query.parts, at)?;
-        let squares = |values: &[f32]| squares(values.iter().copied());
+        let squares = |values: &[f32]| sum_of_squares(values.iter().copied());
         let coefficients = squares(&state.coefficients) / f64::from(state.weight_sum).powi(2);
         Ok(squares(value) < share * coefficients)
     }
@@ -333,7 +335,7 @@ mod tests {
             for at in [0, len / 2, len - 1] {
                 let mut values = vec![0.5f32; len];
                 values[at] = -7.0;
-                assert_eq!(largest(&values), 7.0, "{len} {at}");
+                assert_eq!(largest_magnitude(&values), 7.0, "{len} {at}");
                 assert!(all_finite(&values));
                 for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                     values[at] = wrong;
@@ -346,7 +348,7 @@ mod tests {
     #[test]
     fn squares_neither_underflow_nor_overflow() {
         for size in [1e-30f32, 1e30] {
-            let sum = squares([size; 4].into_iter());
+            let sum = sum_of_squares([size; 4].into_iter());
             assert!((sum / (4.0 * f64::from(size).powi(2)) - 1.0).abs() < 1e-12, "{size}");
         }
     }
@@ -365,19 +367,19 @@ mod tests {
         };
         let (a, b) = (of(1e-4, 3), of(2e-4, 9));
         let mut merged = a;
-        merged.merge(&b, [1.0, 1.0 + 2f32.ln()]);
+        merged.merge_loss(&b, [1.0, 1.0 + 2f32.ln()]);
         assert_eq!((merged.score, merged.largest_at, merged.beyond_chance), (2e-4, 9, true));
         assert_eq!(merged.probed.term, 2e-4);
         assert!((merged.rounding.square - (4.0 / 4.0 + 4.0)).abs() < 1e-4);
         assert!((merged.rounding.lost - (0.5 + 1.0)).abs() < 1e-4);
         let mut merged = a;
-        merged.merge(&RowLoss::default(), [1.0, f32::NEG_INFINITY]);
+        merged.merge_loss(&RowLoss::default(), [1.0, f32::NEG_INFINITY]);
         assert_eq!((merged.rounding.lost, merged.largest_at), (1.0, 3));
     }
 
     #[test]
     fn factors_that_round_alike_count_together() {
-        for simd in Simd::available() {
+        for simd in Simd::available_levels() {
             let unit = 5.0 / TOP;
             let apart: Vec<f32> = (0..128).map(|i| 5.0 * (i as f32 * 0.37).sin()).collect();
             assert!(alike_factor(simd, &apart, unit) < 1.5, "{}", alike_factor(simd, &apart, unit));

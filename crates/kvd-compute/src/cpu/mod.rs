@@ -1,34 +1,36 @@
 //! The CPU backend: an arena, the models' codecs, and a fixed pool of threads.
 //!
-//! Data flows one way: `attend` (or `key_scores`) cuts a plan into units (`job`), `unit` walks
-//! over the spans of one (`span`, `tile`), `fused` picks the kernels of its sides, and those end in
-//! a few products that all share. A folder is what a kernel does; a file in it is how an
-//! instruction set does that (`avx512`, `avx2`, `avx_vnni`, `amx`, `neon`; `x86` and `lanes` where
-//! several have one source), and nothing else in this crate holds unsafe code.
+//! Data flows one way: `attend` (or `key_scores`) cuts a plan into units (`attend_job`),
+//! `attend_unit` walks over the spans of one (`token_span`, `row_reader`), `side_kernels` picks the
+//! kernels of its sides, and those end in a few products that all share. A folder is one task of a
+//! kernel; a file in it does that with one instruction set (`avx512`, `avx2`, `avx_vnni`, `amx`,
+//! `neon`; `x86` and `simd_*` where several have one source). No other file of this crate holds
+//! unsafe code.
 //!
 //! | a side | kernel | what it multiplies with |
 //! |---|---|---|
-//! | `raw`, `f16`, `bf16`, `f32`, and rows that are decoded | `float` | `lanes` |
-//! | `fp8` | `fp8` | `lanes` |
-//! | `uniform`, scales by channel or page | `uniform`, its `values` | `parts`, `dots` |
-//! | the same, keys by token | `uniform::by_token` | `parts`, `dots` |
+//! | `raw`, `f16`, `bf16`, `f32`, and rows that are decoded | `float` | `simd_vector` |
+//! | `fp8` | `fp8` | `simd_vector` |
+//! | `uniform`, scales by channel or page | `uniform`, its `values` | `int_operands`, `int_dot` |
+//! | the same, keys by token | `uniform::by_token` | `int_operands`, `int_dot` |
 //! | the same with `int8` | `uniform::bf16` in AVX-512, `uniform::nibbles` in AVX2 | themselves |
-//! | `uniform(mode=hybrid)` | `hybrid` under the above | `hybrid`, `dots` |
-//! | `vq` | `vq`; `expand` first where entries fit no register | `parts`, `dots` |
+//! | `uniform(mode=hybrid)` | `hybrid` under the above | `hybrid`, `int_dot` |
+//! | `vq` | `vq`; `expand` first where entries fit no register | `int_operands`, `int_dot` |
 //! | `vq(b=4)` and `lloyd(b=4)` keys with `int8` | `score_tables` | look-ups |
-//! | `lloyd`, keys of `polar` | `lloyd`, `polar` | `parts`, `dots` |
-//! | `bitalloc` | `bitalloc`; `levels` first but in AVX-512 | `parts`, `dots` |
+//! | `lloyd`, keys of `polar` | `lloyd`, `polar` | `int_operands`, `int_dot` |
+//! | `bitalloc` | `bitalloc`; `levels` first but in AVX-512 | `int_operands`, `int_dot` |
 //! | `grid`, any side with `/huffman` | `huffman` to tiles, `grid` or the side's own | the same |
 
-mod ahead;
 mod arena;
 mod attend;
+mod attend_f64;
+mod attend_job;
+mod attend_unit;
 mod bitalloc;
-mod codes;
+mod code_decoder;
 #[cfg(test)]
 mod conformance;
-mod content;
-mod dots;
+mod content_hash;
 mod encode;
 #[cfg_attr(
     not(any(target_arch = "x86_64", target_arch = "aarch64")),
@@ -45,14 +47,12 @@ mod float;
     allow(unused, reason = "kernels of instruction sets take it")
 )]
 mod fp8;
-mod fused;
 mod grid;
 mod huffman;
 mod hybrid;
-mod job;
+mod int_dot;
+mod int_operands;
 mod key_scores;
-#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-mod lanes;
 #[cfg_attr(
     not(any(target_arch = "x86_64", target_arch = "aarch64")),
     allow(unused, reason = "kernels of instruction sets take it")
@@ -60,32 +60,34 @@ mod lanes;
 mod levels;
 mod lloyd;
 mod loss;
+mod multiply_kind;
 #[cfg_attr(
     not(any(target_arch = "x86_64", target_arch = "aarch64")),
     allow(unused, reason = "kernels of instruction sets take it")
 )]
-mod part;
-mod parts;
+mod part_bytes;
 mod peak;
-mod place;
 mod polar;
-mod probe;
-mod products;
-mod rows;
+mod prefetch;
+mod raw_slots;
+mod row_block;
+mod row_reader;
+mod score_probe;
 mod score_tables;
-mod scores;
+mod side_kernels;
 mod simd;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod simd_vector;
 mod slices;
 mod softmax;
-mod span;
+mod span_scores;
 #[cfg(test)]
 mod tests;
-mod tile;
+mod tile_cursor;
+mod token_span;
 mod uniform;
-mod unit;
 mod unit_queries;
 mod vq;
-mod wide;
 
 use crate::{
     AttendPlan, AttendTask, Attended, Backend, BackendError, DeviceInfo, EncodeSource,
@@ -94,17 +96,18 @@ use crate::{
 };
 pub use arena::ArenaError;
 use arena::HostArena;
-pub use codes::CodeDecoder;
-pub use content::{content_hash, content_hash_of};
+pub use code_decoder::CodeDecoder;
+pub use content_hash::{content_hash, content_hash_of};
 pub use encode::EncodeAs;
 use kvd_codec::{CodeCounts, ModelCodec};
 use kvd_core::{Extent, LayerIndex, ModelId};
+pub use multiply_kind::MultiplyKind;
 pub use peak::multiply_adds;
-pub use products::Products;
-pub use rows::first_non_finite;
+pub use raw_slots::first_non_finite;
+use row_reader::LayerReader;
+use simd::KernelConfig;
 pub use simd::{InstructionSet, Precision, Simd};
 use std::collections::HashMap;
-use tile::Reader;
 
 /// How much of the machine the CPU backend takes.
 #[derive(Clone, Copy, Debug)]
@@ -123,7 +126,7 @@ impl CpuOptions {
 }
 
 /// A model, and which of its blocks are measured.
-struct Model {
+struct RegisteredModel {
     codec: ModelCodec,
     sampling: Sampling,
 }
@@ -131,7 +134,7 @@ struct Model {
 /// [`Backend`] on the host's processor.
 pub struct CpuBackend {
     arena: HostArena,
-    models: HashMap<ModelId, Model>,
+    models: HashMap<ModelId, RegisteredModel>,
     threads: rayon::ThreadPool,
     simd: Simd,
     precision: Precision,
@@ -196,7 +199,7 @@ impl CpuBackend {
             arena: HostArena::new(options.arena_bytes, options.prefault.then_some(&threads))?,
             models: HashMap::new(),
             threads,
-            simd: Simd::detect(),
+            simd: Simd::detect_widest(),
             precision: Precision::default(),
         })
     }
@@ -204,7 +207,7 @@ impl CpuBackend {
     /// Instruction sets that this machine has, the widest last.
     #[must_use]
     pub fn instruction_sets() -> Vec<InstructionSet> {
-        let has = |set: &InstructionSet| Simd::of(*set).is_some();
+        let has = |set: &InstructionSet| Simd::of_set(*set).is_some();
         InstructionSet::ALL.into_iter().filter(has).collect()
     }
 
@@ -219,30 +222,32 @@ impl CpuBackend {
         self.precision = precision;
     }
 
-    /// What the precision comes to on the instruction set in use, where `query_tokens` of a
-    /// sequence go through `group` query heads of each KV head: `int8` is [`Precision::Fast`]
-    /// where nothing is rounded to single bytes or it would be no faster. Codecs whose kernels
-    /// round to none answer as under `fast` either way.
+    /// The precision that is used on this instruction set, where `query_tokens` of a sequence go
+    /// through `group` query heads of each KV head: `int8` is [`Precision::Fast`] where nothing is
+    /// rounded to single bytes or it would be no faster. Codecs whose kernels round to none answer
+    /// as under `fast` either way.
     #[must_use]
     pub fn effective_precision(&self, query_tokens: u32, group: u32) -> Precision {
         let rows = query_tokens.min(attend::UNIT_QUERY_TOKENS) * group;
-        unit::effective((self.simd, self.precision), rows as usize)
+        attend_job::effective_precision(self.config(), rows as usize)
     }
 
-    /// What attention multiplies keys and values of a layer with, where `query_tokens` of a
-    /// sequence go through `group` query heads of each KV head; by its first head.
+    /// The instructions that attention multiplies keys and values of a layer with, where
+    /// `query_tokens` of a sequence go through `group` query heads of each KV head; by its first
+    /// head.
     ///
     /// # Errors
     /// When the model is not registered.
-    pub fn products(
+    pub fn multiply_kinds(
         &self,
-        (model, layer): (ModelId, LayerIndex),
+        model: ModelId,
+        layer: LayerIndex,
         query_tokens: u32,
         group: u32,
-    ) -> Result<[Products; 2], BackendError> {
+    ) -> Result<[MultiplyKind; 2], BackendError> {
         let rows = (query_tokens.min(attend::UNIT_QUERY_TOKENS) * group) as usize;
-        let how = (self.simd, unit::effective((self.simd, self.precision), rows));
-        Ok(Products::of(how, self.codec(model)?, layer, rows))
+        let config = attend_job::effective_config(self.config(), rows);
+        Ok(MultiplyKind::of_layer(config, self.codec(model)?, layer, rows))
     }
 
     /// Uses `set` instead of the best there is, to compare or to test: for attention and scores,
@@ -270,29 +275,33 @@ impl CpuBackend {
         assert!(matches!(&plan.queries[..], [query] if query.n_q == 1), "one query token");
         let scores = plan.queries[0].tokens() * u64::from(plan.q_heads);
         assert_eq!(out.len() as u64, scores, "a score for each query head and token");
-        self.with_job(plan, |job| key_scores::run(job, out))
+        self.with_job(plan, |job| key_scores::write_key_scores(job, out))
     }
 
     /// Runs a plan on the threads, if its queries are numbers.
     fn with_job<T: Send>(
         &self,
         plan: &AttendPlan,
-        run: impl FnOnce(&job::Job<'_>) -> Result<T, BackendError> + Send,
+        run: impl FnOnce(&attend_job::AttendJob<'_>) -> Result<T, BackendError> + Send,
     ) -> Result<T, BackendError> {
         let q = slices::widened_queries(plan)?;
         let stop = Stop::never();
-        self.threads.install(|| run(&self.job(plan, &q, &stop)?))
+        self.threads.install(|| run(&self.new_job(plan, &q, &stop)?))
     }
 
-    fn job<'a>(
+    fn config(&self) -> KernelConfig {
+        KernelConfig { simd: self.simd, precision: self.precision }
+    }
+
+    fn new_job<'a>(
         &'a self,
         plan: &'a AttendPlan,
         q: &'a [f32],
         stop: &'a Stop,
-    ) -> Result<job::Job<'a>, BackendError> {
-        Ok(job::Job {
+    ) -> Result<attend_job::AttendJob<'a>, BackendError> {
+        Ok(attend_job::AttendJob {
             plan,
-            reader: Reader {
+            reader: LayerReader {
                 arena: &self.arena,
                 codec: self.codec(plan.model)?,
                 layer: plan.layer,
@@ -310,7 +319,7 @@ impl CpuBackend {
     /// # Panics
     /// When the lengths differ, or the extent is beyond the memory.
     pub fn fill(&mut self, to: Extent, bytes: &[u8]) {
-        self.arena.write(to).copy_from_slice(bytes);
+        self.arena.extent_bytes_mut(to).copy_from_slice(bytes);
     }
 
     /// Encodes blocks as [`Backend::encode`] does, `how` instead of as the host decides, with the
@@ -330,7 +339,7 @@ impl CpuBackend {
         Ok(self.threads.install(|| encode::encode_as(arena, codec, layer, blocks, how)))
     }
 
-    /// Those of a layer's next blocks whose codes are counted before any of them is encoded.
+    /// Chooses which of a layer's next blocks are counted before any of them is encoded.
     ///
     /// # Errors
     /// When the model is not registered.
@@ -356,10 +365,10 @@ impl CpuBackend {
     ) -> Result<(), BackendError> {
         let state = self.models.get_mut(&model).ok_or(BackendError::UnknownModel(model))?;
         let (arena, codec) = (&self.arena, &mut state.codec);
-        self.threads.install(|| encode::observe(arena, codec, layer, blocks))
+        self.threads.install(|| encode::observe_blocks(arena, codec, layer, blocks))
     }
 
-    /// The same of codes of so many chosen blocks that a device has counted.
+    /// Takes the codes of so many chosen blocks that a device has counted.
     ///
     /// # Errors
     /// When the model is not registered, or as [`ModelCodec::observe_codes`].
@@ -394,7 +403,7 @@ impl Backend for CpuBackend {
     }
 
     fn register(&mut self, model: ModelId, codec: ModelCodec) {
-        self.models.insert(model, Model { codec, sampling: Sampling::default() });
+        self.models.insert(model, RegisteredModel { codec, sampling: Sampling::default() });
     }
 
     fn unregister(&mut self, model: ModelId) {
@@ -411,7 +420,7 @@ impl Backend for CpuBackend {
     }
 
     fn check(&self, model: ModelId, rows: &IncomingRows) -> Result<(), BackendError> {
-        rows::check(self.codec(model)?.geometry(), rows)
+        raw_slots::check_finite(self.codec(model)?.geometry(), rows)
     }
 
     fn write(
@@ -424,7 +433,7 @@ impl Backend for CpuBackend {
     ) -> Result<(), BackendError> {
         let model = self.models.get(&model).ok_or(BackendError::UnknownModel(model))?;
         let source = source_row..source_row + count;
-        rows::write(&mut self.arena, model.codec.geometry(), rows, source, to);
+        raw_slots::write_rows(&mut self.arena, model.codec.geometry(), rows, source, to);
         Ok(())
     }
 
@@ -437,7 +446,7 @@ impl Backend for CpuBackend {
         to: RawTarget,
     ) -> Result<(), BackendError> {
         let model = self.models.get(&model).ok_or(BackendError::UnknownModel(model))?;
-        rows::copy(&mut self.arena, &model.codec, layer, from, count, to)
+        raw_slots::copy_rows(&mut self.arena, &model.codec, layer, from, count, to)
     }
 
     fn encode(
@@ -448,7 +457,7 @@ impl Backend for CpuBackend {
     ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
         let state = self.models.get_mut(&model).ok_or(BackendError::UnknownModel(model))?;
         let (arena, codec, sampling) = (&self.arena, &mut state.codec, &mut state.sampling);
-        self.threads.install(|| encode::encode(arena, codec, layer, blocks, sampling))
+        self.threads.install(|| encode::encode_blocks(arena, codec, layer, blocks, sampling))
     }
 
     fn set_queries(
@@ -462,11 +471,11 @@ impl Backend for CpuBackend {
     }
 
     fn place(&mut self, pages: &EncodedPages, to: Extent) {
-        self.arena.write(to).copy_from_slice(&pages.bytes);
+        self.arena.extent_bytes_mut(to).copy_from_slice(&pages.bytes);
     }
 
     fn attend(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError> {
-        slices::attend(self, plan)
+        slices::attend_whole(self, plan)
     }
 
     fn attend_slice(
@@ -479,6 +488,6 @@ impl Backend for CpuBackend {
 
     fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
         let codec = self.codec(plan.model)?;
-        rows::load(Reader { arena: &self.arena, codec, layer: plan.layer }, plan)
+        raw_slots::load_rows(LayerReader { arena: &self.arena, codec, layer: plan.layer }, plan)
     }
 }

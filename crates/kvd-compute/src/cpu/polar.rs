@@ -1,22 +1,23 @@
 //! Polar keys, straight from their codes: radius times cosine and sine are two bytes each, looked
 //! up like four channels of a codebook; a pair's step goes into its two channels of the query.
 
-use crate::cpu::dots::{Lookup, TileCodes};
+use crate::cpu::int_dot::{CodeLookup, TileCodes};
+use crate::cpu::int_operands::{self, IntOperands};
 use crate::cpu::levels::LevelBytes;
-use crate::cpu::parts::{self, Parts};
-use crate::cpu::scores::{Scores, TILE};
-use crate::cpu::simd::{How, Simd};
-use crate::cpu::vq::{self, Book};
-use kvd_codec::{FixedCodes, HeadCodec, StoredLayout};
+use crate::cpu::simd::{KernelConfig, Simd};
+use crate::cpu::span_scores::{SpanScores, TILE};
+use crate::cpu::tile_cursor::TileCursor;
+use crate::cpu::vq::{self, VqLookup};
+use kvd_codec::{HeadCodec, StoredLayout};
 use kvd_core::{DType, RopePairing};
 
 /// Bytes of a pair: high and low ones of its first channel, then of its second.
 const BYTES: usize = 4;
 
 /// Queries of a unit, multiplied again with every row of steps.
-pub(crate) struct Keys {
+pub(crate) struct PolarKeys {
     /// Gives up its book when steps change.
-    products: vq::Keys,
+    products: vq::VqKeys,
     factors: [f32; BYTES],
     pairing: RopePairing,
     /// Tokens that share steps, where pages hold them.
@@ -28,9 +29,9 @@ pub(crate) struct Keys {
     dim: usize,
 }
 
-impl Keys {
+impl PolarKeys {
     /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(how: How, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
+    pub(crate) fn new(config: KernelConfig, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
         let StoredLayout::Polar { angle_bits, radius_bits, group, steps, directions, pairing } =
             side.stored_layout()
         else {
@@ -40,7 +41,7 @@ impl Keys {
         let fits = side.stream_runs().is_none()
             && bits <= 8
             && (dim / 2).is_multiple_of(4)
-            && parts::fits(BYTES * dim / 2, Lookup::bytes().largest());
+            && int_operands::sums_fit(BYTES * dim / 2, CodeLookup::biased_bytes().largest_value());
         let by_tile = group.is_none_or(|group| group.is_multiple_of(TILE));
         if !fits || !by_tile || !queries.iter().all(|q| q.is_finite()) {
             return None;
@@ -49,14 +50,14 @@ impl Keys {
             (code >> angle_bits) as f32 * directions[code & (directions.len() - 1)][axis]
         };
         let axis = |axis| -> Vec<f32> { (0..1 << bits).map(|code| level(code, axis)).collect() };
-        let mut levels = LevelBytes::pair(&axis(0));
-        levels.tables.extend(LevelBytes::pair(&axis(1)).tables);
+        let mut levels = LevelBytes::on_two_bytes(&axis(0));
+        levels.tables.extend(LevelBytes::on_two_bytes(&axis(1)).tables);
         let rows = queries.len() / dim;
         let mut keys = Self {
             factors: std::array::from_fn(|byte| levels.tables[byte].1),
-            products: vq::Keys::empty(
-                Parts::of_scaled_queries(how),
-                Book::of(how.0, levels.lookup(), dim / 2, rows),
+            products: vq::VqKeys::without_queries(
+                IntOperands::of_scaled_queries(config),
+                VqLookup::of_lookup(config.simd, levels.to_lookup(), dim / 2, rows),
             ),
             pairing,
             group,
@@ -66,7 +67,7 @@ impl Keys {
             dim,
         };
         if group.is_none() {
-            keys.fold(how.0);
+            keys.fold_queries(config.simd);
         }
         Some(keys)
     }
@@ -78,39 +79,38 @@ impl Keys {
 
     /// How far rounding may take a score of that row, so far: see
     /// [`rounding_loss`](crate::cpu::loss::rounding_loss).
-    pub(crate) fn loss(&self, row: usize) -> f32 {
-        self.products.loss(row)
+    pub(crate) fn score_loss(&self, row: usize) -> f32 {
+        self.products.score_loss(row)
     }
 
-    /// Scores all rows against tiles from `in_page` of a page on, which share their steps.
-    pub(crate) fn tiles(
+    /// Scores all rows against a few tiles, which share their steps.
+    pub(crate) fn score_tiles(
         &mut self,
         simd: Simd,
-        (page, in_page): (&FixedCodes<'_>, usize),
+        cursor: TileCursor<'_>,
         codes: TileCodes<'_>,
-        tile: usize,
-        scores: &mut Scores,
+        scores: &mut SpanScores,
     ) {
         if let Some(group) = self.group {
-            let row = in_page * TILE / group;
-            let key = Some((page.scales.as_ptr().addr(), row));
+            let scales = cursor.page.scales;
+            let row = cursor.in_page * TILE / group;
+            let key = Some((scales.as_ptr().addr(), row));
             if self.folded != key {
                 self.folded = key;
                 self.steps.resize(self.dim / 2, 0.0);
-                DType::F16
-                    .widen_values(&page.scales[row * self.dim..][..self.dim], &mut self.steps);
-                self.fold(simd);
+                DType::F16.widen_values(&scales[row * self.dim..][..self.dim], &mut self.steps);
+                self.fold_queries(simd);
             }
         }
-        self.products.tiles(simd, codes, tile, scores);
+        self.products.score_tiles(simd, codes, cursor.in_span, scores);
     }
 
     /// Multiplies the queries with the steps. What overflows has no unit; its score is then of no
     /// use anyway.
-    fn fold(&mut self, simd: Simd) {
+    fn fold_queries(&mut self, simd: Simd) {
         let Self { products, factors, pairing, steps, queries, dim, .. } = self;
         let pairs = *dim / 2;
-        products.set(simd, queries.chunks_exact(*dim), |query, planar| {
+        products.set_queries(simd, queries.chunks_exact(*dim), |query, planar| {
             for (byte, plane) in planar.chunks_exact_mut(pairs).enumerate() {
                 for (pair, (to, step)) in plane.iter_mut().zip(&*steps).enumerate() {
                     let channel = match pairing {

@@ -26,7 +26,7 @@ macro_rules! per_level {
                 $body($($arg),*)
             }
             #[cfg_attr(target_arch = "x86_64", expect(unsafe_code, reason = "after detection"))]
-            match simd.set() {
+            match simd.vector_set() {
                 // SAFETY: a `Simd` of this set exists only where the CPU has it.
                 #[cfg(target_arch = "x86_64")]
                 $crate::cpu::simd::InstructionSet::Avx2 => unsafe { avx2($($arg),*) },
@@ -40,8 +40,8 @@ macro_rules! per_level {
 }
 pub(super) use per_level;
 
-/// Asks for the cache lines of `bytes`, to be read soon.
-pub(super) fn prefetch(bytes: &[u8]) {
+/// Prefetches the cache lines of `bytes`, to be read soon.
+pub(super) fn prefetch_lines(bytes: &[u8]) {
     #[cfg(target_arch = "aarch64")]
     for line in bytes.chunks(64) {
         // SAFETY: a prefetch reads nothing.
@@ -66,21 +66,21 @@ pub(super) fn prefetch(bytes: &[u8]) {
 /// Instruction sets that the CPU backend has code for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InstructionSet {
-    /// What every processor of the target has.
+    /// The instructions that every processor of the target has.
     Portable,
     /// AVX2, FMA, F16C and POPCNT.
     Avx2,
-    /// The same, with AVX-VNNI for products of four bytes, as on Alder Lake and Sierra Forest.
+    /// `Avx2` with AVX-VNNI for products of four bytes, as on Alder Lake and Sierra Forest.
     AvxVnni,
     /// AVX-512 F, BW, DQ, VL, VNNI, VBMI and VBMI2, as on Ice Lake and Zen 4.
     Avx512,
-    /// The same, with AMX for products of bytes, as on Sapphire Rapids.
+    /// `Avx512` with AMX for products of bytes, as on Sapphire Rapids.
     Amx,
     /// NEON, which every aarch64 processor has.
     Neon,
     /// NEON with products of four bytes (`sdot`), as on Neoverse N1 and Apple M1.
     NeonDotprod,
-    /// The same with products of eight (`usmmla`), as on Neoverse V1 and Apple M2.
+    /// `NeonDotprod` with products of eight (`usmmla`), as on Neoverse V1 and Apple M2.
     NeonI8mm,
 }
 
@@ -122,14 +122,14 @@ pub enum Precision {
     /// kernel for its codes: no further off than f16 queries and weights with f32 sums.
     #[default]
     Fast,
-    /// The same with 8 bits in AVX-512 and AVX-VNNI, for half of the products: about as far off as
-    /// other kernels that round queries to 8 bits. In AVX-512 and plain AVX2 keys of 16 codes a
-    /// position are scored by tables of bytes, and in AVX2 uniform codes of up to four bits (keys
-    /// by channel, values by token) are multiplied as bytes, with a unit for each 8 channels or 16
-    /// tokens; that is all that AVX2 has of it. Uniform codes of up to five bits, keys by channel
-    /// and values by token in groups of whole 32s, are multiplied as bf16 where the machine has
-    /// AVX512-BF16. Other queries times scales of channels or levels of two bytes keep 16 bits, and
-    /// so do more rows than vectors take, where AMX multiplies. Elsewhere it is
+    /// As [`Precision::Fast`], with 8 bits in AVX-512 and AVX-VNNI, for half of the products: about
+    /// as far off as other kernels that round queries to 8 bits. In AVX-512 and plain AVX2 keys of
+    /// 16 codes a position are scored by tables of bytes, and in AVX2 uniform codes of up to four
+    /// bits (keys by channel, values by token) are multiplied as bytes, with a unit for each 8
+    /// channels or 16 tokens; that is all that AVX2 has of it. Uniform codes of up to five bits,
+    /// keys by channel and values by token in groups of whole 32s, are multiplied as bf16 where the
+    /// machine has AVX512-BF16. Other queries times scales of channels or levels of two bytes keep
+    /// 16 bits, and so do more rows than vectors take, where AMX multiplies. Elsewhere it is
     /// [`Precision::Fast`].
     Int8,
 }
@@ -149,8 +149,14 @@ impl Precision {
     }
 }
 
-/// With which instructions a kernel multiplies, and how far it rounds.
-pub(crate) type How = (Simd, Precision);
+/// How a kernel is to work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct KernelConfig {
+    /// With which instructions it multiplies.
+    pub(crate) simd: Simd,
+    /// How far it rounds.
+    pub(crate) precision: Precision,
+}
 
 /// An instruction set that this machine was found to have: only then does one exist.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -167,28 +173,28 @@ impl Simd {
     /// When this machine does not have it.
     pub fn named(set: Option<InstructionSet>) -> Result<Self, OpenError> {
         let named =
-            |set: InstructionSet| Self::of(set).ok_or(OpenError::InstructionSet(set.name()));
-        set.map_or_else(|| Ok(Self::detect()), named)
+            |set: InstructionSet| Self::of_set(set).ok_or(OpenError::InstructionSet(set.name()));
+        set.map_or_else(|| Ok(Self::detect_widest()), named)
     }
 
     /// The widest this machine has.
-    pub(crate) fn detect() -> Self {
-        Self::available().pop().expect("portable at least")
+    pub(crate) fn detect_widest() -> Self {
+        Self::available_levels().pop().expect("portable at least")
     }
 
     /// Every level this machine can run, the widest last: one with products of bf16 also without.
-    pub(crate) fn available() -> Vec<Self> {
-        let sets = InstructionSet::ALL.into_iter().filter_map(Self::of);
+    pub(crate) fn available_levels() -> Vec<Self> {
+        let sets = InstructionSet::ALL.into_iter().filter_map(Self::of_set);
         sets.flat_map(|simd| [simd.without_bf16(), Some(simd)]).flatten().collect()
     }
 
-    /// The same as on a machine that has no products of bf16, where this one uses them.
+    /// This level as on a machine without products of bf16; `None` where it uses none.
     fn without_bf16(self) -> Option<Self> {
         self.bf16.then_some(Self { bf16: false, ..self })
     }
 
-    /// That instruction set, if the machine has it.
-    pub(crate) fn of(set: InstructionSet) -> Option<Self> {
+    /// The level of an instruction set, if the machine has it.
+    pub(crate) fn of_set(set: InstructionSet) -> Option<Self> {
         let has = match set {
             InstructionSet::Portable => true,
             #[cfg(target_arch = "x86_64")]
@@ -199,7 +205,7 @@ impl Simd {
             InstructionSet::Avx512 => has_avx2() && has_avx512(),
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Amx => {
-                has_avx2() && has_avx512() && crate::cpu::dots::amx::is_available()
+                has_avx2() && has_avx512() && crate::cpu::int_dot::amx::is_available()
             }
             #[cfg(target_arch = "aarch64")]
             InstructionSet::Neon => true,
@@ -213,7 +219,7 @@ impl Simd {
         };
         let bf16 = has && has_bf16(set);
         #[cfg(test)]
-        skip::tell(set, has, bf16);
+        skip::tell_skipped(set, has, bf16);
         has.then_some(Self { set, bf16 })
     }
 
@@ -226,7 +232,7 @@ impl Simd {
     /// Its registers, as the codec's loops take them.
     #[must_use]
     pub fn width(self) -> RegisterWidth {
-        match self.set() {
+        match self.vector_set() {
             InstructionSet::Avx2 | InstructionSet::AvxVnni => RegisterWidth::Bits256,
             InstructionSet::Avx512 | InstructionSet::Amx => RegisterWidth::Bits512,
             InstructionSet::Neon | InstructionSet::NeonDotprod | InstructionSet::NeonI8mm => {
@@ -237,7 +243,7 @@ impl Simd {
     }
 
     /// The one whose vector registers it has: AMX adds products to AVX-512, AVX-VNNI to AVX2.
-    pub(crate) fn set(self) -> InstructionSet {
+    pub(crate) fn vector_set(self) -> InstructionSet {
         match self.set {
             InstructionSet::AvxVnni => InstructionSet::Avx2,
             InstructionSet::Amx => InstructionSet::Avx512,
@@ -267,7 +273,7 @@ impl Simd {
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(in crate::cpu) use crate::cpu::dots::amx::InUse;
+pub(in crate::cpu) use crate::cpu::int_dot::amx::InUse;
 
 /// No other instruction set has such state.
 #[cfg(not(target_arch = "x86_64"))]
@@ -332,7 +338,7 @@ mod skip {
     }
 
     /// Once for each level in a run of the tests, past what libtest keeps of tests that pass.
-    pub(super) fn tell(set: InstructionSet, has: bool, bf16: bool) {
+    pub(super) fn tell_skipped(set: InstructionSet, has: bool, bf16: bool) {
         static TOLD: [Once; InstructionSet::ALL.len()] =
             [const { Once::new() }; InstructionSet::ALL.len()];
         static BF16: Once = Once::new();

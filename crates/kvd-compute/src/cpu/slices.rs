@@ -1,6 +1,6 @@
 //! Attends in slices: what a processor keeps of one between two of them.
 
-use super::attend::Attend;
+use super::attend::AttendProgress;
 use super::{CpuBackend, first_non_finite};
 use crate::{AttendPlan, AttendTask, Attended, BackendError, Stop};
 use std::any::Any;
@@ -9,7 +9,7 @@ use std::any::Any;
 struct UnderWay {
     /// The queries, widened.
     q: Vec<f32>,
-    attend: Attend,
+    attend: AttendProgress,
 }
 
 /// A plan's queries in f32.
@@ -26,7 +26,10 @@ pub(super) fn widened_queries(plan: &AttendPlan) -> Result<Vec<f32>, BackendErro
 }
 
 /// Answers a plan at once.
-pub(super) fn attend(backend: &CpuBackend, plan: &AttendPlan) -> Result<Attended, BackendError> {
+pub(super) fn attend_whole(
+    backend: &CpuBackend,
+    plan: &AttendPlan,
+) -> Result<Attended, BackendError> {
     let (mut under_way, stop) = (None, Stop::never());
     loop {
         if let Some(attended) = go_on(backend, plan, &mut under_way, &stop)? {
@@ -59,14 +62,14 @@ fn go_on(
         Some(kept) => kept,
         None => {
             let q = widened_queries(plan)?;
-            let attend = Attend::new(&backend.job(plan, &q, stop)?);
+            let attend = AttendProgress::new(&backend.new_job(plan, &q, stop)?);
             UnderWay { q, attend }
         }
     };
     let UnderWay { q, mut attend } = kept;
-    let job = backend.job(plan, &q, stop)?;
+    let job = backend.new_job(plan, &q, stop)?;
     if backend.threads.install(|| attend.go_on(&job))? {
-        return Ok(Some(attend.finish(&job)));
+        return Ok(Some(attend.take_answer(&job)));
     }
     *under_way = Some(UnderWay { q, attend });
     Ok(None)

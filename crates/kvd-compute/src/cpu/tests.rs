@@ -95,7 +95,7 @@ fn load_and_copy_find_a_flipped_bit_that_decoding_would_not() {
     load(&mut backend, source.clone()).unwrap();
     // A code in the middle of the last page.
     let at = Extent { offset: (1 << 15) + pages.bytes.len() as u64 - 20, len: 1 };
-    backend.arena.write(at)[0] ^= 1;
+    backend.arena.extent_bytes_mut(at)[0] ^= 1;
     let error = load(&mut backend, source.clone()).unwrap_err();
     assert_eq!(error.code(), ErrorCode::CorruptPage, "{error}");
     let error = backend.copy(MODEL, LAYER, &source, TOKENS, slot(1)).unwrap_err();
@@ -120,7 +120,7 @@ fn what_decodes_past_the_stored_precision_becomes_its_largest_value() {
     let RawTarget { extent, capacity_rows, first_row } = slot(1);
     let copied = EncodeSource { extent, capacity_rows, first_row, rows: TOKENS };
     let mut values = Vec::new();
-    rows::read_block(&backend.arena, &geometry(), copied, Side::Value, &mut values);
+    raw_slots::read_block(&backend.arena, &geometry(), copied, Side::Value, &mut values);
     assert_eq!(values[63], largest);
 }
 
@@ -164,12 +164,12 @@ fn a_limit_holds_what_encodes_too_until_another_one() {
         backend.threads.broadcast(of_thread)
     };
     assert_eq!(held(&backend), [None]);
-    for simd in Simd::available() {
+    for simd in Simd::available_levels() {
         backend.limit(simd.level()).unwrap();
         assert_eq!(backend.instruction_set(), simd.level());
         assert_eq!(held(&backend), [Some(simd.width())]);
     }
-    let absent = InstructionSet::ALL.into_iter().find(|set| Simd::of(*set).is_none()).unwrap();
+    let absent = InstructionSet::ALL.into_iter().find(|set| Simd::of_set(*set).is_none()).unwrap();
     let (level, width) = (backend.instruction_set(), held(&backend));
     let error = backend.limit(absent).unwrap_err();
     assert!(matches!(error, OpenError::InstructionSet(name) if name == absent.name()), "{error}");

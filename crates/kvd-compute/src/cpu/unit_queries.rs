@@ -1,34 +1,34 @@
 //! The query rows of one unit of attention, times the scale, as given and folded.
 
 use crate::BackendError;
-use crate::cpu::job::{Job, Unit, group, payload_row};
-use crate::cpu::loss::{all_finite, largest};
+use crate::cpu::attend_job::{AttendJob, AttendUnit, group_size, payload_row};
+use crate::cpu::loss::{all_finite, largest_magnitude};
 use kvd_codec::{HeadCodec, RowSpace};
 
 /// The queries of a unit, once as given and once folded into coefficient space.
-pub(super) struct Queries {
+pub(super) struct UnitQueries {
     /// Times the scale, `[rows, dim]`.
     pub(super) raw: Vec<f32>,
-    /// The same in coefficient space.
+    /// In coefficient space.
     pub(super) folded: Vec<f32>,
-    /// What to add to scores of coefficient pages.
+    /// Summands of the scores of coefficient pages.
     pub(super) offsets: Vec<f32>,
-    /// The same of raw ones.
+    /// Summands of the scores of raw rows.
     zeros: Vec<f32>,
     dim: usize,
 }
 
-impl Queries {
+impl UnitQueries {
     /// # Errors
     /// When a query times the scale is beyond f32, as given or folded.
     pub(super) fn new(
-        job: &Job<'_>,
-        unit: &Unit<'_>,
+        job: &AttendJob<'_>,
+        unit: &AttendUnit<'_>,
         side: &HeadCodec,
     ) -> Result<Self, BackendError> {
         let dim = side.dim();
         let scale = job.plan.score_scale(dim);
-        let rows = unit.q.len() * group(job);
+        let rows = unit.q.len() * group_size(job);
         let mut raw = Vec::with_capacity(rows * dim);
         for row in 0..rows {
             let start = payload_row(job, unit, row) * dim;
@@ -53,9 +53,9 @@ impl Queries {
     }
 
     /// The largest magnitude of a row, as given or folded.
-    pub(super) fn largest(&self, row: usize) -> f32 {
+    pub(super) fn largest_in_row(&self, row: usize) -> f32 {
         [RowSpace::Raw, RowSpace::Coefficient]
-            .map(|space| largest(self.row(space, row)))
+            .map(|space| largest_magnitude(self.row(space, row)))
             .into_iter()
             .fold(0f32, f32::max)
     }
@@ -66,7 +66,7 @@ impl Queries {
             && self.offsets[row].is_finite()
     }
 
-    /// What to add to scores of keys of that space.
+    /// Summands of the scores of keys of that space.
     pub(super) fn offsets_of(&self, space: RowSpace) -> &[f32] {
         match space {
             RowSpace::Raw => &self.zeros,

@@ -1,4 +1,4 @@
-//! What is asked of a stored sequence.
+//! Questions about a stored sequence.
 
 use super::{
     DIM, LAYER, MODEL, Q_HEADS, QUERIES, Stored, errors_of, largest_error, narrowed, values,
@@ -12,7 +12,7 @@ use std::time::Instant;
 pub(crate) struct Ask {
     pub(crate) text: &'static str,
     pub(crate) pairing: RopePairing,
-    /// Of rows, queries and answers.
+    /// The type of rows, queries and answers.
     pub(crate) dtype: DType,
     /// Query tokens: the last that are stored.
     pub(crate) n_q: u32,
@@ -30,7 +30,7 @@ impl Ask {
         Self { text, pairing, dtype, n_q, sliding_window: None, soft_cap: None, ragged: false }
     }
 
-    /// The same over pages and a window, in f16.
+    /// Three query tokens over pages and a window, in f16.
     pub(crate) fn ragged(text: &'static str) -> Self {
         let dtype = DType::F16;
         Self { dtype, ragged: true, ..Self::new(text, RopePairing::Half) }
@@ -65,8 +65,8 @@ impl Ask {
 /// Keys of one kind, values of another: a pair that has no kernel ahead of time.
 pub(crate) const LATE: &str = "k=uniform(b=4,g=32,axis=channel); v=fp8";
 
-/// What the plain question leaves out: sliding windows inside a page and over all parts, soft caps,
-/// ranges, raw rows behind pages, more and fewer query tokens, other types than f32.
+/// Questions that the plain one leaves out: sliding windows inside a page and over all parts, soft
+/// caps, ranges, raw rows behind pages, more and fewer query tokens, other types than f32.
 pub(crate) fn asks() -> impl Iterator<Item = Ask> {
     let (window, cap) = (Some(20), Some(1.5));
     let asks = [

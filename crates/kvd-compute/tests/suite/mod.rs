@@ -74,7 +74,7 @@ fn calibrate(geometry: &Geometry, spec: &CodecSpec) -> Option<Calibration> {
     Some(fit_calibration(geometry, spec, &samples, 1, &mut |_| {}).unwrap())
 }
 
-/// What backend and reference have of a sequence.
+/// A stored sequence, as backend and reference have it.
 struct Stored {
     codec: ModelCodec,
     parts: Vec<Part>,
@@ -298,7 +298,8 @@ pub(crate) fn errors(
     errors_of(backend, &Ask::new(text, pairing))
 }
 
-/// The same of a question; an answer in few bits may be off by half of their last one besides.
+/// As [`errors`], for any question; an answer in few bits may be off by half of their last one
+/// besides.
 pub(crate) fn errors_of(backend: &mut dyn Backend, ask: &Ask) -> Option<(f64, f64)> {
     let stored = store(backend, ask)?;
     let (plan, q) = ask.plan(&stored);

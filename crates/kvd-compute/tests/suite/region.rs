@@ -13,7 +13,7 @@ use std::ops::Range;
 
 /// Places of one call are aligned to this; what lies between them stays as it was.
 const ALIGN: u64 = 64;
-/// What every byte of an answer's places is before it.
+/// Every byte of an answer's places before it is written.
 const UNWRITTEN: u8 = 0xA5;
 /// Tokens that are staged at once: a region has room for them.
 const STAGED_TOKENS: u32 = 10;

@@ -8,7 +8,7 @@ use super::{BenchError, HeadShape, each_set, limits};
 use bytes::Bytes;
 use kvd_compute::{
     AttendPlan, Attended, Backend, InstructionSet, LoadPlan, PlanPart, PlanQuery, Precision,
-    Products, Source,
+    MultiplyKind, Source,
 };
 use kvd_core::{DType, ProgressLines, Side};
 use serde::Serialize;
@@ -154,10 +154,10 @@ impl AttendBench {
     /// Says what a row multiplies with, and how many of those the machine makes.
     fn set_against(&self, peaks: &mut KnownPeaks, case: &mut AttendCase) -> Result<(), BenchError> {
         let backend = &case.filled.backend;
-        let products = backend.products((MODEL, LAYER), self.query_tokens, self.shape.group);
+        let products = backend.multiply_kinds(MODEL, LAYER, self.query_tokens, self.shape.group);
         let products = products.map_err(BenchError::failed_step(&case.row.codec))?;
         let set = backend.instruction_set();
-        case.row.products = products.map(Products::name);
+        case.row.products = products.map(MultiplyKind::name);
         case.row.peak_per_ns = products.map(|products| peaks.per_ns(set, products));
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use super::peaks::measure_peak;
 use crate::affinity;
-use kvd_compute::{CpuBackend, InstructionSet, Products};
+use kvd_compute::{CpuBackend, InstructionSet, MultiplyKind};
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 use std::hint::black_box;
@@ -105,7 +105,7 @@ impl MachineInfo {
             version: env!("CARGO_PKG_VERSION"),
             commit: env!("KVD_COMMIT"),
             read_gb_per_s: read_speed(),
-            multiply_adds_per_ns: measure_peak(best, Products::F32)
+            multiply_adds_per_ns: measure_peak(best, MultiplyKind::F32)
                 .expect("every set multiplies f32"),
             pinned,
         }

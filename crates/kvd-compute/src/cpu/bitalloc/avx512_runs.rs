@@ -5,17 +5,18 @@
 //! for a [`Simd`] and check all lengths; pointers stay inside those.
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.
 
-use crate::cpu::ahead::Steps;
-use crate::cpu::dots::avx2::four;
-use crate::cpu::dots::avx512::{
-    TABLE_64, TABLE_256, add_weighted, biased, by_rows, look_up, whole,
+use crate::cpu::int_dot::avx2::load_four;
+use crate::cpu::int_dot::avx512::{
+    TABLE_64, TABLE_256, add_weighted, biased_sums, by_rows, join_digits, look_up,
 };
-use crate::cpu::dots::{BIAS, VECTOR_ROWS};
+use crate::cpu::int_dot::{BIAS, VECTOR_ROWS};
+use crate::cpu::int_operands::{IntRows, ScaledRows};
 use crate::cpu::levels::x86::chunk_of;
 use crate::cpu::levels::{CHUNKS, LevelTable, RunCodes};
-use crate::cpu::parts::PartRows;
-use crate::cpu::scores::{SPAN, TILE};
+use crate::cpu::prefetch::PrefetchSteps;
+use crate::cpu::row_block::StridedRows;
 use crate::cpu::simd::{InstructionSet, Simd};
+use crate::cpu::span_scores::{SPAN, TILE};
 use std::arch::x86_64::*;
 
 /// Runs are multiples of so many positions.
@@ -54,13 +55,13 @@ macro_rules! for_chunks {
 }
 
 /// Whether there are kernels for runs of such lengths.
-pub(super) fn takes(simd: Simd, mut lens: impl Iterator<Item = usize>) -> bool {
-    simd.set() == InstructionSet::Avx512 && lens.all(|len| len.is_multiple_of(POSITIONS))
+pub(super) fn has_kernel(simd: Simd, mut lens: impl Iterator<Item = usize>) -> bool {
+    simd.vector_set() == InstructionSet::Avx512 && lens.all(|len| len.is_multiple_of(POSITIONS))
 }
 
 /// The tiles of a run.
-fn tiles(simd: Simd, codes: RunCodes<'_>) -> usize {
-    assert!(takes(simd, [codes.len].into_iter()) && codes.len > 0, "runs: no kernel");
+fn tile_count(simd: Simd, codes: RunCodes<'_>) -> usize {
+    assert!(has_kernel(simd, [codes.len].into_iter()) && codes.len > 0, "runs: no kernel");
     assert!((1..=8).contains(&codes.width), "runs: width");
     assert!(codes.bytes.len().is_multiple_of(codes.tile_bytes()), "runs: tiles");
     codes.bytes.len() / codes.tile_bytes()
@@ -70,44 +71,51 @@ fn tiles(simd: Simd, codes: RunCodes<'_>) -> usize {
 /// over the positions of a run of a few tiles of keys.
 pub(super) fn key_dots(
     simd: Simd,
-    (codes, table): (RunCodes<'_>, &LevelTable),
-    (q, units): (PartRows<'_>, &[f32]),
-    soon: &mut Steps<'_>,
+    codes: RunCodes<'_>,
+    table: &LevelTable,
+    q: ScaledRows<'_>,
+    prefetch: &mut PrefetchSteps<'_>,
     scores: &mut [f32],
 ) {
-    let (tiles, rows) = (tiles(simd, codes), units.len());
-    assert!((1..=VECTOR_ROWS).contains(&rows) && q.sums.len() == rows, "key runs: rows");
-    assert!(q.len == codes.len && tiles * TILE <= SPAN, "key runs: positions");
-    assert!(q.bytes.len() >= q.digits * rows * q.len, "key runs: factors");
+    let ScaledRows { rows: of_rows, units } = q;
+    let (tiles, rows) = (tile_count(simd, codes), units.len());
+    assert!((1..=VECTOR_ROWS).contains(&rows) && of_rows.sums.len() == rows, "key runs: rows");
+    assert!(of_rows.len == codes.len && tiles * TILE <= SPAN, "key runs: positions");
+    let size = of_rows.digits * rows * of_rows.len;
+    assert!(of_rows.bytes.len() >= size, "key runs: factors");
     assert!(scores.len() >= (rows - 1) * SPAN + tiles * TILE, "key runs: scores");
-    let of = (rows, q.digits);
+    let of = (rows, of_rows.digits);
     // SAFETY: a `Simd` of this set exists only where the CPU has it; lengths are as asserted.
-    unsafe { by_width!(keys, codes.width, of, ((codes, table), (q, units), soon, scores)) }
+    unsafe { by_width!(key_tiles, codes.width, of, (codes, table, q, prefetch, scores)) }
 }
 
 /// Adds to `out[row][position]`, rows so far apart, the sums over tokens of a run of a few tiles of
 /// values, times their units.
 pub(super) fn value_dots(
     simd: Simd,
-    (codes, table): (RunCodes<'_>, &LevelTable),
-    (weights, units): (PartRows<'_>, &[f32]),
-    soon: &mut Steps<'_>,
-    (out, stride): (&mut [f32], usize),
+    codes: RunCodes<'_>,
+    table: &LevelTable,
+    weights: ScaledRows<'_>,
+    prefetch: &mut PrefetchSteps<'_>,
+    out: StridedRows<'_>,
 ) {
-    let (tiles, rows) = (tiles(simd, codes), units.len());
-    assert!((1..=VECTOR_ROWS).contains(&rows) && weights.sums.len() == rows, "value runs: rows");
-    assert_eq!(weights.len, tiles * TILE, "value runs: tokens");
-    assert!(weights.bytes.len() >= weights.digits * rows * weights.len, "value runs: factors");
-    assert!(out.len() >= (rows - 1) * stride + codes.len, "value runs: output");
-    let (of, to) = ((rows, weights.digits), (out, stride));
+    let ScaledRows { rows: of_rows, units } = weights;
+    let (tiles, rows) = (tile_count(simd, codes), units.len());
+    assert!((1..=VECTOR_ROWS).contains(&rows) && of_rows.sums.len() == rows, "value runs: rows");
+    assert_eq!(of_rows.len, tiles * TILE, "value runs: tokens");
+    let size = of_rows.digits * rows * of_rows.len;
+    assert!(of_rows.bytes.len() >= size, "value runs: factors");
+    let needed = (rows - 1) * out.stride + codes.len;
+    assert!(out.values.len() >= needed, "value runs: output");
+    let of = (rows, of_rows.digits);
     // SAFETY: as above.
-    unsafe { by_width!(values, codes.width, of, ((codes, table), (weights, units), soon, to)) }
+    unsafe { by_width!(value_tiles, codes.width, of, (codes, table, weights, prefetch, out)) }
 }
 
 /// A table of levels; with signs, else plus [`BIAS`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn load(table: &LevelTable, signs: bool) -> [__m512i; 4] {
+fn load_table(table: &LevelTable, signs: bool) -> [__m512i; 4] {
     let flip = _mm512_set1_epi8(if signs { BIAS as i8 } else { 0 });
     let mut registers = [_mm512_setzero_si512(); 4];
     for (register, bytes) in registers.iter_mut().zip(table.bytes.as_chunks::<64>().0) {
@@ -121,7 +129,7 @@ fn load(table: &LevelTable, signs: bool) -> [__m512i; 4] {
 /// Register `at` of every part of a tile's planes.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn parts<const WIDTH: usize>(tile: &[u8], at: usize) -> [__m512i; WIDTH] {
+fn load_parts<const WIDTH: usize>(tile: &[u8], at: usize) -> [__m512i; WIDTH] {
     let chunk = tile.len() / WIDTH;
     let mut parts = [_mm512_setzero_si512(); WIDTH];
     for (index, part) in parts.iter_mut().enumerate() {
@@ -134,28 +142,29 @@ fn parts<const WIDTH: usize>(tile: &[u8], at: usize) -> [__m512i; WIDTH] {
 /// The parts of a factor of four terms, each repeated to fill a register.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn factors<const D: usize>(rows: PartRows<'_>, row: usize, at: usize) -> [__m512i; 2] {
+fn load_factors<const D: usize>(rows: IntRows<'_>, row: usize, at: usize) -> [__m512i; 2] {
     let (bytes, at) = (rows.bytes.as_ptr(), D * row * rows.len + at);
     // SAFETY: a row has `D` times `len` bytes, and four from `at` on are of its first digits.
-    let parts = unsafe { [four(bytes, at), four(bytes, at + (D - 1) * rows.len)] };
+    let parts = unsafe { [load_four(bytes, at), load_four(bytes, at + (D - 1) * rows.len)] };
     parts.map(|part| _mm512_set1_epi32(part))
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi,avx512vbmi2")]
-fn keys<const R: usize, const D: usize, const KIND: u8, const WIDTH: usize>(
-    (codes, table): (RunCodes<'_>, &LevelTable),
-    q: (PartRows<'_>, &[f32]),
-    soon: &mut Steps<'_>,
+fn key_tiles<const R: usize, const D: usize, const KIND: u8, const WIDTH: usize>(
+    codes: RunCodes<'_>,
+    table: &LevelTable,
+    q: ScaledRows<'_>,
+    prefetch: &mut PrefetchSteps<'_>,
     out: &mut [f32],
 ) {
-    let table = load(table, false);
+    let table = load_table(table, false);
     for (tile, bytes) in codes.bytes.chunks_exact(codes.tile_bytes()).enumerate() {
         let out = &mut out[tile * TILE..];
         // Of an odd number of registers a chunk begins where half of the tokens have passed.
         if (codes.len / POSITIONS).is_multiple_of(2) {
-            key_tile::<R, D, KIND, WIDTH, false>((bytes, codes.len), &table, q, soon, out);
+            key_tile::<R, D, KIND, WIDTH, false>(bytes, codes.len, &table, q, prefetch, out);
         } else {
-            key_tile::<R, D, KIND, WIDTH, true>((bytes, codes.len), &table, q, soon, out);
+            key_tile::<R, D, KIND, WIDTH, true>(bytes, codes.len, &table, q, prefetch, out);
         }
     }
 }
@@ -170,17 +179,19 @@ fn key_tile<
     const WIDTH: usize,
     const TURNS: bool,
 >(
-    (tile, len): (&[u8], usize),
+    tile: &[u8],
+    len: usize,
     table: &[__m512i; 4],
-    (q, units): (PartRows<'_>, &[f32]),
-    soon: &mut Steps<'_>,
+    q: ScaledRows<'_>,
+    prefetch: &mut PrefetchSteps<'_>,
     out: &mut [f32],
 ) {
+    let ScaledRows { rows: q, units } = q;
     let registers = len / POSITIONS;
-    let [mut high, mut low] = biased::<R, D, 2>(BIAS, q.sums);
+    let [mut high, mut low] = biased_sums::<R, D, 2>(BIAS, q.sums);
     for at in 0..registers {
-        soon.ask();
-        let parts = parts::<WIDTH>(tile, at);
+        prefetch.next_step();
+        let parts = load_parts::<WIDTH>(tile, at);
         macro_rules! chunk {
             ($chunk:literal) => {
                 let values = look_up::<KIND>(chunk_of::<WIDTH, $chunk>(&parts), table);
@@ -188,7 +199,7 @@ fn key_tile<
                 let half = if TURNS { $chunk % 2 } else { 0 };
                 let quad = ($chunk * registers + at) / 2;
                 for row in 0..R {
-                    let [first, second] = factors::<D>(q, row, QUAD * quad);
+                    let [first, second] = load_factors::<D>(q, row, QUAD * quad);
                     high[row][half] = _mm512_dpbusd_epi32(high[row][half], values, first);
                     if D == 2 {
                         low[row][half] = _mm512_dpbusd_epi32(low[row][half], values, second);
@@ -205,7 +216,7 @@ fn key_tile<
     for row in 0..R {
         let unit = _mm512_set1_ps(units[row]);
         for half in 0..2 {
-            let sum = _mm512_cvtepi32_ps(whole::<D>(high[row][half], low[row][half]));
+            let sum = _mm512_cvtepi32_ps(join_digits::<D>(high[row][half], low[row][half]));
             let to = out[row * SPAN + 16 * half..][..16].as_mut_ptr();
             // SAFETY: 16 scores.
             unsafe {
@@ -218,32 +229,35 @@ fn key_tile<
 
 /// Two accumulators for each row and digit, which even and odd quads of tokens take in turns.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi,avx512vbmi2")]
-fn values<const R: usize, const D: usize, const KIND: u8, const WIDTH: usize>(
-    (codes, table): (RunCodes<'_>, &LevelTable),
-    (weights, units): (PartRows<'_>, &[f32]),
-    soon: &mut Steps<'_>,
-    (out, stride): (&mut [f32], usize),
+fn value_tiles<const R: usize, const D: usize, const KIND: u8, const WIDTH: usize>(
+    codes: RunCodes<'_>,
+    table: &LevelTable,
+    weights: ScaledRows<'_>,
+    prefetch: &mut PrefetchSteps<'_>,
+    out: StridedRows<'_>,
 ) {
+    let ScaledRows { rows: weights, units } = weights;
+    let StridedRows { values: out, stride } = out;
     // A weight of one byte has no sign, and then values need one.
-    let table = load(table, D == 1);
+    let table = load_table(table, D == 1);
     let bias = if D == 1 { 0 } else { BIAS };
     for at in 0..codes.len / POSITIONS {
-        let [mut high, mut low] = biased::<R, D, 2>(bias, weights.sums);
+        let [mut high, mut low] = biased_sums::<R, D, 2>(bias, weights.sums);
         // What the second would be too large by is taken from the first already.
         for row in 0..R {
             (high[row][1], low[row][1]) = (_mm512_setzero_si512(), _mm512_setzero_si512());
         }
         for (tile, bytes) in codes.bytes.chunks_exact(codes.tile_bytes()).enumerate() {
-            soon.ask();
-            let parts = parts::<WIDTH>(bytes, at);
+            prefetch.next_step();
+            let parts = load_parts::<WIDTH>(bytes, at);
             macro_rules! chunk {
                 ($chunk:literal) => {
                     let values = look_up::<KIND>(chunk_of::<WIDTH, $chunk>(&parts), &table);
                     let token = tile * TILE + TILE / CHUNKS * $chunk;
                     for row in 0..R {
-                        let weight = factors::<D>(weights, row, token);
-                        let sums = (&mut high[row][$chunk % 2], &mut low[row][$chunk % 2]);
-                        add_weighted::<D>(sums, values, weight);
+                        let weight = load_factors::<D>(weights, row, token);
+                        let (high, low) = (&mut high[row][$chunk % 2], &mut low[row][$chunk % 2]);
+                        add_weighted::<D>(high, low, values, weight);
                     }
                 };
             }
@@ -251,7 +265,7 @@ fn values<const R: usize, const D: usize, const KIND: u8, const WIDTH: usize>(
         }
         for row in 0..R {
             let [high, low] = [high[row], low[row]].map(|two| _mm512_add_epi32(two[0], two[1]));
-            let sum = _mm512_cvtepi32_ps(whole::<D>(high, low));
+            let sum = _mm512_cvtepi32_ps(join_digits::<D>(high, low));
             let to = out[row * stride + POSITIONS * at..][..POSITIONS].as_mut_ptr();
             // SAFETY: 16 sums.
             unsafe {
@@ -266,9 +280,9 @@ fn values<const R: usize, const D: usize, const KIND: u8, const WIDTH: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::ahead::Ahead;
-    use crate::cpu::parts::Parts;
-    use crate::cpu::simd::Precision;
+    use crate::cpu::int_operands::IntOperands;
+    use crate::cpu::prefetch::PrefetchBytes;
+    use crate::cpu::simd::{KernelConfig, Precision};
     use kvd_codec::CodeLayout;
     use kvd_core::Side;
 
@@ -295,10 +309,14 @@ mod tests {
     }
 
     /// Runs of all widths and several lengths, and as many rows of factors as kernels take.
-    fn each(mut parts: Parts, simd: Simd, check: impl Fn(RunCodes<'_>, &LevelTable, &mut Parts)) {
+    fn each(
+        mut parts: IntOperands,
+        simd: Simd,
+        check: impl Fn(RunCodes<'_>, &LevelTable, &mut IntOperands),
+    ) {
         let noise = (0..65536u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 11) as u8);
         let noise: Vec<u8> = noise.collect();
-        assert!(takes(simd, [16, 48].into_iter()) && !takes(simd, [16, 24].into_iter()));
+        assert!(has_kernel(simd, [16, 48].into_iter()) && !has_kernel(simd, [16, 24].into_iter()));
         for width in 1..=8u32 {
             let byte = |code: usize| ((code % (1 << width)) * 37 + 5) as u8;
             let table = LevelTable { bits: width, bytes: std::array::from_fn(byte) };
@@ -310,8 +328,8 @@ mod tests {
     }
 
     /// Rows of factors.
-    fn push(parts: &mut Parts, simd: Simd, len: usize, sign: bool) {
-        parts.reset(len);
+    fn push(parts: &mut IntOperands, simd: Simd, len: usize, sign: bool) {
+        parts.clear_rows(len);
         for row in 0..VECTOR_ROWS {
             let wave = |at: usize| ((at * 7 + row * 31) as f32 * 0.37).sin();
             let wave = |at| if sign { wave(at) } else { wave(at).abs() };
@@ -320,37 +338,42 @@ mod tests {
         }
     }
 
-    fn level_sets() -> impl Iterator<Item = (Simd, Precision)> {
-        let sets = Simd::available().into_iter().filter(|simd| takes(*simd, [16].into_iter()));
-        sets.flat_map(|simd| [(simd, Precision::Fast), (simd, Precision::Int8)])
+    fn level_sets() -> impl Iterator<Item = KernelConfig> {
+        let sets =
+            Simd::available_levels().into_iter().filter(|simd| has_kernel(*simd, [16].into_iter()));
+        let precisions = [Precision::Fast, Precision::Int8];
+        sets.flat_map(move |simd| precisions.map(|precision| KernelConfig { simd, precision }))
     }
 
     #[test]
     fn scores_are_sums_over_positions() {
-        for how in level_sets() {
-            each(Parts::of_queries(how), how.0, |codes, table, parts| {
-                push(parts, how.0, codes.len, true);
+        for config in level_sets() {
+            each(IntOperands::of_queries(config), config.simd, |codes, table, parts| {
+                push(parts, config.simd, codes.len, true);
                 let tiles = levels(Side::Key, codes, table);
                 for rows in 1..=VECTOR_ROWS {
-                    let (q, units) = (parts.rows(0).part(0, rows), &UNITS[..rows]);
+                    let (q, units) = (parts.rows_from(0).slice_rows(0, rows), &UNITS[..rows]);
                     let mut out = vec![1.5f32; rows * SPAN];
-                    let mut soon = Ahead::default().steps(1);
-                    key_dots(how.0, (codes, table), (q, units), &mut soon, &mut out);
+                    let mut prefetch = PrefetchBytes::default().in_steps(1);
+                    let of_units = ScaledRows { rows: q, units };
+                    key_dots(config.simd, codes, table, of_units, &mut prefetch, &mut out);
                     for (at, row) in tiles.concat().iter().enumerate() {
                         for (index, unit) in units.iter().enumerate() {
-                            let term = |(i, level): (usize, &i32)| q.value(how.0, index, i) * level;
+                            let term = |(i, level): (usize, &i32)| {
+                                q.value_at(config.simd, index, i) * level
+                            };
                             let sum: i32 = row.iter().enumerate().map(term).sum();
                             let want = 1.5 + sum as f32 * unit;
                             assert_eq!(
                                 out[index * SPAN + at],
                                 want,
-                                "{how:?}, {} of {} bits",
+                                "{config:?}, {} of {} bits",
                                 codes.len,
                                 codes.width
                             );
                         }
                     }
-                    assert_eq!(out[TILES * TILE], 1.5, "{how:?}: tokens behind the tiles");
+                    assert_eq!(out[TILES * TILE], 1.5, "{config:?}: tokens behind the tiles");
                 }
             });
         }
@@ -358,18 +381,20 @@ mod tests {
 
     #[test]
     fn values_are_sums_over_tokens() {
-        for how in level_sets() {
-            each(Parts::of_weights(how), how.0, |codes, table, parts| {
-                push(parts, how.0, TILES * TILE, false);
+        for config in level_sets() {
+            each(IntOperands::of_weights(config), config.simd, |codes, table, parts| {
+                push(parts, config.simd, TILES * TILE, false);
                 let (tiles, stride) = (levels(Side::Value, codes, table).concat(), codes.len + 16);
                 for rows in 1..=VECTOR_ROWS {
-                    let (weights, units) = (parts.rows(0).part(0, rows), &UNITS[..rows]);
+                    let (weights, units) = (parts.rows_from(0).slice_rows(0, rows), &UNITS[..rows]);
                     let mut out = vec![1.5f32; rows * stride];
-                    let (mut soon, to) = (Ahead::default().steps(1), (&mut out[..], stride));
-                    value_dots(how.0, (codes, table), (weights, units), &mut soon, to);
+                    let mut prefetch = PrefetchBytes::default().in_steps(1);
+                    let to = StridedRows { values: &mut out, stride };
+                    let of_units = ScaledRows { rows: weights, units };
+                    value_dots(config.simd, codes, table, of_units, &mut prefetch, to);
                     for (index, unit) in units.iter().enumerate() {
                         // One byte of a weight has no sign.
-                        let weight = |token| match weights.value(how.0, index, token) {
+                        let weight = |token| match weights.value_at(config.simd, index, token) {
                             byte if weights.digits == 1 => byte & 255,
                             word => word,
                         };
@@ -382,7 +407,7 @@ mod tests {
                             assert_eq!(
                                 out[index * stride + at],
                                 want,
-                                "{how:?}, {} of {} bits",
+                                "{config:?}, {} of {} bits",
                                 codes.len,
                                 codes.width
                             );

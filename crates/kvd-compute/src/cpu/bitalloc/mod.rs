@@ -10,17 +10,19 @@
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx512_runs;
 
+use crate::cpu::int_dot::{CodeLookup, ROWS, SumTarget, TileCodes, key_dots, value_dots};
 #[cfg(target_arch = "x86_64")]
-use crate::cpu::ahead::{Ahead, Steps};
-use crate::cpu::dots::{Lookup, ROWS, Target, TileCodes, key_dots, value_dots};
-#[cfg(target_arch = "x86_64")]
-use crate::cpu::dots::{VECTOR_ROWS, wants_bytes};
-use crate::cpu::levels::{LevelBytes, LevelTable, Places, RunCodes, SPILL, look_up};
+use crate::cpu::int_dot::{VECTOR_ROWS, wants_bytes};
+use crate::cpu::int_operands::{self, IntOperands, ScaledRows};
+use crate::cpu::levels::{LevelBytes, LevelTable, OutputLayout, RunCodes, SPILL, look_up};
 use crate::cpu::loss::{alike_factor, rounding_loss};
-use crate::cpu::parts::{self, Parts};
-use crate::cpu::place::Place;
-use crate::cpu::scores::{SPAN, Scores, TILE};
-use crate::cpu::simd::{How, Simd};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::prefetch::{PrefetchBytes, PrefetchSteps};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::row_block::StridedRows;
+use crate::cpu::simd::{KernelConfig, Simd};
+use crate::cpu::span_scores::{SPAN, SpanScores, TILE};
+use crate::cpu::tile_cursor::TileCursor;
 use kvd_codec::{BitAlloc, CodeLayout, HeadCodec, WidthRun};
 use kvd_core::Side;
 use std::ops::Range;
@@ -31,18 +33,18 @@ const QUAD: usize = 4;
 const LINE: usize = 64;
 
 /// The codes of one run.
-struct Codes {
+struct RunTables {
     run: WidthRun,
     /// Each table and the position of its first byte.
     tables: Vec<(LevelTable, usize)>,
-    /// Where they begin in a page of [`Book::tokens`].
+    /// Where they begin in a page of [`RunBook::tokens`].
     start: usize,
 }
 
 /// A head's runs as bytes.
-struct Book {
+struct RunBook {
     side: Side,
-    codes: Vec<Codes>,
+    codes: Vec<RunTables>,
     /// Coefficient and factor of every position; padding has none.
     positions: Vec<Option<(usize, f32)>>,
     /// Rows of the page that places are for.
@@ -57,7 +59,7 @@ fn is_direct(simd: Simd, rows: usize, runs: &[WidthRun]) -> bool {
     #[cfg(target_arch = "x86_64")]
     {
         let lens = runs.iter().filter(|run| run.width > 0).map(|run| run.len);
-        !wants_bytes(simd, rows) && avx512_runs::takes(simd, lens)
+        !wants_bytes(simd, rows) && avx512_runs::has_kernel(simd, lens)
     }
     #[cfg(not(target_arch = "x86_64"))]
     {
@@ -66,9 +68,9 @@ fn is_direct(simd: Simd, rows: usize, runs: &[WidthRun]) -> bool {
     }
 }
 
-impl Book {
+impl RunBook {
     /// For a unit of so many rows.
-    fn new((simd, rows): (Simd, usize), head: &HeadCodec, side: Side) -> Option<Self> {
+    fn new(simd: Simd, rows: usize, head: &HeadCodec, side: Side) -> Option<Self> {
         let bitalloc = head.bitalloc()?;
         let (mut codes, mut positions) = (Vec::new(), Vec::new());
         for run in bitalloc.runs() {
@@ -83,43 +85,46 @@ impl Book {
                     positions.resize(positions.len().next_multiple_of(QUAD), None);
                 }
             }
-            codes.push(Codes { run: *run, tables, start: 0 });
+            codes.push(RunTables { run: *run, tables, start: 0 });
         }
         let direct = is_direct(simd, rows, bitalloc.runs());
         Some(Self { side, codes, positions, tokens: 0, bytes: Vec::new(), direct })
     }
 
     /// The positions that are multiplied together, without rows yet.
-    fn cuts(&self, how: How) -> Vec<Cut> {
+    fn new_queries(&self, config: KernelConfig) -> Vec<RunQueries> {
         let cut = |positions: Range<usize>| {
             // Of all together one large channel would leave others next to nothing of a byte.
-            let mut parts =
-                if self.direct { Parts::of_queries(how) } else { Parts::of_scaled_queries(how) };
-            parts = parts.meeting(Lookup::bytes().largest());
-            parts.reset(positions.len());
-            Cut { positions, parts, units: Vec::new(), losses: Vec::new() }
+            let mut parts = if self.direct {
+                IntOperands::of_queries(config)
+            } else {
+                IntOperands::of_scaled_queries(config)
+            };
+            parts = parts.multiplied_with(CodeLookup::biased_bytes().largest_value());
+            parts.clear_rows(positions.len());
+            RunQueries { positions, parts, units: Vec::new(), losses: Vec::new() }
         };
         if !self.direct {
             return vec![cut(0..self.positions.len())];
         }
-        self.tables().map(|(codes, _, first)| cut(first..first + codes.run.len)).collect()
+        self.each_table().map(|(codes, _, first)| cut(first..first + codes.run.len)).collect()
     }
 
     /// The runs, each table, and the position of its first byte.
-    fn tables(&self) -> impl Iterator<Item = (&Codes, &LevelTable, usize)> {
+    fn each_table(&self) -> impl Iterator<Item = (&RunTables, &LevelTable, usize)> {
         self.codes
             .iter()
             .flat_map(|codes| codes.tables.iter().map(move |(table, first)| (codes, table, *first)))
     }
 
-    /// What to ask for while registers of so many tiles are multiplied.
+    /// Prefetches in as many steps as registers of so many tiles are multiplied.
     #[cfg(target_arch = "x86_64")]
-    fn steps<'a>(&self, ahead: Ahead<'a>, tiles: usize) -> Steps<'a> {
-        ahead.steps(tiles * self.positions.len() / avx512_runs::POSITIONS)
+    fn prefetch_steps<'a>(&self, prefetch: PrefetchBytes<'a>, tiles: usize) -> PrefetchSteps<'a> {
+        prefetch.in_steps(tiles * self.positions.len() / avx512_runs::POSITIONS)
     }
 
     /// Finds where codes lie in a page of so many rows.
-    fn place(&mut self, tokens: usize) {
+    fn place_runs(&mut self, tokens: usize) {
         if self.tokens == tokens {
             return;
         }
@@ -133,10 +138,10 @@ impl Book {
     }
 
     /// The bytes of some tiles of a page.
-    fn bytes<'a>(&'a mut self, simd: Simd, (place, count): (Place<'a>, usize)) -> TileCodes<'a> {
-        let Place { page, in_page, ahead, .. } = place;
-        let tiles = in_page..in_page + count;
-        self.place(page.layout.tokens());
+    fn unpack_tiles<'a>(&'a mut self, simd: Simd, cursor: TileCursor<'a>) -> TileCodes<'a> {
+        let TileCursor { page, prefetch, .. } = cursor;
+        let tiles = cursor.page_tiles();
+        self.place_runs(page.layout.tokens());
         let per_row = self.positions.len();
         let size = TILE * per_row;
         let used = size * tiles.len();
@@ -146,19 +151,19 @@ impl Book {
         let skip = bytes.as_ptr().align_offset(LINE).min(LINE);
         let bytes = &mut bytes[skip..][..used];
         for codes in codes.iter().filter(|codes| codes.run.width > 0) {
-            let run = codes.of(page.codes, tiles.clone());
+            let run = codes.codes_of(page.codes, tiles.clone());
             match side {
-                Side::Key => codes.keys(simd, run, per_row, bytes),
-                Side::Value => codes.values(simd, run, per_row, bytes),
+                Side::Key => codes.unpack_keys(simd, run, per_row, bytes),
+                Side::Value => codes.unpack_values(simd, run, per_row, bytes),
             }
         }
-        TileCodes { bytes, width: 8, per_row, ahead }
+        TileCodes { bytes, width: 8, per_row, prefetch }
     }
 }
 
-impl Codes {
-    /// Those of some tiles of a page, which are full ones.
-    fn of<'a>(&self, page: &'a [u8], tiles: Range<usize>) -> RunCodes<'a> {
+impl RunTables {
+    /// The codes of some tiles of a page, which are full ones.
+    fn codes_of<'a>(&self, page: &'a [u8], tiles: Range<usize>) -> RunCodes<'a> {
         let WidthRun { width, len, .. } = self.run;
         let tile = TILE / 8 * len * width;
         let bytes = &page[self.start + tiles.start * tile..self.start + tiles.end * tile];
@@ -166,39 +171,39 @@ impl Codes {
     }
 
     /// A run of tiles of keys: fours of positions, of each token in turn.
-    fn keys(&self, simd: Simd, codes: RunCodes<'_>, per_row: usize, bytes: &mut [u8]) {
+    fn unpack_keys(&self, simd: Simd, codes: RunCodes<'_>, per_row: usize, bytes: &mut [u8]) {
         let (whole, rest) = (codes.len / QUAD * QUAD, codes.len % QUAD);
         for (table, first) in &self.tables {
             let behind = TILE * (per_row - first - codes.len);
             let first = TILE * first;
-            let (chunk, tile) = (codes.chunk(), TILE * per_row);
-            let to = Places { first, chunk, tile, free: behind >= SPILL };
+            let (chunk, tile) = (codes.chunk_codes(), TILE * per_row);
+            let to = OutputLayout { first, chunk, tile, free: behind >= SPILL };
             look_up(simd, codes, table, to, bytes);
             for tile in bytes.chunks_exact_mut(tile).filter(|_| rest > 0) {
                 let last = &mut tile[first + TILE * whole..];
                 // The last positions are fewer than four.
                 match rest {
-                    1 => spread::<1>(last),
-                    2 => spread::<2>(last),
-                    _ => spread::<3>(last),
+                    1 => space_quads::<1>(last),
+                    2 => space_quads::<2>(last),
+                    _ => space_quads::<3>(last),
                 }
             }
         }
     }
 
     /// A run of tiles of values: fours of tokens, of each position in turn.
-    fn values(&self, simd: Simd, codes: RunCodes<'_>, per_row: usize, bytes: &mut [u8]) {
+    fn unpack_values(&self, simd: Simd, codes: RunCodes<'_>, per_row: usize, bytes: &mut [u8]) {
         for (table, first) in &self.tables {
             let behind = QUAD * (per_row - first - codes.len);
             let (first, chunk, tile) = (QUAD * first, QUAD * per_row, TILE * per_row);
-            let to = Places { first, chunk, tile, free: behind >= SPILL };
+            let to = OutputLayout { first, chunk, tile, free: behind >= SPILL };
             look_up(simd, codes, table, to, bytes);
         }
     }
 }
 
 /// Puts the `N` bytes of each token of a tile [`QUAD`] apart.
-fn spread<const N: usize>(bytes: &mut [u8]) {
+fn space_quads<const N: usize>(bytes: &mut [u8]) {
     let mut packed = [[0u8; N]; TILE];
     packed.copy_from_slice(&bytes.as_chunks::<N>().0[..TILE]);
     for (out, packed) in bytes.as_chunks_mut::<QUAD>().0.iter_mut().zip(packed) {
@@ -207,35 +212,39 @@ fn spread<const N: usize>(bytes: &mut [u8]) {
 }
 
 /// Queries of a unit times scales and units, of positions that are multiplied together.
-struct Cut {
+struct RunQueries {
     positions: Range<usize>,
-    parts: Parts,
+    parts: IntOperands,
     units: Vec<f32>,
-    /// See [`Keys::loss`].
+    /// See [`BitAllocKeys::score_loss`].
     losses: Vec<f32>,
 }
 
 /// Keys of a unit.
-pub(crate) struct Keys {
-    book: Book,
-    lookup: Lookup,
-    /// Of each run and byte of its levels where they are multiplied by themselves; else of all.
-    cuts: Vec<Cut>,
+pub(crate) struct BitAllocKeys {
+    book: RunBook,
+    lookup: CodeLookup,
+    /// One for each run and byte of its levels where runs are multiplied one by one; else one for
+    /// all.
+    cuts: Vec<RunQueries>,
     /// Queries `[rows, dim]`, for outliers.
     queries: Vec<f32>,
     dim: usize,
 }
 
-impl Keys {
+impl BitAllocKeys {
     /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(how: How, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
-        let book = Book::new((how.0, queries.len() / side.dim()), side, Side::Key)?;
-        let mut cuts = book.cuts(how);
-        let lookup = Lookup::bytes();
-        if !cuts.iter().all(|cut| parts::fits(cut.positions.len(), lookup.largest())) {
+    pub(crate) fn new(config: KernelConfig, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
+        let book = RunBook::new(config.simd, queries.len() / side.dim(), side, Side::Key)?;
+        let mut cuts = book.new_queries(config);
+        let lookup = CodeLookup::biased_bytes();
+        if !cuts
+            .iter()
+            .all(|cut| int_operands::sums_fit(cut.positions.len(), lookup.largest_value()))
+        {
             return None;
         }
-        let level = (lookup.largest() as f32).powi(2);
+        let level = (lookup.largest_value() as f32).powi(2);
         let mut row = vec![0f32; book.positions.len()];
         for query in queries.chunks_exact(side.dim()) {
             for (value, position) in row.iter_mut().zip(&book.positions) {
@@ -244,12 +253,13 @@ impl Keys {
             if !row.iter().chain(query).all(|value| value.is_finite()) {
                 return None;
             }
-            for Cut { positions, parts, units, losses } in &mut cuts {
+            for RunQueries { positions, parts, units, losses } in &mut cuts {
                 let row = &row[positions.clone()];
                 let largest = row.iter().fold(0f32, |m, q| m.max(q.abs()));
-                let unit = parts.push(how.0, row, largest, None).unit;
+                let unit = parts.push(config.simd, row, largest, None).unit;
                 losses.push(
-                    rounding_loss(unit, level * row.len() as f32) * alike_factor(how.0, row, unit),
+                    rounding_loss(unit, level * row.len() as f32)
+                        * alike_factor(config.simd, row, unit),
                 );
                 units.push(unit);
             }
@@ -258,22 +268,22 @@ impl Keys {
     }
 
     /// How far rounding may take a score of that row: see [`rounding_loss`].
-    pub(crate) fn loss(&self, row: usize) -> f32 {
+    pub(crate) fn score_loss(&self, row: usize) -> f32 {
         self.cuts.iter().map(|cut| cut.losses[row]).fold(0f32, f32::hypot)
     }
 
-    /// Scores all rows against `count` tiles.
-    pub(crate) fn tiles(
+    /// Scores all rows against a few tiles.
+    pub(crate) fn score_tiles(
         &mut self,
         simd: Simd,
-        (place, count): (Place<'_>, usize),
-        scores: &mut Scores,
+        cursor: TileCursor<'_>,
+        scores: &mut SpanScores,
     ) {
-        let Place { page, in_page, in_span, .. } = place;
+        let TileCursor { page, in_page, in_span, count, .. } = cursor;
         match self.book.direct {
             #[cfg(target_arch = "x86_64")]
-            true => self.runs(simd, (place, count), scores),
-            _ => self.bytes(simd, (place, count), scores),
+            true => self.score_runs(simd, cursor, scores),
+            _ => self.score_bytes(simd, cursor, scores),
         }
         for outlier in BitAlloc::residuals(page.scales, rows_of(in_page, count)) {
             let token = outlier.row + in_span * TILE - in_page * TILE;
@@ -284,26 +294,26 @@ impl Keys {
     }
 
     /// Products of bytes, of all runs together.
-    fn bytes(&mut self, simd: Simd, (place, count): (Place<'_>, usize), scores: &mut Scores) {
-        let codes = self.book.bytes(simd, (place, count));
-        let Cut { parts, units, .. } = &self.cuts[0];
+    fn score_bytes(&mut self, simd: Simd, cursor: TileCursor<'_>, scores: &mut SpanScores) {
+        let codes = self.book.unpack_tiles(simd, cursor);
+        let RunQueries { parts, units, .. } = &self.cuts[0];
         for first in (0..units.len()).step_by(ROWS) {
-            let rows = parts.rows(first);
-            let units = &units[first..first + rows.count()];
-            let out = scores.rows_mut(first, place.in_span);
+            let rows = parts.rows_from(first);
+            let units = &units[first..first + rows.row_count()];
+            let out = scores.rows_mut(first, cursor.in_span);
             if codes.per_row > 0 {
-                key_dots(simd, codes, &self.lookup, (rows, units), out);
+                key_dots(simd, codes, &self.lookup, ScaledRows { rows, units }, out);
             } else {
-                (0..units.len()).for_each(|row| out[row * SPAN..][..count * TILE].fill(0.0));
+                (0..units.len()).for_each(|row| out[row * SPAN..][..cursor.count * TILE].fill(0.0));
             }
         }
     }
 
     /// Products of codes as they lie, run after run.
     #[cfg(target_arch = "x86_64")]
-    fn runs(&mut self, simd: Simd, (place, count): (Place<'_>, usize), scores: &mut Scores) {
-        let Place { page, in_page, in_span, ahead } = place;
-        self.book.place(page.layout.tokens());
+    fn score_runs(&mut self, simd: Simd, cursor: TileCursor<'_>, scores: &mut SpanScores) {
+        let TileCursor { page, in_page, in_span, count, prefetch } = cursor;
+        self.book.place_runs(page.layout.tokens());
         let all = self.queries.len() / self.dim;
         let tokens = in_span * TILE..(in_span + count) * TILE;
         (0..all).for_each(|row| scores.row_mut(row)[tokens.clone()].fill(0.0));
@@ -311,12 +321,18 @@ impl Keys {
             let rows = VECTOR_ROWS.min(all - first);
             let out = scores.rows_mut(first, in_span);
             // Once for all rows.
-            let mut soon =
-                if first == 0 { self.book.steps(ahead, count) } else { Steps::default() };
-            for ((codes, table, _), cut) in self.book.tables().zip(&self.cuts) {
-                let codes = codes.of(page.codes, in_page..in_page + count);
-                let q = (cut.parts.rows(first).part(0, rows), &cut.units[first..first + rows]);
-                avx512_runs::key_dots(simd, (codes, table), q, &mut soon, out);
+            let mut prefetch = if first == 0 {
+                self.book.prefetch_steps(prefetch, count)
+            } else {
+                PrefetchSteps::default()
+            };
+            for ((codes, table, _), cut) in self.book.each_table().zip(&self.cuts) {
+                let codes = codes.codes_of(page.codes, in_page..in_page + count);
+                let q = ScaledRows {
+                    rows: cut.parts.rows_from(first).slice_rows(0, rows),
+                    units: &cut.units[first..first + rows],
+                };
+                avx512_runs::key_dots(simd, codes, table, q, &mut prefetch, out);
             }
         }
     }
@@ -324,17 +340,19 @@ impl Keys {
 
 /// Cuts the weights of some tiles of a few rows; returns what their units are, and adds what
 /// rounding took to `lost`.
-fn cut(
+fn round_weights(
     simd: Simd,
-    (parts, lost): (&mut Parts, &mut [f32]),
-    (rows, tiles): (Range<usize>, Range<usize>),
-    weights: &Scores,
+    parts: &mut IntOperands,
+    lost: &mut [f32],
+    rows: Range<usize>,
+    tiles: Range<usize>,
+    weights: &SpanScores,
 ) -> [f32; ROWS] {
-    parts.reset(tiles.len() * TILE);
+    parts.clear_rows(tiles.len() * TILE);
     let mut units = [0f32; ROWS];
     for (row, unit) in rows.zip(&mut units) {
         let total = weights.total_weight(row, &tiles);
-        let (weights, largest) = weights.tiles(row, tiles.clone());
+        let (weights, largest) = weights.tile_weights(row, tiles.clone());
         let pushed = parts.push(simd, weights, largest, Some(total));
         *unit = pushed.unit;
         lost[row] += pushed.lost;
@@ -348,57 +366,52 @@ fn rows_of(tile: usize, count: usize) -> Range<usize> {
 }
 
 /// Weighted sums of a unit over one head's value codes.
-pub(crate) struct Values {
-    book: Book,
-    lookup: Lookup,
-    parts: Parts,
+pub(crate) struct BitAllocValues {
+    book: RunBook,
+    lookup: CodeLookup,
+    parts: IntOperands,
     /// `[rows, positions]`.
     sums: Vec<f32>,
     /// Signed sums of the rounding residuals of weights, by row.
     lost: Vec<f32>,
-    /// Of outliers: `[rows, dim]`.
+    /// Sums of outliers, `[rows, dim]`.
     outliers: Vec<f32>,
     dim: usize,
 }
 
-impl Values {
-    pub(crate) fn new(how: How, side: &HeadCodec, rows: usize) -> Option<Self> {
-        let book = Book::new((how.0, rows), side, Side::Value)?;
+impl BitAllocValues {
+    pub(crate) fn new(config: KernelConfig, side: &HeadCodec, rows: usize) -> Option<Self> {
+        let book = RunBook::new(config.simd, rows, side, Side::Value)?;
         Some(Self {
             sums: vec![0.0; rows * book.positions.len()],
             lost: vec![0.0; rows],
             outliers: vec![0.0; rows * side.dim()],
             book,
-            lookup: Lookup::bytes(),
-            parts: Parts::of_weights(how),
+            lookup: CodeLookup::biased_bytes(),
+            parts: IntOperands::of_weights(config),
             dim: side.dim(),
         })
     }
 
     /// The largest magnitude of a value that rounded weights are multiplied with.
-    pub(crate) fn magnitude(&self) -> f32 {
+    pub(crate) fn largest_value(&self) -> f32 {
         let factors = self.book.positions.iter().flatten().map(|(_, factor)| factor.abs());
-        factors.fold(0f32, f32::max) * self.lookup.largest() as f32
+        factors.fold(0f32, f32::max) * self.lookup.largest_value() as f32
     }
 
-    /// How far a sum of a row is off at most for what rounding took from all of its weights
-    /// together.
-    pub(crate) fn lost(&self, row: usize) -> f32 {
-        self.lost[row].abs() * self.magnitude()
+    /// The largest error of a sum of a row that comes from the residuals of all of its rounded
+    /// weights together.
+    pub(crate) fn joint_loss(&self, row: usize) -> f32 {
+        self.lost[row].abs() * self.largest_value()
     }
 
-    /// Adds `count` weighted tiles.
-    pub(crate) fn tiles(
-        &mut self,
-        simd: Simd,
-        (place, count): (Place<'_>, usize),
-        weights: &Scores,
-    ) {
-        let Place { page, in_page, in_span, .. } = place;
+    /// Adds a few weighted tiles.
+    pub(crate) fn add_tiles(&mut self, simd: Simd, cursor: TileCursor<'_>, weights: &SpanScores) {
+        let TileCursor { page, in_page, in_span, count, .. } = cursor;
         match self.book.direct {
             #[cfg(target_arch = "x86_64")]
-            true => self.runs(simd, (place, count), weights),
-            _ => self.bytes(simd, (place, count), weights),
+            true => self.add_runs(simd, cursor, weights),
+            _ => self.add_bytes(simd, cursor, weights),
         }
         for outlier in BitAlloc::residuals(page.scales, rows_of(in_page, count)) {
             let token = outlier.row + in_span * TILE - in_page * TILE;
@@ -409,51 +422,56 @@ impl Values {
     }
 
     /// Products of bytes, of all runs together.
-    fn bytes(&mut self, simd: Simd, (place, count): (Place<'_>, usize), weights: &Scores) {
-        let tiles = place.in_span..place.in_span + count;
+    fn add_bytes(&mut self, simd: Simd, cursor: TileCursor<'_>, weights: &SpanScores) {
+        let tiles = cursor.span_tiles();
         // Once for all rows.
-        let codes = self.book.bytes(simd, (place, count));
+        let codes = self.book.unpack_tiles(simd, cursor);
         let per_row = codes.per_row;
-        for first in (0..weights.rows()).step_by(ROWS).filter(|_| per_row > 0) {
-            let rows = first..weights.rows().min(first + ROWS);
-            let units = cut(
+        for first in (0..weights.row_count()).step_by(ROWS).filter(|_| per_row > 0) {
+            let rows = first..weights.row_count().min(first + ROWS);
+            let units = round_weights(
                 simd,
-                (&mut self.parts, &mut self.lost),
-                (rows.clone(), tiles.clone()),
+                &mut self.parts,
+                &mut self.lost,
+                rows.clone(),
+                tiles.clone(),
                 weights,
             );
             let units = &units[..rows.len()];
-            let target = Target { units, factors: &[], first: 0, count: per_row };
+            let target = SumTarget { units, factors: &[], first: 0, count: per_row };
             let sums = &mut self.sums[rows.start * per_row..rows.end * per_row];
-            value_dots(simd, codes, &self.lookup, (self.parts.rows(0), target), sums);
+            value_dots(simd, codes, &self.lookup, self.parts.rows_from(0), target, sums);
         }
     }
 
     /// Products of codes as they lie, run after run.
     #[cfg(target_arch = "x86_64")]
-    fn runs(&mut self, simd: Simd, (place, count): (Place<'_>, usize), weights: &Scores) {
-        let Place { page, in_page, in_span, ahead } = place;
-        self.book.place(page.layout.tokens());
+    fn add_runs(&mut self, simd: Simd, cursor: TileCursor<'_>, weights: &SpanScores) {
+        let TileCursor { page, in_page, in_span, count, prefetch } = cursor;
+        self.book.place_runs(page.layout.tokens());
         let per_row = self.book.positions.len();
-        for first in (0..weights.rows()).step_by(VECTOR_ROWS) {
-            let rows = first..weights.rows().min(first + VECTOR_ROWS);
+        for first in (0..weights.row_count()).step_by(VECTOR_ROWS) {
+            let rows = first..weights.row_count().min(first + VECTOR_ROWS);
             let tiles = in_span..in_span + count;
             let units =
-                cut(simd, (&mut self.parts, &mut self.lost), (rows.clone(), tiles), weights);
-            let weights = (self.parts.rows(0), &units[..rows.len()]);
+                round_weights(simd, &mut self.parts, &mut self.lost, rows.clone(), tiles, weights);
+            let weights = ScaledRows { rows: self.parts.rows_from(0), units: &units[..rows.len()] };
             let sums = &mut self.sums[rows.start * per_row..rows.end * per_row];
-            let mut soon =
-                if first == 0 { self.book.steps(ahead, count) } else { Steps::default() };
-            for (codes, table, first) in self.book.tables() {
-                let run = codes.of(page.codes, in_page..in_page + count);
-                let out = (&mut sums[first..], per_row);
-                avx512_runs::value_dots(simd, (run, table), weights, &mut soon, out);
+            let mut prefetch = if first == 0 {
+                self.book.prefetch_steps(prefetch, count)
+            } else {
+                PrefetchSteps::default()
+            };
+            for (codes, table, first) in self.book.each_table() {
+                let run = codes.codes_of(page.codes, in_page..in_page + count);
+                let out = StridedRows { values: &mut sums[first..], stride: per_row };
+                avx512_runs::value_dots(simd, run, table, weights, &mut prefetch, out);
             }
         }
     }
 
     /// Scales the sums of a row.
-    pub(crate) fn scale(&mut self, row: usize, factor: f32) {
+    pub(crate) fn scale_row(&mut self, row: usize, factor: f32) {
         let count = self.book.positions.len();
         self.lost[row] *= factor;
         let sums = self.sums[row * count..][..count].iter_mut();
@@ -462,7 +480,7 @@ impl Values {
     }
 
     /// Adds the sums of row `row` to `out`, in the order of coefficients.
-    pub(crate) fn unfold(&self, row: usize, out: &mut [f32]) {
+    pub(crate) fn unfold_row(&self, row: usize, out: &mut [f32]) {
         let sums = &self.sums[row * self.book.positions.len()..];
         for (position, sum) in self.book.positions.iter().zip(sums) {
             if let Some((coefficient, factor)) = position {

@@ -1,14 +1,14 @@
-//! What multiplies makes no difference: under `fast` sums of products are exact integers, and
-//! softmax rounds alike everywhere, so that answers over full tiles have the same bits on every
-//! instruction set where a side keeps nothing else in f32. Elsewhere two answers lie as far apart
-//! as the order of sums in f32 takes them ([`Apart::of_order`]), or, where two instruction sets
-//! round queries or weights in another way, as their budgets do ([`Apart::of_budgets`]).
+//! The instruction set does not change an answer: under `fast` sums of products are exact integers
+//! and softmax rounds alike everywhere, so answers over full tiles have the same bits on every
+//! instruction set, unless a side keeps something else in f32. Elsewhere two answers differ by the
+//! order of sums in f32 ([`AllowedGaps::of_order`]), or, where two instruction sets round queries
+//! or weights differently, by their budgets ([`AllowedGaps::of_budgets`]).
 
-use super::super::{dots, unit};
+use super::super::{attend_job, int_dot};
 use super::*;
 use crate::cpu::attend;
-use crate::cpu::huffman::LaneTiles;
-use crate::cpu::simd::How;
+use crate::cpu::huffman::StreamTiles;
+use crate::cpu::simd::KernelConfig;
 use std::collections::BTreeSet;
 
 /// Codecs whose answers over full tiles have the same bits wherever factors are cut alike.
@@ -38,49 +38,54 @@ const SAME_ANSWERS: &[&str] = &[
     "k=uniform(b=4,g=8,axis=token,mode=hybrid); v=uniform(b=5,g=32,axis=channel,mode=hybrid)",
 ];
 
-/// The same of scores; minima of values by token are summed in f32, beside the codes.
+/// Codecs whose scores alone have the same bits; minima of values by token are summed in f32,
+/// beside the codes.
 const SAME_SCORES: &[&str] = &["kvcomp", "turbo-4", "turbo-3", "polar-4+4", "polar-4+2"];
 
 /// Sides that AVX-512 has kernels of another shape for: a run of one width, or a group of signs, is
 /// cut by its own largest there, where others cut a whole row.
 const CUT_BY_RUN: &[&str] = &["bitalloc", "kvd-2-fast", "innerq-2", "mode=hybrid"];
 
-/// How the factors of a question are rounded: with one `Way` all integers are the same.
+/// How the factors of a question are rounded: with one `FactorRounding` all integers are the same.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Way {
-    /// Not at all.
+enum FactorRounding {
+    /// No rounding.
     Float,
     /// To words of their row's largest.
     Words,
-    /// The same of their run's.
+    /// To words of their run's largest.
     WordsOfRuns,
     /// To bytes, tables or bf16, as that level does; the kernels may take bf16.
     Bytes(InstructionSet, bool),
 }
 
-impl Way {
-    fn of((simd, precision): How, codec: &ModelCodec, name: &str, rows: usize) -> Self {
-        let how = (simd, unit::effective((simd, precision), rows));
+impl FactorRounding {
+    fn of(config: KernelConfig, codec: &ModelCodec, name: &str, rows: usize) -> Self {
+        let config = attend_job::effective_config(config, rows);
+        let simd = config.simd;
         let [k, v] = Side::BOTH.map(|side| codec.head_codec(LAYER, side, 0));
-        let tiles = [(k, Side::Key), (v, Side::Value)].map(|(head, of)| LaneTiles::new(head, of));
-        let keys = fused::Keys::new(how, k, tiles[0].as_ref(), &vec![1.0; k.dim() * rows]);
-        let values = fused::Values::new(how, v, tiles[1].as_ref(), rows);
-        let float_keys = matches!(keys, None | Some(fused::Keys::Fp8(_)));
-        if float_keys && matches!(values, None | Some(fused::Values::Fp8(_))) {
+        let tiles = [(k, Side::Key), (v, Side::Value)].map(|(head, of)| StreamTiles::new(head, of));
+        let keys =
+            side_kernels::KeyKernel::new(config, k, tiles[0].as_ref(), &vec![1.0; k.dim() * rows]);
+        let values = side_kernels::ValueKernel::new(config, v, tiles[1].as_ref(), rows);
+        let float_keys = matches!(keys, None | Some(side_kernels::KeyKernel::Fp8(_)));
+        if float_keys && matches!(values, None | Some(side_kernels::ValueKernel::Fp8(_))) {
             return Self::Float;
         }
-        let wide = simd.set() == InstructionSet::Avx512;
+        let wide = simd.vector_set() == InstructionSet::Avx512;
         // What plain AVX2 has of `int8`.
-        let tables = matches!(keys, Some(fused::Keys::Tables(_))) || TABLES.contains(&name);
-        let nibbles = matches!(keys, Some(fused::Keys::Nibbles(_)))
-            || matches!(values, Some(fused::Values::Nibbles(_)));
-        if how.1 == Precision::Int8 && (wide || simd.has_avx_vnni() || tables || nibbles) {
-            let bf16 = matches!(keys, Some(fused::Keys::Bf16(_)))
-                || matches!(values, Some(fused::Values::Bf16(_)));
-            return Self::Bytes(simd.set(), bf16 || simd.has_avx_vnni());
+        let tables =
+            matches!(keys, Some(side_kernels::KeyKernel::Tables(_))) || TABLES.contains(&name);
+        let nibbles = matches!(keys, Some(side_kernels::KeyKernel::Nibbles(_)))
+            || matches!(values, Some(side_kernels::ValueKernel::Nibbles(_)));
+        if config.precision == Precision::Int8 && (wide || simd.has_avx_vnni() || tables || nibbles)
+        {
+            let bf16 = matches!(keys, Some(side_kernels::KeyKernel::Bf16(_)))
+                || matches!(values, Some(side_kernels::ValueKernel::Bf16(_)));
+            return Self::Bytes(simd.vector_set(), bf16 || simd.has_avx_vnni());
         }
         let by_run = CUT_BY_RUN.iter().any(|side| name.contains(side));
-        if wide && by_run && !dots::wants_bytes(simd, rows) {
+        if wide && by_run && !int_dot::wants_bytes(simd, rows) {
             Self::WordsOfRuns
         } else {
             Self::Words
@@ -88,11 +93,11 @@ impl Way {
     }
 }
 
-/// What a level makes of a question.
+/// The answer of one level to a question.
 #[derive(Clone)]
-struct Got {
-    how: How,
-    way: Way,
+struct LevelAnswer {
+    config: KernelConfig,
+    way: FactorRounding,
     /// `[query heads, tokens]`.
     scores: Vec<f32>,
     lse: Vec<f32>,
@@ -103,18 +108,18 @@ struct Got {
 
 /// How far scores, log-sum-exps and outputs of two levels may lie apart.
 #[derive(Clone, Copy, Debug)]
-struct Apart {
+struct AllowedGaps {
     scores: f64,
     lse: f64,
     out: f64,
 }
 
-impl Apart {
+impl AllowedGaps {
     /// Sums of f32 in any order lie within [`SINGLE_ERROR_MAX`] of what they should be, so two of
     /// them within twice that. A weight that changes so little may still be rounded to the other
     /// one of two neighbours, `2^-15` of the largest apart. Any of the tokens may do that, up as
     /// likely as down, so that it comes to that difference times the root of their number.
-    fn of_order(truth: &[Truth], rows: &LoadedRows, tokens: usize) -> Self {
+    fn of_order(truth: &[RowTruth], rows: &LoadedRows, tokens: usize) -> Self {
         let most = |values: Vec<f64>| values.into_iter().fold(0f64, |max, x| max.max(x.abs()));
         let weight = most(truth.iter().map(|row| row.largest_weight).collect());
         let norm = most(truth.iter().flat_map(|row| &row.out).copied().collect());
@@ -132,12 +137,12 @@ impl Apart {
 }
 
 /// Some parts of a sequence, and how many of its tokens lie in full tiles of pages.
-struct Part<'a> {
+struct PlanSlice<'a> {
     parts: &'a [PlanPart],
     in_tiles: usize,
 }
 
-impl Part<'_> {
+impl PlanSlice<'_> {
     /// Where tokens are in no tile, their rows are decoded to f32, or lie in f16.
     fn is_full(&self) -> bool {
         self.tokens() == self.in_tiles
@@ -149,8 +154,15 @@ impl Part<'_> {
 }
 
 /// Holds `got` against `wanted`; `exact` are bits of scores in tiles, of log-sum-exps and outputs.
-fn compare(wanted: &Got, got: &Got, exact: [bool; 3], apart: Apart, part: &Part<'_>, what: &str) {
-    let what = format!("{what}: {:?} and {:?}, {:?}", got.how, wanted.how, got.way);
+fn compare(
+    wanted: &LevelAnswer,
+    got: &LevelAnswer,
+    exact: [bool; 3],
+    apart: AllowedGaps,
+    part: &PlanSlice<'_>,
+    what: &str,
+) {
+    let what = format!("{what}: {:?} and {:?}, {:?}", got.config, wanted.config, got.way);
     let (tokens, tiles) = (part.tokens(), part.in_tiles);
     let near = |kind: &str, exact: bool, a: &[f32], b: &[f32], most: f64| {
         for (at, (a, b)) in a.iter().zip(b).enumerate() {
@@ -167,45 +179,46 @@ fn compare(wanted: &Got, got: &Got, exact: [bool; 3], apart: Apart, part: &Part<
 }
 
 /// Asks every level, with every precision, and compares the answers.
-fn compare_levels(backend: &mut CpuBackend, codec: &ModelCodec, name: &str, part: &Part<'_>) {
+fn compare_levels(backend: &mut CpuBackend, codec: &ModelCodec, name: &str, part: &PlanSlice<'_>) {
     let geometry = codec.geometry();
     let (tokens, parts) = (part.tokens(), part.parts);
     let load = LoadPlan { model: MODEL, layer: LAYER, dtype: DType::F32, parts: parts.into() };
     let rows = backend.load(&load).unwrap();
     for group in [3, 8] {
         let position = tokens as u32 - 1;
-        let ask = Ask { group, n_q: 1, position, window: None, cap: None };
-        let plan = plan(geometry, parts, Data::Normal, ask);
+        let ask = Question { group, n_q: 1, position, window: None, cap: None };
+        let plan = plan(geometry, parts, InputKind::Normal, ask);
         let truth = reference(geometry, &plan, &rows, |_| {});
-        let half = budget(geometry, &plan, &rows, &truth, (to_half, 11));
-        let byte = budget(geometry, &plan, &rows, &truth, (to_byte, 8));
-        let order = Apart::of_order(&truth, &rows, tokens);
-        let mut firsts: Vec<Got> = Vec::new();
-        let levels = Simd::available();
+        let half = budget(geometry, &plan, &rows, &truth, to_half, 11);
+        let byte = budget(geometry, &plan, &rows, &truth, to_byte, 8);
+        let order = AllowedGaps::of_order(&truth, &rows, tokens);
+        let mut firsts: Vec<LevelAnswer> = Vec::new();
+        let levels = Simd::available_levels();
         for (precision, simd) in Precision::ALL.iter().flat_map(|p| levels.iter().map(|s| (*p, *s)))
         {
-            let how = (simd, precision);
-            (backend.simd, backend.precision) = how;
-            let way = Way::of(how, codec, name, group);
+            let config = KernelConfig { simd, precision };
+            (backend.simd, backend.precision) = (simd, precision);
+            let way = FactorRounding::of(config, codec, name, group);
             let mut scores = vec![0f32; tokens * HEADS * group];
             backend.key_scores(&plan, &mut scores).unwrap();
             let answer = backend.attend(&plan).unwrap();
             let out = floats(&answer.out).iter().map(|x| *x as f32).collect();
             let again = backend.with_job(&plan, attend::rows_again).unwrap();
-            let got = Got { how, way, scores, lse: answer.lse, out, again };
+            let got = LevelAnswer { config, way, scores, lse: answer.lse, out, again };
             let what = format!("{name}, {geometry:?}, {group}, {tokens} tokens");
             if let Some(first) = firsts.iter().find(|first| first.way == way) {
-                let exact = exact(name, way, (first.how.0, simd), part.is_full());
-                if first.how.1 == got.how.1 || first.again == got.again {
+                let exact = exact(name, way, (first.config.simd, simd), part.is_full());
+                if first.config.precision == got.config.precision || first.again == got.again {
                     compare(first, &got, exact, order, part, &what);
                 } else {
-                    let apart = Apart::of_budgets(&[half, half]);
+                    let apart = AllowedGaps::of_budgets(&[half, half]);
                     compare(first, &got, [exact[0], false, false], apart, part, &what);
                 }
             } else {
                 if let Some(first) = firsts.first() {
-                    let of = |way| if matches!(way, Way::Bytes(..)) { byte } else { half };
-                    let apart = Apart::of_budgets(&[first.way, way].map(of));
+                    let of =
+                        |way| if matches!(way, FactorRounding::Bytes(..)) { byte } else { half };
+                    let apart = AllowedGaps::of_budgets(&[first.way, way].map(of));
                     compare(first, &got, [false; 3], apart, part, &what);
                 }
                 firsts.push(got);
@@ -214,20 +227,20 @@ fn compare_levels(backend: &mut CpuBackend, codec: &ModelCodec, name: &str, part
     }
 }
 
-/// Of which results bits are to be the same: scores in tiles, log-sum-exps and outputs.
-fn exact(name: &str, way: Way, (a, b): (Simd, Simd), full: bool) -> [bool; 3] {
+/// Results whose bits are to be the same: scores in tiles, log-sum-exps and outputs.
+fn exact(name: &str, way: FactorRounding, (a, b): (Simd, Simd), full: bool) -> [bool; 3] {
     // The same kernels: products of bf16 are all that one of them has and the other has not.
     if [a, b].iter().all(|simd| simd.level() == InstructionSet::Avx512) {
         return [true; 3];
     }
     match way {
-        Way::Words | Way::WordsOfRuns => {
+        FactorRounding::Words | FactorRounding::WordsOfRuns => {
             let answers = SAME_ANSWERS.contains(&name);
             let scores = answers || SAME_SCORES.contains(&name);
             [scores, scores && full, answers && full]
         }
         // Lanes of f32 are as many as a register has. Bytes are one level's own.
-        Way::Float | Way::Bytes(..) => [false; 3],
+        FactorRounding::Float | FactorRounding::Bytes(..) => [false; 3],
     }
 }
 
@@ -240,10 +253,10 @@ fn levels_that_round_alike_have_the_same_bits_or_differ_by_the_order_of_sums() {
     for dim in dims {
         for name in &names {
             let codec = codec(&geometry(*dim), name);
-            let (mut backend, parts) = filled(codec.clone(), Data::Normal);
+            let (mut backend, parts) = filled(codec.clone(), InputKind::Normal);
             // Two blocks of whole tiles; then one with a tile and nine tokens, and seven raw ones.
             for (parts, in_tiles) in [(&parts[..2], 128), (&parts[..], 160)] {
-                compare_levels(&mut backend, &codec, name, &Part { parts, in_tiles });
+                compare_levels(&mut backend, &codec, name, &PlanSlice { parts, in_tiles });
             }
         }
     }

@@ -63,14 +63,14 @@ struct RowErrors {
 
 impl RowErrors {
     /// An answer's.
-    fn new(truth: &Truth, out: impl Iterator<Item = f64>, lse: f64) -> Self {
+    fn new(truth: &RowTruth, out: impl Iterator<Item = f64>, lse: f64) -> Self {
         let errors = truth.out.iter().zip(out).map(|(a, b)| (a - b).abs());
         let errors = errors.map(|error| if error.is_nan() { f64::INFINITY } else { error });
         Self { out: errors.fold(0.0, f64::max), lse: (truth.lse - lse).abs() }
     }
 
     /// The larger of both; NaN is larger than all.
-    fn larger(self, other: Self) -> Self {
+    fn larger_of(self, other: Self) -> Self {
         let larger = |a: f64, b: f64| if b <= a { a } else { b };
         Self { out: larger(self.out, other.out), lse: larger(self.lse, other.lse) }
     }
@@ -81,24 +81,24 @@ fn units(
     geometry: &Geometry,
     plan: &AttendPlan,
     rows: &LoadedRows,
-    truth: &[Truth],
+    truth: &[RowTruth],
 ) -> Vec<RowErrors> {
     let [single, half] = [false, true].map(|half| plain(geometry, plan, rows, half));
     let (epsilon, rounding) = (f64::from(f32::EPSILON), 2f64.powi(-11));
-    let one = |(row, truth): (usize, &Truth)| {
+    let one = |(row, truth): (usize, &RowTruth)| {
         let floor = RowErrors {
             out: (epsilon * truth.largest_seen).max(rounding * truth.largest_value),
             lse: (epsilon * truth.lse.abs().max(1.0)).max(rounding * truth.largest_term),
         };
         let errors = [&single[row], &half[row]]
             .map(|(out, lse)| RowErrors::new(truth, out.iter().copied(), *lse));
-        errors.into_iter().fold(floor, RowErrors::larger)
+        errors.into_iter().fold(floor, RowErrors::larger_of)
     };
     truth.iter().enumerate().map(one).collect()
 }
 
 /// RowErrors over the reference's by instruction set, of the row where they are largest.
-fn errors(name: &str, dim: u32, kind: HostileInput, ask: Ask) -> Vec<(Simd, f64, f64)> {
+fn errors(name: &str, dim: u32, kind: HostileInput, ask: Question) -> Vec<(Simd, f64, f64)> {
     let geometry = Geometry { dtype: kind.dtype(), ..geometry(dim) };
     let codec = codec(&geometry, name);
     let [dim_k, dim_v] = Side::BOTH.map(|side| geometry.head_dim(side));
@@ -106,13 +106,13 @@ fn errors(name: &str, dim: u32, kind: HostileInput, ask: Ask) -> Vec<(Simd, f64,
         filled_with(codec, &[64, 64, 41], |block, tokens| kind.rows((dim_k, dim_v), block, tokens));
     let load = LoadPlan { model: MODEL, layer: LAYER, dtype: DType::F32, parts: parts.clone() };
     let rows = backend.load(&load).unwrap();
-    let mut plan = plan(&geometry, &parts, Data::Normal, ask);
+    let mut plan = plan(&geometry, &parts, InputKind::Normal, ask);
     let count = ask.n_q as usize * HEADS * ask.group;
     plan.q = payload(DType::F32, &kind.queries(dim_k, count));
     let truth = reference(&geometry, &plan, &rows, |_| {});
     let units = units(&geometry, &plan, &rows, &truth);
     let mut errors = Vec::new();
-    for simd in Simd::available() {
+    for simd in Simd::available_levels() {
         (backend.simd, backend.precision) = (simd, Precision::Fast);
         let answer = backend.attend(&plan).unwrap();
         let got = floats(&answer.out);
@@ -120,7 +120,7 @@ fn errors(name: &str, dim: u32, kind: HostileInput, ask: Ask) -> Vec<(Simd, f64,
         let worst = got.fold(RowErrors::default(), |worst, ((out, lse), (truth, unit))| {
             let RowErrors { out, lse } =
                 RowErrors::new(truth, out.iter().copied(), f64::from(*lse));
-            worst.larger(RowErrors { out: out / unit.out, lse: lse / unit.lse })
+            worst.larger_of(RowErrors { out: out / unit.out, lse: lse / unit.lse })
         });
         errors.push((simd, worst.out, worst.lse));
     }
@@ -134,9 +134,9 @@ fn names() -> Vec<&'static str> {
     names
 }
 
-const ASK: Ask = Ask { group: 3, n_q: 2, position: 174, window: None, cap: None };
+const ASK: Question = Question { group: 3, n_q: 2, position: 174, window: None, cap: None };
 
-fn assert_served(name: &str, dim: u32, kind: HostileInput, ask: Ask) {
+fn assert_served(name: &str, dim: u32, kind: HostileInput, ask: Question) {
     for (simd, out, lse) in errors(name, dim, kind, ask) {
         let what = format!("{name}, {dim}, {kind:?}, {simd:?}, {ask:?}");
         assert!(out <= SLACK, "{what}: out errs {out:.2} times the reference's");
@@ -198,8 +198,8 @@ fn hostile_inputs_err_no_more_than_four_times_f16() {
 #[test]
 fn hostile_inputs_are_served_at_every_head_size_and_with_a_window() {
     let asks = [
-        Ask { group: 1, n_q: 5, position: 100, ..ASK },
-        Ask { group: 8, n_q: 1, position: 175, window: Some(50), ..ASK },
+        Question { group: 1, n_q: 5, position: 100, ..ASK },
+        Question { group: 8, n_q: 1, position: 175, window: Some(50), ..ASK },
     ];
     for (dim, name) in [(96, "kvcomp"), (128, "kivi-4"), (256, "turbo-4"), (128, "vecinfer-2")] {
         for ask in asks {
@@ -223,17 +223,17 @@ proptest! {
 fn ordinary_rows_are_not_answered_twice() {
     for name in names() {
         let codec = codec(&geometry(64), name);
-        for (data, position) in [(Data::Normal, 174), (Data::Normal, 100)] {
+        for (data, position) in [(InputKind::Normal, 174), (InputKind::Normal, 100)] {
             let (backend, parts) = filled(codec.clone(), data);
-            let ask = Ask { position, ..ASK };
+            let ask = Question { position, ..ASK };
             let plan = plan(&geometry(64), &parts, data, ask);
             let rows = backend.with_job(&plan, attend::rows_again).unwrap();
             assert_eq!(rows, 0, "{name}, {data:?}");
         }
     }
     for name in ["kivi-4", "vecinfer-2", "kvcomp", "kvd-4", "kvd-2", "turbo-4", "kvd-2-fast"] {
-        let (backend, parts) = filled(codec(&geometry(64), name), Data::Flat);
-        let plan = plan(&geometry(64), &parts, Data::Flat, Ask { position: 8192, ..ASK });
+        let (backend, parts) = filled(codec(&geometry(64), name), InputKind::Flat);
+        let plan = plan(&geometry(64), &parts, InputKind::Flat, Question { position: 8192, ..ASK });
         let rows = backend.with_job(&plan, attend::rows_again).unwrap();
         assert_eq!(rows, 0, "{name}, flat");
     }
@@ -248,8 +248,8 @@ fn rows_again_over(name: &str, blocks: usize, distinct: u64) -> usize {
             [2, 3].map(|side| values(count, 1000 * side + block % distinct))
         });
     let position = 64 * blocks as u32 - 1;
-    let ask = Ask { group: 4, n_q: 1, position, window: None, cap: None };
-    let mut plan = plan(&geometry, &parts, Data::Normal, ask);
+    let ask = Question { group: 4, n_q: 1, position, window: None, cap: None };
+    let mut plan = plan(&geometry, &parts, InputKind::Normal, ask);
     let mut q: Vec<f32> = floats(&plan.q).iter().map(|q| 1.3 * *q as f32).collect();
     to_half_all(&mut q);
     plan.q = payload(DType::F32, &q);
@@ -280,10 +280,10 @@ fn answers_saturate_and_are_never_infinite() {
                     rows.chunks_exact_mut(64).for_each(|row| row[..8].fill(size));
                     [values(count, 2 * block), rows]
                 });
-            let mut plan = plan(&geometry, &parts, Data::Normal, ASK);
+            let mut plan = plan(&geometry, &parts, InputKind::Normal, ASK);
             let q = floats(&plan.q).iter().map(|q| *q as f32).collect::<Vec<_>>();
             (plan.dtype, plan.q) = (dtype, payload(dtype, &q));
-            for simd in Simd::available() {
+            for simd in Simd::available_levels() {
                 for precision in Precision::ALL {
                     (backend.simd, backend.precision) = (simd, precision);
                     let answer = backend.attend(&plan).unwrap();
@@ -301,9 +301,9 @@ fn answers_saturate_and_are_never_infinite() {
 #[test]
 fn a_query_times_the_scale_beyond_f32_is_refused_by_its_number() {
     for name in ["raw", "kivi-4", "vecinfer-2"] {
-        let (mut backend, parts) = filled(codec(&geometry(64), name), Data::Normal);
+        let (mut backend, parts) = filled(codec(&geometry(64), name), InputKind::Normal);
         for cap in [None, Some(5.0)] {
-            let mut plan = plan(&geometry(64), &parts, Data::Normal, Ask { cap, ..ASK });
+            let mut plan = plan(&geometry(64), &parts, InputKind::Normal, Question { cap, ..ASK });
             // Two queries of a batch; the second one is short in all but one channel.
             let mut second = vec![1e-30f32; 2 * HEADS * 3 * 64];
             second[3 * 64 + 7] = 2.0;
@@ -357,12 +357,12 @@ fn scores_whose_sums_leave_f32_get_their_weight() {
         let (mut backend, parts) = with_keys_beyond_f32(codec(&geometry, name), first);
         let load = LoadPlan { model: MODEL, layer: LAYER, dtype: DType::F32, parts: parts.clone() };
         let rows = backend.load(&load).unwrap();
-        let mut plan = plan(&geometry, &parts, Data::Normal, Ask { n_q: 1, cap, ..ASK });
+        let mut plan = plan(&geometry, &parts, InputKind::Normal, Question { n_q: 1, cap, ..ASK });
         let mut q: Vec<f32> = floats(&plan.q).iter().map(|q| *q as f32).collect();
         q.chunks_exact_mut(64).for_each(|row| row[..4].fill(10.0));
         plan.q = payload(DType::F32, &q);
         let truth = reference(&geometry, &plan, &rows, |_| {});
-        for simd in Simd::available() {
+        for simd in Simd::available_levels() {
             for precision in [Precision::Fast, Precision::Single] {
                 (backend.simd, backend.precision) = (simd, precision);
                 let what = format!("{name}, {first:?}, {simd:?}, {precision:?}, {cap:?}");

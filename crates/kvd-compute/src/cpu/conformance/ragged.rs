@@ -1,14 +1,19 @@
 //! Batches of sequences that are not of one length.
 
 use super::*;
-use crate::cpu::attend::units;
+use crate::cpu::attend::units_of;
 
 /// A plan of several queries of one token, each over the first so many parts.
 fn ragged(geometry: &Geometry, parts: &[PlanPart], lengths: &[usize]) -> AttendPlan {
     let tokens = parts.last().unwrap().end_token();
-    let ask =
-        Ask { group: 4, n_q: lengths.len() as u32, position: tokens - 1, window: None, cap: None };
-    let mut plan = plan(geometry, parts, Data::Flat, ask);
+    let ask = Question {
+        group: 4,
+        n_q: lengths.len() as u32,
+        position: tokens - 1,
+        window: None,
+        cap: None,
+    };
+    let mut plan = plan(geometry, parts, InputKind::Flat, ask);
     let query = |length: &usize| PlanQuery {
         n_q: 1,
         position: tokens - 1,
@@ -22,15 +27,15 @@ fn ragged(geometry: &Geometry, parts: &[PlanPart], lengths: &[usize]) -> AttendP
 #[test]
 fn a_long_sequence_among_short_ones_is_split_and_answers_as_alone() {
     let geometry = geometry(64);
-    let (mut backend, parts) = filled(codec(&geometry, "kivi-4"), Data::Flat);
+    let (mut backend, parts) = filled(codec(&geometry, "kivi-4"), InputKind::Flat);
     backend.set_precision(Precision::Single);
     // Fifteen of one part, and one of all, in the middle.
     let mut lengths = [1; 16];
     lengths[7] = parts.len();
     let plan = ragged(&geometry, &parts, &lengths);
     let split = |plan: &AttendPlan| {
-        let count = |job: &job::Job<'_>| {
-            let units = units(job);
+        let count = |job: &attend_job::AttendJob<'_>| {
+            let units = units_of(job);
             let of = |query: &PlanQuery| {
                 units.iter().filter(|unit| std::ptr::eq(unit.query, query)).count()
             };
@@ -63,17 +68,18 @@ fn a_long_sequence_among_short_ones_is_split_and_answers_as_alone() {
 #[test]
 fn parts_that_a_window_hides_are_no_work() {
     let geometry = geometry(64);
-    let (backend, parts) = filled(codec(&geometry, "kivi-4"), Data::Flat);
+    let (backend, parts) = filled(codec(&geometry, "kivi-4"), InputKind::Flat);
     let mut plan = ragged(&geometry, &parts, &[parts.len()]);
     // Sixteen parts of 64 tokens at most, for two heads and two threads: two splits of each.
     plan.queries[0].sliding_window = Some(15 * 64);
-    let splits =
-        |job: &job::Job<'_>| Ok(units(job).iter().map(|unit| unit.parts.len()).collect::<Vec<_>>());
+    let splits = |job: &attend_job::AttendJob<'_>| {
+        Ok(units_of(job).iter().map(|unit| unit.parts.len()).collect::<Vec<_>>())
+    };
     let splits = backend.with_job(&plan, splits).unwrap();
     let all: usize = splits.iter().sum();
     assert!(splits.len() == 2 * HEADS && all <= 16 * HEADS, "{splits:?}");
     // None sees anything.
     plan.queries[0].parts = parts[..1].into();
-    let splits = |job: &job::Job<'_>| Ok(units(job).len());
+    let splits = |job: &attend_job::AttendJob<'_>| Ok(units_of(job).len());
     assert_eq!(backend.with_job(&plan, splits).unwrap(), HEADS);
 }

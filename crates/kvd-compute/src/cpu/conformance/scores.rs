@@ -5,19 +5,20 @@ use super::*;
 #[test]
 fn scores_of_keys_are_those_that_attention_weighs() {
     let geometry = geometry(64);
-    let plain = Ask { group: 4, n_q: 1, position: 175, window: None, cap: None };
-    let asks = [plain, Ask { group: 7, position: 120, window: Some(45), cap: Some(3.0), ..plain }];
+    let plain = Question { group: 4, n_q: 1, position: 175, window: None, cap: None };
+    let asks =
+        [plain, Question { group: 7, position: 120, window: Some(45), cap: Some(3.0), ..plain }];
     for name in ["raw", "kivi-4", "k=vq(d=2,b=4); v=vq(d=2,b=4)", "kvd-2", "innerq-2", "polar-4+4"]
     {
-        let (mut backend, parts) = filled(codec(&geometry, name), Data::Normal);
+        let (mut backend, parts) = filled(codec(&geometry, name), InputKind::Normal);
         let load = LoadPlan { model: MODEL, layer: LAYER, dtype: DType::F32, parts: parts.clone() };
         let keys = floats(&backend.load(&load).unwrap().k);
-        let levels = Simd::available();
+        let levels = Simd::available_levels();
         let ways = levels.iter().flat_map(|simd| Precision::ALL.map(|p| (*simd, p)));
         for ((simd, precision), ask) in ways.flat_map(|way| asks.map(|ask| (way, ask))) {
             backend.simd = simd;
             backend.set_precision(precision);
-            let plan = plan(&geometry, &parts, Data::Normal, ask);
+            let plan = plan(&geometry, &parts, InputKind::Normal, ask);
             let tokens = plan.queries[0].tokens() as usize;
             let mut scores = vec![f32::NAN; tokens * plan.q_heads as usize];
             backend.key_scores(&plan, &mut scores).unwrap();

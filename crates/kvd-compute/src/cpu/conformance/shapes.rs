@@ -1,7 +1,7 @@
 //! Head sizes and blocks of every shape, and which of them have kernels.
 
 use super::*;
-use crate::cpu::huffman::LaneTiles;
+use crate::cpu::huffman::StreamTiles;
 
 /// Codecs of every kind of page and kernel.
 const SHAPED: &[&str] = &[
@@ -22,11 +22,11 @@ const SHAPED: &[&str] = &[
 
 #[test]
 fn head_sizes_that_fill_no_register_are_right_too() {
-    let ask = Ask { group: 3, n_q: 1, position: 175, window: None, cap: None };
+    let ask = Question { group: 3, n_q: 1, position: 175, window: None, cap: None };
     for dim in [80, 96, 128, 136, 256] {
         for name in SHAPED {
             // Of 80 channels the last group has 16; of 136 it has 8, and values are decoded.
-            check(&geometry(dim), name, Data::Normal, &[ask]);
+            check(&geometry(dim), name, InputKind::Normal, &[ask]);
         }
     }
 }
@@ -34,17 +34,17 @@ fn head_sizes_that_fill_no_register_are_right_too() {
 /// Whether keys and values of a codec are multiplied without being decoded.
 fn kernels(codec: &ModelCodec, simd: Simd) -> [bool; 2] {
     let [k, v] = Side::BOTH.map(|side| codec.head_codec(LAYER, side, 0));
-    let tiles = [(k, Side::Key), (v, Side::Value)].map(|(head, side)| LaneTiles::new(head, side));
-    let how = (simd, Precision::Fast);
-    let keys = fused::Keys::new(how, k, tiles[0].as_ref(), &vec![1.0; k.dim()]);
-    [keys.is_some(), fused::Values::new(how, v, tiles[1].as_ref(), 1).is_some()]
+    let tiles = [(k, Side::Key), (v, Side::Value)].map(|(head, side)| StreamTiles::new(head, side));
+    let config = KernelConfig { simd, precision: Precision::Fast };
+    let keys = side_kernels::KeyKernel::new(config, k, tiles[0].as_ref(), &vec![1.0; k.dim()]);
+    [keys.is_some(), side_kernels::ValueKernel::new(config, v, tiles[1].as_ref(), 1).is_some()]
 }
 
 #[test]
 fn rounded_codecs_have_kernels() {
     for name in ROUNDED {
         let codec = codec(&geometry(64), name);
-        for simd in Simd::available() {
+        for simd in Simd::available_levels() {
             assert_eq!(kernels(&codec, simd), [true; 2], "{name}, {simd:?}");
         }
     }
@@ -52,13 +52,13 @@ fn rounded_codecs_have_kernels() {
 
 #[test]
 fn keys_and_values_may_differ_in_size_and_blocks_may_be_longer() {
-    let ask = Ask { group: 3, n_q: 2, position: 174, window: None, cap: None };
+    let ask = Question { group: 3, n_q: 2, position: 174, window: None, cap: None };
     for name in SHAPED {
         for (dim_k, dim_v) in [(128, 64), (64, 96)] {
-            check(&geometry_of(dim_k, dim_v), name, Data::Normal, &[ask]);
+            check(&geometry_of(dim_k, dim_v), name, InputKind::Normal, &[ask]);
         }
         let blocks = Geometry { block_tokens: 128, ..geometry(64) };
-        check(&blocks, name, Data::Normal, &[Ask { position: 302, ..ask }]);
+        check(&blocks, name, InputKind::Normal, &[Question { position: 302, ..ask }]);
     }
 }
 
@@ -77,16 +77,16 @@ const SUMMED: &[&str] = &[
 
 #[test]
 fn keys_of_latent_attention_have_kernels_and_are_right() {
-    let ask = Ask { group: 4, n_q: 1, position: 175, window: None, cap: None };
+    let ask = Question { group: 4, n_q: 1, position: 175, window: None, cap: None };
     // As DeepSeek's are; an emulator would take minutes for the fits.
     let dims = if emulated() { (288, 256) } else { (576, 512) };
     let geometry = geometry_of(dims.0, dims.1);
     for name in SUMMED {
         let codec = codec(&geometry, name);
-        for simd in Simd::available() {
+        for simd in Simd::available_levels() {
             assert_eq!(kernels(&codec, simd), [true; 2], "{name}, {simd:?}");
         }
-        for data in [Data::Normal, Data::Outlier] {
+        for data in [InputKind::Normal, InputKind::Outlier] {
             check(&geometry, name, data, &[ask]);
         }
     }
@@ -94,16 +94,16 @@ fn keys_of_latent_attention_have_kernels_and_are_right() {
 
 #[test]
 fn keys_too_wide_for_sums_of_integers_are_decoded() {
-    let ask = Ask { group: 1, n_q: 1, position: 175, window: None, cap: None };
+    let ask = Question { group: 1, n_q: 1, position: 175, window: None, cap: None };
     let geometry = geometry(1024);
     // Sums of small codes fit all the same.
     let names = ["k=uniform(b=8,axis=channel); v=uniform(b=1,axis=token)", "turbo-4", "kivi-4"];
     for (name, fused) in names.into_iter().zip([false, false, true]) {
         let codec = codec(&geometry, name);
-        for simd in Simd::available() {
+        for simd in Simd::available_levels() {
             assert_eq!(kernels(&codec, simd), [fused, true], "{name}, {simd:?}");
         }
-        check_codec(codec, name, Data::Outlier, &[ask]);
+        check_codec(codec, name, InputKind::Outlier, &[ask]);
     }
 }
 
@@ -115,7 +115,7 @@ fn has_kernels(preset: &str, dim: u32, simd: Simd) -> [bool; 2] {
         "raw" | "cq-2" | "cq-4" | "vq-residual-4" | "vecinfer-3" | "vecinfer-1.5" => [false; 2],
         // Codes of eight channels, four at a time.
         "vecinfer-1.25" => [false, dim.is_multiple_of(32)],
-        "fp8" => [simd.set() != InstructionSet::Portable; 2],
+        "fp8" => [simd.vector_set() != InstructionSet::Portable; 2],
         _ => [true; 2],
     }
 }
@@ -128,7 +128,7 @@ fn presets_have_kernels_at_head_sizes_of_models() {
     for &dim in dims {
         for preset in kvd_codec::presets() {
             let codec = codec(&geometry(dim), preset.name);
-            for simd in Simd::available() {
+            for simd in Simd::available_levels() {
                 let wanted = has_kernels(preset.name, dim, simd);
                 assert_eq!(kernels(&codec, simd), wanted, "{}, {dim}, {simd:?}", preset.name);
             }
@@ -155,33 +155,49 @@ fn keys_of_256_channels_have_a_kernel_though_their_runs_fill_more_positions() {
     let spec = kvd_codec::resolve_spec(name).unwrap();
     let calibration = shifted(&fitted(&geometry, &spec));
     let codec = ModelCodec::new(geometry, spec, Some(&calibration)).unwrap();
-    let tiles = LaneTiles::new(codec.head_codec(LAYER, Side::Key, 0), Side::Key).unwrap();
+    let tiles = StreamTiles::new(codec.head_codec(LAYER, Side::Key, 0), Side::Key).unwrap();
     assert!(tiles.per_row > 256, "{}", tiles.per_row);
-    for simd in Simd::available() {
+    for simd in Simd::available_levels() {
         assert_eq!(kernels(&codec, simd), [true; 2], "{simd:?}");
     }
-    let ask = Ask { group: 3, n_q: 1, position: 175, window: None, cap: None };
-    check_codec(codec, name, Data::Normal, &[ask]);
+    let ask = Question { group: 3, n_q: 1, position: 175, window: None, cap: None };
+    check_codec(codec, name, InputKind::Normal, &[ask]);
 }
 
 #[test]
 fn narrow_uniform_codes_are_multiplied_as_bf16_or_bytes_where_the_machine_can() {
     let codec = codec(&geometry(64), "kivi-4");
     let [k, v] = Side::BOTH.map(|side| codec.head_codec(LAYER, side, 0));
-    for simd in Simd::available() {
+    for simd in Simd::available_levels() {
         for (precision, rows) in [(Precision::Int8, 1), (Precision::Int8, 5), (Precision::Fast, 1)]
         {
-            let how = (simd, precision);
-            let keys = fused::Keys::new(how, k, None, &vec![1.0; 64 * rows]);
-            let values = fused::Values::new(how, v, None, rows);
+            let config = KernelConfig { simd, precision };
+            let keys = side_kernels::KeyKernel::new(config, k, None, &vec![1.0; 64 * rows]);
+            let values = side_kernels::ValueKernel::new(config, v, None, rows);
             // AMX multiplies bytes of more rows than vectors take.
             let wanted = simd.has_bf16() && precision == Precision::Int8;
             let wanted = wanted && !(simd.has_amx() && rows > 4);
-            assert_eq!(matches!(keys, Some(fused::Keys::Bf16(_))), wanted, "{how:?} {rows}");
-            assert_eq!(matches!(values, Some(fused::Values::Bf16(_))), wanted, "{how:?} {rows}");
+            assert_eq!(
+                matches!(keys, Some(side_kernels::KeyKernel::Bf16(_))),
+                wanted,
+                "{config:?} {rows}"
+            );
+            assert_eq!(
+                matches!(values, Some(side_kernels::ValueKernel::Bf16(_))),
+                wanted,
+                "{config:?} {rows}"
+            );
             let wanted = simd.level() == InstructionSet::Avx2 && precision == Precision::Int8;
-            assert_eq!(matches!(keys, Some(fused::Keys::Nibbles(_))), wanted, "{how:?} {rows}");
-            assert_eq!(matches!(values, Some(fused::Values::Nibbles(_))), wanted, "{how:?} {rows}");
+            assert_eq!(
+                matches!(keys, Some(side_kernels::KeyKernel::Nibbles(_))),
+                wanted,
+                "{config:?} {rows}"
+            );
+            assert_eq!(
+                matches!(values, Some(side_kernels::ValueKernel::Nibbles(_))),
+                wanted,
+                "{config:?} {rows}"
+            );
         }
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-const ASK: Ask = Ask { group: 4, n_q: 64, position: 8192 - 64, window: None, cap: None };
+const ASK: Question = Question { group: 4, n_q: 64, position: 8192 - 64, window: None, cap: None };
 /// A factor that takes scores out of the range of f32, so that rows are attended to again in f64.
 const SCALE: f32 = 1e33;
 
@@ -18,8 +18,8 @@ fn pausing() -> Stop {
 
 fn flat(name: &str, scale: Option<f32>) -> (CpuBackend, AttendPlan) {
     let geometry = geometry(64);
-    let (backend, parts) = filled(codec(&geometry, name), Data::Flat);
-    let plan = AttendPlan { scale, ..plan(&geometry, &parts, Data::Flat, ASK) };
+    let (backend, parts) = filled(codec(&geometry, name), InputKind::Flat);
+    let plan = AttendPlan { scale, ..plan(&geometry, &parts, InputKind::Flat, ASK) };
     (backend, plan)
 }
 
@@ -56,7 +56,7 @@ fn slices_answer_as_the_whole_with_others_between_them() {
 fn work_ends_in_either_pass_when_nobody_waits_or_the_deadline_passes() {
     for scale in [None, Some(SCALE)] {
         let (mut backend, plan) = flat("kivi-4", scale);
-        let units = backend.with_job(&plan, |job| Ok(attend::units(job).len())).unwrap();
+        let units = backend.with_job(&plan, |job| Ok(attend::units_of(job).len())).unwrap();
         let (mut task, stop) = (AttendTask::new(plan.clone()), pausing());
         // Past the first pass, if there is a second one.
         let slices = if scale.is_some() { units + 1 } else { 1 };
@@ -76,7 +76,7 @@ fn work_ends_in_either_pass_when_nobody_waits_or_the_deadline_passes() {
 fn a_unit_of_many_rows_is_short() {
     let (backend, plan) = flat("kivi-4", None);
     let parts = backend
-        .with_job(&plan, |job| Ok(attend::units(job).iter().map(|unit| unit.parts.len()).max()))
+        .with_job(&plan, |job| Ok(attend::units_of(job).iter().map(|unit| unit.parts.len()).max()))
         .unwrap();
     // 128 rows and a token's decoding, of 64 tokens a part, in 2^18.
     assert!(parts.unwrap() <= 25, "{parts:?}");

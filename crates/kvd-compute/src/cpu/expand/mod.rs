@@ -8,13 +8,13 @@ pub(super) mod neon;
 #[cfg(target_arch = "x86_64")]
 pub(super) mod x86;
 
-use crate::cpu::dots::{Lookup, TileCodes};
-use crate::cpu::scores::TILE;
+use crate::cpu::int_dot::{CodeLookup, TileCodes};
 use crate::cpu::simd::{InstructionSet, Simd};
+use crate::cpu::span_scores::TILE;
 use kvd_core::Side;
 
 /// Entries of a codebook as bytes.
-pub(crate) struct Expand {
+pub(crate) struct CodeExpander {
     dims: usize,
     /// Per channel, each code's byte.
     pub(super) tables: Vec<[u8; 256]>,
@@ -27,9 +27,9 @@ pub(crate) struct Expand {
     bytes: Vec<u8>,
 }
 
-impl Expand {
+impl CodeExpander {
     /// Takes a table per channel.
-    pub(crate) fn new(lookup: &Lookup) -> Self {
+    pub(crate) fn new(lookup: &CodeLookup) -> Self {
         let (tables, bits) = (&lookup.tables[..], lookup.bits);
         let four =
             |code: usize| u32::from_le_bytes(std::array::from_fn(|channel| tables[channel][code]));
@@ -39,11 +39,12 @@ impl Expand {
 
     /// Takes codes of tiles, a group at a time: a tile of keys, four tokens of values. The bytes
     /// of a group's first channel come before those of its second.
-    pub(crate) fn expand(
+    pub(crate) fn expand_codes(
         &mut self,
         simd: Simd,
         codes: TileCodes<'_>,
-        (side, buffer): (Side, &mut Vec<u8>),
+        side: Side,
+        buffer: &mut Vec<u8>,
     ) -> &[u8] {
         #[cfg(target_arch = "x86_64")]
         if simd.has_amx() {
@@ -55,7 +56,7 @@ impl Expand {
             }
             let mut out = std::mem::take(&mut self.bytes);
             for (bytes, out) in tiles.zip(out.chunks_exact_mut(to)) {
-                x86::tile(simd, self, (TileCodes { bytes, ..codes }, side), out);
+                x86::expand_tile(simd, self, TileCodes { bytes, ..codes }, side, out);
             }
             self.bytes = out;
             return &self.bytes[..len];
@@ -75,14 +76,17 @@ impl Expand {
         }
         let out = &mut self.bytes[..len];
         #[cfg(target_arch = "aarch64")]
-        if simd.set() != InstructionSet::Portable && group.is_multiple_of(neon::STEP) {
-            neon::expand(codes, group, &self.tables, out);
+        if simd.vector_set() != InstructionSet::Portable && group.is_multiple_of(neon::STEP) {
+            neon::expand_codes(codes, group, &self.tables, out);
             return out;
         }
         for (codes, out) in codes.chunks_exact(group).zip(out.chunks_exact_mut(group * self.dims)) {
             #[cfg(target_arch = "x86_64")]
-            if simd.set() == InstructionSet::Avx2 && self.dims == 4 && group.is_multiple_of(16) {
-                x86::fours(simd, codes, &self.fours, out);
+            if simd.vector_set() == InstructionSet::Avx2
+                && self.dims == 4
+                && group.is_multiple_of(16)
+            {
+                x86::expand_fours(simd, codes, &self.fours, out);
                 continue;
             }
             for (out, table) in out.chunks_exact_mut(group).zip(&self.tables) {
@@ -98,7 +102,7 @@ impl Expand {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::ahead::Ahead;
+    use crate::cpu::prefetch::PrefetchBytes;
 
     #[test]
     fn every_level_expands_alike() {
@@ -108,7 +112,7 @@ mod tests {
             let byte = |code: usize, d: usize| (code % (1 << bits) * 7 + d * 31) as u8;
             let table = |d: usize| std::array::from_fn(|code| byte(code, d));
             let tables: Vec<[u8; 256]> = (0..dims).map(table).collect();
-            let lookup = Lookup::of_tables(bits, tables.clone());
+            let lookup = CodeLookup::of_tables(bits, tables.clone());
             let width = if bits <= 4 { bits } else { 8 };
             let shapes = [4, 8, 20, 64].into_iter().flat_map(|n| Side::BOTH.map(|s| (n, s)));
             for (per_row, side) in shapes {
@@ -116,13 +120,14 @@ mod tests {
                 let bytes = &noise[..8 * per_row * width as usize];
                 let bytes: Vec<u8> =
                     bytes.iter().map(|b| if bits == 6 { b & 63 } else { *b }).collect();
-                let codes = TileCodes { bytes: &bytes, width, per_row, ahead: Ahead::default() };
+                let codes =
+                    TileCodes { bytes: &bytes, width, per_row, prefetch: PrefetchBytes::default() };
                 let (mut buffer, mut other) = (Vec::new(), Vec::new());
                 let plain = codes.as_bytes(&mut buffer);
                 let group = if side == Side::Key { TILE * per_row } else { 4 * per_row };
-                for simd in Simd::available().into_iter().filter(|_| whole) {
-                    let mut expand = Expand::new(&lookup);
-                    let bytes = expand.expand(simd, codes, (side, &mut other));
+                for simd in Simd::available_levels().into_iter().filter(|_| whole) {
+                    let mut expand = CodeExpander::new(&lookup);
+                    let bytes = expand.expand_codes(simd, codes, side, &mut other);
                     assert_eq!(bytes.len(), plain.len() * dims);
                     for (index, byte) in bytes.iter().enumerate() {
                         let (at, rest) = (index / (group * dims), index % (group * dims));

@@ -2,8 +2,9 @@
 //! to) or lie in a dtype, as in raw slots and float pages; those are widened in registers.
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-pub(super) mod lanes;
+pub(super) mod simd_kernels;
 
+use crate::cpu::row_block::StridedRows;
 use crate::cpu::simd::{InstructionSet, Simd};
 use kvd_core::DType;
 use std::ops::Range;
@@ -21,7 +22,7 @@ pub(crate) enum FloatRows<'a> {
 }
 
 impl<'a> FloatRows<'a> {
-    fn values(self) -> usize {
+    fn value_count(self) -> usize {
         match self {
             Self::Wide(values) => values.len(),
             Self::Stored(dtype, bytes) => bytes.len() / dtype.size_bytes(),
@@ -29,12 +30,12 @@ impl<'a> FloatRows<'a> {
     }
 
     /// Rows of `dim` channels.
-    pub(super) fn tokens(self, dim: usize) -> usize {
-        self.values() / dim
+    pub(super) fn row_count(self, dim: usize) -> usize {
+        self.value_count() / dim
     }
 
-    /// Some of the rows.
-    pub(crate) fn part(self, dim: usize, rows: Range<usize>) -> Self {
+    /// The rows of a range.
+    pub(crate) fn slice_rows(self, dim: usize, rows: Range<usize>) -> Self {
         match self {
             Self::Wide(values) => Self::Wide(&values[rows.start * dim..rows.end * dim]),
             Self::Stored(dtype, bytes) => {
@@ -46,7 +47,7 @@ impl<'a> FloatRows<'a> {
 
     /// Where a little-endian machine finds the values.
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-    pub(super) fn bytes(self) -> (DType, *const u8) {
+    pub(super) fn as_bytes(self) -> (DType, *const u8) {
         match self {
             Self::Wide(values) => (DType::F32, values.as_ptr().cast()),
             Self::Stored(dtype, bytes) => (dtype, bytes.as_ptr()),
@@ -54,7 +55,7 @@ impl<'a> FloatRows<'a> {
     }
 
     /// The values as f32, in `buffer` where they are not already.
-    fn widened(self, buffer: &mut Vec<f32>) -> &[f32]
+    fn as_f32(self, buffer: &mut Vec<f32>) -> &[f32]
     where
         'a: 'a,
     {
@@ -64,7 +65,7 @@ impl<'a> FloatRows<'a> {
                 buffer.extend_from_slice(values);
             }
             Self::Stored(dtype, bytes) => {
-                buffer.resize(self.values(), 0.0);
+                buffer.resize(self.value_count(), 0.0);
                 dtype.widen_values(bytes, buffer);
             }
         }
@@ -74,36 +75,43 @@ impl<'a> FloatRows<'a> {
 
 impl Simd {
     /// `scores[r * stride + t] = q[r] · rows[t]` for row-major `q` and `rows` of `dim` channels.
-    pub(crate) fn scores(
+    pub(crate) fn score_rows(
         self,
         dim: usize,
         q: &[f32],
         rows: FloatRows<'_>,
-        (scores, stride): (&mut [f32], usize),
+        scores: StridedRows<'_>,
     ) {
-        let (queries, tokens) = (q.len() / dim, rows.tokens(dim));
+        let StridedRows { values: scores, stride } = scores;
+        let (queries, tokens) = (q.len() / dim, rows.row_count(dim));
         assert!(q.len() == queries * dim && queries > 0, "scores: queries");
-        assert!(rows.values() == tokens * dim && tokens > 0, "scores: rows");
+        assert!(rows.value_count() == tokens * dim && tokens > 0, "scores: rows");
         assert!(tokens <= stride && (queries - 1) * stride + tokens <= scores.len(), "scores");
         #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-        if self.set() != InstructionSet::Portable {
+        if self.vector_set() != InstructionSet::Portable {
             let blocks = q.chunks(ROWS * dim).zip(scores.chunks_mut(ROWS * stride));
             for (q, scores) in blocks {
-                lanes::scores(self, (dim, q), rows, (scores, stride));
+                simd_kernels::score_rows(
+                    self,
+                    dim,
+                    q,
+                    rows,
+                    StridedRows { values: scores, stride },
+                );
             }
             return;
         }
         let mut buffer = Vec::new();
-        let rows = rows.widened(&mut buffer);
+        let rows = rows.as_f32(&mut buffer);
         for (q, scores) in q.chunks_exact(dim).zip(scores.chunks_mut(stride)) {
             for (score, row) in scores.iter_mut().zip(rows.chunks_exact(dim)) {
-                *score = dot(q, row);
+                *score = dot_product(q, row);
             }
         }
     }
 
     /// `sums[r] += Σ weights[r][t] · rows[t]` for at most [`ROWS`] rows of sums.
-    pub(crate) fn accumulate(
+    pub(crate) fn add_weighted_rows(
         self,
         weights: &[&[f32]],
         rows: FloatRows<'_>,
@@ -113,13 +121,13 @@ impl Simd {
         assert!(sums.len() <= ROWS && weights.len() == sums.len(), "accumulate: rows of sums");
         assert!(sums.iter().all(|sums| sums.len() == dim), "accumulate: channels");
         assert!(weights.iter().all(|weights| weights.len() == tokens), "accumulate: weights");
-        assert_eq!(rows.values(), dim * tokens, "accumulate: rows");
+        assert_eq!(rows.value_count(), dim * tokens, "accumulate: rows");
         #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-        if self.set() != InstructionSet::Portable {
-            return lanes::accumulate(self, weights, rows, sums);
+        if self.vector_set() != InstructionSet::Portable {
+            return simd_kernels::add_weighted_rows(self, weights, rows, sums);
         }
         let mut buffer = Vec::new();
-        let rows = rows.widened(&mut buffer);
+        let rows = rows.as_f32(&mut buffer);
         for (weights, sums) in weights.iter().zip(sums) {
             for (weight, row) in weights.iter().zip(rows.chunks_exact(dim)) {
                 sums.iter_mut().zip(row).for_each(|(sum, value)| *sum += weight * value);
@@ -129,7 +137,7 @@ impl Simd {
 }
 
 /// A dot product in 32 lanes, which the compiler keeps in registers.
-fn dot(a: &[f32], b: &[f32]) -> f32 {
+fn dot_product(a: &[f32], b: &[f32]) -> f32 {
     const LANES: usize = 32;
     let mut lanes = [0f32; LANES];
     let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
@@ -177,9 +185,9 @@ mod tests {
                 dtype.widen_values(&bytes, &mut values);
             }
             let rows = dtype.map_or(FloatRows::Wide(&values), |d| FloatRows::Stored(d, &bytes));
-            for level in Simd::available() {
+            for level in Simd::available_levels() {
                 let mut scores = vec![7f32; queries * 16];
-                level.scores(dim, &q, rows, (&mut scores, 16));
+                level.score_rows(dim, &q, rows, StridedRows { values: &mut scores, stride: 16 });
                 for (r, scores) in scores.chunks(16).enumerate() {
                     for (t, score) in scores[..tokens].iter().enumerate() {
                         let product =
@@ -193,7 +201,7 @@ mod tests {
                 for (weights, sums) in weights.chunks(ROWS).zip(sums.chunks_mut(ROWS * dim)) {
                     let weights: Vec<&[f32]> = weights.iter().map(|w| &w[..]).collect();
                     let mut sums: Vec<&mut [f32]> = sums.chunks_mut(dim).collect();
-                    level.accumulate(&weights, rows, &mut sums);
+                    level.add_weighted_rows(&weights, rows, &mut sums);
                 }
                 for (weights, sums) in weights.iter().zip(sums.chunks(dim)) {
                     for (i, sum) in sums.iter().enumerate() {

@@ -8,8 +8,8 @@
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
-use crate::cpu::huffman::group::{Words, alike};
-use crate::cpu::huffman::{Chunk, LANES, QUAD, STEP_BYTES, Step};
+use crate::cpu::huffman::chunk_group::{ChunkWords, group_alike};
+use crate::cpu::huffman::{HuffmanChunk, QUAD, QuadStep, STEP_BYTES, STREAMS};
 use crate::cpu::simd::{InstructionSet, Simd};
 use kvd_codec::{NibbleRow, NibbleTables, StreamTable};
 use std::arch::x86_64::*;
@@ -46,36 +46,36 @@ const fn hand_out() -> [[u8; 16]; 256] {
 }
 
 /// Up to four chunks of the same steps and tables.
-struct Group<'a, 'b> {
-    chunks: Vec<&'a mut Chunk<'b>>,
+struct ChunkGroup<'a, 'b> {
+    chunks: Vec<&'a mut HuffmanChunk<'b>>,
     tables: &'b [StreamTable],
-    words: [[Words<'b>; PAIR]; PAIRS],
-    lanes: [Lanes; PAIRS],
+    words: [[ChunkWords<'b>; PAIR]; PAIRS],
+    lanes: [BitReservoirs; PAIRS],
 }
 
 /// Reservoirs of two chunks.
 #[derive(Clone, Copy)]
-struct Lanes {
+struct BitReservoirs {
     held: [__m256i; PARTS],
     /// How many bits each holds, a byte for each lane.
     have: __m256i,
 }
 
 /// Decodes whole chunks.
-pub(super) fn decode(simd: Simd, chunks: Vec<&mut Chunk<'_>>) {
-    assert_eq!(simd.set(), InstructionSet::Avx2, "huffman: instruction set");
-    for chunks in alike(chunks, PAIRS * PAIR).into_iter().flatten() {
+pub(super) fn decode_chunks(simd: Simd, chunks: Vec<&mut HuffmanChunk<'_>>) {
+    assert_eq!(simd.vector_set(), InstructionSet::Avx2, "huffman: instruction set");
+    for chunks in group_alike(chunks, PAIRS * PAIR).into_iter().flatten() {
         // SAFETY: a `Simd` of this set exists only where the CPU has it.
         unsafe { decode_avx2(chunks) }
     }
 }
 
 #[target_feature(enable = "avx2,popcnt")]
-fn decode_avx2(chunks: Vec<&mut Chunk<'_>>) {
+fn decode_avx2(chunks: Vec<&mut HuffmanChunk<'_>>) {
     let steps = chunks[0].steps;
-    let mut group = Group::new(chunks);
+    let mut group = ChunkGroup::new(chunks);
     for step in steps {
-        group.step(step);
+        group.run_step(step);
     }
     let words = group.words.into_iter().flatten();
     group.chunks.into_iter().zip(words).for_each(|(chunk, words)| chunk.next = words.next);
@@ -84,15 +84,15 @@ fn decode_avx2(chunks: Vec<&mut Chunk<'_>>) {
 /// A row for both halves of a register.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn twice(row: &[u8; 16]) -> __m256i {
+fn broadcast_row(row: &[u8; 16]) -> __m256i {
     // SAFETY: sixteen bytes.
     _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(row.as_ptr().cast()) })
 }
 
-/// What `N` columns of a table say of the eight bits in each byte.
+/// Looks up the eight bits in each byte in `N` columns of a table.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn look<const N: usize>(
+fn look_up<const N: usize>(
     bits: [__m256i; PAIRS],
     nibbles: &NibbleTables,
     columns: [fn(&NibbleRow) -> &[u8; 16]; N],
@@ -105,17 +105,17 @@ fn look<const N: usize>(
         high[pair] = _mm256_and_si256(_mm256_srli_epi16::<4>(bits[pair]), four);
     }
     for column in 0..N {
-        let entries = twice(columns[column](&nibbles.first));
+        let entries = broadcast_row(columns[column](&nibbles.first));
         for pair in 0..PAIRS {
             found[column][pair] = _mm256_shuffle_epi8(entries, low[pair]);
         }
     }
     for row in &nibbles.longer {
-        let before = twice(&row.before);
+        let before = broadcast_row(&row.before);
         for pair in 0..PAIRS {
             let goes_on = _mm256_cmpeq_epi8(low[pair], before);
             for column in 0..N {
-                let entries = _mm256_shuffle_epi8(twice(columns[column](row)), high[pair]);
+                let entries = _mm256_shuffle_epi8(broadcast_row(columns[column](row)), high[pair]);
                 found[column][pair] = _mm256_blendv_epi8(found[column][pair], entries, goes_on);
             }
         }
@@ -144,17 +144,17 @@ fn by_lane(bytes: __m256i) -> [__m256i; PARTS] {
 /// `at` is followed by eight words.
 #[inline]
 #[target_feature(enable = "avx2")]
-unsafe fn eight(at: *const u32) -> __m128i {
+unsafe fn load_eight(at: *const u32) -> __m128i {
     let at = at.cast::<__m128i>();
     // SAFETY: by the caller.
     unsafe { _mm_packus_epi32(_mm_loadu_si128(at), _mm_loadu_si128(at.add(1))) }
 }
 
-impl Lanes {
+impl BitReservoirs {
     /// Gives each lane that has too few bits the next word of its chunk.
     #[inline]
     #[target_feature(enable = "avx2,popcnt")]
-    fn top_up(&mut self, words: &mut [Words<'_>; PAIR], table: &StreamTable) {
+    fn top_up(&mut self, words: &mut [ChunkWords<'_>; PAIR], table: &StreamTable) {
         // No batch needs more than a word.
         let need = _mm256_set1_epi8(table.batch_size().1 as i8);
         let short = _mm256_cmpgt_epi8(need, self.have);
@@ -164,12 +164,12 @@ impl Lanes {
         for (index, words) in words.iter_mut().enumerate() {
             let masks = [0, 16].map(|half| (all >> (half + 8 * index) & 0xFF) as usize);
             let counts = masks.map(|mask| mask.count_ones() as usize);
-            // SAFETY: sixteen words follow the end (`Words::of`), a count is eight at most, and
-            // there are as many rows of sixteen bytes as masks.
+            // SAFETY: sixteen words follow the end (`ChunkWords::of_chunk`), a count is eight at
+            // most, and there are as many rows of sixteen bytes as masks.
             let (low, high, order) = unsafe {
                 let first = words.words.as_ptr().add(words.next.min(words.end));
                 let order = masks.map(|mask| _mm_loadu_si128(HAND_OUT[mask].as_ptr().cast()));
-                (eight(first), eight(first.add(counts[0])), order)
+                (load_eight(first), load_eight(first.add(counts[0])), order)
             };
             let fresh = _mm256_set_m128i(high, low);
             let fresh = _mm256_shuffle_epi8(fresh, _mm256_set_m128i(order[1], order[0]));
@@ -187,7 +187,7 @@ impl Lanes {
     /// The next eight bits of each lane.
     #[inline]
     #[target_feature(enable = "avx2")]
-    fn bits(&self) -> __m256i {
+    fn next_bits(&self) -> __m256i {
         let byte = _mm256_set1_epi32(0xFF);
         let mut bits = self.held;
         for bits in &mut bits {
@@ -200,7 +200,7 @@ impl Lanes {
     /// Leaves out as many bits of each lane.
     #[inline]
     #[target_feature(enable = "avx2")]
-    fn pass(&mut self, lengths: __m256i) {
+    fn skip_bits(&mut self, lengths: __m256i) {
         let by_lane = by_lane(lengths);
         for part in 0..PARTS {
             self.held[part] = _mm256_srlv_epi32(self.held[part], by_lane[part]);
@@ -211,45 +211,53 @@ impl Lanes {
 
 #[inline]
 #[target_feature(enable = "avx2")]
-fn bits(lanes: &[Lanes; PAIRS]) -> [__m256i; PAIRS] {
+fn next_bits_of_pairs(lanes: &[BitReservoirs; PAIRS]) -> [__m256i; PAIRS] {
     let [a, b] = lanes;
-    [a.bits(), b.bits()]
+    [a.next_bits(), b.next_bits()]
 }
 
 /// The next symbol of each lane, as its table packs it.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn symbol(lanes: &mut [Lanes; PAIRS], nibbles: &NibbleTables) -> [__m256i; PAIRS] {
-    let [codes, lengths] = look(bits(lanes), nibbles, [|row| &row.codes, |row| &row.lengths]);
+fn next_symbol(lanes: &mut [BitReservoirs; PAIRS], nibbles: &NibbleTables) -> [__m256i; PAIRS] {
+    let [codes, lengths] =
+        look_up(next_bits_of_pairs(lanes), nibbles, [|row| &row.codes, |row| &row.lengths]);
     for pair in 0..PAIRS {
-        lanes[pair].pass(lengths[pair]);
+        lanes[pair].skip_bits(lengths[pair]);
     }
     codes
 }
 
-/// The same where length and code are one byte of the table.
+/// As `next_symbol`, where length and code are one byte of the table.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn small(lanes: &mut [Lanes; PAIRS], nibbles: &NibbleTables) -> [__m256i; PAIRS] {
-    let [mut entries] = look(bits(lanes), nibbles, [|row| &row.small]);
+fn next_small_symbol(
+    lanes: &mut [BitReservoirs; PAIRS],
+    nibbles: &NibbleTables,
+) -> [__m256i; PAIRS] {
+    let [mut entries] = look_up(next_bits_of_pairs(lanes), nibbles, [|row| &row.small]);
     let code = _mm256_set1_epi8(31);
     for pair in 0..PAIRS {
         let under_eight = _mm256_and_si256(entries[pair], _mm256_set1_epi8(7));
-        lanes[pair].pass(_mm256_sub_epi8(_mm256_set1_epi8(8), under_eight));
+        lanes[pair].skip_bits(_mm256_sub_epi8(_mm256_set1_epi8(8), under_eight));
         entries[pair] = _mm256_and_si256(_mm256_srli_epi16::<3>(entries[pair]), code);
     }
     entries
 }
 
-/// The same as `symbol`, and after it the low bits of the code as they are.
+/// As `next_symbol`, with the low bits of the code, which follow it as they are.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn with_raw(lanes: &mut [Lanes; PAIRS], nibbles: &NibbleTables, raw: u32) -> [__m256i; PAIRS] {
-    let mut codes = symbol(lanes, nibbles);
-    let (low, mask) = (bits(lanes), _mm256_set1_epi8(((1u32 << raw) - 1) as i8));
+fn with_raw(
+    lanes: &mut [BitReservoirs; PAIRS],
+    nibbles: &NibbleTables,
+    raw: u32,
+) -> [__m256i; PAIRS] {
+    let mut codes = next_symbol(lanes, nibbles);
+    let (low, mask) = (next_bits_of_pairs(lanes), _mm256_set1_epi8(((1u32 << raw) - 1) as i8));
     for pair in 0..PAIRS {
         codes[pair] = _mm256_or_si256(codes[pair], _mm256_and_si256(low[pair], mask));
-        lanes[pair].pass(_mm256_set1_epi8(raw as i8));
+        lanes[pair].skip_bits(_mm256_set1_epi8(raw as i8));
     }
     codes
 }
@@ -276,30 +284,36 @@ macro_rules! symbols {
     }};
 }
 
-impl<'a, 'b> Group<'a, 'b> {
+impl<'a, 'b> ChunkGroup<'a, 'b> {
     #[target_feature(enable = "avx2")]
-    fn new(chunks: Vec<&'a mut Chunk<'b>>) -> Self {
+    fn new(chunks: Vec<&'a mut HuffmanChunk<'b>>) -> Self {
         let tables = chunks[0].tables;
-        let mut words = [[Words::none(); PAIR]; PAIRS];
+        let mut words = [[ChunkWords::of_no_chunk(); PAIR]; PAIRS];
         for (words, chunk) in words.iter_mut().flatten().zip(&chunks) {
-            *words = Words::of(chunk.words);
+            *words = ChunkWords::of_chunk(chunk.words);
         }
         let zero = _mm256_setzero_si256();
-        Self { chunks, tables, words, lanes: [Lanes { held: [zero; PARTS], have: zero }; PAIRS] }
+        Self {
+            chunks,
+            tables,
+            words,
+            lanes: [BitReservoirs { held: [zero; PARTS], have: zero }; PAIRS],
+        }
     }
 
     #[inline]
     #[target_feature(enable = "avx2,popcnt")]
-    fn step(&mut self, step: &Step) {
+    fn run_step(&mut self, step: &QuadStep) {
         let table = &self.tables[step.table];
         let symbols = match table.batch_size().0 {
-            4 => self.symbols::<4>(table, step.count),
-            2 => self.symbols::<2>(table, step.count),
-            _ => self.symbols::<1>(table, step.count),
+            4 => self.read_symbols::<4>(table, step.count),
+            2 => self.read_symbols::<2>(table, step.count),
+            _ => self.read_symbols::<1>(table, step.count),
         };
         let [a, b, c, d] = symbols;
         for (pair, chunks) in self.chunks.chunks_mut(PAIR).enumerate() {
-            let quads = spread([a[pair], b[pair], c[pair], d[pair]], table.codes_per_symbol());
+            let quads =
+                unpack_symbols([a[pair], b[pair], c[pair], d[pair]], table.codes_per_symbol());
             let quads = by_chunk(quads);
             for (chunk, quads) in chunks.iter_mut().zip(quads) {
                 let out = &mut chunk.out[step.out..][..STEP_BYTES];
@@ -314,7 +328,7 @@ impl<'a, 'b> Group<'a, 'b> {
 
     #[inline]
     #[target_feature(enable = "avx2,popcnt")]
-    fn symbols<const BATCH: usize>(
+    fn read_symbols<const BATCH: usize>(
         &mut self,
         table: &StreamTable,
         codes: usize,
@@ -326,10 +340,12 @@ impl<'a, 'b> Group<'a, 'b> {
         let (words, of) = (&mut self.words, (table, count));
         match (bytes.small.is_some(), table.raw_bits()) {
             (true, 0) => {
-                symbols!(BATCH, (self.lanes, words, of), |lanes| small(&mut lanes, nibbles))
+                symbols!(BATCH, (self.lanes, words, of), |lanes| next_small_symbol(
+                    &mut lanes, nibbles
+                ))
             }
             (false, 0) => {
-                symbols!(BATCH, (self.lanes, words, of), |lanes| symbol(&mut lanes, nibbles))
+                symbols!(BATCH, (self.lanes, words, of), |lanes| next_symbol(&mut lanes, nibbles))
             }
             (_, raw) => {
                 symbols!(BATCH, (self.lanes, words, of), |lanes| with_raw(&mut lanes, nibbles, raw))
@@ -341,7 +357,7 @@ impl<'a, 'b> Group<'a, 'b> {
 /// A code of each quad a register, out of symbols of one, two or four.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn spread(symbols: [__m256i; QUAD], group: usize) -> [__m256i; QUAD] {
+fn unpack_symbols(symbols: [__m256i; QUAD], group: usize) -> [__m256i; QUAD] {
     let four = _mm256_set1_epi8(0x0F);
     let two = _mm256_set1_epi8(3);
     let [a, b, ..] = symbols;
@@ -373,15 +389,15 @@ fn by_chunk(codes: [__m256i; QUAD]) -> [[__m256i; 2]; PAIR] {
 
 /// Brings quads of values from `[positions, lanes]` to `[lanes, positions]`, eight positions at a
 /// time, and says how many.
-pub(super) fn turn(simd: Simd, quads: &[u8], per_row: usize, out: &mut [u8]) -> usize {
-    assert_eq!(simd.set(), InstructionSet::Avx2, "huffman: instruction set");
+pub(super) fn transpose_quads(simd: Simd, quads: &[u8], per_row: usize, out: &mut [u8]) -> usize {
+    assert_eq!(simd.vector_set(), InstructionSet::Avx2, "huffman: instruction set");
     // SAFETY: a `Simd` of this set exists only where the CPU has it.
-    unsafe { turn_avx2(quads, per_row, out) }
+    unsafe { transpose_quads_avx2(quads, per_row, out) }
 }
 
 #[target_feature(enable = "avx2")]
-fn turn_avx2(quads: &[u8], per_row: usize, out: &mut [u8]) -> usize {
-    let (quads, out) = (quads.as_chunks::<32>().0, &mut out[..LANES * per_row * QUAD]);
+fn transpose_quads_avx2(quads: &[u8], per_row: usize, out: &mut [u8]) -> usize {
+    let (quads, out) = (quads.as_chunks::<32>().0, &mut out[..STREAMS * per_row * QUAD]);
     let whole = per_row / 8 * 8;
     for first in (0..whole).step_by(8) {
         for half in 0..2 {
@@ -389,7 +405,7 @@ fn turn_avx2(quads: &[u8], per_row: usize, out: &mut [u8]) -> usize {
             // SAFETY: 32 bytes.
             let rows =
                 from_fn(|i| unsafe { _mm256_loadu_si256(block[2 * i + half].as_ptr().cast()) });
-            for (lane, row) in transpose(rows).into_iter().enumerate() {
+            for (lane, row) in transpose_words(rows).into_iter().enumerate() {
                 let at = ((8 * half + lane) * per_row + first) * QUAD;
                 // SAFETY: 32 bytes.
                 unsafe { _mm256_storeu_si256(out[at..][..32].as_mut_ptr().cast(), row) };
@@ -402,7 +418,7 @@ fn turn_avx2(quads: &[u8], per_row: usize, out: &mut [u8]) -> usize {
 /// Eight rows of eight words of 32 bits, turned.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn transpose(rows: [__m256i; 8]) -> [__m256i; 8] {
+fn transpose_words(rows: [__m256i; 8]) -> [__m256i; 8] {
     let (mut a, mut b) = (rows, rows);
     for i in 0..4 {
         a[2 * i] = _mm256_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);

@@ -8,8 +8,8 @@
 //! and who is short of bits. Words come in at the same place always, handed out by an expansion.
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.
 
-use crate::cpu::huffman::group::{Words, alike};
-use crate::cpu::huffman::{Chunk, QUAD, STEP_BYTES, Step};
+use crate::cpu::huffman::chunk_group::{ChunkWords, group_alike};
+use crate::cpu::huffman::{HuffmanChunk, QUAD, QuadStep, STEP_BYTES};
 use crate::cpu::simd::{InstructionSet, Simd};
 use kvd_codec::StreamTable;
 use std::arch::x86_64::*;
@@ -21,18 +21,18 @@ const CHUNKS: usize = 4;
 const ODD: i64 = 0x2020_2020_0000_0000;
 
 /// Up to four chunks of the same steps and tables.
-struct Group<'a, 'b> {
-    chunks: Vec<&'a mut Chunk<'b>>,
+struct ChunkGroup<'a, 'b> {
+    chunks: Vec<&'a mut HuffmanChunk<'b>>,
     tables: &'b [StreamTable],
-    steps: &'b [Step],
-    words: [Words<'b>; CHUNKS],
-    lanes: Lanes,
+    steps: &'b [QuadStep],
+    words: [ChunkWords<'b>; CHUNKS],
+    lanes: BitReservoirs,
 }
 
 /// Reservoirs of four chunks: in registers for the length of a step, since what a mask stores
 /// cannot be loaded again before it has left the store buffer.
 #[derive(Clone, Copy)]
-struct Lanes {
+struct BitReservoirs {
     held: [__m512i; CHUNKS],
     /// Place of the next bit in the reservoirs of two lanes.
     at: __m512i,
@@ -53,7 +53,7 @@ macro_rules! top_up {
         $lanes.at = _mm512_mask_sub_epi8($lanes.at, short, $lanes.at, word);
         for index in 0..CHUNKS {
             let words = &mut $words[index];
-            // SAFETY: sixteen words follow the end (`Words::of`).
+            // SAFETY: sixteen words follow the end (`ChunkWords::of_chunk`).
             let some = unsafe { words.words.as_ptr().add(words.next.min(words.end)) };
             let mask = _mm512_test_epi32_mask(lack, _mm512_set1_epi32(0xFF << (8 * index)));
             // SAFETY: as above.
@@ -67,34 +67,37 @@ macro_rules! top_up {
 }
 
 /// Decodes whole chunks.
-pub(super) fn decode(simd: Simd, chunks: Vec<&mut Chunk<'_>>) {
-    assert_eq!(simd.set(), InstructionSet::Avx512, "huffman: instruction set");
-    let [keys, values] = alike(chunks, CHUNKS);
+pub(super) fn decode_chunks(simd: Simd, chunks: Vec<&mut HuffmanChunk<'_>>) {
+    assert_eq!(simd.vector_set(), InstructionSet::Avx512, "huffman: instruction set");
+    let [keys, values] = group_alike(chunks, CHUNKS);
     // SAFETY: a `Simd` of this set exists only where the CPU has it.
-    unsafe { run(keys, values) }
+    unsafe { decode_groups(keys, values) }
 }
 
 /// Two groups in turns, keys and values where there are both, so that one works while the other
 /// waits for its look-ups.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")]
-fn run<'a, 'b>(keys: Vec<Vec<&'a mut Chunk<'b>>>, values: Vec<Vec<&'a mut Chunk<'b>>>) {
+fn decode_groups<'a, 'b>(
+    keys: Vec<Vec<&'a mut HuffmanChunk<'b>>>,
+    values: Vec<Vec<&'a mut HuffmanChunk<'b>>>,
+) {
     let (mut keys, mut values) = (keys.into_iter(), values.into_iter());
     loop {
-        let mut groups: Vec<Group<'_, '_>> = Vec::with_capacity(2);
+        let mut groups: Vec<ChunkGroup<'_, '_>> = Vec::with_capacity(2);
         let first = keys.next().or_else(|| values.next());
         let second = values.next().or_else(|| keys.next());
-        groups.extend(first.into_iter().chain(second).map(|chunks| Group::new(chunks)));
+        groups.extend(first.into_iter().chain(second).map(|chunks| ChunkGroup::new(chunks)));
         match &mut groups[..] {
             [] => return,
-            [one] => one.steps(0),
+            [one] => one.run_steps(0),
             [a, b, ..] => {
                 let both = a.steps.len().min(b.steps.len());
                 for step in 0..both {
-                    a.step(&a.steps[step]);
-                    b.step(&b.steps[step]);
+                    a.run_step(&a.steps[step]);
+                    b.run_step(&b.steps[step]);
                 }
-                a.steps(both);
-                b.steps(both);
+                a.run_steps(both);
+                b.run_steps(both);
             }
         }
         for group in groups {
@@ -105,11 +108,11 @@ fn run<'a, 'b>(keys: Vec<Vec<&'a mut Chunk<'b>>>, values: Vec<Vec<&'a mut Chunk<
 }
 
 /// A table of bytes: registers 2 and 3 only where indices have eight bits.
-type Bytes = [__m512i; 4];
+type ByteTable = [__m512i; 4];
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn load(bytes: &[u8; 256]) -> Bytes {
+fn load_table(bytes: &[u8; 256]) -> ByteTable {
     // SAFETY: four times 64 bytes.
     from_fn(|i| unsafe { _mm512_loadu_si512(bytes.as_ptr().add(64 * i).cast()) })
 }
@@ -122,7 +125,7 @@ fn is_wide(table: &StreamTable) -> bool {
 /// The bytes that the low bits of each byte name.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
-fn look<const WIDE: bool>(index: __m512i, table: &Bytes) -> __m512i {
+fn look_up<const WIDE: bool>(index: __m512i, table: &ByteTable) -> __m512i {
     let low = _mm512_permutex2var_epi8(table[0], index, table[1]);
     if !WIDE {
         return low;
@@ -131,11 +134,11 @@ fn look<const WIDE: bool>(index: __m512i, table: &Bytes) -> __m512i {
     _mm512_mask_blend_epi8(_mm512_movepi8_mask(index), low, high)
 }
 
-impl Lanes {
+impl BitReservoirs {
     /// The next eight bits of each lane, a byte for each chunk.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
-    fn bits(&self) -> __m512i {
+    fn next_bits(&self) -> __m512i {
         let cut = self.held.map(|held| _mm512_multishift_epi64_epi8(self.at, held));
         // The first where the mask has ones, the second elsewhere.
         let [low, two] = [0xFF, 0xFFFF].map(|mask| _mm512_set1_epi32(mask));
@@ -148,29 +151,29 @@ impl Lanes {
     /// The next symbol of each lane and chunk, as its table packs it.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
-    fn symbol<const WIDE: bool>(&mut self, codes: &Bytes, lengths: &Bytes) -> __m512i {
-        let bits = self.bits();
-        self.at = _mm512_add_epi8(self.at, look::<WIDE>(bits, lengths));
-        look::<WIDE>(bits, codes)
+    fn next_symbol<const WIDE: bool>(&mut self, codes: &ByteTable, lengths: &ByteTable) -> __m512i {
+        let bits = self.next_bits();
+        self.at = _mm512_add_epi8(self.at, look_up::<WIDE>(bits, lengths));
+        look_up::<WIDE>(bits, codes)
     }
 
     /// The low bits of a code, as they are.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
-    fn raw(&mut self, bits: u32) -> __m512i {
+    fn next_raw_bits(&mut self, bits: u32) -> __m512i {
         let mask = _mm512_set1_epi8(((1u32 << bits) - 1) as i8);
-        let low = _mm512_and_si512(self.bits(), mask);
+        let low = _mm512_and_si512(self.next_bits(), mask);
         self.at = _mm512_add_epi8(self.at, _mm512_set1_epi8(bits as i8));
         low
     }
 
-    /// The same as `symbol`, with length and code in one byte of a table.
+    /// As `next_symbol`, with length and code in one byte of a table.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
-    fn small<const WIDE: bool>(&mut self, table: &Bytes) -> __m512i {
+    fn next_small_symbol<const WIDE: bool>(&mut self, table: &ByteTable) -> __m512i {
         // Ready before the entry is; with saturation, so that the compiler leaves it there.
         let most = _mm512_add_epi8(self.at, _mm512_set1_epi8(8));
-        let entry = look::<WIDE>(self.bits(), table);
+        let entry = look_up::<WIDE>(self.next_bits(), table);
         self.at = _mm512_subs_epu8(most, _mm512_and_si512(entry, _mm512_set1_epi8(7)));
         _mm512_and_si512(_mm512_srli_epi16::<3>(entry), _mm512_set1_epi8(31))
     }
@@ -198,38 +201,38 @@ macro_rules! symbols {
     }};
 }
 
-impl<'a, 'b> Group<'a, 'b> {
+impl<'a, 'b> ChunkGroup<'a, 'b> {
     #[target_feature(enable = "avx512f,avx512bw")]
-    fn new(chunks: Vec<&'a mut Chunk<'b>>) -> Self {
+    fn new(chunks: Vec<&'a mut HuffmanChunk<'b>>) -> Self {
         let (tables, steps) = (chunks[0].tables, chunks[0].steps);
-        let mut words = [Words::none(); CHUNKS];
+        let mut words = [ChunkWords::of_no_chunk(); CHUNKS];
         for (words, chunk) in words.iter_mut().zip(&chunks) {
-            *words = Words::of(chunk.words);
+            *words = ChunkWords::of_chunk(chunk.words);
         }
         let empty = _mm512_add_epi8(_mm512_set1_epi8(32), _mm512_set1_epi64(ODD));
-        let lanes = Lanes { held: [_mm512_setzero_si512(); CHUNKS], at: empty };
+        let lanes = BitReservoirs { held: [_mm512_setzero_si512(); CHUNKS], at: empty };
         Self { chunks, tables, steps, words, lanes }
     }
 
     /// The steps from `first` on.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")]
-    fn steps(&mut self, first: usize) {
+    fn run_steps(&mut self, first: usize) {
         for step in &self.steps[first..] {
-            self.step(step);
+            self.run_step(step);
         }
     }
 
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")]
-    fn step(&mut self, step: &Step) {
+    fn run_step(&mut self, step: &QuadStep) {
         let table = &self.tables[step.table];
         let quads = match (table.codes_per_symbol(), table.batch_size().0) {
-            (1, 4) => self.singles::<4>(table, step.count),
-            (1, 2) => self.singles::<2>(table, step.count),
-            (1, _) => self.singles::<1>(table, step.count),
-            (2, 2) => self.pairs::<2>(table, step.count),
-            (2, _) => self.pairs::<1>(table, step.count),
-            _ => self.fours(table),
+            (1, 4) => self.read_singles::<4>(table, step.count),
+            (1, 2) => self.read_singles::<2>(table, step.count),
+            (1, _) => self.read_singles::<1>(table, step.count),
+            (2, 2) => self.read_pairs::<2>(table, step.count),
+            (2, _) => self.read_pairs::<1>(table, step.count),
+            _ => self.read_fours(table),
         };
         for (chunk, quads) in self.chunks.iter_mut().zip(quads) {
             let out = &mut chunk.out[step.out..][..STEP_BYTES];
@@ -241,7 +244,7 @@ impl<'a, 'b> Group<'a, 'b> {
     /// Quads of codes with a symbol each.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")]
-    fn singles<const BATCH: usize>(
+    fn read_singles<const BATCH: usize>(
         &mut self,
         table: &StreamTable,
         count: usize,
@@ -250,29 +253,31 @@ impl<'a, 'b> Group<'a, 'b> {
         let (words, of) = (&mut self.words, (table, count));
         let symbols = match (is_wide(table), table.raw_bits(), &bytes.small) {
             (false, 0, Some(small)) => {
-                let small = load(small);
-                symbols!(QUAD, BATCH, (self.lanes, words, of), |lanes| lanes.small::<false>(&small))
+                let small = load_table(small);
+                symbols!(QUAD, BATCH, (self.lanes, words, of), |lanes| lanes
+                    .next_small_symbol::<false>(&small))
             }
             (true, 0, Some(small)) => {
-                let small = load(small);
-                symbols!(QUAD, BATCH, (self.lanes, words, of), |lanes| lanes.small::<true>(&small))
+                let small = load_table(small);
+                symbols!(QUAD, BATCH, (self.lanes, words, of), |lanes| lanes
+                    .next_small_symbol::<true>(&small))
             }
             (wide, raw, _) => {
-                let (codes, lengths) = (load(&bytes.codes), load(&bytes.lengths));
+                let (codes, lengths) = (load_table(&bytes.codes), load_table(&bytes.lengths));
                 match (wide, raw) {
                     (false, 0) => {
                         symbols!(QUAD, BATCH, (self.lanes, words, of), |lanes| lanes
-                            .symbol::<false>(&codes, &lengths))
+                            .next_symbol::<false>(&codes, &lengths))
                     }
                     (true, 0) => symbols!(QUAD, BATCH, (self.lanes, words, of), |lanes| lanes
-                        .symbol::<true>(&codes, &lengths)),
+                        .next_symbol::<true>(&codes, &lengths)),
                     (false, raw) => symbols!(QUAD, BATCH, (self.lanes, words, of), |lanes| {
-                        let symbol = lanes.symbol::<false>(&codes, &lengths);
-                        _mm512_or_si512(symbol, lanes.raw(raw))
+                        let symbol = lanes.next_symbol::<false>(&codes, &lengths);
+                        _mm512_or_si512(symbol, lanes.next_raw_bits(raw))
                     }),
                     (true, raw) => symbols!(QUAD, BATCH, (self.lanes, words, of), |lanes| {
-                        let symbol = lanes.symbol::<true>(&codes, &lengths);
-                        _mm512_or_si512(symbol, lanes.raw(raw))
+                        let symbol = lanes.next_symbol::<true>(&codes, &lengths);
+                        _mm512_or_si512(symbol, lanes.next_raw_bits(raw))
                     }),
                 }
             }
@@ -283,22 +288,22 @@ impl<'a, 'b> Group<'a, 'b> {
     /// Quads of codes of which two share a symbol.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")]
-    fn pairs<const BATCH: usize>(
+    fn read_pairs<const BATCH: usize>(
         &mut self,
         table: &StreamTable,
         count: usize,
     ) -> [__m512i; CHUNKS] {
         let bytes = table.byte_tables().expect("the caller has looked");
-        let (codes, lengths) = (load(&bytes.codes), load(&bytes.lengths));
+        let (codes, lengths) = (load_table(&bytes.codes), load_table(&bytes.lengths));
         let (words, of) = (&mut self.words, (table, count.div_ceil(2)));
         let symbols = if is_wide(table) {
             symbols!(2, BATCH, (self.lanes, words, of), |lanes| lanes
-                .symbol::<true>(&codes, &lengths))
+                .next_symbol::<true>(&codes, &lengths))
         } else {
             symbols!(2, BATCH, (self.lanes, words, of), |lanes| lanes
-                .symbol::<false>(&codes, &lengths))
+                .next_symbol::<false>(&codes, &lengths))
         };
-        let [even, odd] = merge(symbols[0], symbols[1]);
+        let [even, odd] = merge_bytes(symbols[0], symbols[1]);
         // Four codes of four bits each, from bit 0 or 16 of a lane on.
         let low = _mm512_set1_epi64(0x2C28_2420_0C08_0400);
         let high = _mm512_set1_epi64(0x3C38_3430_1C18_1410);
@@ -313,14 +318,16 @@ impl<'a, 'b> Group<'a, 'b> {
     /// Quads of codes that share a symbol.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")]
-    fn fours(&mut self, table: &StreamTable) -> [__m512i; CHUNKS] {
+    fn read_fours(&mut self, table: &StreamTable) -> [__m512i; CHUNKS] {
         let bytes = table.byte_tables().expect("the caller has looked");
-        let (codes, lengths) = (load(&bytes.codes), load(&bytes.lengths));
+        let (codes, lengths) = (load_table(&bytes.codes), load_table(&bytes.lengths));
         let (words, of) = (&mut self.words, (table, 1));
         let [packed] = if is_wide(table) {
-            symbols!(1, 1, (self.lanes, words, of), |lanes| lanes.symbol::<true>(&codes, &lengths))
+            symbols!(1, 1, (self.lanes, words, of), |lanes| lanes
+                .next_symbol::<true>(&codes, &lengths))
         } else {
-            symbols!(1, 1, (self.lanes, words, of), |lanes| lanes.symbol::<false>(&codes, &lengths))
+            symbols!(1, 1, (self.lanes, words, of), |lanes| lanes
+                .next_symbol::<false>(&codes, &lengths))
         };
         // Four codes of two bits each, from bit 0, 8, 16 or 24 of a lane on.
         let mut quads = [packed; CHUNKS];
@@ -336,7 +343,7 @@ impl<'a, 'b> Group<'a, 'b> {
 /// Bytes 0 and 2 of each lane of both registers side by side, and bytes 1 and 3.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn merge(a: __m512i, b: __m512i) -> [__m512i; 2] {
+fn merge_bytes(a: __m512i, b: __m512i) -> [__m512i; 2] {
     let even = _mm512_mask_blend_epi8(2 * 0x5555_5555_5555_5555, a, _mm512_slli_epi16::<8>(b));
     let odd = _mm512_mask_blend_epi8(2 * 0x5555_5555_5555_5555, _mm512_srli_epi16::<8>(a), b);
     [even, odd]
@@ -346,21 +353,21 @@ fn merge(a: __m512i, b: __m512i) -> [__m512i; 2] {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 fn by_chunk(codes: [__m512i; QUAD]) -> [__m512i; CHUNKS] {
-    let [a, b] = [merge(codes[0], codes[1]), merge(codes[2], codes[3])];
+    let [a, b] = [merge_bytes(codes[0], codes[1]), merge_bytes(codes[2], codes[3])];
     let low = |i: usize| _mm512_mask_blend_epi16(0xAAAA_AAAA, a[i], _mm512_slli_epi32::<16>(b[i]));
     let high = |i: usize| _mm512_mask_blend_epi16(0xAAAA_AAAA, _mm512_srli_epi32::<16>(a[i]), b[i]);
     [low(0), low(1), high(0), high(1)]
 }
 
 /// Brings quads of values from `[positions, lanes]` to `[lanes, positions]`.
-pub(super) fn turn(simd: Simd, quads: &[u8], per_row: usize, out: &mut [u8]) {
-    assert_eq!(simd.set(), InstructionSet::Avx512, "huffman: instruction set");
+pub(super) fn transpose_quads(simd: Simd, quads: &[u8], per_row: usize, out: &mut [u8]) {
+    assert_eq!(simd.vector_set(), InstructionSet::Avx512, "huffman: instruction set");
     // SAFETY: a `Simd` of this set exists only where the CPU has it.
-    unsafe { turn_avx512(quads, per_row, out) }
+    unsafe { transpose_quads_avx512(quads, per_row, out) }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-fn turn_avx512(quads: &[u8], per_row: usize, out: &mut [u8]) {
+fn transpose_quads_avx512(quads: &[u8], per_row: usize, out: &mut [u8]) {
     for first in (0..per_row).step_by(16) {
         let block = &quads[first * STEP_BYTES..][..16 * STEP_BYTES];
         // SAFETY: sixteen times 64 bytes.
@@ -368,7 +375,7 @@ fn turn_avx512(quads: &[u8], per_row: usize, out: &mut [u8]) {
             from_fn(|i| unsafe { _mm512_loadu_si512(block.as_ptr().add(i * STEP_BYTES).cast()) });
         let lanes = (per_row - first).min(16);
         let mask = u16::MAX >> (16 - lanes);
-        for (lane, row) in transpose(rows).into_iter().enumerate() {
+        for (lane, row) in transpose_words(rows).into_iter().enumerate() {
             let out = &mut out[(lane * per_row + first) * QUAD..][..lanes * QUAD];
             // SAFETY: the lanes of the mask are bytes of `out`.
             unsafe { _mm512_mask_storeu_epi32(out.as_mut_ptr().cast(), mask, row) };
@@ -379,7 +386,7 @@ fn turn_avx512(quads: &[u8], per_row: usize, out: &mut [u8]) {
 /// Sixteen rows of sixteen words of 32 bits, turned.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn transpose(rows: [__m512i; 16]) -> [__m512i; 16] {
+fn transpose_words(rows: [__m512i; 16]) -> [__m512i; 16] {
     let mut a = rows;
     for i in 0..8 {
         a[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);

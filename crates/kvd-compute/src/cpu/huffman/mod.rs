@@ -7,15 +7,15 @@ pub(super) mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx512;
 #[cfg(target_arch = "x86_64")]
-pub(super) mod group;
+pub(super) mod chunk_group;
 #[cfg(target_arch = "aarch64")]
 pub(super) mod neon;
 pub(super) mod scalar;
 
 use crate::BackendError;
-use crate::cpu::scores::TILE;
 use crate::cpu::simd::{InstructionSet, Simd, per_level};
-use crate::cpu::span::Span;
+use crate::cpu::span_scores::TILE;
+use crate::cpu::token_span::TokenSpan;
 use kvd_codec::{
     CHUNK_TOKENS, CodeLayout, FixedCodes, HeadCodec, PageError, PageReader, StreamCodes, StreamRun,
     StreamTable,
@@ -25,14 +25,14 @@ use std::ops::Range;
 
 /// Codes that are summed together.
 pub(super) const QUAD: usize = 4;
-/// Lanes of a chunk.
-pub(super) const LANES: usize = 16;
+/// Streams of a chunk, a lane of a register each.
+pub(super) const STREAMS: usize = 16;
 /// Bytes of a quad in every lane.
-pub(super) const STEP_BYTES: usize = LANES * QUAD;
+pub(super) const STEP_BYTES: usize = STREAMS * QUAD;
 
 /// One quad in each lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Step {
+pub(super) struct QuadStep {
     pub(super) table: usize,
     /// Codes of a quad that count.
     pub(super) count: usize,
@@ -43,7 +43,7 @@ pub(super) struct Step {
 }
 
 /// One chunk on its way into tiles.
-pub(super) struct Chunk<'a> {
+pub(super) struct HuffmanChunk<'a> {
     pub(super) side: Side,
     pub(super) tokens: usize,
     /// Words, and after them as many zeros as there are lanes.
@@ -51,31 +51,31 @@ pub(super) struct Chunk<'a> {
     /// How many were taken.
     pub(super) next: usize,
     pub(super) tables: &'a [StreamTable],
-    pub(super) steps: &'a [Step],
+    pub(super) steps: &'a [QuadStep],
     /// A tile of keys after the other, or quads of values, `[positions, lanes]`.
     pub(super) out: &'a mut [u8],
 }
 
-impl Chunk<'_> {
+impl HuffmanChunk<'_> {
     /// Words of the page.
-    pub(super) fn end(&self) -> usize {
-        self.words.len() - LANES
+    pub(super) fn word_count(&self) -> usize {
+        self.words.len() - STREAMS
     }
 }
 
 /// A code that tiles hold cut off, or not at all.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Rest {
+pub(super) struct OutlierRest {
     /// Row, counted in the page.
     pub(super) token: usize,
     /// Position in the row.
     pub(super) position: usize,
-    /// What is missing.
+    /// The part of the code that the tile lacks.
     pub(super) rest: f32,
 }
 
 /// The decoded tiles of one page.
-pub(super) struct LaneTiles {
+pub(super) struct StreamTiles {
     side: Side,
     /// A row's runs, and where each begins in the rows of a tile.
     pub(super) runs: Vec<(StreamRun, usize)>,
@@ -84,30 +84,30 @@ pub(super) struct LaneTiles {
     /// Rows of the page that lie in full tiles.
     rows: usize,
     pub(super) bytes: Vec<u8>,
-    /// Of the chunks that were decoded, for rows in full tiles.
-    pub(super) rests: Vec<Rest>,
-    /// Of a whole chunk.
-    steps: Vec<Step>,
+    /// Outliers of the decoded chunks, for rows in full tiles.
+    pub(super) rests: Vec<OutlierRest>,
+    /// The steps of a whole chunk.
+    steps: Vec<QuadStep>,
     words: Vec<u32>,
     /// Quads of values, `[positions, lanes]`.
     quads: Vec<u8>,
 }
 
 /// The steps of a whole chunk, in the order of its words.
-fn steps(runs: &[(StreamRun, usize)], per_row: usize, side: Side) -> Vec<Step> {
+fn chunk_steps(runs: &[(StreamRun, usize)], per_row: usize, side: Side) -> Vec<QuadStep> {
     let mut steps = Vec::new();
     for (run, first) in runs {
         let table = run.table;
         for at in 0..run.len {
             let position = first + at;
             if side == Side::Value {
-                steps.push(Step { table, count: QUAD, tokens: 0, out: position * STEP_BYTES });
+                steps.push(QuadStep { table, count: QUAD, tokens: 0, out: position * STEP_BYTES });
             } else if at % QUAD == 0 {
                 let count = QUAD.min(run.len - at);
-                for tokens in (0..CHUNK_TOKENS).step_by(LANES) {
+                for tokens in (0..CHUNK_TOKENS).step_by(STREAMS) {
                     let (tile, row) = (tokens / TILE, tokens % TILE);
                     let out = tile * TILE * per_row + position * TILE + row * QUAD;
-                    steps.push(Step { table, count, tokens, out });
+                    steps.push(QuadStep { table, count, tokens, out });
                 }
             }
         }
@@ -115,7 +115,7 @@ fn steps(runs: &[(StreamRun, usize)], per_row: usize, side: Side) -> Vec<Step> {
     steps
 }
 
-impl LaneTiles {
+impl StreamTiles {
     /// For pages of that side; `None` when they hold no Huffman codes, or codes beyond a byte.
     pub(super) fn new(head: &HeadCodec, side: Side) -> Option<Self> {
         let mut per_row = 0;
@@ -131,7 +131,7 @@ impl LaneTiles {
         let runs: Vec<_> = head.stream_runs()?.iter().map(place).collect();
         Some(Self {
             side,
-            steps: steps(&runs, per_row, side),
+            steps: chunk_steps(&runs, per_row, side),
             runs,
             per_row,
             rows: 0,
@@ -143,7 +143,7 @@ impl LaneTiles {
     }
 
     /// The tiles as codes of eight bits under the scales of their page.
-    pub(super) fn fixed<'a>(&'a self, scales: &'a [u8]) -> FixedCodes<'a> {
+    pub(super) fn as_fixed_codes<'a>(&'a self, scales: &'a [u8]) -> FixedCodes<'a> {
         let layout = CodeLayout::new(self.side, self.rows, self.per_row, 8);
         FixedCodes { layout, scales, codes: &self.bytes }
     }
@@ -165,16 +165,16 @@ impl LaneTiles {
         token < self.rows
     }
 
-    /// What tiles do not hold of the rows that a span wants, and their rows in the span.
-    pub(super) fn rests_of(&self, span: &Span) -> impl Iterator<Item = (&Rest, usize)> {
-        let rows = span.rows();
+    /// Outliers of the rows that a span wants, with their rows in the span.
+    pub(super) fn rests_of(&self, span: &TokenSpan) -> impl Iterator<Item = (&OutlierRest, usize)> {
+        let rows = span.source_rows();
         let first = span.first;
-        let inside = move |rest: &&Rest| rows.contains(&rest.token);
+        let inside = move |rest: &&OutlierRest| rows.contains(&rest.token);
         self.rests.iter().filter(inside).map(move |rest| (rest, rest.token - first))
     }
 
     /// Makes room for the page, and says which chunks are to be decoded.
-    fn open(&mut self, page: &PageReader<'_>, wanted: &Range<usize>) -> Range<usize> {
+    fn open_page(&mut self, page: &PageReader<'_>, wanted: &Range<usize>) -> Range<usize> {
         self.rows = page.tokens() / TILE * TILE;
         let bytes = self.rows.next_multiple_of(CHUNK_TOKENS) * self.per_row;
         if self.bytes.len() < bytes {
@@ -184,25 +184,34 @@ impl LaneTiles {
         wanted.start / CHUNK_TOKENS..wanted.end.min(self.rows).div_ceil(CHUNK_TOKENS)
     }
 
-    fn outliers(&mut self, lanes: &StreamCodes<'_>, index: usize) -> Result<(), BackendError> {
-        for outlier in lanes.chunk_outliers(&lanes.chunk(index)) {
+    fn read_outliers(
+        &mut self,
+        streams: &StreamCodes<'_>,
+        index: usize,
+    ) -> Result<(), BackendError> {
+        for outlier in streams.chunk_outliers(&streams.chunk(index)) {
             let outlier = outlier?;
             let token = index * CHUNK_TOKENS + outlier.token;
             if token < self.rows {
                 let (position, rest) = (outlier.position, outlier.rest as f32);
-                self.rests.push(Rest { token, position, rest });
+                self.rests.push(OutlierRest { token, position, rest });
             }
         }
         Ok(())
     }
 
-    /// What decoding a chunk reads and writes.
-    fn chunk<'a>(&'a mut self, simd: Simd, lanes: &StreamCodes<'a>, index: usize) -> Chunk<'a> {
-        let chunk = lanes.chunk(index);
+    /// Input and output of the decoder for one chunk.
+    fn start_chunk<'a>(
+        &'a mut self,
+        simd: Simd,
+        streams: &StreamCodes<'a>,
+        index: usize,
+    ) -> HuffmanChunk<'a> {
+        let chunk = streams.chunk(index);
         let words = chunk.words.as_chunks::<2>().0;
-        self.words.resize(words.len() + LANES, 0);
+        self.words.resize(words.len() + STREAMS, 0);
         let (wide, beyond) = self.words.split_at_mut(words.len());
-        widen(simd, words, wide);
+        widen_words(simd, words, wide);
         beyond.fill(0);
         let size = CHUNK_TOKENS * self.per_row;
         let out = match self.side {
@@ -212,12 +221,12 @@ impl LaneTiles {
                 &mut self.quads[..]
             }
         };
-        Chunk {
+        HuffmanChunk {
             side: self.side,
             tokens: chunk.tokens,
             words: &self.words,
             next: 0,
-            tables: lanes.tables(),
+            tables: streams.tables(),
             steps: &self.steps,
             out,
         }
@@ -225,49 +234,49 @@ impl LaneTiles {
 
     /// Brings quads of values where tiles have them: lane `l` holds tokens `4 l` and the three
     /// after it.
-    fn place(&mut self, simd: Simd, index: usize) {
+    fn place_quads(&mut self, simd: Simd, index: usize) {
         if self.side == Side::Key {
             return;
         }
         let (per_row, size) = (self.per_row, CHUNK_TOKENS * self.per_row);
         let out = &mut self.bytes[index * size..][..size];
         #[cfg(target_arch = "x86_64")]
-        if simd.set() == InstructionSet::Avx512 {
-            return avx512::turn(simd, &self.quads, per_row, out);
+        if simd.vector_set() == InstructionSet::Avx512 {
+            return avx512::transpose_quads(simd, &self.quads, per_row, out);
         }
         #[cfg(target_arch = "aarch64")]
-        if simd.set() != InstructionSet::Portable {
-            return neon::turn(&self.quads, per_row, out);
+        if simd.vector_set() != InstructionSet::Portable {
+            return neon::transpose_quads(&self.quads, per_row, out);
         }
         #[cfg(target_arch = "x86_64")]
-        let done = match simd.set() {
-            InstructionSet::Avx2 => avx2::turn(simd, &self.quads, per_row, out),
+        let done = match simd.vector_set() {
+            InstructionSet::Avx2 => avx2::transpose_quads(simd, &self.quads, per_row, out),
             _ => 0,
         };
         #[cfg(not(target_arch = "x86_64"))]
         let done = 0;
-        turn(&self.quads, (per_row, done), out);
+        transpose_quads(&self.quads, per_row, done, out);
     }
 }
 
-per_level!(fn widen(words: &[[u8; 2]], out: &mut [u32]) = widen_body);
+per_level!(fn widen_words(words: &[[u8; 2]], out: &mut [u32]) = widen_words_body);
 
 #[inline(always)]
-fn widen_body(words: &[[u8; 2]], out: &mut [u32]) {
+fn widen_words_body(words: &[[u8; 2]], out: &mut [u32]) {
     let words = words.iter().map(|word| u32::from(u16::from_le_bytes(*word)));
     out.iter_mut().zip(words).for_each(|(out, word)| *out = word);
 }
 
 /// The positions from `done` on.
-fn turn(quads: &[u8], (per_row, done): (usize, usize), out: &mut [u8]) {
+fn transpose_quads(quads: &[u8], per_row: usize, done: usize, out: &mut [u8]) {
     let out = out.as_chunks_mut::<QUAD>().0;
     // A line of each lane at a time.
-    for first in (done..per_row).step_by(LANES) {
-        let count = (per_row - first).min(LANES);
+    for first in (done..per_row).step_by(STREAMS) {
+        let count = (per_row - first).min(STREAMS);
         let block = quads[first * STEP_BYTES..].as_chunks::<QUAD>().0;
-        for lane in 0..LANES {
+        for lane in 0..STREAMS {
             let out = out[lane * per_row + first..][..count].iter_mut();
-            out.enumerate().for_each(|(at, out)| *out = block[at * LANES + lane]);
+            out.enumerate().for_each(|(at, out)| *out = block[at * STREAMS + lane]);
         }
     }
 }
@@ -276,8 +285,8 @@ fn turn(quads: &[u8], (per_row, done): (usize, usize), out: &mut [u8]) {
 pub(super) const TOGETHER: usize = 4;
 
 /// A page, and the rows of it that are wanted.
-pub(super) struct Wanted<'a> {
-    pub(super) tiles: &'a mut LaneTiles,
+pub(super) struct PageRequest<'a> {
+    pub(super) tiles: &'a mut StreamTiles,
     pub(super) page: &'a PageReader<'a>,
     pub(super) rows: Range<usize>,
     /// Whether there are tiles of the page now.
@@ -285,54 +294,57 @@ pub(super) struct Wanted<'a> {
 }
 
 /// Decodes what is wanted of the pages that hold Huffman codes of at most a byte.
-pub(super) fn decode(simd: Simd, pages: Vec<Wanted<'_>>) -> Result<(), BackendError> {
+pub(super) fn decode_pages(simd: Simd, pages: Vec<PageRequest<'_>>) -> Result<(), BackendError> {
     let mut tasks = Vec::with_capacity(pages.len());
-    for Wanted { tiles, page, rows, decoded } in pages {
-        let Some((lanes, _)) = page.stream_codes() else { continue };
-        if lanes.tables().iter().any(|table| table.byte_tables().is_none()) {
+    for PageRequest { tiles, page, rows, decoded } in pages {
+        let Some((streams, _)) = page.stream_codes() else { continue };
+        if streams.tables().iter().any(|table| table.byte_tables().is_none()) {
             continue;
         }
         *decoded = true;
-        let chunks = tiles.open(page, &rows);
+        let chunks = tiles.open_page(page, &rows);
         for index in chunks.clone() {
-            tiles.outliers(&lanes, index)?;
+            tiles.read_outliers(&streams, index)?;
         }
-        tasks.push((tiles, lanes, chunks));
+        tasks.push((tiles, streams, chunks));
     }
     while tasks.iter().any(|(.., chunks)| !chunks.is_empty()) {
         let (mut turns, mut chunks) = (Vec::new(), Vec::new());
-        for (tiles, lanes, wanted) in &mut tasks {
+        for (tiles, streams, wanted) in &mut tasks {
             let Some(index) = wanted.next() else { continue };
-            turns.push((&mut **tiles, &*lanes, index));
+            turns.push((&mut **tiles, &*streams, index));
         }
-        chunks
-            .extend(turns.iter_mut().map(|(tiles, lanes, index)| tiles.chunk(simd, lanes, *index)));
-        run(simd, &mut chunks);
-        let spent = chunks.iter().all(|chunk| chunk.next >= chunk.end());
+        chunks.extend(
+            turns
+                .iter_mut()
+                .map(|(tiles, streams, index)| tiles.start_chunk(simd, streams, *index)),
+        );
+        decode_chunks(simd, &mut chunks);
+        let spent = chunks.iter().all(|chunk| chunk.next >= chunk.word_count());
         drop(chunks);
         if !spent {
             return Err(PageError::Payload("a stream does not end where its length says").into());
         }
-        turns.into_iter().for_each(|(tiles, _, index)| tiles.place(simd, index));
+        turns.into_iter().for_each(|(tiles, _, index)| tiles.place_quads(simd, index));
     }
     Ok(())
 }
 
 /// Decodes one chunk of each page; those that are not whole one symbol after another.
-fn run(simd: Simd, chunks: &mut [Chunk<'_>]) {
-    let whole = |chunk: &&mut Chunk<'_>| chunk.tokens == CHUNK_TOKENS;
+fn decode_chunks(simd: Simd, chunks: &mut [HuffmanChunk<'_>]) {
+    let whole = |chunk: &&mut HuffmanChunk<'_>| chunk.tokens == CHUNK_TOKENS;
     let (fast, slow): (Vec<_>, Vec<_>) = chunks.iter_mut().partition(whole);
-    slow.into_iter().for_each(scalar::decode);
-    match simd.set() {
+    slow.into_iter().for_each(scalar::decode_chunk);
+    match simd.vector_set() {
         #[cfg(target_arch = "x86_64")]
-        InstructionSet::Avx512 => avx512::decode(simd, fast),
+        InstructionSet::Avx512 => avx512::decode_chunks(simd, fast),
         #[cfg(target_arch = "x86_64")]
-        InstructionSet::Avx2 => avx2::decode(simd, fast),
+        InstructionSet::Avx2 => avx2::decode_chunks(simd, fast),
         #[cfg(target_arch = "aarch64")]
         InstructionSet::Neon | InstructionSet::NeonDotprod | InstructionSet::NeonI8mm => {
-            neon::decode(fast);
+            neon::decode_chunks(fast);
         }
-        _ => fast.into_iter().for_each(scalar::decode),
+        _ => fast.into_iter().for_each(scalar::decode_chunk),
     }
 }
 
@@ -345,7 +357,7 @@ mod tests {
 
     const LAYER: LayerIndex = LayerIndex(0);
 
-    /// Of each page the codes of every run and every outlier, or that there is an error in one.
+    /// By page the codes of every run and every outlier; `None` if one of them has an error.
     fn tiles(simd: Simd, codec: &ModelCodec, side: Side, pages: &[&[u8]]) -> Option<Vec<Vec<i64>>> {
         let head = codec.head_codec(LAYER, side, 0);
         let pages: Option<Vec<_>> = pages
@@ -353,19 +365,20 @@ mod tests {
             .map(|page| PageReader::open_page(codec, LAYER, side, 0, page).ok())
             .collect();
         let pages = pages?;
-        let mut tiles: Vec<_> = pages.iter().map(|_| LaneTiles::new(head, side).unwrap()).collect();
+        let mut tiles: Vec<_> =
+            pages.iter().map(|_| StreamTiles::new(head, side).unwrap()).collect();
         let mut decoded = vec![false; pages.len()];
         let wanted = pages.iter().zip(&mut tiles).zip(&mut decoded);
         let wanted = wanted.map(|((page, tiles), decoded)| {
             let rows = 0..page.tokens();
-            Wanted { tiles, page, rows, decoded }
+            PageRequest { tiles, page, rows, decoded }
         });
-        decode(simd, wanted.collect()).ok()?;
+        decode_pages(simd, wanted.collect()).ok()?;
         assert!(decoded.iter().all(|decoded| *decoded));
         Some(tiles.iter().map(|tiles| codes(tiles, side)).collect())
     }
 
-    fn codes(tiles: &LaneTiles, side: Side) -> Vec<i64> {
+    fn codes(tiles: &StreamTiles, side: Side) -> Vec<i64> {
         let layout = CodeLayout::new(side, tiles.rows, tiles.per_row, 8);
         let mut codes = Vec::new();
         for row in 0..tiles.rows {
@@ -383,21 +396,21 @@ mod tests {
         codes.into_iter().map(i64::from).chain(rests.map(|x| x as i64)).collect()
     }
 
-    /// The same by the reference decoder.
+    /// The codes and outliers of a page by the reference decoder.
     fn reference(codec: &ModelCodec, side: Side, page: &[u8]) -> Option<Vec<i64>> {
         let page = PageReader::open_page(codec, LAYER, side, 0, page).ok()?;
-        let (lanes, _) = page.stream_codes().unwrap();
+        let (streams, _) = page.stream_codes().unwrap();
         let (mut codes, mut rests) = (Vec::new(), Vec::new());
         let full = page.tokens() / TILE * TILE;
         for index in 0..full.div_ceil(CHUNK_TOKENS) {
-            let (chunk, first) = (lanes.chunk(index), index * CHUNK_TOKENS);
-            let mut rows = vec![0; chunk.tokens * lanes.per_row()];
-            lanes.decode_chunk(index, &mut rows).ok()?;
-            for row in rows.chunks_exact(lanes.per_row()).take(full - first) {
-                let runs = lanes.runs().iter().map(|run| &row[run.first..run.first + run.len]);
+            let (chunk, first) = (streams.chunk(index), index * CHUNK_TOKENS);
+            let mut rows = vec![0; chunk.tokens * streams.per_row()];
+            streams.decode_chunk(index, &mut rows).ok()?;
+            for row in rows.chunks_exact(streams.per_row()).take(full - first) {
+                let runs = streams.runs().iter().map(|run| &row[run.first..run.first + run.len]);
                 codes.extend(runs.flatten().map(|code| i64::from(*code)));
             }
-            for outlier in lanes.chunk_outliers(&chunk) {
+            for outlier in streams.chunk_outliers(&chunk) {
                 let outlier = outlier.ok()?;
                 if first + outlier.token < full {
                     let rest = (outlier.rest as f32).to_bits();
@@ -450,7 +463,7 @@ mod tests {
                         let (count, at) = (1 + turn % 5, turn % 7 % (1 + turn % 5));
                         let mut pages = vec![good; count];
                         pages[at] = &page;
-                        for simd in Simd::available() {
+                        for simd in Simd::available_levels() {
                             let got = tiles(simd, &codec, side, &pages);
                             let context = format!("{simd:?} {name} {side} {turn}");
                             assert_eq!(got.is_some(), expected.is_some(), "{context}");

@@ -1,15 +1,15 @@
 //! `mod.rs` in AVX2: a sign is a bit of its lane's word, tested where its code lies.
 #![allow(unsafe_code)] // A call after detection, register loads and stores.
 
-use crate::cpu::dots::BIAS;
 use crate::cpu::hybrid::{QUAD, sign_four};
+use crate::cpu::int_dot::BIAS;
 use crate::cpu::simd::{InstructionSet, Simd};
 use std::arch::x86_64::*;
 
 /// Makes fours of codes, `[summed / 4, lanes]`, bytes of signed values; the signs of a lane are the
 /// bits of its word.
-pub(super) fn sign(simd: Simd, codes: &mut [[u8; QUAD]], signs: &[u32]) {
-    assert!(simd.set() != InstructionSet::Portable, "sign: no registers");
+pub(super) fn apply_signs(simd: Simd, codes: &mut [[u8; QUAD]], signs: &[u32]) {
+    assert!(simd.vector_set() != InstructionSet::Portable, "sign: no registers");
     assert!(codes.len().is_multiple_of(signs.len()), "sign: lanes");
     assert!(codes.len() <= 8 * signs.len(), "sign: more codes than signs");
     // SAFETY: any other set of this processor's has AVX2, and was detected.

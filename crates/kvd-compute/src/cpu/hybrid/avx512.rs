@@ -2,8 +2,8 @@
 //! on their way out of a plane.
 #![allow(unsafe_code)] // Calls after detection, register loads and stores.
 
-use crate::cpu::dots::{BIAS, TileCodes};
-use crate::cpu::hybrid::{Groups, QUAD, ScaleRows, Signs};
+use crate::cpu::hybrid::{HybridScales, QUAD, ScaleRows, SignWords};
+use crate::cpu::int_dot::{BIAS, TileCodes};
 use crate::cpu::simd::{InstructionSet, Simd};
 use std::arch::x86_64::*;
 
@@ -16,8 +16,13 @@ const TURNED_BYTES: usize = 6 * TURNED;
 
 /// Takes scale rows apart into `groups`, whose lengths are theirs, where a register holds whole
 /// ones; `false` where not.
-pub(super) fn load(simd: Simd, groups: &mut Groups, rows: ScaleRows<'_>, turned: bool) -> bool {
-    if simd.set() != InstructionSet::Avx512 {
+pub(super) fn load_scales(
+    simd: Simd,
+    groups: &mut HybridScales,
+    rows: ScaleRows<'_>,
+    turned: bool,
+) -> bool {
+    if simd.vector_set() != InstructionSet::Avx512 {
         return false;
     }
     let ScaleRows { bytes, layout, first, count, pairs } = rows;
@@ -38,7 +43,7 @@ pub(super) fn load(simd: Simd, groups: &mut Groups, rows: ScaleRows<'_>, turned:
     }
     if !turned && pairs.is_multiple_of(LANES) {
         // SAFETY: as above.
-        unsafe { load_rows(groups, modes, rows_of, (pairs, layout.row_bytes)) };
+        unsafe { load_rows(groups, modes, rows_of, pairs, layout.row_bytes) };
         return true;
     }
     false
@@ -46,7 +51,7 @@ pub(super) fn load(simd: Simd, groups: &mut Groups, rows: ScaleRows<'_>, turned:
 
 /// Rows as they lie, 16 groups at a time.
 #[target_feature(enable = "avx512f,avx512bw")]
-fn load_rows(groups: &mut Groups, modes: &[u8], rows: &[u8], (pairs, row_bytes): (usize, usize)) {
+fn load_rows(groups: &mut HybridScales, modes: &[u8], rows: &[u8], pairs: usize, row_bytes: usize) {
     for (row, bytes) in rows.chunks_exact(row_bytes).enumerate() {
         let (words, halves) = bytes.split_at(4 * pairs);
         let chunks = words.as_chunks::<64>().0.iter().zip(halves.as_chunks::<32>().0);
@@ -58,14 +63,14 @@ fn load_rows(groups: &mut Groups, modes: &[u8], rows: &[u8], (pairs, row_bytes):
                 let words = _mm512_loadu_si512(words.as_ptr().cast());
                 (words, _mm256_loadu_si256(halves.as_ptr().cast()))
             };
-            store(groups, at, (words, halves, modes));
+            store_scales(groups, at, words, halves, modes);
         }
     }
 }
 
 /// Rows of four groups; groups come before rows then, 16 rows at a time.
 #[target_feature(enable = "avx512f,avx512bw")]
-fn load_turned(groups: &mut Groups, modes: &[u8], rows: &[u8]) {
+fn load_turned(groups: &mut HybridScales, modes: &[u8], rows: &[u8]) {
     let count = rows.len() / TURNED_BYTES;
     let blocks = rows.as_chunks::<{ LANES * TURNED_BYTES }>().0.iter();
     for (block, (rows, modes)) in blocks.zip(modes.as_chunks::<8>().0).enumerate() {
@@ -76,7 +81,7 @@ fn load_turned(groups: &mut Groups, modes: &[u8], rows: &[u8]) {
         let of_rows = _mm512_movm_epi8(u64::from_le_bytes(*modes));
         for (pair, (words, halves)) in words.into_iter().zip(halves).enumerate() {
             let modes = _mm512_test_epi32_mask(of_rows, _mm512_set1_epi32(1 << (8 * pair)));
-            store(groups, pair * count + block * LANES, (words, halves, modes));
+            store_scales(groups, pair * count + block * LANES, words, halves, modes);
         }
     }
 }
@@ -145,7 +150,13 @@ fn turn_halves(rows: &[[u8; TURNED_BYTES]]) -> [__m256i; TURNED] {
 /// Writes what words, f16 steps and modes of 16 groups stand for.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn store(groups: &mut Groups, at: usize, (words, halves, modes): (__m512i, __m256i, __mmask16)) {
+fn store_scales(
+    groups: &mut HybridScales,
+    at: usize,
+    words: __m512i,
+    halves: __m256i,
+    modes: __mmask16,
+) {
     let steps = _mm512_cvtph_ps(halves);
     let zeros = _mm512_maskz_mov_ps(!modes, _mm512_castsi512_ps(words));
     let centres = _mm512_maskz_mov_ps(!modes, steps);
@@ -160,8 +171,13 @@ fn store(groups: &mut Groups, at: usize, (words, halves, modes): (__m512i, __m25
 }
 
 /// Writes a tile's codes as bytes of signed values; `false` where lanes fill no register.
-pub(super) fn spread(simd: Simd, codes: TileCodes<'_>, signs: Signs<'_>, out: &mut [u8]) -> bool {
-    if simd.set() != InstructionSet::Avx512 {
+pub(super) fn unpack_signed(
+    simd: Simd,
+    codes: TileCodes<'_>,
+    signs: SignWords<'_>,
+    out: &mut [u8],
+) -> bool {
+    if simd.vector_set() != InstructionSet::Avx512 {
         return false;
     }
     let quad_bytes = QUAD * signs.lanes;
@@ -178,14 +194,14 @@ pub(super) fn spread(simd: Simd, codes: TileCodes<'_>, signs: Signs<'_>, out: &m
         // SAFETY: detected.
         unsafe {
             match shift {
-                0 => spread_plane::<0>(codes.bytes, (signs, first, mask), out),
-                1 => spread_plane::<1>(codes.bytes, (signs, first, mask), out),
-                2 => spread_plane::<2>(codes.bytes, (signs, first, mask), out),
-                3 => spread_plane::<3>(codes.bytes, (signs, first, mask), out),
-                4 => spread_plane::<4>(codes.bytes, (signs, first, mask), out),
-                5 => spread_plane::<5>(codes.bytes, (signs, first, mask), out),
-                6 => spread_plane::<6>(codes.bytes, (signs, first, mask), out),
-                _ => spread_plane::<7>(codes.bytes, (signs, first, mask), out),
+                0 => unpack_plane::<0>(codes.bytes, signs, first, mask, out),
+                1 => unpack_plane::<1>(codes.bytes, signs, first, mask, out),
+                2 => unpack_plane::<2>(codes.bytes, signs, first, mask, out),
+                3 => unpack_plane::<3>(codes.bytes, signs, first, mask, out),
+                4 => unpack_plane::<4>(codes.bytes, signs, first, mask, out),
+                5 => unpack_plane::<5>(codes.bytes, signs, first, mask, out),
+                6 => unpack_plane::<6>(codes.bytes, signs, first, mask, out),
+                _ => unpack_plane::<7>(codes.bytes, signs, first, mask, out),
             }
         }
     }
@@ -197,9 +213,11 @@ pub(super) const BITS: [i32; 2] = [0x0804_0201, 0x8040_2010_u32.cast_signed()];
 
 /// The plane whose first four codes are fours `first` of the tile.
 #[target_feature(enable = "avx512f,avx512bw")]
-fn spread_plane<const SHIFT: u32>(
+fn unpack_plane<const SHIFT: u32>(
     bytes: &[u8],
-    (signs, first, mask): (Signs<'_>, usize, u8),
+    signs: SignWords<'_>,
+    first: usize,
+    mask: u8,
     out: &mut [u8],
 ) {
     let (bias, mask) = (_mm512_set1_epi8(BIAS as i8), _mm512_set1_epi8(mask as i8));

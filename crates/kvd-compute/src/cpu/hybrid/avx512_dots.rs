@@ -1,37 +1,46 @@
 //! `mod.rs` in AVX-512: products of codes with signs, which are never written as bytes.
 //!
-//! Kernels are reached through `dots`, which asks for a [`Simd`] and checks all lengths; pointers
-//! stay inside.
+//! Kernels are reached through `add_signed_dots`, which asks for a [`Simd`] and checks all lengths;
+//! pointers stay inside.
 #![allow(unsafe_code)] // Register loads and stores, and a call after detection.
 #![allow(unsafe_op_in_unsafe_fn, reason = "the whole of each body needs what its caller upholds")]
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
-use crate::cpu::ahead::Steps;
-use crate::cpu::dots::avx2::four;
-use crate::cpu::dots::{BIAS, TileCodes, VECTOR_ROWS as ROWS};
 use crate::cpu::hybrid::avx512::{BITS, LANES};
-use crate::cpu::hybrid::{Factors, Groups, QUAD, Signs};
+use crate::cpu::hybrid::{GroupFactors, HybridScales, QUAD, SignWords, SignedCodes};
+use crate::cpu::int_dot::avx2::load_four;
+use crate::cpu::int_dot::{BIAS, VECTOR_ROWS as ROWS};
+use crate::cpu::prefetch::PrefetchSteps;
+use crate::cpu::row_block::StridedRows;
 use crate::cpu::simd::{InstructionSet, Simd};
 use std::arch::x86_64::*;
 
 /// Registers of lanes that are worked on at once.
 const COLUMNS: usize = 2;
 
-/// Calls `group::<rows, digits, signed>`.
+/// Calls `add_group::<rows, digits, signed>`.
 macro_rules! by_rows {
     ($rows:expr, ($($shape:tt)*), $args:tt) => {
         match $rows {
-            1 => group::<1, $($shape)*> $args,
-            2 => group::<2, $($shape)*> $args,
-            3 => group::<3, $($shape)*> $args,
-            _ => group::<ROWS, $($shape)*> $args,
+            1 => add_group::<1, $($shape)*> $args,
+            2 => add_group::<2, $($shape)*> $args,
+            3 => add_group::<3, $($shape)*> $args,
+            _ => add_group::<ROWS, $($shape)*> $args,
         }
     };
 }
 
+/// Where a quad of codes lies.
+#[derive(Clone, Copy)]
+struct QuadPlace {
+    plane: usize,
+    /// Counted in the plane.
+    at: usize,
+}
+
 /// A tile's codes: where planes and groups lie.
 #[derive(Clone, Copy)]
-struct Tile<'a> {
+struct CodeTile<'a> {
     bytes: &'a [u8],
     width: usize,
     lanes: usize,
@@ -40,21 +49,23 @@ struct Tile<'a> {
     quads: usize,
 }
 
-impl Tile<'_> {
+impl CodeTile<'_> {
     /// Plane and quad so many quads further.
     #[inline]
-    fn after(self, (mut plane, at): (usize, usize), quads: usize) -> (usize, usize) {
-        let mut at = at + quads;
+    fn advance_quads(self, place: QuadPlace, quads: usize) -> QuadPlace {
+        let QuadPlace { mut plane, mut at } = place;
+        at += quads;
         while at >= self.plane {
             (plane, at) = (plane + 1, at - self.plane);
         }
-        (plane, at)
+        QuadPlace { plane, at }
     }
 }
 
 /// Quads of a plane of a tile of so many groups, where there is a kernel for it; no division, which
 /// takes as long as a quad.
-pub(super) fn plane(codes: TileCodes<'_>, signs: Signs<'_>, groups: usize) -> Option<usize> {
+pub(super) fn plane_quads(codes: SignedCodes<'_>, groups: usize) -> Option<usize> {
+    let SignedCodes { codes, signs } = codes;
     let bits = groups * signs.quads * codes.width as usize;
     let plane = bits / 8;
     let whole = plane * 8 == bits && plane * QUAD * signs.lanes == codes.bytes.len();
@@ -63,50 +74,64 @@ pub(super) fn plane(codes: TileCodes<'_>, signs: Signs<'_>, groups: usize) -> Op
     fits.then_some(plane)
 }
 
-/// As `hybrid::dots`.
-pub(super) fn dots<'a>(
+/// As `hybrid::add_signed_dots`.
+pub(super) fn add_signed_dots<'a>(
     simd: Simd,
-    (codes, signs): (TileCodes<'_>, Signs<'_>),
-    groups: &Groups,
-    factors: impl ExactSizeIterator<Item = Factors<'a>>,
-    (out, stride): (&mut [f32], usize),
+    codes: SignedCodes<'_>,
+    groups: &HybridScales,
+    factors: impl ExactSizeIterator<Item = GroupFactors<'a>>,
+    out: StridedRows<'_>,
 ) {
-    let (Signs { words, lanes, quads }, count) = (signs, factors.len());
-    assert_eq!(simd.set(), InstructionSet::Avx512, "hybrid: instruction set");
-    let Some(plane) = plane(codes, signs, count) else { unreachable!("hybrid: no kernel") };
-    let tile = Tile { bytes: codes.bytes, width: codes.width as usize, lanes, plane, quads };
+    let StridedRows { values: out, stride } = out;
+    let Some(plane) = plane_quads(codes, factors.len()) else { unreachable!("hybrid: no kernel") };
+    let SignedCodes { codes, signs } = codes;
+    let (SignWords { words, lanes, quads }, count) = (signs, factors.len());
+    assert_eq!(simd.vector_set(), InstructionSet::Avx512, "hybrid: instruction set");
+    let tile = CodeTile { bytes: codes.bytes, width: codes.width as usize, lanes, plane, quads };
     let of = [&groups.steps, &groups.zeros, &groups.centres];
     let len = count * lanes;
     assert!(words.len() == len && of.iter().all(|of| of.len() == len), "hybrid: scales");
-    let mut soon = codes.ahead.steps(count * lanes / (COLUMNS * LANES) * quads / 2);
-    let mut next = (0, 0);
+    let mut prefetch = codes.prefetch.in_steps(count * lanes / (COLUMNS * LANES) * quads / 2);
+    let mut next = QuadPlace { plane: 0, at: 0 };
     for (group, factors) in factors.enumerate() {
-        let (rows, digits) = (factors.rows.count(), factors.rows.digits);
+        let (rows, digits) = (factors.rows.row_count(), factors.rows.digits);
         assert!(group < count && (1..=ROWS).contains(&rows), "hybrid: rows");
         assert_eq!(factors.rows.len, QUAD * quads, "hybrid: factors");
         assert!(factors.units.len() == rows && factors.adds.len() == rows, "hybrid: units");
         assert!(out.len() >= (rows - 1) * stride + lanes, "hybrid: output");
         let at = group * lanes;
         let begin = next;
-        next = tile.after(begin, quads);
-        let scales = Scales { of: of.map(|of| of[at..].as_ptr()), words: words[at..].as_ptr() };
-        let to = (out.as_mut_ptr(), stride);
+        next = tile.advance_quads(begin, quads);
+        let scales = LaneScales { of: of.map(|of| of[at..].as_ptr()), words: words[at..].as_ptr() };
+        let to = out.as_mut_ptr();
         // SAFETY: lengths are as asserted; a `Simd` of this set exists only where the CPU has it.
         unsafe {
             match (factors.positive && digits == 1, digits) {
                 (true, _) => {
-                    by_rows!(rows, (1, true), (tile, begin, factors, scales, to, &mut soon))
+                    by_rows!(
+                        rows,
+                        (1, true),
+                        (tile, begin, factors, scales, to, stride, &mut prefetch)
+                    )
                 }
-                (_, 1) => by_rows!(rows, (1, false), (tile, begin, factors, scales, to, &mut soon)),
-                _ => by_rows!(rows, (2, false), (tile, begin, factors, scales, to, &mut soon)),
+                (_, 1) => by_rows!(
+                    rows,
+                    (1, false),
+                    (tile, begin, factors, scales, to, stride, &mut prefetch)
+                ),
+                _ => by_rows!(
+                    rows,
+                    (2, false),
+                    (tile, begin, factors, scales, to, stride, &mut prefetch)
+                ),
             }
         }
     }
 }
 
-/// What the lanes of a group have: steps, zero points and centres; and a word of signs each.
+/// Scales of a group's lanes: steps, zero points and centres; and a word of signs each.
 #[derive(Clone, Copy)]
-struct Scales {
+struct LaneScales {
     of: [*const f32; 3],
     words: *const u32,
 }
@@ -115,15 +140,16 @@ struct Scales {
 /// are bytes plus [`BIAS`], which is taken off again.
 ///
 /// # Safety
-/// As `dots` asserts, and there is AVX-512 with VNNI.
+/// As `add_signed_dots` asserts, and there is AVX-512 with VNNI.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-unsafe fn group<const R: usize, const D: usize, const SIGNED: bool>(
-    tile: Tile<'_>,
-    begin: (usize, usize),
-    factors: Factors<'_>,
-    scales: Scales,
-    (out, stride): (*mut f32, usize),
-    soon: &mut Steps<'_>,
+unsafe fn add_group<const R: usize, const D: usize, const SIGNED: bool>(
+    tile: CodeTile<'_>,
+    begin: QuadPlace,
+    factors: GroupFactors<'_>,
+    scales: LaneScales,
+    out: *mut f32,
+    stride: usize,
+    prefetch: &mut PrefetchSteps<'_>,
 ) {
     let rows = factors.rows;
     let mask = _mm512_set1_epi8((u8::MAX >> (8 - tile.width)) as i8);
@@ -138,13 +164,13 @@ unsafe fn group<const R: usize, const D: usize, const SIGNED: bool>(
             let much = if SIGNED { 0 } else { BIAS.wrapping_mul(rows.sums[row]) };
             sums[D - 1][row] = [_mm512_set1_epi32(much.wrapping_neg()); COLUMNS];
         }
-        let (mut plane, mut at) = begin;
+        let mut place = begin;
         let mut select = firsts;
         for two in 0..tile.quads / 2 {
-            soon.ask();
-            let from = tile.bytes.as_ptr().add(QUAD * (at * tile.lanes + lane));
-            let shift = _mm512_set1_epi16((plane * tile.width) as i16);
-            (plane, at) = tile.after((plane, at), 2);
+            prefetch.next_step();
+            let from = tile.bytes.as_ptr().add(QUAD * (place.at * tile.lanes + lane));
+            let shift = _mm512_set1_epi16((place.plane * tile.width) as i16);
+            place = tile.advance_quads(place, 2);
             let signs = words.map(|words| _mm512_shuffle_epi8(words, select));
             select = _mm512_add_epi8(select, _mm512_set1_epi8(1));
             for odd in 0..2 {
@@ -162,7 +188,7 @@ unsafe fn group<const R: usize, const D: usize, const SIGNED: bool>(
                 for row in 0..R {
                     let at = D * row * rows.len + QUAD * (2 * two + odd);
                     for digit in 0..D {
-                        let factor = four(rows.bytes.as_ptr(), at + digit * rows.len);
+                        let factor = load_four(rows.bytes.as_ptr(), at + digit * rows.len);
                         let factor = _mm512_set1_epi32(factor);
                         for c in 0..COLUMNS {
                             let sum = &mut sums[digit][row][c];
@@ -181,7 +207,7 @@ unsafe fn group<const R: usize, const D: usize, const SIGNED: bool>(
                 1 => sums[0][row][c],
                 _ => _mm512_add_epi32(_mm512_slli_epi32::<8>(sums[0][row][c]), sums[D - 1][row][c]),
             });
-            scale(sums, factors, (scales, lane + c * LANES), (out, stride));
+            add_scaled(sums, factors, scales, lane + c * LANES, out, stride);
         }
     }
 }
@@ -189,14 +215,16 @@ unsafe fn group<const R: usize, const D: usize, const SIGNED: bool>(
 /// Adds sums of 16 lanes times their steps, and what centres and zero points add.
 ///
 /// # Safety
-/// As `dots` asserts, and there is AVX-512.
+/// As `add_signed_dots` asserts, and there is AVX-512.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn scale<const R: usize>(
+unsafe fn add_scaled<const R: usize>(
     sums: [__m512i; R],
-    factors: Factors<'_>,
-    (scales, lane): (Scales, usize),
-    (out, stride): (*mut f32, usize),
+    factors: GroupFactors<'_>,
+    scales: LaneScales,
+    lane: usize,
+    out: *mut f32,
+    stride: usize,
 ) {
     let [steps, zeros, centres] = scales.of.map(|of| _mm512_loadu_ps(of.add(lane)));
     for row in 0..R {

@@ -10,10 +10,11 @@ pub(super) mod avx512_dots;
 #[cfg(target_arch = "aarch64")]
 pub(super) mod neon;
 
-use crate::cpu::dots::{BIAS, TileCodes};
-use crate::cpu::parts::PartRows;
-use crate::cpu::scores::TILE;
+use crate::cpu::int_dot::{BIAS, TileCodes};
+use crate::cpu::int_operands::IntRows;
+use crate::cpu::row_block::StridedRows;
 use crate::cpu::simd::{InstructionSet, Simd, per_level};
+use crate::cpu::span_scores::TILE;
 use kvd_codec::HybridLayout;
 use kvd_core::DType;
 
@@ -22,7 +23,7 @@ pub(super) const QUAD: usize = 4;
 
 /// Groups of a tile, `[scale rows, groups of a row]` or turned.
 #[derive(Default)]
-pub(super) struct Groups {
+pub(super) struct HybridScales {
     /// Zero points; 0 where levels stand around zero.
     pub(super) zeros: Vec<f32>,
     pub(super) steps: Vec<f32>,
@@ -49,9 +50,9 @@ pub(super) struct ScaleRows<'a> {
     pub(super) pairs: usize,
 }
 
-impl Groups {
+impl HybridScales {
     /// Loads scale rows; turned, groups come before rows.
-    pub(super) fn load(&mut self, simd: Simd, rows: ScaleRows<'_>, turned: bool) {
+    pub(super) fn load_rows(&mut self, simd: Simd, rows: ScaleRows<'_>, turned: bool) {
         let count = rows.count * rows.pairs;
         self.halves.resize(2 * count, 0);
         for words in [&mut self.words, &mut self.modes, &mut self.turned, &mut self.signs] {
@@ -61,24 +62,24 @@ impl Groups {
             values.resize(count, 0.0);
         }
         #[cfg(target_arch = "x86_64")]
-        if avx512::load(simd, self, rows, turned) {
+        if avx512::load_scales(simd, self, rows, turned) {
             return;
         }
-        read(simd, self, rows);
+        read_scales(simd, self, rows);
         DType::F16.widen_values(&self.halves, &mut self.steps);
-        select(simd, self, if turned { rows.pairs } else { 1 });
+        select_modes(simd, self, if turned { rows.pairs } else { 1 });
     }
 }
 
-per_level!(fn read(groups: &mut Groups, rows: ScaleRows<'_>) = read_body);
+per_level!(fn read_scales(groups: &mut HybridScales, rows: ScaleRows<'_>) = read_scales_body);
 
 /// Copies words and steps, and spreads the mask.
 #[inline(always)]
-fn read_body(groups: &mut Groups, rows: ScaleRows<'_>) {
+fn read_scales_body(groups: &mut HybridScales, rows: ScaleRows<'_>) {
     // With a number that the compiler knows a row is one register.
     match rows.pairs {
-        4 => copy(groups, rows, 4),
-        pairs => copy(groups, rows, pairs),
+        4 => copy_scales(groups, rows, 4),
+        pairs => copy_scales(groups, rows, pairs),
     }
     let (first, modes) = (rows.first * rows.pairs, &mut groups.modes[..]);
     if first.is_multiple_of(8) && modes.len().is_multiple_of(8) {
@@ -96,7 +97,7 @@ fn read_body(groups: &mut Groups, rows: ScaleRows<'_>) {
 }
 
 #[inline(always)]
-fn copy(groups: &mut Groups, rows: ScaleRows<'_>, pairs: usize) {
+fn copy_scales(groups: &mut HybridScales, rows: ScaleRows<'_>, pairs: usize) {
     let ScaleRows { bytes, layout, first, .. } = rows;
     let bytes = &bytes[layout.mask_bytes + first * layout.row_bytes..];
     let outs = groups.words.chunks_exact_mut(pairs).zip(groups.halves.chunks_exact_mut(2 * pairs));
@@ -111,19 +112,19 @@ fn copy(groups: &mut Groups, rows: ScaleRows<'_>, pairs: usize) {
     }
 }
 
-per_level!(fn select(groups: &mut Groups, pairs: usize) = select_body);
+per_level!(fn select_modes(groups: &mut HybridScales, pairs: usize) = select_modes_body);
 
 /// Makes zero points and signs of words; rows of several `pairs` are turned before.
 #[inline(always)]
-fn select_body(groups: &mut Groups, pairs: usize) {
-    let Groups { zeros, steps, centres, signs, words, modes, turned, .. } = groups;
+fn select_modes_body(groups: &mut HybridScales, pairs: usize) {
+    let HybridScales { zeros, steps, centres, signs, words, modes, turned, .. } = groups;
     if pairs > 1 {
-        turn(words, pairs, turned);
+        transpose_words(words, pairs, turned);
         std::mem::swap(words, turned);
-        turn(modes, pairs, turned);
+        transpose_words(modes, pairs, turned);
         std::mem::swap(modes, turned);
         steps.iter().zip(&mut signs[..]).for_each(|(step, bits)| *bits = step.to_bits());
-        turn(signs, pairs, turned);
+        transpose_words(signs, pairs, turned);
         steps.iter_mut().zip(&*turned).for_each(|(step, bits)| *step = f32::from_bits(*bits));
     }
     let levels = zeros.iter_mut().zip(centres.iter_mut()).zip(signs.iter_mut());
@@ -138,7 +139,7 @@ fn select_body(groups: &mut Groups, pairs: usize) {
 
 /// Turns `[rows, pairs]` into `[pairs, rows]`.
 #[inline(always)]
-fn turn(values: &[u32], pairs: usize, out: &mut [u32]) {
+fn transpose_words(values: &[u32], pairs: usize, out: &mut [u32]) {
     let rows = values.len() / pairs;
     if pairs == 4 {
         // Loads of whole registers and shuffles.
@@ -159,7 +160,7 @@ fn turn(values: &[u32], pairs: usize, out: &mut [u32]) {
 
 /// Signs of a tile's codes, whose summed axis has groups.
 #[derive(Clone, Copy)]
-pub(super) struct Signs<'a> {
+pub(super) struct SignWords<'a> {
     /// A bit per summed code of a group, `[groups, lanes]`.
     pub(super) words: &'a [u32],
     pub(super) lanes: usize,
@@ -167,77 +168,86 @@ pub(super) struct Signs<'a> {
     pub(super) quads: usize,
 }
 
+/// A tile's codes, and their signs.
+#[derive(Clone, Copy)]
+pub(super) struct SignedCodes<'a> {
+    pub(super) codes: TileCodes<'a>,
+    pub(super) signs: SignWords<'a>,
+}
+
 /// Writes a tile's codes (`[summed / 4, lanes, 4]`, below 128) as bytes of signed values plus
 /// [`BIAS`].
-pub(super) fn spread(simd: Simd, codes: TileCodes<'_>, signs: Signs<'_>, out: &mut [u8]) {
+pub(super) fn unpack_signed(
+    simd: Simd,
+    codes: TileCodes<'_>,
+    signs: SignWords<'_>,
+    out: &mut [u8],
+) {
     #[cfg(target_arch = "x86_64")]
-    if avx512::spread(simd, codes, signs, out) {
+    if avx512::unpack_signed(simd, codes, signs, out) {
         return;
     }
-    codes.spread(simd, out);
+    codes.unpack_to(simd, out);
     let groups = out.chunks_mut(QUAD * signs.quads * signs.lanes);
     groups.zip(signs.words.chunks_exact(signs.lanes)).for_each(|(codes, words)| {
-        sign(simd, codes, words);
+        apply_signs(simd, codes, words);
     });
 }
 
-/// What a group of summed codes is multiplied with, by row.
+/// The factors of a group of summed codes, by row.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "no kernel reads it"))]
 #[derive(Clone, Copy)]
-pub(super) struct Factors<'a> {
-    pub(super) rows: PartRows<'a>,
+pub(super) struct GroupFactors<'a> {
+    pub(super) rows: IntRows<'a>,
     /// Whether integers of one byte have no sign.
     pub(super) positive: bool,
-    /// What one unit of their integers is.
+    /// One unit of their integers.
     pub(super) units: &'a [f32],
-    /// What a centre and a zero point of one add.
+    /// The share of a sum that comes from a centre and from a zero point of one.
     pub(super) adds: &'a [[f32; 2]],
 }
 
-/// Whether [`dots`] has a kernel for a tile of so many groups, and `rows` are not better of bytes.
-pub(super) fn has_dots(
-    simd: Simd,
-    (codes, signs): (TileCodes<'_>, Signs<'_>),
-    groups: usize,
-    rows: usize,
-) -> bool {
+/// Whether [`add_signed_dots`] has a kernel for a tile of so many groups, and `rows` are not better
+/// of bytes.
+pub(super) fn has_dots(simd: Simd, codes: SignedCodes<'_>, groups: usize, rows: usize) -> bool {
     #[cfg(target_arch = "x86_64")]
-    if simd.set() == InstructionSet::Avx512 && !crate::cpu::dots::wants_bytes(simd, rows) {
-        return avx512_dots::plane(codes, signs, groups).is_some();
+    if simd.vector_set() == InstructionSet::Avx512 && !crate::cpu::int_dot::wants_bytes(simd, rows)
+    {
+        return avx512_dots::plane_quads(codes, groups).is_some();
     }
-    let _ = (simd, codes, signs, groups, rows);
+    let _ = (simd, codes, groups, rows);
     false
 }
 
 /// Adds products of a tile's codes with signs to `out`, rows of lanes so far apart: the factors of
-/// each group in turn, of at most [`VECTOR_ROWS`](super::dots::VECTOR_ROWS) rows, times the steps
-/// of its lanes. Only where there [are](has_dots) kernels.
-pub(super) fn dots<'a>(
+/// each group in turn, of at most [`VECTOR_ROWS`](super::int_dot::VECTOR_ROWS) rows, times the
+/// steps of its lanes. Only where there [are](has_dots) kernels.
+pub(super) fn add_signed_dots<'a>(
     simd: Simd,
-    (codes, signs): (TileCodes<'_>, Signs<'_>),
-    groups: &Groups,
-    factors: impl ExactSizeIterator<Item = Factors<'a>>,
-    out: (&mut [f32], usize),
+    codes: SignedCodes<'_>,
+    groups: &HybridScales,
+    factors: impl ExactSizeIterator<Item = GroupFactors<'a>>,
+    out: StridedRows<'_>,
 ) {
     #[cfg(target_arch = "x86_64")]
-    avx512_dots::dots(simd, (codes, signs), groups, factors, out);
+    avx512_dots::add_signed_dots(simd, codes, groups, factors, out);
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = (simd, codes, signs, groups, factors, out);
+    let _ = (simd, codes, groups, factors, out);
 }
 
 /// Makes codes (`[summed / 4, lanes, 4]`, at most [`TILE`] summed, below 128) bytes of signed
 /// values plus [`BIAS`]; each lane's signs are a word of a bit per summed code.
-fn sign(simd: Simd, codes: &mut [u8], signs: &[u32]) {
+fn apply_signs(simd: Simd, codes: &mut [u8], signs: &[u32]) {
     assert!(codes.len() <= TILE * signs.len(), "sign: more codes than signs");
     #[cfg(target_arch = "x86_64")]
-    if simd.set() != InstructionSet::Portable {
-        return avx2::sign(simd, codes.as_chunks_mut::<QUAD>().0, signs);
+    if simd.vector_set() != InstructionSet::Portable {
+        return avx2::apply_signs(simd, codes.as_chunks_mut::<QUAD>().0, signs);
     }
     for (quad, codes) in codes.chunks_exact_mut(QUAD * signs.len()).enumerate() {
         let (codes, first) = (codes.as_chunks_mut::<QUAD>().0, (QUAD * quad) as u32);
         #[cfg(target_arch = "aarch64")]
-        if simd.set() != InstructionSet::Portable {
-            neon::sign(codes, signs, first);
+        if simd.vector_set() != InstructionSet::Portable {
+            neon::apply_signs(codes, signs, first);
             continue;
         }
         for (codes, signs) in codes.iter_mut().zip(signs) {
@@ -257,9 +267,9 @@ pub(super) fn sign_four(codes: &mut [u8; QUAD], signs: u32) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::ahead::Ahead;
-    use crate::cpu::parts::Parts;
-    use crate::cpu::simd::Precision;
+    use crate::cpu::int_operands::IntOperands;
+    use crate::cpu::prefetch::PrefetchBytes;
+    use crate::cpu::simd::{KernelConfig, Precision};
 
     #[test]
     fn signs_reach_their_codes() {
@@ -282,12 +292,12 @@ mod tests {
                     bytes: &bytes,
                     width: width as u32,
                     per_row: 1,
-                    ahead: Ahead::default(),
+                    prefetch: PrefetchBytes::default(),
                 };
-                for simd in Simd::available() {
+                for simd in Simd::available_levels() {
                     let mut out = vec![0; lanes * summed];
                     let quads = of_group / QUAD;
-                    spread(simd, codes, Signs { words: &signs, lanes, quads }, &mut out);
+                    unpack_signed(simd, codes, SignWords { words: &signs, lanes, quads }, &mut out);
                     for (at, byte) in out.iter().enumerate() {
                         let (plane, from) = (at / bytes.len(), at % bytes.len());
                         let mask = u8::MAX >> (8 - width);
@@ -307,37 +317,43 @@ mod tests {
     fn factors(
         precision: Precision,
         positive: bool,
-        (groups, rows, len): (usize, usize, usize),
-    ) -> Vec<Parts> {
-        let how = (Simd::detect(), precision);
+        groups: usize,
+        rows: usize,
+        len: usize,
+    ) -> Vec<IntOperands> {
+        let config = KernelConfig { simd: Simd::detect_widest(), precision };
         let cut = |group: usize| {
-            let mut parts = if positive { Parts::of_weights(how) } else { Parts::of_queries(how) };
-            parts.reset(len);
+            let mut parts = if positive {
+                IntOperands::of_weights(config)
+            } else {
+                IntOperands::of_queries(config)
+            };
+            parts.clear_rows(len);
             for row in 0..rows {
                 let value = |i: usize| {
                     let wave = ((i + 17 * row + 31 * group) as f32 * 0.7).sin();
                     if positive { wave.abs() } else { wave }
                 };
                 let values: Vec<f32> = (0..len).map(value).collect();
-                parts.push(how.0, &values, 1.0, None);
+                parts.push(config.simd, &values, 1.0, None);
             }
             parts
         };
         (0..groups).map(cut).collect()
     }
 
-    fn waves(count: usize) -> Groups {
+    fn waves(count: usize) -> HybridScales {
         let of = |gain: f32| (0..count).map(|i| (i as f32 * gain).sin()).collect::<Vec<_>>();
-        Groups {
+        HybridScales {
             zeros: of(0.3),
             steps: of(0.9),
             centres: of(1.7),
             signs: (0..count as u32).map(|i| i.wrapping_mul(2_654_435_761)).collect(),
-            ..Groups::default()
+            ..HybridScales::default()
         }
     }
 
-    /// The same products from codes as bytes.
+    /// Compares with products of codes as bytes.
     #[test]
     fn products_with_signs_are_those_of_signed_bytes() {
         let shapes =
@@ -347,7 +363,7 @@ mod tests {
         for (((lanes, len, groups, width), (precision, positive)), rows) in
             shapes.flat_map(|shape| [1, 2, 3, 4].map(|rows| (shape, rows)))
         {
-            let simd = Simd::detect();
+            let simd = Simd::detect_widest();
             let scales = waves(groups * lanes);
             let byte = |i: usize| (i * 37 % 251) as u8 & if width == 8 { 127 } else { 255 };
             let bytes: Vec<u8> = (0..groups * len * lanes * width / 8).map(byte).collect();
@@ -355,33 +371,38 @@ mod tests {
                 bytes: &bytes,
                 width: width as u32,
                 per_row: 1,
-                ahead: Ahead::default(),
+                prefetch: PrefetchBytes::default(),
             };
-            let signs = Signs { words: &scales.signs, lanes, quads: len / QUAD };
-            let parts = factors(precision, positive, (groups, rows, len));
+            let signs = SignWords { words: &scales.signs, lanes, quads: len / QUAD };
+            let parts = factors(precision, positive, groups, rows, len);
             let units = [0.5, 0.25, 2.0, 1.0];
             let adds = [[0.1, 0.2], [-0.3, 1.0], [0.0, 0.5], [2.0, -1.0]];
-            let each = parts.iter().map(|parts| Factors {
-                rows: parts.rows(0),
+            let each = parts.iter().map(|parts| GroupFactors {
+                rows: parts.rows_from(0),
                 positive,
                 units: &units[..rows],
                 adds: &adds[..rows],
             });
             let mut out = vec![3f32; rows * (lanes + 16)];
-            if !has_dots(simd, (codes, signs), groups, rows) {
-                assert_ne!(simd.set(), InstructionSet::Avx512, "{lanes} {len} {groups} {width}");
+            if !has_dots(simd, SignedCodes { codes, signs }, groups, rows) {
+                assert_ne!(
+                    simd.vector_set(),
+                    InstructionSet::Avx512,
+                    "{lanes} {len} {groups} {width}"
+                );
                 return;
             }
-            dots(simd, (codes, signs), &scales, each, (&mut out, lanes + 16));
+            let to = StridedRows { values: &mut out, stride: lanes + 16 };
+            add_signed_dots(simd, SignedCodes { codes, signs }, &scales, each, to);
             let mut signed = vec![0; groups * len * lanes];
-            spread(simd, codes, signs, &mut signed);
+            unpack_signed(simd, codes, signs, &mut signed);
             for (row, lane) in (0..rows).flat_map(|row| (0..lanes).map(move |lane| (row, lane))) {
                 let group = |group: usize| {
-                    let rows = parts[group].rows(0);
+                    let rows = parts[group].rows_from(0);
                     let term = |i: usize| {
                         let summed = group * len + i;
                         let byte = signed[(summed / QUAD * lanes + lane) * QUAD + summed % QUAD];
-                        let factor = rows.value(simd, row, i);
+                        let factor = rows.value_at(simd, row, i);
                         // A byte of weights has no sign.
                         let positive = positive && rows.digits == 1;
                         let factor = if positive { factor & 255 } else { factor };
@@ -427,14 +448,14 @@ mod tests {
             }
             let rows = ScaleRows { bytes: &bytes, layout, first, count: rows, pairs };
             let load = |simd| {
-                let mut groups = Groups::default();
-                groups.load(simd, rows, turned);
+                let mut groups = HybridScales::default();
+                groups.load_rows(simd, rows, turned);
                 let bits = [groups.zeros, groups.steps, groups.centres]
                     .map(|values| values.into_iter().map(f32::to_bits).collect::<Vec<_>>());
                 (bits, groups.signs)
             };
-            let levels = Simd::available();
-            let portable = load(Simd::of(InstructionSet::Portable).unwrap());
+            let levels = Simd::available_levels();
+            let portable = load(Simd::of_set(InstructionSet::Portable).unwrap());
             for simd in levels {
                 assert_eq!(load(simd), portable, "{simd:?} {pairs} {turned}");
             }

@@ -1,8 +1,8 @@
 //! `mod.rs` in NEON: a sign is a bit of its lane's word, tested where its code lies.
 #![allow(unsafe_code)] // Register loads and stores.
 
-use crate::cpu::dots::BIAS;
 use crate::cpu::hybrid::{QUAD, sign_four};
+use crate::cpu::int_dot::BIAS;
 use std::arch::aarch64::*;
 
 /// Lanes of a register.
@@ -10,7 +10,7 @@ const LANES: usize = 4;
 
 /// Makes fours of codes, one for each lane, bytes of signed values; their signs are the bits from
 /// `first` on, a multiple of four, of the lane's word.
-pub(super) fn sign(codes: &mut [[u8; QUAD]], signs: &[u32], first: u32) {
+pub(super) fn apply_signs(codes: &mut [[u8; QUAD]], signs: &[u32], first: u32) {
     assert_eq!(codes.len(), signs.len(), "sign: lanes");
     // SAFETY: NEON is part of the target.
     let done = unsafe { sign_lanes(codes, signs, first) };

@@ -6,9 +6,9 @@ pub(super) mod neon;
 #[cfg(target_arch = "x86_64")]
 pub(super) mod x86;
 
-use crate::cpu::dots::{BIAS, Lookup, repeat};
-use crate::cpu::scores::TILE;
+use crate::cpu::int_dot::{BIAS, CodeLookup, repeat_entries};
 use crate::cpu::simd::{InstructionSet, Simd};
+use crate::cpu::span_scores::TILE;
 use kvd_codec::level_unit;
 
 /// Largest magnitude of a level of two signed bytes.
@@ -31,13 +31,13 @@ impl LevelBytes {
     /// Takes `2^bits` finite levels. Those that are whole numbers of a unit up to 127, as fits make
     /// them, are one byte and exact; others are two.
     pub(crate) fn new(levels: &[f32]) -> Self {
-        let Some(unit) = level_unit(levels) else { return Self::pair(levels) };
+        let Some(unit) = level_unit(levels) else { return Self::on_two_bytes(levels) };
         let table = LevelTable::new(levels, |level| (level / unit).round() as i32);
         Self { tables: vec![(table, unit)] }
     }
 
     /// Takes `2^bits` finite levels to two bytes, on steps of `2^-15` of the largest.
-    pub(crate) fn pair(levels: &[f32]) -> Self {
+    pub(crate) fn on_two_bytes(levels: &[f32]) -> Self {
         let largest = levels.iter().fold(0f32, |m, level| m.max(level.abs()));
         let unit = largest / TOP;
         // What is smaller than this is nothing beside any query or weight.
@@ -49,9 +49,9 @@ impl LevelBytes {
     }
 
     /// The bytes as channels of a code.
-    pub(crate) fn lookup(&self) -> Lookup {
+    pub(crate) fn to_lookup(&self) -> CodeLookup {
         let bits = self.tables[0].0.bits;
-        Lookup::of_tables(bits, self.tables.iter().map(|(table, _)| table.bytes).collect())
+        CodeLookup::of_tables(bits, self.tables.iter().map(|(table, _)| table.bytes).collect())
     }
 }
 
@@ -61,7 +61,7 @@ impl LevelTable {
         for (to, level) in bytes.iter_mut().zip(levels) {
             *to = (byte(*level) + BIAS) as u8;
         }
-        repeat(&mut bytes, levels.len());
+        repeat_entries(&mut bytes, levels.len());
         Self { bits: levels.len().ilog2(), bytes }
     }
 }
@@ -84,7 +84,7 @@ pub(crate) const SPILL: usize = 64;
 
 /// Where the bytes of codes go.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Places {
+pub(crate) struct OutputLayout {
     /// The first one.
     pub(crate) first: usize,
     /// From a chunk to the next, and from a tile to the next.
@@ -97,7 +97,7 @@ pub(crate) struct Places {
 
 /// A plane of a tile.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Plane<'a> {
+pub(super) struct BitPlane<'a> {
     bytes: &'a [u8],
     /// Bits of it: a power of two, 0 for no plane; and where they belong in a code.
     pub(super) width: u32,
@@ -114,31 +114,32 @@ pub(super) struct PlanePart<'a> {
 
 impl<'a> RunCodes<'a> {
     /// Codes of a chunk.
-    pub(super) fn chunk(&self) -> usize {
+    pub(super) fn chunk_codes(&self) -> usize {
         TILE / CHUNKS * self.len
     }
 
     /// Bytes of a tile.
     pub(super) fn tile_bytes(&self) -> usize {
-        self.chunk() * self.width as usize
+        self.chunk_codes() * self.width as usize
     }
 
     /// The planes of one tile, the one of the low bits first.
-    pub(super) fn planes(&self) -> [Plane<'a>; 3] {
-        let (mut planes, mut count, mut low) = ([Plane::default(); 3], 0, 0);
+    pub(super) fn tile_planes(&self) -> [BitPlane<'a>; 3] {
+        let (mut planes, mut count, mut low) = ([BitPlane::default(); 3], 0, 0);
         for width in [8u32, 4, 2, 1].into_iter().filter(|width| self.width & width != 0) {
-            let bytes = low as usize * self.chunk()..(low + width) as usize * self.chunk();
-            planes[count] = Plane { bytes: &self.bytes[bytes], width, low };
+            let bytes =
+                low as usize * self.chunk_codes()..(low + width) as usize * self.chunk_codes();
+            planes[count] = BitPlane { bytes: &self.bytes[bytes], width, low };
             (count, low) = (count + 1, low + width);
         }
         planes
     }
 }
 
-impl<'a> Plane<'a> {
+impl<'a> BitPlane<'a> {
     /// Its part for chunk `index` of `chunk` codes.
     #[inline]
-    pub(super) fn part(&self, index: usize, chunk: usize) -> PlanePart<'a> {
+    pub(super) fn chunk_part(&self, index: usize, chunk: usize) -> PlanePart<'a> {
         let start = (index & (self.width as usize - 1)) * chunk;
         let shift = (index as u32 >> self.width.trailing_zeros()) * self.width;
         PlanePart { bytes: &self.bytes[start..start + chunk], shift }
@@ -151,17 +152,17 @@ pub(crate) fn look_up(
     simd: Simd,
     codes: RunCodes<'_>,
     table: &LevelTable,
-    to: Places,
+    to: OutputLayout,
     out: &mut [u8],
 ) {
-    let (chunk, tile_bytes) = (codes.chunk(), codes.tile_bytes());
+    let (chunk, tile_bytes) = (codes.chunk_codes(), codes.tile_bytes());
     assert!((1..=8).contains(&codes.width) && chunk > 0, "look_up: width");
     assert!(codes.bytes.len().is_multiple_of(tile_bytes), "look_up: tiles");
     let tiles = codes.bytes.len() / tile_bytes;
     let last = to.first + tiles.saturating_sub(1) * to.tile + (CHUNKS - 1) * to.chunk + chunk;
     assert!(out.len() >= last + if to.free { SPILL } else { 0 }, "look_up: output");
     #[cfg(target_arch = "x86_64")]
-    if matches!(simd.set(), InstructionSet::Avx512 | InstructionSet::Amx) {
+    if matches!(simd.vector_set(), InstructionSet::Avx512 | InstructionSet::Amx) {
         return x86::look_up_512(codes, table, to, out);
     }
     for (tile, bytes) in codes.bytes.chunks_exact(tile_bytes).enumerate() {
@@ -170,7 +171,7 @@ pub(crate) fn look_up(
     }
 }
 
-/// The same of one tile, chunks `stride` apart.
+/// Writes the bytes of one tile, chunks `stride` apart.
 fn look_up_tile(
     simd: Simd,
     codes: RunCodes<'_>,
@@ -179,25 +180,25 @@ fn look_up_tile(
     out: &mut [u8],
 ) {
     #[cfg(target_arch = "x86_64")]
-    if simd.set() != InstructionSet::Portable {
+    if simd.vector_set() != InstructionSet::Portable {
         return x86::look_up_256(codes, table, stride, out);
     }
     #[cfg(target_arch = "aarch64")]
-    if simd.set() != InstructionSet::Portable {
+    if simd.vector_set() != InstructionSet::Portable {
         return neon::look_up(codes, table, stride, out);
     }
-    let (chunk, planes) = (codes.chunk(), codes.planes());
+    let (chunk, planes) = (codes.chunk_codes(), codes.tile_planes());
     for index in 0..CHUNKS {
         for (at, out) in out[index * stride..][..chunk].iter_mut().enumerate() {
-            *out = table.bytes[usize::from(code(&planes, (index, chunk), at))];
+            *out = table.bytes[usize::from(code_at(&planes, index, chunk, at))];
         }
     }
 }
 
 /// Code `at` of chunk `index` of `chunk` codes.
-pub(super) fn code(planes: &[Plane<'_>; 3], (index, chunk): (usize, usize), at: usize) -> u8 {
-    let bits = |plane: &Plane<'_>| {
-        let part = plane.part(index, chunk);
+pub(super) fn code_at(planes: &[BitPlane<'_>; 3], index: usize, chunk: usize, at: usize) -> u8 {
+    let bits = |plane: &BitPlane<'_>| {
+        let part = plane.chunk_part(index, chunk);
         (part.bytes[at] >> part.shift & u8::MAX >> (8 - plane.width)) << plane.low
     };
     planes.iter().filter(|plane| plane.width > 0).map(bits).sum()
@@ -224,7 +225,8 @@ mod tests {
                     let bytes = &noise[..tiles * 4 * len * width as usize];
                     let codes = RunCodes { bytes, width, len };
                     for free in [false, true] {
-                        let to = Places { first: 8, chunk: stride, tile: 8 * stride + 24, free };
+                        let to =
+                            OutputLayout { first: 8, chunk: stride, tile: 8 * stride + 24, free };
                         check(codes, &table, to);
                     }
                 }
@@ -233,7 +235,7 @@ mod tests {
     }
 
     /// Against the codes as the layout unpacks them; what is not free keeps what it was.
-    fn check(codes: RunCodes<'_>, table: &LevelTable, to: Places) {
+    fn check(codes: RunCodes<'_>, table: &LevelTable, to: OutputLayout) {
         let layout = CodeLayout::new(Side::Value, TILE, codes.len, codes.width);
         let tiles = codes.bytes.chunks(codes.tile_bytes());
         let mut want = vec![Some(9u8); to.first + tiles.len() * to.tile + SPILL];
@@ -241,7 +243,7 @@ mod tests {
             let mut unpacked = vec![0u8; TILE * codes.len];
             layout.unpack_tile(bytes, &mut unpacked);
             let first = to.first + tile * to.tile;
-            for (index, chunk) in unpacked.chunks(codes.chunk()).enumerate() {
+            for (index, chunk) in unpacked.chunks(codes.chunk_codes()).enumerate() {
                 let at = first + index * to.chunk;
                 for (want, code) in want[at..].iter_mut().zip(chunk) {
                     *want = Some(table.bytes[usize::from(*code)]);
@@ -252,7 +254,7 @@ mod tests {
                 }
             }
         }
-        for simd in Simd::available() {
+        for simd in Simd::available_levels() {
             let mut out = vec![9u8; want.len()];
             look_up(simd, codes, table, to, &mut out);
             for (at, (out, want)) in out.iter().zip(&want).enumerate() {

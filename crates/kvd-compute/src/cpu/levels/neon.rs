@@ -1,8 +1,10 @@
 //! `mod.rs` in NEON: `tbl` tables, and shifts either way that bring planes to their bits.
 #![allow(unsafe_code)] // Register loads and stores through pointers into checked slices.
 
-use crate::cpu::lanes::neon_tables::{TABLE_16, TABLE_64, TABLE_256, look_up as look, tables};
-use crate::cpu::levels::{CHUNKS, LevelTable, Plane, PlanePart, RunCodes, code};
+use crate::cpu::levels::{BitPlane, CHUNKS, LevelTable, PlanePart, RunCodes, code_at};
+use crate::cpu::simd_vector::neon_tables::{
+    TABLE_16, TABLE_64, TABLE_256, load_tables, look_up as look,
+};
 use std::arch::aarch64::*;
 
 /// Codes of a register.
@@ -13,44 +15,44 @@ pub(super) fn look_up(codes: RunCodes<'_>, table: &LevelTable, stride: usize, ou
     // SAFETY: NEON is part of the target.
     unsafe {
         match codes.width {
-            1 | 2 | 4 => run::<TABLE_16, 1>(codes, table, stride, out),
-            3 => run::<TABLE_16, 2>(codes, table, stride, out),
-            5 | 6 => run::<TABLE_64, 2>(codes, table, stride, out),
-            7 => run::<TABLE_256, 3>(codes, table, stride, out),
-            _ => run::<TABLE_256, 1>(codes, table, stride, out),
+            1 | 2 | 4 => look_up_chunks::<TABLE_16, 1>(codes, table, stride, out),
+            3 => look_up_chunks::<TABLE_16, 2>(codes, table, stride, out),
+            5 | 6 => look_up_chunks::<TABLE_64, 2>(codes, table, stride, out),
+            7 => look_up_chunks::<TABLE_256, 3>(codes, table, stride, out),
+            _ => look_up_chunks::<TABLE_256, 1>(codes, table, stride, out),
         }
     }
 }
 
 /// The bits of a code that a plane holds.
-fn mask(plane: &Plane<'_>) -> u8 {
+fn plane_mask(plane: &BitPlane<'_>) -> u8 {
     u8::MAX >> (8 - plane.width) << plane.low
 }
 
 /// How far the bits of a plane are to be moved up.
-fn up(plane: &Plane<'_>, part: &PlanePart<'_>) -> i8 {
+fn shift_up(plane: &BitPlane<'_>, part: &PlanePart<'_>) -> i8 {
     plane.low as i8 - part.shift as i8
 }
 
 /// Codes of `PARTS` planes.
 #[target_feature(enable = "neon")]
-fn run<const KIND: u8, const PARTS: usize>(
+fn look_up_chunks<const KIND: u8, const PARTS: usize>(
     codes: RunCodes<'_>,
     table: &LevelTable,
     stride: usize,
     out: &mut [u8],
 ) {
     // SAFETY: NEON is enabled.
-    let tables = unsafe { tables(&table.bytes) };
-    let (chunk, planes) = (codes.chunk(), codes.planes());
-    let masks: [_; PARTS] = std::array::from_fn(|p| vdupq_n_u8(mask(&planes[p])));
+    let tables = unsafe { load_tables(&table.bytes) };
+    let (chunk, planes) = (codes.chunk_codes(), codes.tile_planes());
+    let masks: [_; PARTS] = std::array::from_fn(|p| vdupq_n_u8(plane_mask(&planes[p])));
     for index in 0..CHUNKS {
-        let parts: [_; PARTS] = std::array::from_fn(|p| planes[p].part(index, chunk));
-        let ups: [_; PARTS] = std::array::from_fn(|p| vdupq_n_s8(up(&planes[p], &parts[p])));
+        let parts: [_; PARTS] = std::array::from_fn(|p| planes[p].chunk_part(index, chunk));
+        let ups: [_; PARTS] = std::array::from_fn(|p| vdupq_n_s8(shift_up(&planes[p], &parts[p])));
         let out = &mut out[index * stride..][..chunk];
         if chunk < STEP {
             for (at, out) in out.iter_mut().enumerate() {
-                *out = table.bytes[usize::from(code(&planes, (index, chunk), at))];
+                *out = table.bytes[usize::from(code_at(&planes, index, chunk, at))];
             }
             continue;
         }

@@ -2,14 +2,19 @@
 //! for each 16 levels).
 #![allow(unsafe_code)] // Calls after detection, register loads and stores.
 
-use crate::cpu::dots::avx512::{TABLE_64, TABLE_256, look_up as look};
-use crate::cpu::levels::{CHUNKS, LevelTable, Places, Plane, RunCodes, code};
+use crate::cpu::int_dot::avx512::{TABLE_64, TABLE_256, look_up as look};
+use crate::cpu::levels::{BitPlane, CHUNKS, LevelTable, OutputLayout, RunCodes, code_at};
 use std::arch::x86_64::*;
 
 /// Writes the bytes of the codes of some tiles to `out`, whose length the caller has checked, as
 /// it has that there is AVX-512.
 #[inline]
-pub(super) fn look_up_512(codes: RunCodes<'_>, table: &LevelTable, to: Places, out: &mut [u8]) {
+pub(super) fn look_up_512(
+    codes: RunCodes<'_>,
+    table: &LevelTable,
+    to: OutputLayout,
+    out: &mut [u8],
+) {
     // SAFETY: the instruction set was detected.
     unsafe {
         match codes.width {
@@ -25,7 +30,7 @@ pub(super) fn look_up_512(codes: RunCodes<'_>, table: &LevelTable, to: Places, o
     }
 }
 
-/// The same of one tile in AVX2, chunks `stride` apart.
+/// Writes the bytes of one tile in AVX2, chunks `stride` apart.
 #[inline]
 pub(super) fn look_up_256(codes: RunCodes<'_>, table: &LevelTable, stride: usize, out: &mut [u8]) {
     // SAFETY: the instruction set was detected.
@@ -42,7 +47,7 @@ pub(super) fn look_up_256(codes: RunCodes<'_>, table: &LevelTable, stride: usize
 }
 
 /// The bits of a code that a plane holds.
-fn mask(plane: &Plane<'_>) -> i8 {
+fn plane_mask(plane: &BitPlane<'_>) -> i8 {
     (u8::MAX >> (8 - plane.width) << plane.low) as i8
 }
 
@@ -53,7 +58,7 @@ fn mask(plane: &Plane<'_>) -> i8 {
 fn run_512<const KIND: u8, const WIDTH: usize>(
     codes: RunCodes<'_>,
     table: &LevelTable,
-    places: Places,
+    places: OutputLayout,
     out: &mut [u8],
 ) {
     let mut tables = [_mm512_setzero_si512(); 4];
@@ -61,7 +66,7 @@ fn run_512<const KIND: u8, const WIDTH: usize>(
         // SAFETY: 64 bytes.
         *register = unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) };
     }
-    let (chunk, stride) = (codes.chunk(), places.chunk);
+    let (chunk, stride) = (codes.chunk_codes(), places.chunk);
     let out = out[places.first..].as_mut_ptr();
     for (tile, bytes) in codes.bytes.chunks_exact(WIDTH * chunk).enumerate() {
         let (from, to) = (bytes.as_ptr(), out.wrapping_add(tile * places.tile));
@@ -100,7 +105,7 @@ unsafe fn write_all(to: *mut u8, _: u64, bytes: __m512i) {
 }
 
 /// # Safety
-/// Those of the lanes may be written.
+/// The bytes of the lanes may be written.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn write_some(to: *mut u8, lanes: u64, bytes: __m512i) {
@@ -162,10 +167,10 @@ fn run_256<const TABLES: usize, const PARTS: usize>(
         let bytes = unsafe { _mm_loadu_si128(table.bytes.as_ptr().add(16 * index).cast()) };
         _mm256_broadcastsi128_si256(bytes)
     });
-    let (chunk, planes) = (codes.chunk(), codes.planes());
-    let masks: [_; PARTS] = std::array::from_fn(|p| _mm256_set1_epi8(mask(&planes[p])));
+    let (chunk, planes) = (codes.chunk_codes(), codes.tile_planes());
+    let masks: [_; PARTS] = std::array::from_fn(|p| _mm256_set1_epi8(plane_mask(&planes[p])));
     for index in 0..CHUNKS {
-        let parts: [_; PARTS] = std::array::from_fn(|p| planes[p].part(index, chunk));
+        let parts: [_; PARTS] = std::array::from_fn(|p| planes[p].chunk_part(index, chunk));
         let down = |p: usize| parts[p].shift.saturating_sub(planes[p].low);
         let up = |p: usize| planes[p].low.saturating_sub(parts[p].shift);
         let downs: [_; PARTS] = std::array::from_fn(|p| _mm_cvtsi32_si128(down(p) as i32));
@@ -173,7 +178,7 @@ fn run_256<const TABLES: usize, const PARTS: usize>(
         let out = &mut out[index * stride..][..chunk];
         if chunk < 32 {
             for (at, out) in out.iter_mut().enumerate() {
-                *out = table.bytes[usize::from(code(&planes, (index, chunk), at))];
+                *out = table.bytes[usize::from(code_at(&planes, index, chunk, at))];
             }
             continue;
         }

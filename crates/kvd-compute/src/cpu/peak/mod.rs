@@ -3,7 +3,7 @@
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
-use crate::cpu::products::Products;
+use crate::cpu::multiply_kind::MultiplyKind;
 use crate::cpu::simd::{InstructionSet, Simd, per_level};
 use std::hint::black_box;
 
@@ -15,27 +15,27 @@ const SUMS: usize = 8;
 /// Multiplies and adds about `count` times in registers, with such products of an instruction set,
 /// and says how often; `None` where the machine does not have them, or nothing here makes them.
 #[must_use]
-pub fn multiply_adds(set: InstructionSet, products: Products, count: usize) -> Option<usize> {
-    let simd = Simd::of(set)?;
+pub fn multiply_adds(set: InstructionSet, products: MultiplyKind, count: usize) -> Option<usize> {
+    let simd = Simd::of_set(set)?;
     match products {
-        Products::F32 => Some(floats(simd, count)),
+        MultiplyKind::F32 => Some(multiply_floats(simd, count)),
         #[cfg(target_arch = "x86_64")]
-        _ => x86::run(simd, products, count),
+        _ => x86::multiply_products(simd, products, count),
         #[cfg(not(target_arch = "x86_64"))]
         _ => None,
     }
 }
 
-fn floats(simd: Simd, count: usize) -> usize {
+fn multiply_floats(simd: Simd, count: usize) -> usize {
     let (turns, factor) = (count / (LANES * SUMS), black_box([0.5, 1.0]));
-    black_box(match simd.set() {
-        InstructionSet::Portable => separate(turns, factor),
-        _ => fused(simd, turns, factor),
+    black_box(match simd.vector_set() {
+        InstructionSet::Portable => multiply_separate(turns, factor),
+        _ => multiply_fused(simd, turns, factor),
     });
     turns * LANES * SUMS
 }
 
-type Sums = [[f32; LANES]; SUMS];
+type LaneSums = [[f32; LANES]; SUMS];
 
 /// Sums that have names stay in registers; an array of them is stored and loaded in every turn.
 macro_rules! turns {
@@ -53,15 +53,17 @@ macro_rules! turns {
     }};
 }
 
-per_level!(fn fused(turns: usize, factor: [f32; 2]) -> Sums = fused_body);
+per_level!(fn multiply_fused(turns: usize, factor: [f32; 2]) -> LaneSums = multiply_fused_body);
 
 #[inline(always)]
-fn fused_body(turns: usize, [factor, term]: [f32; 2]) -> Sums {
+fn multiply_fused_body(turns: usize, by: [f32; 2]) -> LaneSums {
+    let [factor, term] = by;
     turns!(turns, x => x.mul_add(factor, term))
 }
 
 /// Where the target has no fused operation, it would be a call.
-fn separate(turns: usize, [factor, term]: [f32; 2]) -> Sums {
+fn multiply_separate(turns: usize, by: [f32; 2]) -> LaneSums {
+    let [factor, term] = by;
     turns!(turns, x => x * factor + term)
 }
 
@@ -71,18 +73,20 @@ mod tests {
 
     #[test]
     fn every_level_says_how_much_it_did() {
-        for simd in Simd::available() {
+        for simd in Simd::available_levels() {
             let did = |products| multiply_adds(simd.level(), products, 100_000);
             let about = |did: Option<usize>| (99_000..=100_000).contains(&did.unwrap_or(0));
-            assert!(about(did(Products::F32)), "{simd:?}");
+            assert!(about(did(MultiplyKind::F32)), "{simd:?}");
             let has = |products| match (simd.level(), products) {
-                (InstructionSet::Avx2, Products::Words | Products::Bytes) => true,
-                (InstructionSet::AvxVnni, Products::Bytes) => true,
-                (InstructionSet::Avx512 | InstructionSet::Amx, Products::Bytes) => true,
-                (_, Products::Bf16) => Simd::of(simd.level()).is_some_and(Simd::has_bf16),
+                (InstructionSet::Avx2, MultiplyKind::Words | MultiplyKind::Bytes) => true,
+                (InstructionSet::AvxVnni, MultiplyKind::Bytes) => true,
+                (InstructionSet::Avx512 | InstructionSet::Amx, MultiplyKind::Bytes) => true,
+                (_, MultiplyKind::Bf16) => Simd::of_set(simd.level()).is_some_and(Simd::has_bf16),
                 _ => false,
             };
-            for products in [Products::Bf16, Products::Words, Products::Bytes, Products::Tiles] {
+            for products in
+                [MultiplyKind::Bf16, MultiplyKind::Words, MultiplyKind::Bytes, MultiplyKind::Tiles]
+            {
                 let did = did(products);
                 assert_eq!(did.is_some(), has(products), "{simd:?} {products:?}");
                 assert!(did.is_none() || about(did), "{simd:?} {products:?}: {did:?}");

@@ -2,7 +2,7 @@
 //! many sums side by side as hide how long one takes.
 #![allow(unsafe_code)] // Calls after detection.
 
-use crate::cpu::products::Products;
+use crate::cpu::multiply_kind::MultiplyKind;
 use crate::cpu::simd::{InstructionSet, Simd};
 use std::arch::x86_64::*;
 use std::hint::black_box;
@@ -30,24 +30,24 @@ macro_rules! turns {
 
 /// Multiplies and adds about `count` times and says how often; `None` where the instruction set has
 /// no such products.
-pub(super) fn run(simd: Simd, products: Products, count: usize) -> Option<usize> {
+pub(super) fn multiply_products(simd: Simd, products: MultiplyKind, count: usize) -> Option<usize> {
     let turns = |lanes: usize| (count / (SUMS * lanes), SUMS * lanes);
     let bytes = match simd.level() {
         InstructionSet::Avx512 | InstructionSet::Amx => 64,
         InstructionSet::Avx2 | InstructionSet::AvxVnni => 32,
         _ => return None,
     };
-    let lanes = if products == Products::Bytes { bytes } else { bytes / 2 };
+    let lanes = if products == MultiplyKind::Bytes { bytes } else { bytes / 2 };
     let (turns, each) = turns(lanes);
     // SAFETY: a `Simd` of this set exists only where the CPU has it, with bf16 only where it has
     // those products.
     unsafe {
         match (products, simd.level()) {
-            (Products::Words, InstructionSet::Avx2) => words(turns),
-            (Products::Bytes, InstructionSet::Avx2) => bytes_avx2(turns),
-            (Products::Bytes, InstructionSet::AvxVnni) => bytes_vnni(turns),
-            (Products::Bytes, _) => bytes_512(turns),
-            (Products::Bf16, _) if simd.has_bf16() => bf16(turns),
+            (MultiplyKind::Words, InstructionSet::Avx2) => multiply_words(turns),
+            (MultiplyKind::Bytes, InstructionSet::Avx2) => bytes_avx2(turns),
+            (MultiplyKind::Bytes, InstructionSet::AvxVnni) => bytes_vnni(turns),
+            (MultiplyKind::Bytes, _) => bytes_512(turns),
+            (MultiplyKind::Bf16, _) if simd.has_bf16() => multiply_bf16(turns),
             _ => return None,
         }
     }
@@ -56,7 +56,7 @@ pub(super) fn run(simd: Simd, products: Products, count: usize) -> Option<usize>
 
 /// `vpmaddwd` and the addition that it needs.
 #[target_feature(enable = "avx2")]
-fn words(turns: usize) {
+fn multiply_words(turns: usize) {
     let factor = _mm256_set1_epi16(black_box(3));
     turns!(turns, factor, sum => _mm256_add_epi32(sum, _mm256_madd_epi16(sum, factor)));
 }
@@ -81,7 +81,7 @@ fn bytes_512(turns: usize) {
 }
 
 #[target_feature(enable = "avx512f,avx512bf16")]
-fn bf16(turns: usize) {
+fn multiply_bf16(turns: usize) {
     let factors = _mm512_set1_epi16(black_box(0x3f80));
     // SAFETY: both are 512 bits.
     let factors = unsafe { std::mem::transmute::<__m512i, __m512bh>(factors) };

@@ -4,18 +4,18 @@
 #![allow(unsafe_code)] // Register loads and stores, and a call after detection.
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
-use crate::cpu::ahead::Ahead;
-use crate::cpu::dots::TileCodes;
-use crate::cpu::parts::NOTHING;
-use crate::cpu::score_tables::{CODES, Keys, QUAD, ROWS};
-use crate::cpu::scores::{SPAN, TILE};
+use crate::cpu::int_dot::TileCodes;
+use crate::cpu::int_operands::NOTHING;
+use crate::cpu::prefetch::PrefetchBytes;
+use crate::cpu::score_tables::{CODES, QUAD, ROWS, TableKeys};
 use crate::cpu::simd::{InstructionSet, Simd};
+use crate::cpu::span_scores::{SPAN, TILE};
 use std::arch::x86_64::*;
 use std::ops::Range;
 
 /// The largest byte.
 const TOP: f32 = 255.0;
-/// What factors of positions whose sums have 16 bits come to at most: 128 times 255 is less than
+/// Most that factors of positions whose sums have 16 bits add up to: 128 times 255 is less than
 /// `2^15`.
 const FACTORS: usize = 128;
 /// Bytes of a tile that hold two quads' codes.
@@ -24,8 +24,13 @@ const STEP: usize = TILE * QUAD;
 const STEPS: usize = 4;
 
 /// Takes the next row: a query, and what codes stand for by channel of a code.
-pub(super) fn push(simd: Simd, keys: &mut Keys, query: &[f32], entries: &[[f32; CODES]]) {
-    assert_eq!(simd.set(), InstructionSet::Avx2, "score tables: instruction set");
+pub(super) fn push_query(
+    simd: Simd,
+    keys: &mut TableKeys,
+    query: &[f32],
+    entries: &[[f32; CODES]],
+) {
+    assert_eq!(simd.vector_set(), InstructionSet::Avx2, "score tables: instruction set");
     assert_eq!(query.len(), keys.positions * entries.len(), "score tables: query");
     let (index, half) = (keys.units.len(), keys.positions / 2);
     let mut scores = vec![[0f32; CODES]; keys.positions];
@@ -52,12 +57,12 @@ pub(super) fn push(simd: Simd, keys: &mut Keys, query: &[f32], entries: &[[f32; 
         let (quad, place) = (position / QUAD, position % QUAD);
         let table = &mut keys.tables[quad * keys.rows + index].0[place];
         // SAFETY: as above.
-        unsafe { cut(scores, 1.0 / (unit * factor), table) };
+        unsafe { round_scores(scores, 1.0 / (unit * factor), table) };
     }
 }
 
 /// Where the factor of a position lies: beside that of the position whose codes share its bytes.
-pub(super) fn factor_of(keys: &mut Keys, row: usize, position: usize) -> &mut u8 {
+pub(super) fn factor_of(keys: &mut TableKeys, row: usize, position: usize) -> &mut u8 {
     let half = keys.positions / 2;
     let (plane, at) = (position / half, position % half);
     let of_step = 2 * (at / QUAD * keys.rows + row);
@@ -65,7 +70,8 @@ pub(super) fn factor_of(keys: &mut Keys, row: usize, position: usize) -> &mut u8
     &mut keys.factors[of_step + byte / QUAD][byte % QUAD]
 }
 
-/// What each code adds to a score, less what the least one of its position adds, which is summed.
+/// Writes each code's share of a score less the least of its position; returns the sum of the
+/// least.
 #[target_feature(enable = "avx2,fma")]
 fn score_codes(query: &[f32], entries: &[[f32; CODES]], scores: &mut [[f32; CODES]]) -> f32 {
     let mut base = 0.0;
@@ -82,20 +88,20 @@ fn score_codes(query: &[f32], entries: &[[f32; CODES]], scores: &mut [[f32; CODE
 
 /// Rounds scores to bytes.
 #[target_feature(enable = "avx2,fma")]
-fn cut(scores: &[f32; CODES], inverse: f32, table: &mut [u8; CODES]) {
+fn round_scores(scores: &[f32; CODES], inverse: f32, table: &mut [u8; CODES]) {
     for (byte, score) in table.iter_mut().zip(scores) {
-        *byte = crate::cpu::parts::round(score * inverse) as u8;
+        *byte = crate::cpu::int_operands::round_to_int(score * inverse) as u8;
     }
 }
 
-/// Calls `tile::<rows>`.
+/// Calls `score_tile::<rows>`.
 macro_rules! by_rows {
     ($rows:expr, $args:tt) => {
         match $rows {
-            1 => tile::<1> $args,
-            2 => tile::<2> $args,
-            3 => tile::<3> $args,
-            ROWS => tile::<ROWS> $args,
+            1 => score_tile::<1> $args,
+            2 => score_tile::<2> $args,
+            3 => score_tile::<3> $args,
+            ROWS => score_tile::<ROWS> $args,
             rows => unreachable!("{rows} rows at once"),
         }
     };
@@ -103,7 +109,12 @@ macro_rules! by_rows {
 
 /// Writes the scores of some rows of `keys`, [`SPAN`] apart. Only where there is AVX2 are there
 /// any.
-pub(super) fn scores(codes: TileCodes<'_>, keys: &Keys, rows: Range<usize>, out: &mut [f32]) {
+pub(super) fn sum_tables(
+    codes: TileCodes<'_>,
+    keys: &TableKeys,
+    rows: Range<usize>,
+    out: &mut [f32],
+) {
     let quads = codes.per_row / QUAD;
     let tile_bytes = STEP * quads / 2;
     let tiles = codes.bytes.len() / tile_bytes;
@@ -116,32 +127,33 @@ pub(super) fn scores(codes: TileCodes<'_>, keys: &Keys, rows: Range<usize>, out:
     assert_eq!(keys.factors.len(), count, "score tables: factors");
     assert!(out.len() >= (rows.len() - 1) * SPAN + tiles * TILE, "score tables: scores");
     for (at, bytes) in codes.bytes.chunks_exact(tile_bytes).enumerate() {
-        let (ahead, out) = (codes.ahead.share(at, tiles), &mut out[at * TILE..]);
+        let (prefetch, out) = (codes.prefetch.share_of(at, tiles), &mut out[at * TILE..]);
         // SAFETY: lengths are as asserted, and who made the tables knows of the instructions.
-        unsafe { by_rows!(rows.len(), (bytes, ahead, (keys, rows.start), out)) };
+        unsafe { by_rows!(rows.len(), (bytes, prefetch, keys, rows.start, out)) };
     }
 }
 
 /// Rows from `first` on over a tile.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn tile<const R: usize>(
+unsafe fn score_tile<const R: usize>(
     bytes: &[u8],
-    ahead: Ahead<'_>,
-    (keys, first): (&Keys, usize),
+    prefetch: PrefetchBytes<'_>,
+    keys: &TableKeys,
+    first: usize,
     out: &mut [f32],
 ) {
     let steps = bytes.as_chunks::<STEP>().0;
-    let mut soon = ahead.steps(steps.len());
+    let mut prefetch = prefetch.in_steps(steps.len());
     let low = _mm256_set1_epi8(0x0F);
     let mut wide = [[_mm256_setzero_si256(); 4]; R];
     for at in (0..steps.len()).step_by(STEPS) {
         // Of 16 tokens each, 16 bits.
         let mut sums = [[_mm256_setzero_si256(); 2]; R];
         for step in at..steps.len().min(at + STEPS) {
-            soon.ask();
+            prefetch.next_step();
             let of_step = step * keys.rows + first;
             let quads = [of_step, of_step + steps.len() * keys.rows];
-            for (place, codes) in turn(&steps[step]).into_iter().enumerate() {
+            for (place, codes) in transpose_codes(&steps[step]).into_iter().enumerate() {
                 let codes = [codes, _mm256_srli_epi16::<4>(codes)];
                 let codes = codes.map(|codes| _mm256_and_si256(codes, low));
                 for row in 0..R {
@@ -168,7 +180,7 @@ unsafe fn tile<const R: usize>(
             }
         }
         for row in 0..R {
-            for (wide, sums) in wide[row].iter_mut().zip(widen(sums[row])) {
+            for (wide, sums) in wide[row].iter_mut().zip(widen_sums(sums[row])) {
                 *wide = _mm256_add_epi32(*wide, sums);
             }
         }
@@ -189,7 +201,7 @@ unsafe fn tile<const R: usize>(
 /// tokens that are eight apart.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn turn(bytes: &[u8; STEP]) -> [__m256i; QUAD] {
+fn transpose_codes(bytes: &[u8; STEP]) -> [__m256i; QUAD] {
     // Four tokens of a position side by side.
     let fours = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     let fours = _mm256_broadcastsi128_si256(fours);
@@ -206,10 +218,11 @@ fn turn(bytes: &[u8; STEP]) -> [__m256i; QUAD] {
     [first, second, _mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd)]
 }
 
-/// Sums of 16 tokens each, in the order of [`turn`], as words of eight tokens each.
+/// Sums of 16 tokens each, in the order of [`transpose_codes`], as words of eight tokens each.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn widen([first, second]: [__m256i; 2]) -> [__m256i; 4] {
+fn widen_sums(sums: [__m256i; 2]) -> [__m256i; 4] {
+    let [first, second] = sums;
     let zero = _mm256_setzero_si256();
     [
         _mm256_unpacklo_epi16(first, zero),

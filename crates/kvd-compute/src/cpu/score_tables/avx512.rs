@@ -4,12 +4,12 @@
 #![allow(unsafe_code)] // Register loads and stores, and a call after detection.
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
-use crate::cpu::ahead::Ahead;
-use crate::cpu::dots::TileCodes;
-use crate::cpu::parts::NOTHING;
-use crate::cpu::score_tables::{CODES, Keys, PAIR, QUAD, ROWS};
-use crate::cpu::scores::{SPAN, TILE};
+use crate::cpu::int_dot::TileCodes;
+use crate::cpu::int_operands::NOTHING;
+use crate::cpu::prefetch::PrefetchBytes;
+use crate::cpu::score_tables::{CODES, PAIR, QUAD, ROWS, TableKeys};
 use crate::cpu::simd::{InstructionSet, Simd};
+use crate::cpu::span_scores::{SPAN, TILE};
 use std::arch::x86_64::*;
 use std::ops::Range;
 
@@ -37,8 +37,13 @@ macro_rules! by_rows {
 }
 
 /// Takes the next row: a query, and what codes stand for by channel of a code.
-pub(super) fn push(simd: Simd, keys: &mut Keys, query: &[f32], entries: &[[f32; CODES]]) {
-    assert_eq!(simd.set(), InstructionSet::Avx512, "score tables: instruction set");
+pub(super) fn push_query(
+    simd: Simd,
+    keys: &mut TableKeys,
+    query: &[f32],
+    entries: &[[f32; CODES]],
+) {
+    assert_eq!(simd.vector_set(), InstructionSet::Avx512, "score tables: instruction set");
     assert_eq!(query.len(), keys.positions * entries.len(), "score tables: query");
     assert!(keys.positions.is_multiple_of(PAIR), "score tables: positions");
     let mut planes = vec![0f32; query.len()];
@@ -50,16 +55,16 @@ pub(super) fn push(simd: Simd, keys: &mut Keys, query: &[f32], entries: &[[f32; 
     unsafe { push_planes(keys, &planes, entries) };
 }
 
-/// The same of the query by channel of a code, `[dims, positions]`.
+/// Takes the next row, the query by channel of a code, `[dims, positions]`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-fn push_planes(keys: &mut Keys, planes: &[f32], entries: &[[f32; CODES]]) {
+fn push_planes(keys: &mut TableKeys, planes: &[f32], entries: &[[f32; CODES]]) {
     let (positions, index) = (keys.positions, keys.units.len());
     // By pair of quads the least score of each position, then how far it is to the largest.
     let mut ends = vec![[0f32; 2 * PAIR]; positions / PAIR];
     let mut largest = _mm256_setzero_ps();
     let mut base = 0.0;
     for (at, ends) in (0..).step_by(PAIR).zip(&mut ends) {
-        let [least, reach] = ends_of(&planes[at..], (positions, entries));
+        let [least, reach] = ends_of(&planes[at..], positions, entries);
         largest = _mm256_max_ps(largest, reach);
         // SAFETY: twice eight values.
         unsafe {
@@ -77,7 +82,7 @@ fn push_planes(keys: &mut Keys, planes: &[f32], entries: &[[f32; CODES]]) {
     if !some {
         return;
     }
-    let entries: Vec<__m512> = entries.iter().map(|entries| load(entries)).collect();
+    let entries: Vec<__m512> = entries.iter().map(|entries| load_entries(entries)).collect();
     for (pair, ends) in ends.iter().enumerate() {
         let (factors, inverses) = factors_of(&ends[PAIR..], 1.0 / unit);
         for place in 0..PAIR {
@@ -98,10 +103,10 @@ fn push_planes(keys: &mut Keys, planes: &[f32], entries: &[[f32; CODES]]) {
     }
 }
 
-/// What the codes of eight positions score at least, and how far that is from the most.
+/// The least scores of the codes of eight positions, and how far those are from the most.
 #[inline]
 #[target_feature(enable = "avx512f,avx512vl")]
-fn ends_of(planes: &[f32], (stride, entries): (usize, &[[f32; CODES]])) -> [__m256; 2] {
+fn ends_of(planes: &[f32], stride: usize, entries: &[[f32; CODES]]) -> [__m256; 2] {
     let mut scores = [_mm256_setzero_ps(); CODES];
     for (d, entries) in entries.iter().enumerate() {
         let channels = &planes[d * stride..][..PAIR];
@@ -136,14 +141,19 @@ fn factors_of(reach: &[f32], of_unit: f32) -> ([u8; PAIR], [f32; PAIR]) {
 /// A value for each code.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn load(entries: &[f32; CODES]) -> __m512 {
+fn load_entries(entries: &[f32; CODES]) -> __m512 {
     // SAFETY: sixteen values.
     unsafe { _mm512_loadu_ps(entries.as_ptr()) }
 }
 
 /// Writes the scores of some rows of `keys`, [`SPAN`] apart. Only where there is AVX-512 are there
 /// any.
-pub(super) fn scores(codes: TileCodes<'_>, keys: &Keys, rows: Range<usize>, out: &mut [f32]) {
+pub(super) fn sum_tables(
+    codes: TileCodes<'_>,
+    keys: &TableKeys,
+    rows: Range<usize>,
+    out: &mut [f32],
+) {
     let quads = codes.per_row / QUAD;
     let tile_bytes = STEP * quads / 2;
     let tiles = codes.bytes.len() / tile_bytes;
@@ -157,42 +167,42 @@ pub(super) fn scores(codes: TileCodes<'_>, keys: &Keys, rows: Range<usize>, out:
     let bytes = codes.bytes.chunks(TILES * tile_bytes);
     let calls = bytes.len();
     for (call, bytes) in bytes.enumerate() {
-        let ahead = codes.ahead.share(call, calls);
-        let codes = Codes { bytes, steps: quads / 2, ahead };
+        let prefetch = codes.prefetch.share_of(call, calls);
+        let codes = StepCodes { bytes, steps: quads / 2, prefetch };
         let out = &mut out[call * TILES * TILE..];
         // SAFETY: lengths are as asserted, and who made the tables knows of the instructions.
         unsafe {
             if bytes.len() > tile_bytes {
-                by_rows!(some, rows.len(), 2, (codes, keys, rows.start, out));
+                by_rows!(score_some_tiles, rows.len(), 2, (codes, keys, rows.start, out));
             } else {
-                by_rows!(some, rows.len(), 1, (codes, keys, rows.start, out));
+                by_rows!(score_some_tiles, rows.len(), 1, (codes, keys, rows.start, out));
             }
         }
     }
 }
 
 /// Codes of a few tiles, each `steps` times [`STEP`] bytes.
-struct Codes<'a> {
+struct StepCodes<'a> {
     bytes: &'a [u8],
     steps: usize,
-    ahead: Ahead<'a>,
+    prefetch: PrefetchBytes<'a>,
 }
 
 /// Rows from `first` on over `T` tiles.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
-unsafe fn some<const R: usize, const T: usize>(
-    codes: Codes<'_>,
-    keys: &Keys,
+unsafe fn score_some_tiles<const R: usize, const T: usize>(
+    codes: StepCodes<'_>,
+    keys: &TableKeys,
     first: usize,
     out: &mut [f32],
 ) {
-    let Codes { bytes, steps, ahead } = codes;
-    let mut soon = ahead.steps(steps);
+    let StepCodes { bytes, steps, prefetch } = codes;
+    let mut prefetch = prefetch.in_steps(steps);
     let places = _mm512_set1_epi32(0x3020_1000);
     let low = _mm512_set1_epi8(0x0F);
     let mut sums = [[[_mm512_setzero_si512(); HALVES]; T]; R];
     for step in 0..steps {
-        soon.ask();
+        prefetch.next_step();
         let mut loaded = [[low; HALVES]; T];
         for tile in 0..T {
             for half in 0..HALVES {

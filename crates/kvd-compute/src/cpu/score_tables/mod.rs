@@ -8,9 +8,10 @@ pub(super) mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx512;
 
-use crate::cpu::dots::{TileCodes, wants_bytes};
-use crate::cpu::scores::Scores;
-use crate::cpu::simd::{How, InstructionSet, Precision, Simd};
+use crate::cpu::int_dot::{TileCodes, wants_bytes};
+use crate::cpu::row_block::RowBlock;
+use crate::cpu::simd::{InstructionSet, KernelConfig, Precision, Simd};
+use crate::cpu::span_scores::SpanScores;
 use kvd_codec::HeadCodec;
 
 /// Codes of a position.
@@ -28,50 +29,59 @@ pub(super) const ROWS: usize = 4;
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "no kernel reads it"))]
 #[derive(Clone)]
 #[repr(align(64))]
-pub(super) struct Tables(pub(super) [[u8; CODES]; QUAD]);
+pub(super) struct QuadTables(pub(super) [[u8; CODES]; QUAD]);
 
 /// Queries of a unit as score tables.
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "no kernel reads it"))]
-pub(crate) struct Keys {
+pub(crate) struct TableKeys {
     /// Positions of a row.
     pub(super) positions: usize,
     pub(super) rows: usize,
     /// By quad of positions and row.
-    pub(super) tables: Vec<Tables>,
+    pub(super) tables: Vec<QuadTables>,
     /// By quad and row, how many units of the row one of a position's bytes is; in AVX2 those of
     /// positions that share bytes are side by side.
     pub(super) factors: Vec<[u8; QUAD]>,
     /// By row.
     pub(super) units: Vec<f32>,
-    /// What the least scores of all positions come to, by row.
+    /// The sum of the least scores of all positions, by row.
     pub(super) bases: Vec<f32>,
 }
 
-impl Keys {
+impl TableKeys {
     /// Takes folded queries `[rows, dim]`; `None` where products must do.
-    pub(crate) fn of_codebook(how: How, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
+    pub(crate) fn of_codebook(
+        config: KernelConfig,
+        side: &HeadCodec,
+        queries: &[f32],
+    ) -> Option<Self> {
         let vq = side.vq().filter(|vq| vq.stages() == 1 && !vq.is_grouped())?;
         let book = vq.stage_codebook(0, 0);
         // Decoded entropy codes are a byte each, and AVX-VNNI multiplies the bytes of entries in
         // fewer operations than AVX2 takes to look up what they add.
-        if side.stream_runs().is_some() || how.0.has_avx_vnni() {
+        if side.stream_runs().is_some() || config.simd.has_avx_vnni() {
             return None;
         }
-        Self::new(how, (queries, side.dim()), (book.entries(), book.dim()))
+        let queries = RowBlock { values: queries, dim: side.dim() };
+        Self::new(config, queries, RowBlock { values: book.entries(), dim: book.dim() })
     }
 
-    /// The same where each channel has a code, of a level.
-    pub(crate) fn of_levels(how: How, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
-        let levels = side.lloyd_levels().filter(|_| side.stream_runs().is_none())?;
-        Self::new(how, (queries, side.dim()), (levels, 1))
-    }
-
-    /// Of queries `[rows, dim]` and what codes stand for, `[codes, dims]`.
-    fn new(
-        (simd, precision): How,
-        (queries, dim): (&[f32], usize),
-        (entries, dims): (&[f32], usize),
+    /// Takes folded queries `[rows, dim]` where each channel has a code, of a level.
+    pub(crate) fn of_levels(
+        config: KernelConfig,
+        side: &HeadCodec,
+        queries: &[f32],
     ) -> Option<Self> {
+        let levels = side.lloyd_levels().filter(|_| side.stream_runs().is_none())?;
+        let queries = RowBlock { values: queries, dim: side.dim() };
+        Self::new(config, queries, RowBlock { values: levels, dim: 1 })
+    }
+
+    /// Takes queries `[rows, dim]` and the entries of codes, `[codes, dims]`.
+    fn new(config: KernelConfig, queries: RowBlock<'_>, entries: RowBlock<'_>) -> Option<Self> {
+        let KernelConfig { simd, precision } = config;
+        let RowBlock { values: queries, dim } = queries;
+        let RowBlock { values: entries, dim: dims } = entries;
         let (rows, positions) = (queries.len() / dim, dim / dims);
         let fits = has_kernel(simd) && !wants_bytes(simd, rows);
         // Two quads share bytes.
@@ -83,7 +93,7 @@ impl Keys {
         let mut keys = Self {
             positions,
             rows,
-            tables: vec![Tables([[0; CODES]; QUAD]); count],
+            tables: vec![QuadTables([[0; CODES]; QUAD]); count],
             factors: vec![[1; QUAD]; count],
             units: Vec::with_capacity(rows),
             bases: Vec::with_capacity(rows),
@@ -92,9 +102,9 @@ impl Keys {
         let entries: Vec<[f32; CODES]> = (0..dims).map(channel).collect();
         #[cfg(target_arch = "x86_64")]
         for query in queries.chunks_exact(dim) {
-            match simd.set() {
-                InstructionSet::Avx2 => avx2::push(simd, &mut keys, query, &entries),
-                _ => avx512::push(simd, &mut keys, query, &entries),
+            match simd.vector_set() {
+                InstructionSet::Avx2 => avx2::push_query(simd, &mut keys, query, &entries),
+                _ => avx512::push_query(simd, &mut keys, query, &entries),
             }
         }
         #[cfg(not(target_arch = "x86_64"))]
@@ -103,16 +113,22 @@ impl Keys {
     }
 
     /// Scores all rows against a few tiles of codes.
-    pub(crate) fn tiles(&self, simd: Simd, codes: TileCodes<'_>, tile: usize, scores: &mut Scores) {
+    pub(crate) fn score_tiles(
+        &self,
+        simd: Simd,
+        codes: TileCodes<'_>,
+        tile: usize,
+        scores: &mut SpanScores,
+    ) {
         assert!(has_kernel(simd), "score tables: instruction set");
         assert_eq!((codes.width, codes.per_row), (WIDTH, self.positions), "score tables: codes");
         for first in (0..self.rows).step_by(ROWS) {
             let rows = first..self.rows.min(first + ROWS);
             let out = scores.rows_mut(first, tile);
             #[cfg(target_arch = "x86_64")]
-            match simd.set() {
-                InstructionSet::Avx2 => avx2::scores(codes, self, rows, out),
-                _ => avx512::scores(codes, self, rows, out),
+            match simd.vector_set() {
+                InstructionSet::Avx2 => avx2::sum_tables(codes, self, rows, out),
+                _ => avx512::sum_tables(codes, self, rows, out),
             }
             #[cfg(not(target_arch = "x86_64"))]
             let _ = (codes, rows, out);
@@ -122,14 +138,14 @@ impl Keys {
 
 /// Whether scores are looked up with that instruction set.
 fn has_kernel(simd: Simd) -> bool {
-    matches!(simd.set(), InstructionSet::Avx2 | InstructionSet::Avx512)
+    matches!(simd.vector_set(), InstructionSet::Avx2 | InstructionSet::Avx512)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::ahead::Ahead;
-    use crate::cpu::scores::{SPAN, TILE};
+    use crate::cpu::prefetch::PrefetchBytes;
+    use crate::cpu::span_scores::{SPAN, TILE};
 
     /// Positions: a few, and more than AVX2 sums up in 16 bits, with a rest.
     const POSITIONS: [usize; 3] = [24, 80, 128];
@@ -142,15 +158,16 @@ mod tests {
     /// Levels that have score tables.
     fn levels() -> impl Iterator<Item = Simd> {
         let sets = [InstructionSet::Avx2, InstructionSet::Avx512];
-        sets.into_iter().filter_map(Simd::of)
+        sets.into_iter().filter_map(Simd::of_set)
     }
 
     /// Tables of rows of waves, beside what they stand for.
-    fn filled(simd: Simd, rows: usize, positions: usize) -> (Keys, Vec<f32>, Vec<f32>) {
+    fn filled(simd: Simd, rows: usize, positions: usize) -> (TableKeys, Vec<f32>, Vec<f32>) {
         let queries: Vec<f32> = (0..rows * positions * DIMS).map(wave).collect();
         let entries: Vec<f32> = (0..CODES * DIMS).map(|i| wave(i * i + 3)).collect();
-        let how = (simd, Precision::Int8);
-        let keys = Keys::new(how, (&queries, positions * DIMS), (&entries, DIMS));
+        let config = KernelConfig { simd, precision: Precision::Int8 };
+        let rows = RowBlock { values: &queries, dim: positions * DIMS };
+        let keys = TableKeys::new(config, rows, RowBlock { values: &entries, dim: DIMS });
         (keys.expect("tables"), queries, entries)
     }
 
@@ -178,14 +195,14 @@ mod tests {
         let shapes = levels().flat_map(|simd| shapes.clone().map(move |shape| (simd, shape)));
         for (simd, ((rows, tiles), positions)) in shapes {
             let (mut keys, ..) = filled(simd, rows, positions);
-            let (bytes, mut scores) = (codes(tiles, positions), Scores::new(rows));
+            let (bytes, mut scores) = (codes(tiles, positions), SpanScores::new(rows));
             let of_tiles = TileCodes {
                 bytes: &bytes,
                 width: WIDTH,
                 per_row: positions,
-                ahead: Ahead::default(),
+                prefetch: PrefetchBytes::default(),
             };
-            keys.tiles(simd, of_tiles, 4 - tiles, &mut scores);
+            keys.score_tiles(simd, of_tiles, 4 - tiles, &mut scores);
             for (row, token) in (0..rows).flat_map(|row| (0..SPAN).map(move |t| (row, t))) {
                 let Some(at) = token.checked_sub((4 - tiles) * TILE) else {
                     assert_eq!(scores.row(row)[token], 0.0);
@@ -208,9 +225,14 @@ mod tests {
     fn scores_are_those_of_products() {
         for (simd, positions) in levels().flat_map(|simd| POSITIONS.map(|p| (simd, p))) {
             let (keys, queries, entries) = filled(simd, 4, positions);
-            let (bytes, mut scores) = (codes(2, positions), Scores::new(4));
-            let (width, per_row, ahead) = (WIDTH, positions, Ahead::default());
-            keys.tiles(simd, TileCodes { bytes: &bytes, width, per_row, ahead }, 0, &mut scores);
+            let (bytes, mut scores) = (codes(2, positions), SpanScores::new(4));
+            let (width, per_row, prefetch) = (WIDTH, positions, PrefetchBytes::default());
+            keys.score_tiles(
+                simd,
+                TileCodes { bytes: &bytes, width, per_row, prefetch },
+                0,
+                &mut scores,
+            );
             let (mut off, mut all) = (0f64, 0f64);
             for (row, token) in (0..4).flat_map(|row| (0..2 * TILE).map(move |t| (row, t))) {
                 let product = |i: usize| {
@@ -228,8 +250,8 @@ mod tests {
     }
 
     /// How many units a position's byte is.
-    fn factor(simd: Simd, keys: &mut Keys, row: usize, position: usize) -> u8 {
-        match simd.set() {
+    fn factor(simd: Simd, keys: &mut TableKeys, row: usize, position: usize) -> u8 {
+        match simd.vector_set() {
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx2 => *avx2::factor_of(keys, row, position),
             _ => keys.factors[position / QUAD * keys.rows + row][position % QUAD],
@@ -238,14 +260,16 @@ mod tests {
 
     #[test]
     fn factors_of_positions_that_are_summed_together_fit() {
-        let Some(simd) = Simd::of(InstructionSet::Avx2) else { return };
+        let Some(simd) = Simd::of_set(InstructionSet::Avx2) else { return };
         let (positions, some) = (128, 16);
         for (seed, gain) in (0..50).flat_map(|seed| [1.0, 30.0, 1e6].map(|gain| (seed, gain))) {
             let mut queries: Vec<f32> = (0..positions).map(|i| wave(i * (seed + 1))).collect();
             queries[seed] *= gain;
             let levels: Vec<f32> = (0..CODES).map(|i| wave(i * i + seed)).collect();
-            let how = (simd, Precision::Int8);
-            let mut keys = Keys::new(how, (&queries, positions), (&levels, 1)).unwrap();
+            let config = KernelConfig { simd, precision: Precision::Int8 };
+            let rows = RowBlock { values: &queries, dim: positions };
+            let levels = RowBlock { values: &levels, dim: 1 };
+            let mut keys = TableKeys::new(config, rows, levels).unwrap();
             let mut factor = |position| u32::from(factor(simd, &mut keys, 0, position));
             for first in (0..positions / 2).step_by(some) {
                 let low: u32 = (first..first + some).map(&mut factor).sum();
@@ -260,7 +284,9 @@ mod tests {
     fn queries_of_nothing_score_nothing_and_others_are_no_tables() {
         let new = |simd, precision, query: f32, positions: usize| {
             let queries = vec![query; positions];
-            Keys::new((simd, precision), (&queries, positions), (&[0.5; CODES], 1))
+            let queries = RowBlock { values: &queries, dim: positions };
+            let levels = RowBlock { values: &[0.5; CODES], dim: 1 };
+            TableKeys::new(KernelConfig { simd, precision }, queries, levels)
         };
         for simd in levels() {
             let keys = new(simd, Precision::Int8, 0.0, 8).unwrap();
@@ -272,6 +298,6 @@ mod tests {
             assert!(new(simd, Precision::Int8, 1.0, 4).is_none());
             assert!(new(simd, Precision::Fast, 1.0, 8).is_none());
         }
-        assert!(new(Simd::available()[0], Precision::Int8, 1.0, 8).is_none());
+        assert!(new(Simd::available_levels()[0], Precision::Int8, 1.0, 8).is_none());
     }
 }

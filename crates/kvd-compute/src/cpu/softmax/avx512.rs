@@ -5,13 +5,13 @@
 //! hold; pointers stay inside.
 #![allow(unsafe_code)] // Masked loads and stores of checked rows.
 
-use crate::cpu::lanes::Lanes;
-use crate::cpu::lanes::x86::{A512, mask_512};
-use crate::cpu::scores::SPAN;
 use crate::cpu::simd::{InstructionSet, Simd};
+use crate::cpu::simd_vector::SimdVector;
+use crate::cpu::simd_vector::x86::{Avx512Vector, mask_512};
 use crate::cpu::softmax::{
-    LANES, LEAST, LN2_HIGH, LN2_LOW, MAGIC, ROWS, SCORE_MAX, SERIES, Seen, Sums,
+    LANES, LEAST, LN2_HIGH, LN2_LOW, MAGIC, ROWS, SCORE_MAX, SERIES, SeenScores, WeightSums,
 };
+use crate::cpu::span_scores::SPAN;
 use std::arch::x86_64::*;
 
 /// Calls `$f::<rows>`.
@@ -28,31 +28,36 @@ macro_rules! by_rows {
 }
 
 /// Where the first tokens of the rows are, and how many rows and tokens.
-fn checked(seen: Seen<'_>) -> (*mut f32, usize, usize) {
-    let Seen { rows, tokens } = seen;
+fn check_seen(seen: SeenScores<'_>) -> (*mut f32, usize, usize) {
+    let SeenScores { rows, tokens } = seen;
     let count = rows.len() / SPAN;
     assert!(tokens.start <= tokens.end && tokens.end <= SPAN, "softmax: tokens");
     assert!((1..=ROWS).contains(&count), "softmax: rows");
     (rows[tokens.start..].as_mut_ptr(), count, tokens.len())
 }
 
-/// As `softmax::finish` without a cap.
-pub(super) fn finish(simd: Simd, seen: Seen<'_>, offsets: &[f32], maxima: &mut [f32]) {
-    assert_eq!(simd.set(), InstructionSet::Avx512, "softmax: instruction set");
+/// As `softmax::finish_scores` without a cap.
+pub(super) fn finish_scores(simd: Simd, seen: SeenScores<'_>, offsets: &[f32], maxima: &mut [f32]) {
+    assert_eq!(simd.vector_set(), InstructionSet::Avx512, "softmax: instruction set");
     // SAFETY: a `Simd` of this set exists only where the CPU has it.
     unsafe { finish_512(seen, offsets, maxima) }
 }
 
-/// As `softmax::weigh`.
-pub(super) fn weigh(simd: Simd, seen: Seen<'_>, maxima: &[f32; ROWS], sums: &mut Sums) {
-    assert_eq!(simd.set(), InstructionSet::Avx512, "softmax: instruction set");
+/// As `softmax::weigh_scores`.
+pub(super) fn weigh_scores(
+    simd: Simd,
+    seen: SeenScores<'_>,
+    maxima: &[f32; ROWS],
+    sums: &mut WeightSums,
+) {
+    assert_eq!(simd.vector_set(), InstructionSet::Avx512, "softmax: instruction set");
     // SAFETY: as above.
     unsafe { weigh_512(seen, maxima, sums) }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
-fn finish_512(seen: Seen<'_>, offsets: &[f32], maxima: &mut [f32]) {
-    let (scores, count, tokens) = checked(seen);
+fn finish_512(seen: SeenScores<'_>, offsets: &[f32], maxima: &mut [f32]) {
+    let (scores, count, tokens) = check_seen(seen);
     assert!(offsets.len() == count && maxima.len() >= count, "softmax: offsets");
     // SAFETY: rows of `SPAN` hold the tokens.
     let largest = unsafe { by_rows!(finish_rows, count, (scores, tokens, offsets)) };
@@ -60,8 +65,8 @@ fn finish_512(seen: Seen<'_>, offsets: &[f32], maxima: &mut [f32]) {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
-fn weigh_512(seen: Seen<'_>, maxima: &[f32; ROWS], sums: &mut Sums) {
-    let (scores, count, tokens) = checked(seen);
+fn weigh_512(seen: SeenScores<'_>, maxima: &[f32; ROWS], sums: &mut WeightSums) {
+    let (scores, count, tokens) = check_seen(seen);
     // SAFETY: four values of four.
     let largest = exp(_mm512_castps128_ps512(unsafe { _mm_loadu_ps(sums.largest.as_ptr()) }));
     // SAFETY: as above.
@@ -95,7 +100,7 @@ unsafe fn finish_rows<const R: usize>(
         }
     }
     // SAFETY: registers alone.
-    unsafe { A512::maxima(largest) }
+    unsafe { Avx512Vector::lane_maxima(largest) }
 }
 
 #[inline]
@@ -119,7 +124,7 @@ unsafe fn weigh_rows<const R: usize>(
         }
     }
     // SAFETY: registers alone.
-    unsafe { A512::sums(sums) }
+    unsafe { Avx512Vector::lane_sums(sums) }
 }
 
 /// As `softmax::exp`, lane by lane.

@@ -3,10 +3,10 @@
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx512;
 
-use crate::cpu::scores::SPAN;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::simd::InstructionSet;
 use crate::cpu::simd::{Simd, per_level};
+use crate::cpu::span_scores::SPAN;
 use std::ops::Range;
 
 /// Scores are kept finite. One that leaves f32 on the way, be it as NaN, as infinity or as its
@@ -50,23 +50,23 @@ fn exp(x: f32) -> f32 {
 /// Rows that are weighed at once.
 pub(super) const ROWS: usize = 4;
 
-/// What weights of some rows come to.
+/// Sums and largest weights of some rows.
 #[derive(Default)]
-pub(super) struct Sums {
+pub(super) struct WeightSums {
     pub(super) weights: [f32; ROWS],
     /// How far the largest score lies from the maximum; then the largest weight.
     pub(super) largest: [f32; ROWS],
 }
 
 /// The scores of at most [`ROWS`] rows that see the same tokens.
-pub(super) struct Seen<'a> {
-    /// Those of [`Scores`](crate::cpu::scores::Scores), from the first row on.
+pub(super) struct SeenScores<'a> {
+    /// Scores of a [`SpanScores`](crate::cpu::span_scores::SpanScores), from the first row on.
     pub(super) rows: &'a mut [f32],
     pub(super) tokens: Range<usize>,
 }
 
-impl Seen<'_> {
-    fn rows(&mut self) -> impl Iterator<Item = &mut [f32]> {
+impl SeenScores<'_> {
+    fn each_row(&mut self) -> impl Iterator<Item = &mut [f32]> {
         let tokens = self.tokens.clone();
         let rows = self.rows.as_chunks_mut::<SPAN>().0.iter_mut();
         rows.map(move |row| &mut row[tokens.clone()])
@@ -75,38 +75,45 @@ impl Seen<'_> {
 
 /// Adds each row's offset, applies the soft cap, brings scores into range, and finds the largest of
 /// each row.
-pub(super) fn finish(
+pub(super) fn finish_scores(
     simd: Simd,
-    seen: Seen<'_>,
+    seen: SeenScores<'_>,
     offsets: &[f32],
     cap: Option<f32>,
     maxima: &mut [f32],
 ) {
     #[cfg(target_arch = "x86_64")]
-    if simd.set() == InstructionSet::Avx512 && cap.is_none() {
-        return avx512::finish(simd, seen, offsets, maxima);
+    if simd.vector_set() == InstructionSet::Avx512 && cap.is_none() {
+        return avx512::finish_scores(simd, seen, offsets, maxima);
     }
     finish_any(simd, seen, offsets, cap, maxima);
 }
 
 /// Turns scores into `exp(score - maximum)` of their row, and sums them.
-pub(super) fn weigh(simd: Simd, seen: Seen<'_>, maxima: &[f32; ROWS], sums: &mut Sums) {
+pub(super) fn weigh_scores(
+    simd: Simd,
+    seen: SeenScores<'_>,
+    maxima: &[f32; ROWS],
+    sums: &mut WeightSums,
+) {
     #[cfg(target_arch = "x86_64")]
-    if simd.set() == InstructionSet::Avx512 {
-        return avx512::weigh(simd, seen, maxima, sums);
+    if simd.vector_set() == InstructionSet::Avx512 {
+        return avx512::weigh_scores(simd, seen, maxima, sums);
     }
     weigh_any(simd, seen, maxima, sums);
 }
 
 per_level!(
-    fn finish_any(seen: Seen<'_>, offsets: &[f32], cap: Option<f32>, maxima: &mut [f32])
+    fn finish_any(seen: SeenScores<'_>, offsets: &[f32], cap: Option<f32>, maxima: &mut [f32])
         = finish_body
 );
-per_level!(fn weigh_any(seen: Seen<'_>, maxima: &[f32; ROWS], sums: &mut Sums) = weigh_body);
+per_level!(
+    fn weigh_any(seen: SeenScores<'_>, maxima: &[f32; ROWS], sums: &mut WeightSums) = weigh_body
+);
 
 #[inline(always)]
-fn finish_body(mut seen: Seen<'_>, offsets: &[f32], cap: Option<f32>, maxima: &mut [f32]) {
-    for ((scores, offset), maximum) in seen.rows().zip(offsets).zip(maxima) {
+fn finish_body(mut seen: SeenScores<'_>, offsets: &[f32], cap: Option<f32>, maxima: &mut [f32]) {
+    for ((scores, offset), maximum) in seen.each_row().zip(offsets).zip(maxima) {
         let mut offset = *offset;
         if let Some(cap) = cap {
             for score in scores.iter_mut() {
@@ -121,32 +128,32 @@ fn finish_body(mut seen: Seen<'_>, offsets: &[f32], cap: Option<f32>, maxima: &m
         let (chunks, rest) = scores.as_chunks_mut::<LANES>();
         for chunk in chunks {
             for (score, largest) in chunk.iter_mut().zip(&mut largest) {
-                *score = bounded(*score + offset);
+                *score = clamp_score(*score + offset);
                 *largest = if *score > *largest { *score } else { *largest };
             }
         }
         for (score, largest) in rest.iter_mut().zip(&mut largest) {
-            *score = bounded(*score + offset);
+            *score = clamp_score(*score + offset);
             *largest = if *score > *largest { *score } else { *largest };
         }
-        *maximum = combined(largest, |a, b| if a > b { a } else { b });
+        *maximum = combine_lanes(largest, |a, b| if a > b { a } else { b });
     }
 }
 
 /// NaN and what is out of range, either way, become the largest score: see [`SCORE_MAX`].
 #[inline(always)]
-fn bounded(score: f32) -> f32 {
+fn clamp_score(score: f32) -> f32 {
     if score.abs() < SCORE_MAX { score } else { SCORE_MAX }
 }
 
 #[inline(always)]
-fn weigh_body(mut seen: Seen<'_>, maxima: &[f32; ROWS], sums: &mut Sums) {
+fn weigh_body(mut seen: SeenScores<'_>, maxima: &[f32; ROWS], sums: &mut WeightSums) {
     // A whole register of them: one by one each would wait for itself.
     let mut largest = [0f32; LANES];
     largest[..ROWS].copy_from_slice(&sums.largest);
     largest.iter_mut().for_each(|largest| *largest = exp(*largest));
     sums.largest.copy_from_slice(&largest[..ROWS]);
-    for ((scores, maximum), sum) in seen.rows().zip(maxima).zip(&mut sums.weights) {
+    for ((scores, maximum), sum) in seen.each_row().zip(maxima).zip(&mut sums.weights) {
         let mut lanes = [0f32; LANES];
         let (chunks, rest) = scores.as_chunks_mut::<LANES>();
         for chunk in chunks {
@@ -159,13 +166,13 @@ fn weigh_body(mut seen: Seen<'_>, maxima: &[f32; ROWS], sums: &mut Sums) {
             *score = exp(*score - maximum);
             *sum += *score;
         }
-        *sum = combined(lanes, |a, b| a + b);
+        *sum = combine_lanes(lanes, |a, b| a + b);
     }
 }
 
 /// Combines lanes in the order of `Lanes::sums`, without a chain of sixteen.
 #[inline(always)]
-fn combined(lanes: [f32; LANES], combine: impl Fn(f32, f32) -> f32) -> f32 {
+fn combine_lanes(lanes: [f32; LANES], combine: impl Fn(f32, f32) -> f32) -> f32 {
     let four = |first: usize| {
         let even = combine(lanes[first], lanes[first + 2]);
         combine(even, combine(lanes[first + 1], lanes[first + 3]))
@@ -197,23 +204,24 @@ mod tests {
     #[test]
     fn every_level_gives_the_same_bits() {
         let run = |simd: Simd, count: usize, cap, tokens: Range<usize>| {
-            let (mut scores, mut maxima, mut sums) = (waves(count), [0.0; ROWS], Sums::default());
+            let (mut scores, mut maxima, mut sums) =
+                (waves(count), [0.0; ROWS], WeightSums::default());
             for (at, odd) in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 3e38].iter().enumerate() {
                 scores[at * SPAN % (count * SPAN) + 5 + 17 * at] = *odd;
             }
             let offsets = &[0.25, -3.0, 0.0, 1.5][..count];
-            let seen = Seen { rows: &mut scores[..], tokens: tokens.clone() };
-            finish(simd, seen, offsets, cap, &mut maxima);
+            let seen = SeenScores { rows: &mut scores[..], tokens: tokens.clone() };
+            finish_scores(simd, seen, offsets, cap, &mut maxima);
             sums.largest = [-0.5, 0.0, -3.0, -88.0];
-            weigh(simd, Seen { rows: &mut scores[..], tokens }, &maxima, &mut sums);
+            weigh_scores(simd, SeenScores { rows: &mut scores[..], tokens }, &maxima, &mut sums);
             let sums = sums.weights.into_iter().chain(sums.largest);
             let bits = maxima.into_iter().chain(sums).chain(scores).map(f32::to_bits);
             bits.collect::<Vec<_>>()
         };
         for (count, cap) in (1..=ROWS).flat_map(|count| [None, Some(5.0)].map(|cap| (count, cap))) {
             for tokens in [2..77, 0..SPAN, 5..6, 16..64] {
-                let portable = run(Simd::available()[0], count, cap, tokens.clone());
-                for simd in Simd::available() {
+                let portable = run(Simd::available_levels()[0], count, cap, tokens.clone());
+                for simd in Simd::available_levels() {
                     let bits = run(simd, count, cap, tokens.clone());
                     assert_eq!(bits, portable, "{simd:?} {count} {tokens:?}");
                 }
@@ -224,10 +232,16 @@ mod tests {
     #[test]
     fn rows_are_weighed_apart_and_others_left_alone() {
         let (before, mut scores) = (waves(ROWS), waves(ROWS));
-        let (mut maxima, mut sums) = ([0.0; ROWS], Sums::default());
-        let simd = Simd::detect();
-        finish(simd, Seen { rows: &mut scores, tokens: 2..77 }, &[0.0; ROWS], None, &mut maxima);
-        weigh(simd, Seen { rows: &mut scores, tokens: 2..77 }, &maxima, &mut sums);
+        let (mut maxima, mut sums) = ([0.0; ROWS], WeightSums::default());
+        let simd = Simd::detect_widest();
+        finish_scores(
+            simd,
+            SeenScores { rows: &mut scores, tokens: 2..77 },
+            &[0.0; ROWS],
+            None,
+            &mut maxima,
+        );
+        weigh_scores(simd, SeenScores { rows: &mut scores, tokens: 2..77 }, &maxima, &mut sums);
         for row in 0..ROWS {
             let (before, after) = (&before[row * SPAN..][..SPAN], &scores[row * SPAN..][..SPAN]);
             assert_eq!((&before[..2], &before[77..]), (&after[..2], &after[77..]));
@@ -241,7 +255,7 @@ mod tests {
     }
 
     fn ways() -> impl Iterator<Item = (Simd, Option<f32>)> {
-        Simd::available().into_iter().flat_map(|simd| [(simd, None), (simd, Some(5.0))])
+        Simd::available_levels().into_iter().flat_map(|simd| [(simd, None), (simd, Some(5.0))])
     }
 
     #[test]
@@ -250,8 +264,8 @@ mod tests {
             for odd in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -2e38, 3e38] {
                 let (mut scores, mut maxima) = ([0.0; SPAN], [0.0]);
                 scores[1] = odd;
-                let seen = Seen { rows: &mut scores, tokens: 0..20 };
-                finish(simd, seen, &[0.0], cap, &mut maxima);
+                let seen = SeenScores { rows: &mut scores, tokens: 0..20 };
+                finish_scores(simd, seen, &[0.0], cap, &mut maxima);
                 assert_eq!((maxima, scores[1]), ([SCORE_MAX], SCORE_MAX), "{simd:?} {odd}");
                 assert!(scores[2..].iter().all(|score| *score == 0.0));
             }

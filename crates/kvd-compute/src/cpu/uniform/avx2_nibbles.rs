@@ -4,38 +4,40 @@
 #![allow(unsafe_op_in_unsafe_fn, reason = "the whole of each body needs what its caller upholds")]
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
-use crate::cpu::dots::avx2::{cut_256, four};
-use crate::cpu::dots::avx512::for_planes;
-use crate::cpu::dots::{TileCodes, VECTOR_ROWS as ROWS};
-use crate::cpu::lanes::Lanes;
-use crate::cpu::lanes::x86::A256;
-use crate::cpu::scores::{SPAN, TILE};
+use crate::cpu::int_dot::avx2::{cut_256, load_four};
+use crate::cpu::int_dot::avx512::for_planes;
+use crate::cpu::int_dot::{TileCodes, VECTOR_ROWS as ROWS};
+use crate::cpu::int_operands::FoldScales;
+use crate::cpu::simd_vector::SimdVector;
+use crate::cpu::simd_vector::x86::Avx2Vector;
+use crate::cpu::span_scores::{SPAN, TILE};
 use crate::cpu::uniform::avx512_bf16::by_shape;
-use crate::cpu::uniform::nibbles::{BLOCK, Factors, Folded, Queries, RESIDUES, STEP, UNEVEN};
+use crate::cpu::uniform::nibbles::{
+    BLOCK, BlockQueries, FoldedBlock, KeyFactors, MiddleCode, RESIDUES, STEP, UNEVEN,
+};
 use std::arch::x86_64::*;
 
 /// Fours of channels of a block.
 const QUADS: usize = BLOCK / 4;
 
-/// Cuts queries times steps, f16 as minima are. Only in AVX2 are there such sides. Their
-/// middle is so many steps above the minimum, and that code.
+/// Cuts queries times steps, f16 as minima are. Only in AVX2 are there such sides.
 pub(super) fn fold_queries(
-    of: Queries<'_>,
-    (steps, minima): (&[u8], &[u8]),
-    around: (f32, f32),
-    to: Folded<'_>,
+    of: BlockQueries<'_>,
+    scales: FoldScales<'_>,
+    middle: MiddleCode,
+    to: FoldedBlock<'_>,
 ) {
+    let FoldScales { steps, minima } = scales;
     let (rows, n) = (of.rows, of.values.len() / of.rows);
     assert!((1..=ROWS).contains(&rows) && n.is_multiple_of(STEP), "nibbles: queries");
     assert!(of.values.len() == rows * n && of.scaled.len() == rows * n, "nibbles: rows");
     assert!(steps.len() == 2 * n && minima.len() == 2 * n, "nibbles: scales");
-    let room = [to.factors.len(), to.residues.len()];
-    assert_eq!(room, [rows * n; 2], "nibbles: factors");
+    let lens = [to.factors.len(), to.residues.len()];
+    assert_eq!(lens, [rows * n; 2], "nibbles: factors");
     let blocks = n / BLOCK * ROWS;
     assert!(of.largest.len() == blocks && to.units.len() == blocks, "nibbles: units");
-    let scales = (steps.as_ptr(), minima.as_ptr());
     // SAFETY: lengths are as asserted, and the instructions were detected.
-    unsafe { by_shape!(fold, rows, (of, scales, around, (n, to))) }
+    unsafe { by_shape!(fold_block, rows, (of, scales, middle, n, to)) }
 }
 
 /// The largest of 8 f16 that are not negative, in the first word.
@@ -63,13 +65,13 @@ unsafe fn largest_of_eights(at: *const u8) -> ([__m128; 2], u32) {
     let least = _mm_unpacklo_epi32(_mm_unpacklo_epi16(a, b), _mm_unpacklo_epi16(c, d));
     let (most, least) = (_mm_cvtph_ps(most), _mm_cvtph_ps(least));
     let uneven = _mm_cmpgt_ps(most, _mm_mul_ps(least, _mm_set1_ps(UNEVEN)));
-    (inverted(most), _mm_movemask_ps(uneven) as u32)
+    (with_reciprocals(most), _mm_movemask_ps(uneven) as u32)
 }
 
 /// Values, and their reciprocals; those of zero and of infinities are zero.
 #[inline]
 #[target_feature(enable = "avx2")]
-pub(super) fn inverted(values: __m128) -> [__m128; 2] {
+pub(super) fn with_reciprocals(values: __m128) -> [__m128; 2] {
     let some = _mm_and_ps(
         _mm_cmpgt_ps(values, _mm_set1_ps(1e-30)),
         _mm_cmplt_ps(values, _mm_set1_ps(f32::INFINITY)),
@@ -80,7 +82,7 @@ pub(super) fn inverted(values: __m128) -> [__m128; 2] {
 /// The first lane of 128 bits in all of the low half, the second in all of the high one.
 #[inline]
 #[target_feature(enable = "avx2")]
-pub(super) fn halves(two: __m128) -> __m256 {
+pub(super) fn spread_halves(two: __m128) -> __m256 {
     let lanes = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
     _mm256_permutevar8x32_ps(_mm256_castps128_ps256(two), lanes)
 }
@@ -88,20 +90,22 @@ pub(super) fn halves(two: __m128) -> __m256 {
 /// Bytes in order of four registers whose words were packed two by two, and those again.
 #[inline]
 #[target_feature(enable = "avx2")]
-pub(super) fn ordered(bytes: __m256i) -> __m256i {
+pub(super) fn order_bytes(bytes: __m256i) -> __m256i {
     _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7))
 }
 
 /// # Safety
 /// As `fold_queries` asserts, and there is AVX2.
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn fold<const R: usize>(
-    of: Queries<'_>,
-    (steps, minima): (*const u8, *const u8),
-    (centre, middle): (f32, f32),
-    (n, to): (usize, Folded<'_>),
+unsafe fn fold_block<const R: usize>(
+    of: BlockQueries<'_>,
+    scales: FoldScales<'_>,
+    middle: MiddleCode,
+    n: usize,
+    to: FoldedBlock<'_>,
 ) {
-    let centre = _mm256_set1_ps(centre);
+    let (steps, minima) = (scales.steps.as_ptr(), scales.minima.as_ptr());
+    let centre = _mm256_set1_ps(middle.steps);
     let (byte, word) = (_mm256_set1_epi8(1), _mm256_set1_epi16(1));
     let mut bases = [_mm256_setzero_ps(); ROWS];
     let (mut excess, mut more) = (_mm256_setzero_ps(), _mm_setzero_ps());
@@ -112,8 +116,8 @@ unsafe fn fold<const R: usize>(
         _mm_storeu_ps(inverses.as_mut_ptr(), inverse);
         let (mut folds, mut centres) = ([_mm256_setzero_ps(); 4], [_mm256_setzero_ps(); 4]);
         for i in 0..4 {
-            let step = A256::load_f16(steps.add(2 * at + 16 * i), 8);
-            let minimum = A256::load_f16(minima.add(2 * at + 16 * i), 8);
+            let step = Avx2Vector::load_f16(steps.add(2 * at + 16 * i), 8);
+            let minimum = Avx2Vector::load_f16(minima.add(2 * at + 16 * i), 8);
             folds[i] = _mm256_mul_ps(step, _mm256_set1_ps(inverses[i]));
             centres[i] = _mm256_fmadd_ps(step, centre, minimum);
         }
@@ -129,16 +133,16 @@ unsafe fn fold<const R: usize>(
                 bases[row] = _mm256_fmadd_ps(value, centres[i], bases[row]);
             }
             let words = [_mm256_packs_epi32(cut[0], cut[1]), _mm256_packs_epi32(cut[2], cut[3])];
-            let bytes = ordered(_mm256_packs_epi16(words[0], words[1]));
+            let bytes = order_bytes(_mm256_packs_epi16(words[0], words[1]));
             _mm256_storeu_si256(to.factors.as_mut_ptr().add(at).cast(), bytes);
             sums[row] = _mm256_madd_epi16(_mm256_maddubs_epi16(byte, bytes), word);
         }
         // Four rows of each block.
         let places = at / BLOCK * ROWS;
         let (from, units) = (of.largest.as_ptr().add(places), to.units.as_mut_ptr().add(places));
-        let first = _mm256_mul_ps(_mm256_loadu_ps(from), halves(most));
+        let first = _mm256_mul_ps(_mm256_loadu_ps(from), spread_halves(most));
         let most = _mm_movehl_ps(most, most);
-        let second = _mm256_mul_ps(_mm256_loadu_ps(from.add(8)), halves(most));
+        let second = _mm256_mul_ps(_mm256_loadu_ps(from.add(8)), spread_halves(most));
         _mm256_storeu_ps(units, first);
         _mm256_storeu_ps(units.add(8), second);
         excess = with_excess(excess, sums, [first, second]);
@@ -148,7 +152,7 @@ unsafe fn fold<const R: usize>(
             let at = at + BLOCK * i;
             to.uneven.push(at / BLOCK);
             let out = to.residues.as_mut_ptr().add(at);
-            let sums = residues::<R>((of.scaled.as_ptr().add(at), n), folds[i], out);
+            let sums = write_residues::<R>(of.scaled.as_ptr().add(at), n, folds[i], out);
             let unit = _mm_loadu_ps(to.units.as_ptr().add(at / BLOCK * ROWS));
             let unit = _mm_mul_ps(unit, _mm_set1_ps(1.0 / RESIDUES));
             more = _mm_fmadd_ps(sums, unit, more);
@@ -156,15 +160,16 @@ unsafe fn fold<const R: usize>(
     }
     let excess = _mm_add_ps(_mm256_castps256_ps128(excess), _mm256_extractf128_ps::<1>(excess));
     let excess = _mm_add_ps(excess, more);
-    let bases = _mm_loadu_ps(A256::sums(bases).as_ptr());
-    let bases = _mm_fnmadd_ps(excess, _mm_set1_ps(middle), bases);
+    let bases = _mm_loadu_ps(Avx2Vector::lane_sums(bases).as_ptr());
+    let bases = _mm_fnmadd_ps(excess, _mm_set1_ps(middle.code), bases);
     _mm_storeu_ps(to.bases.as_mut_ptr(), bases);
 }
 
 /// Adds a step's sums of factors, in their units: blocks by row, two of four rows in each unit.
 #[inline]
 #[target_feature(enable = "avx2,fma")]
-fn with_excess(excess: __m256, [a, b, c, d]: [__m256i; ROWS], units: [__m256; 2]) -> __m256 {
+fn with_excess(excess: __m256, sums: [__m256i; ROWS], units: [__m256; 2]) -> __m256 {
+    let [a, b, c, d] = sums;
     // A row's first and second block, then the next row's; third and fourth above.
     let two = [_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d)].map(|x| _mm256_cvtepi32_ps(x));
     let even = _mm256_shuffle_ps::<0b10_00_10_00>(two[0], two[1]);
@@ -180,8 +185,9 @@ fn with_excess(excess: __m256, [a, b, c, d]: [__m256i; ROWS], units: [__m256; 2]
 /// # Safety
 /// There is AVX2; pointers are to a block of each row.
 #[target_feature(enable = "avx2,fma")]
-unsafe fn residues<const R: usize>(
-    (scaled, n): (*const f32, usize),
+unsafe fn write_residues<const R: usize>(
+    scaled: *const f32,
+    n: usize,
     steps: __m256,
     out: *mut u8,
 ) -> __m128 {
@@ -197,11 +203,11 @@ unsafe fn residues<const R: usize>(
         let fours = [_mm256_extract_epi32::<0>(bytes), _mm256_extract_epi32::<4>(bytes)];
         out.add(row * n).cast::<[i32; 2]>().write_unaligned(fours);
     }
-    _mm_loadu_ps(A256::sums(sums).as_ptr())
+    _mm_loadu_ps(Avx2Vector::lane_sums(sums).as_ptr())
 }
 
 /// Writes the scores of a few rows of factors against a tile, rows [`SPAN`] apart.
-pub(super) fn keys(codes: TileCodes<'_>, factors: Factors<'_>, out: &mut [f32]) {
+pub(super) fn score_tile(codes: TileCodes<'_>, factors: KeyFactors<'_>, out: &mut [f32]) {
     let (rows, n) = (factors.bases.len(), codes.per_row);
     assert_eq!(codes.bytes.len(), codes.tile_bytes(), "nibbles: one tile");
     assert_eq!([factors.bytes.len(), factors.residues.len()], [rows * n; 2], "nibbles: factors");
@@ -214,18 +220,18 @@ pub(super) fn keys(codes: TileCodes<'_>, factors: Factors<'_>, out: &mut [f32]) 
 }
 
 /// # Safety
-/// As `keys` asserts, and there is AVX2.
+/// As `score_tile` asserts, and there is AVX2.
 #[target_feature(enable = "avx2,fma")]
 unsafe fn key_tile<const R: usize, const WIDTH: usize>(
     tile: TileCodes<'_>,
-    of: Factors<'_>,
+    of: KeyFactors<'_>,
     out: &mut [f32],
 ) {
-    let Factors { bytes: factors, units, bases, .. } = of;
+    let KeyFactors { bytes: factors, units, bases, .. } = of;
     // Groups of four codes that begin a byte, those of one plane.
     let (groups, n) = (tile.bytes.len() / 128, tile.per_row);
     let ones = _mm256_set1_epi16(1);
-    let mut soon = tile.ahead.steps(4 * groups / QUADS);
+    let mut prefetch = tile.prefetch.in_steps(4 * groups / QUADS);
     // Eight tokens at once: sums of four rows, narrow and wide, are eight registers of 16.
     for first_token in (0..TILE).step_by(8) {
         let mut sums = [_mm256_setzero_ps(); R];
@@ -233,7 +239,7 @@ unsafe fn key_tile<const R: usize, const WIDTH: usize>(
             sums[row] = _mm256_set1_ps(bases[row]);
         }
         for first in (0..groups).step_by(QUADS) {
-            soon.ask();
+            prefetch.next_step();
             macro_rules! plane {
                 ($plane:literal) => {
                     let quad = $plane * groups + first;
@@ -244,7 +250,7 @@ unsafe fn key_tile<const R: usize, const WIDTH: usize>(
                         let codes = _mm256_loadu_si256(tile.bytes.as_ptr().add(at).cast());
                         let codes = cut_256::<WIDTH>(codes, $plane * WIDTH);
                         for row in 0..R {
-                            let by = four(factors.as_ptr(), row * n + 4 * (quad + i));
+                            let by = load_four(factors.as_ptr(), row * n + 4 * (quad + i));
                             let products = _mm256_maddubs_epi16(codes, _mm256_set1_epi32(by));
                             words[row] = _mm256_add_epi16(words[row], products);
                         }
@@ -260,7 +266,7 @@ unsafe fn key_tile<const R: usize, const WIDTH: usize>(
             for_planes!(WIDTH, plane);
         }
         if !of.uneven.is_empty() {
-            add_residues::<R, WIDTH>((tile, first_token), of, &mut sums);
+            add_residues::<R, WIDTH>(tile, first_token, of, &mut sums);
         }
         for row in 0..R {
             let at = row * SPAN + first_token;
@@ -272,11 +278,12 @@ unsafe fn key_tile<const R: usize, const WIDTH: usize>(
 /// Adds to the scores of eight tokens what rounding took from factors of uneven blocks.
 ///
 /// # Safety
-/// As `keys` asserts, and there is AVX2.
+/// As `score_tile` asserts, and there is AVX2.
 #[target_feature(enable = "avx2,fma")]
 unsafe fn add_residues<const R: usize, const WIDTH: usize>(
-    (tile, first_token): (TileCodes<'_>, usize),
-    of: Factors<'_>,
+    tile: TileCodes<'_>,
+    first_token: usize,
+    of: KeyFactors<'_>,
     sums: &mut [__m256; R],
 ) {
     let (groups, n) = (tile.bytes.len() / 128, tile.per_row);
@@ -290,7 +297,7 @@ unsafe fn add_residues<const R: usize, const WIDTH: usize>(
             let codes = _mm256_loadu_si256(tile.bytes.as_ptr().add(at).cast());
             let codes = _mm256_and_si256(_mm256_srl_epi16(codes, down), mask);
             for row in 0..R {
-                let by = four(of.residues.as_ptr(), row * n + 4 * (quad + i));
+                let by = load_four(of.residues.as_ptr(), row * n + 4 * (quad + i));
                 let products = _mm256_maddubs_epi16(codes, _mm256_set1_epi32(by));
                 words[row] = _mm256_add_epi16(words[row], products);
             }

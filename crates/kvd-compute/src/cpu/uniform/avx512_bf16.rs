@@ -8,13 +8,14 @@
 #![allow(unsafe_op_in_unsafe_fn, reason = "the whole of each body needs what its caller upholds")]
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
-use crate::cpu::dots::avx512::for_planes;
-use crate::cpu::dots::{TileCodes, VECTOR_ROWS as ROWS};
-use crate::cpu::lanes::Lanes;
-use crate::cpu::lanes::x86::A512;
-use crate::cpu::scores::{SPAN, TILE};
-use crate::cpu::uniform::bf16::{CODES, LANES, Levels, STEP};
-use crate::cpu::uniform::minima::Weighted;
+use crate::cpu::int_dot::avx512::for_planes;
+use crate::cpu::int_dot::{TileCodes, VECTOR_ROWS as ROWS};
+use crate::cpu::int_operands::FoldScales;
+use crate::cpu::simd_vector::SimdVector;
+use crate::cpu::simd_vector::x86::Avx512Vector;
+use crate::cpu::span_scores::{SPAN, TILE};
+use crate::cpu::uniform::bf16::{Bf16Levels, CODES, LANES, STEP};
+use crate::cpu::uniform::minima::WeightedTokens;
 use std::arch::x86_64::*;
 
 /// Bytes of a register.
@@ -45,26 +46,29 @@ macro_rules! by_shape {
 pub(super) use by_shape;
 
 /// Writes queries (`[rows, n]`) times steps to `out`, and what minima add to `bases`. Only where
-/// there is AVX512-BF16 are there [`Levels`].
+/// there is AVX512-BF16 are there [`Bf16Levels`].
 pub(super) fn fold_queries(
-    (queries, bases): (&[f32], &mut [f32]),
-    (steps, minima): (&[u8], &[u8]),
-    levels: &Levels,
+    queries: &[f32],
+    bases: &mut [f32],
+    scales: FoldScales<'_>,
+    levels: &Bf16Levels,
     out: &mut [u16],
 ) {
+    let FoldScales { steps, minima } = scales;
     let rows = bases.len();
     let n = queries.len() / rows;
     assert!((1..=ROWS).contains(&rows) && n.is_multiple_of(STEP), "bf16: queries");
     assert!(steps.len() == 2 * n && minima.len() == 2 * n, "bf16: scales");
     assert_eq!(out.len(), queries.len(), "bf16: factors");
-    let from = (queries.as_ptr(), n);
-    let scales = (steps.as_ptr(), minima.as_ptr(), levels.middle);
+    let from = queries.as_ptr();
+    let scales =
+        ScalePointers { steps: steps.as_ptr(), minima: minima.as_ptr(), middle: levels.middle };
     let mut lanes = [[0f32; LANES]; ROWS];
-    let to = (out.as_mut_ptr(), lanes.as_mut_ptr());
+    let (to, to_bases) = (out.as_mut_ptr(), lanes.as_mut_ptr());
     // SAFETY: the instructions were detected, lengths are as asserted.
     let sums = unsafe {
-        by_shape!(fold, rows, (from, scales, n, to));
-        sums(&lanes)
+        by_shape!(fold_rows, rows, (from, n, scales, n, to, to_bases));
+        sum_rows(&lanes)
     };
     bases.copy_from_slice(&sums[..rows]);
 }
@@ -72,8 +76,16 @@ pub(super) fn fold_queries(
 /// # Safety
 /// There is AVX-512.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
-unsafe fn sums(lanes: &[[f32; LANES]; ROWS]) -> [f32; ROWS] {
-    A512::sums([0, 1, 2, 3].map(|row: usize| _mm512_loadu_ps(lanes[row].as_ptr())))
+unsafe fn sum_rows(lanes: &[[f32; LANES]; ROWS]) -> [f32; ROWS] {
+    Avx512Vector::lane_sums([0, 1, 2, 3].map(|row: usize| _mm512_loadu_ps(lanes[row].as_ptr())))
+}
+
+/// Steps and minima, f16, and how many steps level zero is above the minimum.
+#[derive(Clone, Copy)]
+struct ScalePointers {
+    steps: *const u8,
+    minima: *const u8,
+    middle: f32,
 }
 
 /// Multiplies `n` values of rows so far apart with steps, f16 as minima are, and adds to `bases`
@@ -83,17 +95,21 @@ unsafe fn sums(lanes: &[[f32; LANES]; ROWS]) -> [f32; ROWS] {
 /// There is AVX512-BF16; pointers are to `n` values of each row, `n` a multiple of [`STEP`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,f16c")]
-unsafe fn fold<const R: usize>(
-    (values, stride): (*const f32, usize),
-    (steps, minima, middle): (*const u8, *const u8, f32),
+unsafe fn fold_rows<const R: usize>(
+    values: *const f32,
+    stride: usize,
+    scales: ScalePointers,
     n: usize,
-    (out, bases): (*mut u16, *mut [f32; LANES]),
+    out: *mut u16,
+    bases: *mut [f32; LANES],
 ) {
+    let ScalePointers { steps, minima, middle } = scales;
     let middle = _mm512_set1_ps(middle);
     let mut sums: [__m512; R] = std::array::from_fn(|row| _mm512_loadu_ps(bases.add(row).cast()));
     for at in (0..n).step_by(STEP) {
-        let step = [0, LANES].map(|half| A512::load_f16(steps.add(2 * (at + half)), LANES));
-        let minimum = [0, LANES].map(|half| A512::load_f16(minima.add(2 * (at + half)), LANES));
+        let step = [0, LANES].map(|half| Avx512Vector::load_f16(steps.add(2 * (at + half)), LANES));
+        let minimum =
+            [0, LANES].map(|half| Avx512Vector::load_f16(minima.add(2 * (at + half)), LANES));
         let centre = [0, 1].map(|half: usize| _mm512_fmadd_ps(step[half], middle, minimum[half]));
         for row in 0..R {
             let from = values.add(row * stride + at);
@@ -102,7 +118,7 @@ unsafe fn fold<const R: usize>(
             sums[row] = _mm512_fmadd_ps(value[1], centre[1], sum);
             let factors = [0, 1].map(|half: usize| _mm512_mul_ps(value[half], step[half]));
             let out = out.add(row * n + at);
-            _mm512_storeu_si512(out.cast(), words(factors));
+            _mm512_storeu_si512(out.cast(), round_to_bf16(factors));
         }
     }
     for row in 0..R {
@@ -113,7 +129,8 @@ unsafe fn fold<const R: usize>(
 /// Rounds to bf16, the middle two of each four swapped.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-fn words([low, high]: [__m512; 2]) -> __m512i {
+fn round_to_bf16(halves: [__m512; 2]) -> __m512i {
+    let [low, high] = halves;
     let swap = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
     let words = _mm512_cvtne2ps_pbh(high, low);
     // SAFETY: both are 512 bits.
@@ -125,7 +142,7 @@ fn words([low, high]: [__m512; 2]) -> __m512i {
 /// the second and fourth.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn levels(codes: __m512i, shift: usize, table: __m512i) -> __m512i {
+fn look_up_levels(codes: __m512i, shift: usize, table: __m512i) -> __m512i {
     // A constant where this is called: one instruction, or none.
     let down = match shift {
         0 => codes,
@@ -140,7 +157,7 @@ fn levels(codes: __m512i, shift: usize, table: __m512i) -> __m512i {
 /// There is AVX512-BF16, and two factors are there.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
-unsafe fn add(sum: __m512, levels: __m512i, at: *const u16) -> __m512 {
+unsafe fn add_products(sum: __m512, levels: __m512i, at: *const u16) -> __m512 {
     let factors = _mm512_set1_epi32(at.cast::<i32>().read_unaligned());
     // SAFETY: all are 512 bits.
     let [levels, factors] = std::mem::transmute::<[__m512i; 2], [__m512bh; 2]>([levels, factors]);
@@ -148,10 +165,11 @@ unsafe fn add(sum: __m512, levels: __m512i, at: *const u16) -> __m512 {
 }
 
 /// Writes the scores of a few rows of factors against a tile, rows [`SPAN`] apart.
-pub(super) fn keys(
+pub(super) fn score_tile(
     codes: TileCodes<'_>,
-    levels: &Levels,
-    (factors, bases): (&[u16], &[f32]),
+    levels: &Bf16Levels,
+    factors: &[u16],
+    bases: &[f32],
     out: &mut [f32],
 ) {
     let rows = bases.len();
@@ -160,25 +178,26 @@ pub(super) fn keys(
     assert!((codes.per_row * codes.width as usize).is_multiple_of(32), "bf16: planes");
     assert!(out.len() >= (rows - 1) * SPAN + TILE, "bf16: scores");
     // SAFETY: lengths are as asserted, and the instructions were detected.
-    unsafe { by_shape!(key_tile, rows, codes.width, (codes, levels, (factors, bases), out)) }
+    unsafe { by_shape!(key_tile, rows, codes.width, (codes, levels, factors, bases, out)) }
 }
 
 /// # Safety
-/// As `keys` asserts, and there is AVX512-BF16.
+/// As `score_tile` asserts, and there is AVX512-BF16.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]
 unsafe fn key_tile<const R: usize, const WIDTH: usize>(
     tile: TileCodes<'_>,
-    of: &Levels,
-    (factors, bases): (&[u16], &[f32]),
+    of: &Bf16Levels,
+    factors: &[u16],
+    bases: &[f32],
     out: &mut [f32],
 ) {
     let table = _mm512_loadu_si512(of.table.as_ptr().cast());
     let (groups, n) = (tile.bytes.len() / (2 * REGISTER), tile.per_row);
-    let mut soon = tile.ahead.steps(groups);
+    let mut prefetch = tile.prefetch.in_steps(groups);
     // Of two registers of tokens, by which codes of a quad.
     let mut sums = [[[_mm512_setzero_ps(); 2]; 2]; R];
     for group in 0..groups {
-        soon.ask();
+        prefetch.next_step();
         let at = tile.bytes.as_ptr().add(2 * REGISTER * group);
         let halves = [_mm512_loadu_si512(at.cast()), _mm512_loadu_si512(at.add(REGISTER).cast())];
         macro_rules! plane {
@@ -186,10 +205,10 @@ unsafe fn key_tile<const R: usize, const WIDTH: usize>(
                 let at = factors.as_ptr().add(4 * ($plane * groups + group));
                 for odd in 0..2 {
                     for half in 0..2 {
-                        let codes = levels(halves[half], $plane * WIDTH + 8 * odd, table);
+                        let codes = look_up_levels(halves[half], $plane * WIDTH + 8 * odd, table);
                         for row in 0..R {
                             let at = at.add(row * n + 2 * odd);
-                            sums[row][half][odd] = add(sums[row][half][odd], codes, at);
+                            sums[row][half][odd] = add_products(sums[row][half][odd], codes, at);
                         }
                     }
                 }
@@ -209,11 +228,13 @@ unsafe fn key_tile<const R: usize, const WIDTH: usize>(
 
 /// Adds the weighted codes of a few tiles to `sums` (`[rows, positions]`), and to `bases`
 /// (`[groups of channels, rows]`) what minima come to; factors are room for a group's.
-pub(super) fn values(
+pub(super) fn add_tiles(
     codes: TileCodes<'_>,
-    levels: &Levels,
-    (of, factors): (Weighted<'_>, &mut [u16]),
-    (bases, sums): (&mut [[f32; LANES]], &mut [f32]),
+    levels: &Bf16Levels,
+    of: WeightedTokens<'_>,
+    factors: &mut [u16],
+    bases: &mut [[f32; LANES]],
+    sums: &mut [f32],
 ) {
     let (rows, tokens, groups) = (of.rows, of.tokens, codes.per_row / of.channels);
     assert!(of.channels.is_multiple_of(STEP), "bf16: channels");
@@ -228,34 +249,40 @@ pub(super) fn values(
     assert_eq!(sums.len(), rows * codes.per_row, "bf16: sums");
     // SAFETY: lengths are as asserted, and the instructions were detected.
     unsafe {
-        by_shape!(weighted, rows, codes.width, (codes, levels, (of, factors), (bases, sums)));
+        by_shape!(add_weighted, rows, codes.width, (codes, levels, of, factors, bases, sums));
     }
 }
 
 /// # Safety
-/// As `values` asserts, and there is AVX512-BF16.
+/// As `add_tiles` asserts, and there is AVX512-BF16.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,f16c")]
-unsafe fn weighted<const R: usize, const WIDTH: usize>(
+unsafe fn add_weighted<const R: usize, const WIDTH: usize>(
     codes: TileCodes<'_>,
-    of: &Levels,
-    (from, factors): (Weighted<'_>, &mut [u16]),
-    (bases, sums): (&mut [[f32; LANES]], &mut [f32]),
+    of: &Bf16Levels,
+    from: WeightedTokens<'_>,
+    factors: &mut [u16],
+    bases: &mut [[f32; LANES]],
+    sums: &mut [f32],
 ) {
-    let TileCodes { per_row, ahead, .. } = codes;
-    let Weighted { tokens, channels, .. } = from;
+    let TileCodes { per_row, prefetch, .. } = codes;
+    let WeightedTokens { tokens, channels, .. } = from;
     let table = _mm512_loadu_si512(of.table.as_ptr().cast());
-    let mut soon = ahead.steps(per_row / STEP * (tokens / TILE) * WIDTH);
+    let mut prefetch = prefetch.in_steps(per_row / STEP * (tokens / TILE) * WIDTH);
     for group in 0..per_row / channels {
         let scales = 2 * group * tokens;
-        let scales = (from.steps.as_ptr().add(scales), from.minima.as_ptr().add(scales), of.middle);
-        let to = (factors.as_mut_ptr(), bases.as_mut_ptr().add(group * ROWS));
-        fold::<R>((from.weights.as_ptr(), SPAN), scales, tokens, to);
+        let scales = ScalePointers {
+            steps: from.steps.as_ptr().add(scales),
+            minima: from.minima.as_ptr().add(scales),
+            middle: of.middle,
+        };
+        let (to, to_bases) = (factors.as_mut_ptr(), bases.as_mut_ptr().add(group * ROWS));
+        fold_rows::<R>(from.weights.as_ptr(), SPAN, scales, tokens, to, to_bases);
         for block in (group * channels..(group + 1) * channels).step_by(STEP) {
             // Of two registers of positions, by which tokens of a quad.
             let mut totals = [[[_mm512_setzero_ps(); 2]; 2]; R];
             for (tile, bytes) in codes.bytes.chunks_exact(codes.tile_bytes()).enumerate() {
                 for quad in 0..WIDTH {
-                    soon.ask();
+                    prefetch.next_step();
                     let at = bytes.as_ptr().add(4 * (quad * per_row + block));
                     let halves = [
                         _mm512_loadu_si512(at.cast()),
@@ -267,12 +294,15 @@ unsafe fn weighted<const R: usize, const WIDTH: usize>(
                             let at = factors.as_ptr().add(at);
                             for odd in 0..2 {
                                 for half in 0..2 {
-                                    let codes =
-                                        levels(halves[half], $plane * WIDTH + 8 * odd, table);
+                                    let codes = look_up_levels(
+                                        halves[half],
+                                        $plane * WIDTH + 8 * odd,
+                                        table,
+                                    );
                                     for row in 0..R {
                                         let at = at.add(row * tokens + 2 * odd);
                                         let total = &mut totals[row][half][odd];
-                                        *total = add(*total, codes, at);
+                                        *total = add_products(*total, codes, at);
                                     }
                                 }
                             }

@@ -6,16 +6,20 @@
 //! Codes of up to five bits become bf16 by a table in a register: the code less the middle of all
 //! codes, which is exact. The middle goes into the minimum.
 
-use crate::cpu::ahead::Ahead;
-use crate::cpu::dots::{TileCodes, VECTOR_ROWS as ROWS, wants_bytes};
-use crate::cpu::scores::{SPAN, Scores, TILE};
-use crate::cpu::simd::{How, Precision};
+use crate::cpu::int_dot::{TileCodes, VECTOR_ROWS as ROWS, wants_bytes};
+use crate::cpu::int_operands::FoldScales;
+use crate::cpu::prefetch::PrefetchBytes;
+use crate::cpu::simd::{KernelConfig, Precision};
+use crate::cpu::span_scores::{SPAN, SpanScores, TILE};
+use crate::cpu::tile_cursor::TileCursor;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::uniform::avx512_bf16;
-use crate::cpu::uniform::minima::{Minima, Weighted};
-use crate::cpu::uniform::{SCALE_BYTES, by_tile, channels, middle, scale_row, scales, turn};
-use kvd_codec::{FixedCodes, GroupAxis, HeadCodec, UniformGroups, UniformMode};
-use std::ops::Range;
+use crate::cpu::uniform::minima::{MinimaSums, WeightedTokens};
+use crate::cpu::uniform::{
+    SCALE_BYTES, by_tile, channels_per_pair, middle_code, scale_row, steps_and_minima,
+    transpose_scales,
+};
+use kvd_codec::{GroupAxis, HeadCodec, UniformGroups, UniformMode};
 
 /// Codes that a table has room for; bits above a code do not matter where they are repeated.
 pub(super) const CODES: usize = 32;
@@ -24,23 +28,24 @@ pub(super) const STEP: usize = 32;
 /// Lanes that sums of products with minima are kept in.
 pub(super) const LANES: usize = 16;
 
-/// What codes stand for.
-pub(super) struct Levels {
-    /// Of each code, as bf16.
+/// The levels that codes stand for.
+pub(super) struct Bf16Levels {
+    /// The level of each code, as bf16.
     pub(super) table: [u16; CODES],
     /// Steps from the minimum to level zero.
     pub(super) middle: f32,
 }
 
-impl Levels {
+impl Bf16Levels {
     /// `None` where there is no kernel for the codes, or none is wanted.
-    fn of((simd, precision): How, rows: usize, groups: UniformGroups) -> Option<Self> {
+    fn for_groups(config: KernelConfig, rows: usize, groups: UniformGroups) -> Option<Self> {
+        let KernelConfig { simd, precision } = config;
         let wanted = precision == Precision::Int8 && simd.has_bf16() && !wants_bytes(simd, rows);
         let fits = groups.mode != UniformMode::Hybrid && groups.bits <= CODES.ilog2();
         if !wanted || !fits {
             return None;
         }
-        let (count, middle) = (1usize << groups.bits, middle(groups));
+        let (count, middle) = (1usize << groups.bits, middle_code(groups));
         let zero = if groups.mode == UniformMode::Sym { groups.top.into() } else { middle };
         // Whole or half numbers of at most five bits: the low half of an f32 is zero.
         let level = |code: usize| ((code % count) as f32 - zero).to_bits() >> 16;
@@ -49,30 +54,30 @@ impl Levels {
 }
 
 /// Queries of a unit, folded again for every group of tokens.
-pub(crate) struct Keys {
+pub(crate) struct Bf16Keys {
     groups: UniformGroups,
-    levels: Levels,
+    levels: Bf16Levels,
     dim: usize,
     queries: Vec<f32>,
     /// Address and row of the scales that queries are folded with.
     folded: Option<(usize, usize)>,
     /// Queries times steps, `[rows, dim]`, the middle two of each four swapped.
     factors: Vec<u16>,
-    /// What the minima add to a score, by row.
+    /// The share of a score that comes from the minima, by row.
     bases: Vec<f32>,
     zeros: Vec<u8>,
 }
 
-impl Keys {
+impl Bf16Keys {
     /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(how: How, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
+    pub(crate) fn new(config: KernelConfig, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
         let (groups, dim) = (side.uniform_groups()?, side.dim());
         let fits = groups.axis == GroupAxis::Channel && by_tile(groups);
         if !fits || !dim.is_multiple_of(STEP) || !queries.iter().all(|q| q.is_finite()) {
             return None;
         }
         let rows = queries.len() / dim;
-        let levels = Levels::of(how, rows, groups)?;
+        let levels = Bf16Levels::for_groups(config, rows, groups)?;
         Some(Self {
             groups,
             factors: vec![0; queries.len()],
@@ -85,28 +90,28 @@ impl Keys {
         })
     }
 
-    /// Scores all rows against a few tiles, the first of which is tile `in_page` of its page.
-    pub(crate) fn tiles(
+    /// Scores all rows against a few tiles.
+    pub(crate) fn score_tiles(
         &mut self,
-        (page, in_page): (&FixedCodes<'_>, usize),
-        (codes, tiles): (TileCodes<'_>, Range<usize>),
-        scores: &mut Scores,
+        cursor: TileCursor<'_>,
+        codes: TileCodes<'_>,
+        scores: &mut SpanScores,
     ) {
-        for ((codes, at), tile) in codes.tiles().zip(tiles) {
-            let row = scale_row(self.groups, in_page + at / TILE);
-            let key = (page.scales.as_ptr().addr(), row);
+        for ((codes, at), tile) in codes.each_tile().zip(cursor.span_tiles()) {
+            let row = scale_row(self.groups, cursor.in_page + at / TILE);
+            let key = (cursor.page.scales.as_ptr().addr(), row);
             if self.folded != Some(key) {
                 self.folded = Some(key);
-                self.fold(page.scales, row);
+                self.fold_queries(cursor.page.scales, row);
             }
             let size = ROWS * self.dim;
             let rows = self.factors.chunks(size).zip(self.bases.chunks(ROWS));
             for (index, (factors, bases)) in rows.enumerate() {
                 let out = scores.rows_mut(index * ROWS, tile);
-                let ahead = if index == 0 { codes.ahead } else { Ahead::default() };
-                let codes = TileCodes { ahead, ..codes };
+                let prefetch = if index == 0 { codes.prefetch } else { PrefetchBytes::default() };
+                let codes = TileCodes { prefetch, ..codes };
                 #[cfg(target_arch = "x86_64")]
-                avx512_bf16::keys(codes, &self.levels, (factors, bases), out);
+                avx512_bf16::score_tile(codes, &self.levels, factors, bases, out);
                 #[cfg(not(target_arch = "x86_64"))]
                 let _ = (codes, factors, bases, out);
             }
@@ -114,16 +119,16 @@ impl Keys {
     }
 
     /// Multiplies the queries with the steps of a scale row.
-    fn fold(&mut self, bytes: &[u8], row: usize) {
+    fn fold_queries(&mut self, bytes: &[u8], row: usize) {
         let Self { dim, queries, factors, bases, zeros, levels, .. } = self;
         let columns = if self.groups.mode == UniformMode::Asym { 2 } else { 1 };
         let size = *dim * columns * SCALE_BYTES;
-        let scales = scales(&bytes[row * size..][..size], *dim, zeros);
+        let scales = steps_and_minima(&bytes[row * size..][..size], *dim, zeros);
         let size = ROWS * *dim;
         let rows = queries.chunks(size).zip(factors.chunks_mut(size));
         for ((queries, factors), bases) in rows.zip(bases.chunks_mut(ROWS)) {
             #[cfg(target_arch = "x86_64")]
-            avx512_bf16::fold_queries((queries, bases), scales, levels, factors);
+            avx512_bf16::fold_queries(queries, bases, scales, levels, factors);
             #[cfg(not(target_arch = "x86_64"))]
             let _ = (&queries, &factors, &bases, scales, &levels);
         }
@@ -131,27 +136,27 @@ impl Keys {
 }
 
 /// Weighted sums of a unit over one head's value codes.
-pub(crate) struct Values {
+pub(crate) struct Bf16Values {
     groups: UniformGroups,
-    levels: Levels,
+    levels: Bf16Levels,
     dim: usize,
     /// `[minima and steps, groups of channels, tokens]` of a span as f16.
     turned: Vec<u8>,
     zeros: Vec<u8>,
     /// Weights times steps of one group, `[rows, tokens]`, swapped likewise.
     factors: Vec<u16>,
-    bases: Minima<LANES>,
+    bases: MinimaSums<LANES>,
 }
 
-impl Values {
-    pub(crate) fn new(how: How, side: &HeadCodec, rows: usize) -> Option<Self> {
+impl Bf16Values {
+    pub(crate) fn new(config: KernelConfig, side: &HeadCodec, rows: usize) -> Option<Self> {
         let (groups, dim) = (side.uniform_groups()?, side.dim());
-        let of = channels(groups, dim);
+        let of = channels_per_pair(groups, dim);
         let fits = groups.axis == GroupAxis::Token && of.is_multiple_of(STEP);
         if !fits || !dim.is_multiple_of(of) {
             return None;
         }
-        let levels = Levels::of(how, rows, groups)?;
+        let levels = Bf16Levels::for_groups(config, rows, groups)?;
         Some(Self {
             groups,
             dim,
@@ -159,46 +164,45 @@ impl Values {
             zeros: Vec::new(),
             factors: vec![0; ROWS * SPAN],
             levels,
-            bases: Minima::new(rows, dim, of),
+            bases: MinimaSums::new(rows, dim, of),
         })
     }
 
-    /// Adds the weighted codes of tiles to `sums` (`[rows, dim]`); the first is tile `in_page` of
-    /// its page.
-    pub(crate) fn tiles(
+    /// Adds the weighted codes of tiles to `sums` (`[rows, dim]`).
+    pub(crate) fn add_tiles(
         &mut self,
-        (page, in_page): (&FixedCodes<'_>, usize),
-        (codes, tiles): (TileCodes<'_>, Range<usize>),
-        weights: &Scores,
+        cursor: TileCursor<'_>,
+        codes: TileCodes<'_>,
+        weights: &SpanScores,
         sums: &mut [f32],
     ) {
         let Self { groups, levels, dim, turned, zeros, factors, bases } = self;
-        let (tokens, channels) = (tiles.len() * TILE, channels(*groups, *dim));
-        turn(*groups, *dim, (page, in_page * TILE, tokens), turned);
+        let (tokens, channels) = (cursor.count * TILE, channels_per_pair(*groups, *dim));
+        transpose_scales(*groups, *dim, cursor, turned);
         let pairs = *dim / channels;
-        let (steps, minima) = scales(turned, tokens * pairs, zeros);
-        let blocks = sums.chunks_mut(ROWS * *dim).zip(bases.blocks());
+        let FoldScales { steps, minima } = steps_and_minima(turned, tokens * pairs, zeros);
+        let blocks = sums.chunks_mut(ROWS * *dim).zip(bases.row_blocks());
         for (index, (sums, bases)) in blocks.enumerate() {
             let rows = sums.len() / *dim;
-            let weights = weights.rows_from(index * ROWS, tiles.start);
-            let of = Weighted { weights, rows, tokens, steps, minima, channels };
-            let ahead = if index == 0 { codes.ahead } else { Ahead::default() };
-            let codes = TileCodes { ahead, ..codes };
+            let weights = weights.rows_from(index * ROWS, cursor.in_span);
+            let of = WeightedTokens { weights, rows, tokens, steps, minima, channels };
+            let prefetch = if index == 0 { codes.prefetch } else { PrefetchBytes::default() };
+            let codes = TileCodes { prefetch, ..codes };
             #[cfg(target_arch = "x86_64")]
-            avx512_bf16::values(codes, levels, (of, factors), (bases, sums));
+            avx512_bf16::add_tiles(codes, levels, of, factors, bases, sums);
             #[cfg(not(target_arch = "x86_64"))]
             let _ = (codes, &levels, of, &factors, (bases, sums));
         }
     }
 
-    /// Scales what was summed for row `row`, `sums` of it.
-    pub(crate) fn scale(&mut self, row: usize, sums: &mut [f32], factor: f32) {
-        self.bases.scale(row, sums, factor);
+    /// Scales row `row` of the sums; `sums` is that row.
+    pub(crate) fn scale_row(&mut self, row: usize, sums: &mut [f32], factor: f32) {
+        self.bases.scale_row(row, sums, factor);
     }
 
-    /// Adds what was summed for row `row`, `sums` of it, to `out`.
-    pub(crate) fn unfold(&self, row: usize, sums: &[f32], out: &mut [f32]) {
-        self.bases.unfold(row, sums, out);
+    /// Adds row `row` of the sums to `out`; `sums` is that row, without what is kept apart.
+    pub(crate) fn unfold_row(&self, row: usize, sums: &[f32], out: &mut [f32]) {
+        self.bases.unfold_row(row, sums, out);
     }
 }
 
@@ -213,7 +217,7 @@ mod tests {
         (i * 7919 % (top + 1)) as f32
     }
 
-    /// The same with a sign.
+    /// A whole number of up to `top`, with a sign.
     fn signed(i: usize, top: usize) -> f32 {
         if i * 13 % 7 < 3 { -whole(i, top) } else { whole(i, top) }
     }
@@ -230,7 +234,7 @@ mod tests {
         value[0]
     }
 
-    /// As many f16.
+    /// So many values as f16.
     fn halves(count: usize, value: impl Fn(usize) -> f32) -> Vec<u8> {
         (0..count).flat_map(|i| narrow(DType::F16, value(i))).collect()
     }
@@ -250,11 +254,12 @@ mod tests {
     }
 
     /// Levels of as many bits; `None` where the machine has no products of bf16.
-    fn levels(bits: u32, mode: UniformMode) -> Option<Levels> {
+    fn levels(bits: u32, mode: UniformMode) -> Option<Bf16Levels> {
         let top = if mode == UniformMode::Sym { (1 << (bits - 1)) - 1 } else { (1 << bits) - 1 };
         let groups = UniformGroups { axis: GroupAxis::Token, group: Some(32), bits, mode, top };
-        let levels = Levels::of((Simd::detect(), Precision::Int8), 4, groups);
-        assert_eq!(levels.is_some(), Simd::detect().has_bf16());
+        let config = KernelConfig { simd: Simd::detect_widest(), precision: Precision::Int8 };
+        let levels = Bf16Levels::for_groups(config, 4, groups);
+        assert_eq!(levels.is_some(), Simd::detect_widest().has_bf16());
         levels
     }
 
@@ -279,7 +284,7 @@ mod tests {
         widen(DType::BF16, &narrow(DType::BF16, value * step)) != value * step
     }
 
-    /// What a factor of bf16 times what a code stands for comes to.
+    /// The product of a factor that is rounded to bf16, and a code's level.
     fn product(value: f32, step: f32, level: u16) -> f64 {
         let factor = widen(DType::BF16, &narrow(DType::BF16, value * step));
         f64::from(factor) * f64::from(f32::from_bits(u32::from(level) << 16))
@@ -304,20 +309,16 @@ mod tests {
             let (steps, minima) = (steps(dim), minima(dim));
             assert!((0..dim).any(|channel| is_rounded(queries[channel], half(&steps, channel))));
             let (mut factors, mut bases) = (vec![0; rows * dim], vec![0.0; rows]);
-            avx512_bf16::fold_queries(
-                (&queries, &mut bases),
-                (&steps, &minima),
-                &levels,
-                &mut factors,
-            );
+            let scales = FoldScales { steps: &steps, minima: &minima };
+            avx512_bf16::fold_queries(&queries, &mut bases, scales, &levels, &mut factors);
             let codes = TileCodes {
                 bytes: &bytes,
                 width: width as u32,
                 per_row: dim,
-                ahead: Ahead::default(),
+                prefetch: PrefetchBytes::default(),
             };
             let mut out = vec![0f32; rows * SPAN];
-            avx512_bf16::keys(codes, &levels, (&factors, &bases), &mut out);
+            avx512_bf16::score_tile(codes, &levels, &factors, &bases, &mut out);
             for (row, token) in (0..rows).flat_map(|row| (0..TILE).map(move |t| (row, t))) {
                 let score: f64 = (0..dim)
                     .map(|channel| {
@@ -348,12 +349,12 @@ mod tests {
                 bytes: &bytes.concat(),
                 width: width as u32,
                 per_row: dim,
-                ahead: Ahead::default(),
+                prefetch: PrefetchBytes::default(),
             };
             let weights: Vec<f32> = (0..rows * SPAN).map(|i| whole(i, 200)).collect();
             let (steps, minima) = (steps(groups * tokens), minima(groups * tokens));
             assert!((0..tokens).any(|token| is_rounded(weights[token], half(&steps, token))));
-            let of = Weighted {
+            let of = WeightedTokens {
                 weights: &weights,
                 rows,
                 tokens,
@@ -364,7 +365,7 @@ mod tests {
             let mut factors = vec![0; ROWS * SPAN];
             let mut bases = vec![[0f32; LANES]; ROWS * groups];
             let mut sums = vec![1f32; rows * dim];
-            avx512_bf16::values(codes, &levels, (of, &mut factors), (&mut bases, &mut sums));
+            avx512_bf16::add_tiles(codes, &levels, of, &mut factors, &mut bases, &mut sums);
             for (row, channel) in (0..rows).flat_map(|row| (0..dim).map(move |c| (row, c))) {
                 let group = channel / channels;
                 let sum: f64 = (0..tokens)

@@ -1,12 +1,13 @@
-//! What minima of values by token add to weighted sums, kept apart from the codes: the same for all
-//! channels of a group, so that it is summed once a group.
+//! The share of weighted sums that comes from minima of values by token, kept apart from the codes:
+//! it is the same for all channels of a group, and summed once a group.
 
-use crate::cpu::dots::VECTOR_ROWS as ROWS;
+use crate::cpu::int_dot::VECTOR_ROWS as ROWS;
 
-/// What a call multiplies: `tokens` weights of a few rows, each [`SPAN`](crate::cpu::scores::SPAN)
-/// after the one before, and the scales of `channels` channels each.
+/// Operands of one call: `tokens` weights of a few rows, each
+/// [`SPAN`](crate::cpu::span_scores::SPAN) after the one before, and the scales of `channels`
+/// channels each.
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "no kernel reads them"))]
-pub(super) struct Weighted<'a> {
+pub(super) struct WeightedTokens<'a> {
     pub(super) weights: &'a [f32],
     pub(super) rows: usize,
     pub(super) tokens: usize,
@@ -16,23 +17,23 @@ pub(super) struct Weighted<'a> {
 }
 
 /// Sums of minima of a unit's rows, in so many lanes.
-pub(super) struct Minima<const LANES: usize> {
+pub(super) struct MinimaSums<const LANES: usize> {
     /// `[blocks of rows, groups, rows]`.
     sums: Vec<[f32; LANES]>,
     channels: usize,
     groups: usize,
 }
 
-impl<const LANES: usize> Minima<LANES> {
-    /// Of rows of `dim` channels in whole groups of `channels`.
+impl<const LANES: usize> MinimaSums<LANES> {
+    /// No sums yet, for rows of `dim` channels in whole groups of `channels`.
     pub(super) fn new(rows: usize, dim: usize, channels: usize) -> Self {
         let groups = dim / channels;
         let sums = vec![[0.0; LANES]; rows.next_multiple_of(ROWS) * groups];
         Self { sums, channels, groups }
     }
 
-    /// Of each block of rows, `[groups, rows]`.
-    pub(super) fn blocks(&mut self) -> impl Iterator<Item = &mut [[f32; LANES]]> {
+    /// The sums of each block of rows, `[groups, rows]`.
+    pub(super) fn row_blocks(&mut self) -> impl Iterator<Item = &mut [[f32; LANES]]> {
         self.sums.chunks_mut(ROWS * self.groups)
     }
 
@@ -42,16 +43,16 @@ impl<const LANES: usize> Minima<LANES> {
         (0..self.groups).map(move |group| first + group * ROWS)
     }
 
-    /// Scales what was summed for row `row`, `sums` of it too.
-    pub(super) fn scale(&mut self, row: usize, sums: &mut [f32], factor: f32) {
+    /// Scales row `row` of the sums, and `sums`, which is that row of the codes.
+    pub(super) fn scale_row(&mut self, row: usize, sums: &mut [f32], factor: f32) {
         sums.iter_mut().for_each(|sum| *sum *= factor);
         for at in self.of_row(row) {
             self.sums[at].iter_mut().for_each(|sum| *sum *= factor);
         }
     }
 
-    /// Adds what was summed for row `row`, `sums` of it too, to `out`.
-    pub(super) fn unfold(&self, row: usize, sums: &[f32], out: &mut [f32]) {
+    /// Adds row `row` of the sums, and `sums`, which is that row of the codes, to `out`.
+    pub(super) fn unfold_row(&self, row: usize, sums: &[f32], out: &mut [f32]) {
         let groups = out.chunks_exact_mut(self.channels).zip(sums.chunks_exact(self.channels));
         for ((out, sums), at) in groups.zip(self.of_row(row)) {
             let base: f32 = self.sums[at].iter().sum();

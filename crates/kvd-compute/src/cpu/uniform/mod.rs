@@ -20,12 +20,13 @@ pub(super) mod minima;
 pub(super) mod nibbles;
 pub(super) mod values;
 
-use crate::cpu::dots::{Lookup, ROWS, TileCodes, key_dots};
+use crate::cpu::int_dot::{CodeLookup, ROWS, TileCodes, key_dots};
+use crate::cpu::int_operands::{self, FoldScales, IntOperands, RoundedRow, ScaledRows};
 use crate::cpu::loss::{alike_factor, rounding_loss};
-use crate::cpu::parts::{self, Parts, Pushed};
-use crate::cpu::scores::{SPAN, Scores, TILE};
-use crate::cpu::simd::{How, Simd};
-use kvd_codec::{FixedCodes, GroupAxis, HeadCodec, UniformGroups, UniformMode};
+use crate::cpu::simd::{KernelConfig, Simd};
+use crate::cpu::span_scores::{SPAN, SpanScores, TILE};
+use crate::cpu::tile_cursor::TileCursor;
+use kvd_codec::{GroupAxis, HeadCodec, UniformGroups, UniformMode};
 use kvd_core::DType;
 
 /// Bytes of a minimum or a step, and of both.
@@ -38,7 +39,7 @@ pub(super) fn scale_row(groups: UniformGroups, tile: usize) -> usize {
 }
 
 /// Channels of a value that a token has one pair for; all of them where pairs are of channels.
-pub(super) fn channels(groups: UniformGroups, dim: usize) -> usize {
+pub(super) fn channels_per_pair(groups: UniformGroups, dim: usize) -> usize {
     match groups.axis {
         GroupAxis::Token => groups.group.unwrap_or(dim),
         GroupAxis::Channel | GroupAxis::Block => dim,
@@ -55,51 +56,53 @@ pub(super) fn by_tile(groups: UniformGroups) -> bool {
 }
 
 /// Queries of a unit, folded again for every group of tokens.
-pub(crate) struct Keys {
+pub(crate) struct UniformKeys {
     groups: UniformGroups,
-    lookup: Lookup,
+    lookup: CodeLookup,
     dim: usize,
     queries: Vec<f32>,
     /// Address and row of the scales that queries are folded with: tiles of one group share them.
     folded: Option<(usize, usize)>,
-    /// As many f16 as there are channels, for scales without minima.
+    /// Zeros of f16, one for each channel, for scales without minima.
     zeros: Vec<u8>,
-    parts: Parts,
-    /// What cutting the queries as they are came to, where one pair is every channel's; its base
-    /// is that of a minimum of 1.
-    whole: Vec<Pushed>,
+    parts: IntOperands,
+    /// The queries, cut as they are, where one pair is every channel's; a base is that of a minimum
+    /// of 1.
+    whole: Vec<RoundedRow>,
     units: Vec<f32>,
-    /// What the minima add to a score, by row.
+    /// The share of a score that comes from the minima, by row.
     bases: Vec<f32>,
     /// See [`alike_factor`]; by row, of queries times the first steps.
     alikes: Vec<f32>,
-    /// See [`Keys::loss`].
+    /// See [`UniformKeys::score_loss`].
     losses: Vec<f32>,
 }
 
-impl Keys {
+impl UniformKeys {
     /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(how: How, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
+    pub(crate) fn new(config: KernelConfig, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
         let groups = side.uniform_groups()?;
         let dim = side.dim();
-        let fits = groups.bits <= 8 && dim.is_multiple_of(4) && parts::fits(dim, largest(groups));
+        let fits = groups.bits <= 8
+            && dim.is_multiple_of(4)
+            && int_operands::sums_fit(dim, largest_code(groups));
         let fits = fits && groups.mode != UniformMode::Hybrid;
         if !fits || !by_tile(groups) || !queries.iter().all(|q| q.is_finite()) {
             return None;
         }
         Some(Self {
             groups,
-            lookup: lookup(groups),
+            lookup: code_lookup(groups),
             dim,
             queries: queries.to_vec(),
             folded: None,
             zeros: Vec::new(),
             // Queries are cut as they are where a page has one pair.
             parts: match groups.axis {
-                GroupAxis::Block => Parts::of_queries(how),
-                GroupAxis::Channel | GroupAxis::Token => Parts::of_scaled_queries(how),
+                GroupAxis::Block => IntOperands::of_queries(config),
+                GroupAxis::Channel | GroupAxis::Token => IntOperands::of_scaled_queries(config),
             }
-            .meeting(largest(groups)),
+            .multiplied_with(largest_code(groups)),
             whole: Vec::new(),
             units: Vec::new(),
             bases: Vec::new(),
@@ -109,67 +112,68 @@ impl Keys {
     }
 
     /// How far rounding may take a score of that row, so far: see [`rounding_loss`].
-    pub(crate) fn loss(&self, row: usize) -> f32 {
+    pub(crate) fn score_loss(&self, row: usize) -> f32 {
         self.losses[row]
     }
 
-    /// Scores all rows against tile `in_page` of a page.
-    pub(crate) fn tile(
+    /// Scores all rows against one tile.
+    pub(crate) fn score_tiles(
         &mut self,
         simd: Simd,
-        (page, in_page): (&FixedCodes<'_>, usize),
+        cursor: TileCursor<'_>,
         codes: TileCodes<'_>,
-        tile: usize,
-        scores: &mut Scores,
+        scores: &mut SpanScores,
     ) {
-        let key = (page.scales.as_ptr().addr(), scale_row(self.groups, in_page));
+        let scales = cursor.page.scales;
+        let key = (scales.as_ptr().addr(), scale_row(self.groups, cursor.in_page));
         if self.folded != Some(key) {
             self.folded = Some(key);
-            self.fold(simd, page.scales, key.1);
-            let energy = self.dim as f32 * spread(self.groups).powi(2);
+            self.fold_queries(simd, scales, key.1);
+            let energy = self.dim as f32 * code_reach(self.groups).powi(2);
             let rows = self.losses.iter_mut().zip(self.units.iter().zip(&self.alikes));
             for (loss, (unit, alike)) in rows {
                 *loss = loss.max(rounding_loss(*unit, energy) * alike);
             }
         }
         for first in (0..self.units.len()).step_by(ROWS) {
-            let rows = self.parts.rows(first);
-            let units = &self.units[first..first + rows.count()];
-            let out = scores.rows_mut(first, tile);
-            key_dots(simd, codes, &self.lookup, (rows, units), out);
-            for (row, base) in self.bases[first..first + rows.count()].iter().enumerate() {
+            let rows = self.parts.rows_from(first);
+            let units = &self.units[first..first + rows.row_count()];
+            let out = scores.rows_mut(first, cursor.in_span);
+            key_dots(simd, codes, &self.lookup, ScaledRows { rows, units }, out);
+            for (row, base) in self.bases[first..first + rows.row_count()].iter().enumerate() {
                 out[row * SPAN..][..TILE].iter_mut().for_each(|score| *score += base);
             }
         }
     }
 
     /// Multiplies the queries with the steps of a scale row.
-    fn fold(&mut self, simd: Simd, scales_of_page: &[u8], row: usize) {
+    fn fold_queries(&mut self, simd: Simd, scales_of_page: &[u8], row: usize) {
         self.units.clear();
         self.bases.clear();
         if self.groups.axis == GroupAxis::Block {
             return self.take_pair(simd, scales_of_page);
         }
-        self.parts.reset(self.dim);
+        self.parts.clear_rows(self.dim);
         let columns = if self.groups.mode == UniformMode::Asym { 2 } else { 1 };
         let bytes = self.dim * columns * SCALE_BYTES;
-        let scales = scales(&scales_of_page[row * bytes..][..bytes], self.dim, &mut self.zeros);
+        let scales =
+            steps_and_minima(&scales_of_page[row * bytes..][..bytes], self.dim, &mut self.zeros);
         for block in self.queries.chunks(ROWS * self.dim) {
             let mut queries: [&[f32]; ROWS] = [&[]; ROWS];
             let rows = block.len() / self.dim;
             for (to, query) in queries.iter_mut().zip(block.chunks_exact(self.dim)) {
                 *to = query;
             }
-            let mut pushed = [Pushed::default(); ROWS];
+            let mut pushed = [RoundedRow::default(); ROWS];
             self.parts.push_folded(simd, &queries[..rows], scales, &mut pushed);
             for row in &pushed[..rows] {
                 self.units.push(row.unit);
-                self.bases.push(row.base + middle(self.groups) * row.lost);
+                self.bases.push(row.base + middle_code(self.groups) * row.lost);
             }
         }
         if self.alikes.is_empty() {
             let mut steps = vec![0f32; self.dim];
-            DType::F16.widen_values(scales.0, &mut steps);
+            DType::F16.widen_values(scales.steps, &mut steps);
             let rows = self.queries.chunks_exact(self.dim).zip(&self.units);
             self.alikes.extend(rows.map(|(query, unit)| {
                 let folded: Vec<f32> = query.iter().zip(&steps).map(|(q, s)| q * s).collect();
@@ -181,12 +185,13 @@ impl Keys {
     /// Takes the page's only pair into units and bases: the queries are cut once for all pages.
     fn take_pair(&mut self, simd: Simd, pair: &[u8]) {
         if self.whole.is_empty() {
-            self.parts.reset(self.dim);
+            self.parts.clear_rows(self.dim);
             for query in self.queries.chunks_exact(self.dim) {
-                let (largest, total) = (query.iter().fold(0f32, |m, q| m.max(q.abs())), sum(query));
+                let (largest, total) =
+                    (query.iter().fold(0f32, |m, q| m.max(q.abs())), sum_lanes(query));
                 let pushed = self.parts.push(simd, query, largest, Some(total));
                 self.alikes.push(alike_factor(simd, query, pushed.unit));
-                self.whole.push(Pushed { base: total, ..pushed });
+                self.whole.push(RoundedRow { base: total, ..pushed });
             }
         }
         let mut values = [0f32; 2];
@@ -202,14 +207,14 @@ impl Keys {
         };
         for row in &self.whole {
             self.units.push(row.unit * step);
-            self.bases.push(row.base * minimum + middle(self.groups) * row.lost * step);
+            self.bases.push(row.base * minimum + middle_code(self.groups) * row.lost * step);
         }
     }
 }
 
 /// The code in the middle. What rounding takes from the factors is multiplied with codes; with
 /// this one it is put back, so that only the distance of codes from it counts.
-pub(super) fn middle(groups: UniformGroups) -> f32 {
+pub(super) fn middle_code(groups: UniformGroups) -> f32 {
     match groups.mode {
         // Codes less the largest magnitude are around 0 already.
         UniformMode::Sym => 0.0,
@@ -219,59 +224,60 @@ pub(super) fn middle(groups: UniformGroups) -> f32 {
 }
 
 /// How far a code can be from the one that rounding is put back with.
-pub(super) fn spread(groups: UniformGroups) -> f32 {
+pub(super) fn code_reach(groups: UniformGroups) -> f32 {
     match groups.mode {
-        UniformMode::Asym => middle(groups),
+        UniformMode::Asym => middle_code(groups),
         UniformMode::Sym => f32::from(groups.top),
         UniformMode::Hybrid => ((1u32 << groups.bits) - 1) as f32,
     }
 }
 
 /// The largest magnitude of a code as products take it.
-pub(super) fn largest(groups: UniformGroups) -> i32 {
+pub(super) fn largest_code(groups: UniformGroups) -> i32 {
     match groups.mode {
         UniformMode::Asym | UniformMode::Sym => groups.top.into(),
-        UniformMode::Hybrid => lookup(groups).largest(),
+        UniformMode::Hybrid => code_lookup(groups).largest_value(),
     }
 }
 
-/// What products take codes for.
-pub(super) fn lookup(groups: UniformGroups) -> Lookup {
+/// The values that products take codes for.
+pub(super) fn code_lookup(groups: UniformGroups) -> CodeLookup {
     match groups.mode {
-        UniformMode::Asym => Lookup::identity(),
-        UniformMode::Sym => Lookup::less(groups.top.into()),
-        UniformMode::Hybrid => Lookup::bytes(),
+        UniformMode::Asym => CodeLookup::identity(),
+        UniformMode::Sym => CodeLookup::biased_by(groups.top.into()),
+        UniformMode::Hybrid => CodeLookup::biased_bytes(),
     }
 }
 
 /// Steps and minima of `n` factors, as f16; minima are zeros where codes have signs.
-pub(super) fn scales<'a>(
+pub(super) fn steps_and_minima<'a>(
     bytes: &'a [u8],
     n: usize,
     zeros: &'a mut Vec<u8>,
-) -> (&'a [u8], &'a [u8]) {
+) -> FoldScales<'a> {
     let (minima, steps) = bytes.split_at(bytes.len() - n * SCALE_BYTES);
     if minima.is_empty() {
         zeros.resize(steps.len(), 0);
-        return (steps, zeros);
+        return FoldScales { steps, minima: zeros };
     }
-    (steps, minima)
+    FoldScales { steps, minima }
 }
 
-/// Writes the scales of `tokens` tokens from `first` on, groups before tokens, to `out`.
-pub(super) fn turn(
+/// Writes the scales of the tokens of a few tiles, groups before tokens, to `out`.
+pub(super) fn transpose_scales(
     groups: UniformGroups,
     dim: usize,
-    (page, first, tokens): (&FixedCodes<'_>, usize, usize),
+    cursor: TileCursor<'_>,
     out: &mut Vec<u8>,
 ) {
-    let pairs = dim.div_ceil(channels(groups, dim));
+    let (first, tokens) = (cursor.in_page * TILE, cursor.count * TILE);
+    let pairs = dim.div_ceil(channels_per_pair(groups, dim));
     let columns = if groups.mode == UniformMode::Asym { 2 * pairs } else { pairs };
-    let bytes = &page.scales[first * columns * 2..][..tokens * columns * 2];
+    let bytes = &cursor.page.scales[first * columns * 2..][..tokens * columns * 2];
     out.resize(bytes.len(), 0);
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     if columns.is_multiple_of(8) {
-        return parts::lanes::transpose(bytes, columns, out);
+        return int_operands::simd_fold::transpose_words(bytes, columns, out);
     }
     let (words, turned) = (bytes.as_chunks::<2>().0, out.as_chunks_mut::<2>().0);
     for (column, out) in turned.chunks_exact_mut(tokens).enumerate() {
@@ -280,8 +286,8 @@ pub(super) fn turn(
     }
 }
 
-/// In eight lanes: one would wait for each addition.
-pub(super) fn sum(values: &[f32]) -> f32 {
+/// Sums in eight lanes: one lane would wait for each addition.
+pub(super) fn sum_lanes(values: &[f32]) -> f32 {
     let (chunks, rest) = values.as_chunks::<8>();
     let mut lanes = [0f32; 8];
     for chunk in chunks {

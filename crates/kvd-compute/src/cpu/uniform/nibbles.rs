@@ -7,16 +7,19 @@
 //! its largest query or weight. Those are known before anything is folded, so nothing is looked at
 //! twice; and one large channel takes digits from its block alone.
 
-use crate::cpu::ahead::Ahead;
-use crate::cpu::dots::{TileCodes, VECTOR_ROWS as ROWS};
-use crate::cpu::scores::{SPAN, Scores, TILE};
-use crate::cpu::simd::{How, InstructionSet, Precision};
-use crate::cpu::uniform::minima::{Minima, Weighted};
-use crate::cpu::uniform::{SCALE_BYTES, by_tile, channels, scale_row, scales, turn};
+use crate::cpu::int_dot::{TileCodes, VECTOR_ROWS as ROWS};
+use crate::cpu::int_operands::FoldScales;
+use crate::cpu::prefetch::PrefetchBytes;
+use crate::cpu::simd::{InstructionSet, KernelConfig, Precision};
+use crate::cpu::span_scores::{SPAN, SpanScores, TILE};
+use crate::cpu::tile_cursor::TileCursor;
+use crate::cpu::uniform::minima::{MinimaSums, WeightedTokens};
+use crate::cpu::uniform::{
+    SCALE_BYTES, by_tile, channels_per_pair, scale_row, steps_and_minima, transpose_scales,
+};
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::{uniform::avx2_nibble_values, uniform::avx2_nibbles};
-use kvd_codec::{FixedCodes, GroupAxis, HeadCodec, UniformGroups, UniformMode};
-use std::ops::Range;
+use kvd_codec::{GroupAxis, HeadCodec, UniformGroups, UniformMode};
 
 /// Channels of a key that share a unit, and how many one step of a fold takes.
 pub(super) const BLOCK: usize = 8;
@@ -26,11 +29,11 @@ const TOP_QUERY: f32 = 127.0;
 pub(super) const TOP_WEIGHT: f32 = 255.0;
 /// Steps of a block this far apart are uneven.
 pub(super) const UNEVEN: f32 = 4.0;
-/// Units of what rounding took in one of a factor: half of one is [`TOP_QUERY`] of them.
+/// Scale of the stored rounding residuals: half a quantization step is [`TOP_QUERY`] units.
 pub(super) const RESIDUES: f32 = 254.0;
 /// Lanes that sums of products with minima are kept in.
 pub(super) const LANES: usize = 8;
-/// Whose reciprocal would be no finite number has none.
+/// Values below this are treated as zero: their reciprocal would overflow.
 const LEAST: f32 = 1e-30;
 
 /// Tokens whose weights share a unit.
@@ -38,7 +41,8 @@ pub(super) const TOKENS: usize = 16;
 
 /// Twice the code around which others are multiplied, the middle of all; `None` where there is no
 /// kernel for the codes, or none is wanted.
-fn middle((simd, precision): How, groups: UniformGroups) -> Option<u8> {
+fn twice_middle(config: KernelConfig, groups: UniformGroups) -> Option<u8> {
+    let KernelConfig { simd, precision } = config;
     let wanted = precision == Precision::Int8 && simd.level() == InstructionSet::Avx2;
     if !wanted || groups.bits > 4 {
         return None;
@@ -52,23 +56,23 @@ fn middle((simd, precision): How, groups: UniformGroups) -> Option<u8> {
 }
 
 /// Steps from the minimum to the middle.
-fn centre(groups: UniformGroups, middle: u8) -> f32 {
+fn centre_steps(groups: UniformGroups, middle: u8) -> f32 {
     if groups.mode == UniformMode::Asym { f32::from(middle) / 2.0 } else { 0.0 }
 }
 
-/// The same for values, whose codes are bytes with a sign: those that lie in one and two bits are
+/// The offset of value codes, which are bytes with a sign: those that lie in one and two bits are
 /// doubled first, of others the middle is half a step further.
-fn around(groups: UniformGroups, middle: u8, width: u32) -> Around {
+fn value_offset(groups: UniformGroups, middle: u8, width: u32) -> CodeOffset {
     let doubled = width <= 2;
     let code = if doubled { middle } else { middle.div_ceil(2) };
     let gain = if doubled { 0.5 } else { 1.0 };
     let centre = if groups.mode == UniformMode::Asym { f32::from(code) * gain } else { 0.0 };
-    Around { code, gain, centre }
+    CodeOffset { code, gain, centre }
 }
 
-/// What value codes are multiplied less.
+/// The code that is subtracted from value codes before they are multiplied.
 #[derive(Clone, Copy)]
-pub(super) struct Around {
+pub(super) struct CodeOffset {
     /// To be taken off a code, as it is multiplied.
     pub(super) code: u8,
     /// Steps that one of what is multiplied stands for.
@@ -77,25 +81,33 @@ pub(super) struct Around {
     pub(super) centre: f32,
 }
 
+/// The middle of all key codes.
+#[derive(Clone, Copy)]
+pub(super) struct MiddleCode {
+    /// Steps that it is above the minimum.
+    pub(super) steps: f32,
+    pub(super) code: f32,
+}
+
 /// Queries as they are folded: of at most [`ROWS`] rows.
-struct Block {
+struct QueryBlock {
     rows: usize,
     values: Vec<f32>,
     /// Values over a unit of their block of channels, so that the largest is [`TOP_QUERY`].
     scaled: Vec<f32>,
-    /// Those units, `[blocks of channels, ROWS]`.
+    /// The units of blocks of channels, `[blocks, ROWS]`.
     largest: Vec<f32>,
-    /// The same times steps, for the last scale row folded: bytes, their units, and what minima and
-    /// the code that is zero add to a score.
+    /// Scaled values times steps, for the last scale row folded: bytes, their units, and the share
+    /// of a score that comes from minima and from the code that is zero.
     factors: Vec<u8>,
     units: Vec<f32>,
     bases: [f32; ROWS],
-    /// What rounding took, of uneven blocks, and which those are.
+    /// Rounding residuals of uneven blocks, and which blocks those are.
     residues: Vec<u8>,
     uneven: Vec<usize>,
 }
 
-impl Block {
+impl QueryBlock {
     fn new(values: &[f32], dim: usize) -> Self {
         let rows = values.len() / dim;
         let mut scaled = values.to_vec();
@@ -121,15 +133,15 @@ impl Block {
         }
     }
 
-    fn for_fold(&mut self) -> (Queries<'_>, Folded<'_>) {
+    fn for_fold(&mut self) -> (BlockQueries<'_>, FoldedBlock<'_>) {
         let Self { rows, values, scaled, largest, .. } = self;
-        let queries = Queries { rows: *rows, values, scaled, largest };
+        let queries = BlockQueries { rows: *rows, values, scaled, largest };
         let Self { factors, units, bases, residues, uneven, .. } = self;
-        (queries, Folded { factors, units, bases, residues, uneven })
+        (queries, FoldedBlock { factors, units, bases, residues, uneven })
     }
 
-    fn folded(&self) -> Factors<'_> {
-        Factors {
+    fn key_factors(&self) -> KeyFactors<'_> {
+        KeyFactors {
             bytes: &self.factors,
             units: &self.units,
             bases: &self.bases[..self.rows],
@@ -140,26 +152,26 @@ impl Block {
 }
 
 /// Queries of a unit, folded again for every group of tokens.
-pub(crate) struct Keys {
+pub(crate) struct NibbleKeys {
     groups: UniformGroups,
     middle: u8,
     dim: usize,
-    blocks: Vec<Block>,
+    blocks: Vec<QueryBlock>,
     /// Address and row of the scales that queries are folded with.
     folded: Option<(usize, usize)>,
     zeros: Vec<u8>,
 }
 
-/// What [`Keys`] hand to their kernel.
-pub(super) struct Queries<'a> {
+/// Queries as [`NibbleKeys`] hand them to their kernel.
+pub(super) struct BlockQueries<'a> {
     pub(super) rows: usize,
     pub(super) values: &'a [f32],
     pub(super) scaled: &'a [f32],
     pub(super) largest: &'a [f32],
 }
 
-/// What it makes of them.
-pub(super) struct Folded<'a> {
+/// The kernel's output for them.
+pub(super) struct FoldedBlock<'a> {
     pub(super) factors: &'a mut [u8],
     pub(super) units: &'a mut [f32],
     pub(super) bases: &'a mut [f32; ROWS],
@@ -167,9 +179,9 @@ pub(super) struct Folded<'a> {
     pub(super) uneven: &'a mut Vec<usize>,
 }
 
-/// The same, as keys are scored with it.
+/// Folded queries, as keys are scored with them.
 #[derive(Clone, Copy)]
-pub(super) struct Factors<'a> {
+pub(super) struct KeyFactors<'a> {
     pub(super) bytes: &'a [u8],
     pub(super) units: &'a [f32],
     /// By row, as many as there are.
@@ -178,9 +190,9 @@ pub(super) struct Factors<'a> {
     pub(super) uneven: &'a [usize],
 }
 
-impl Keys {
+impl NibbleKeys {
     /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(how: How, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
+    pub(crate) fn new(config: KernelConfig, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
         let (groups, dim) = (side.uniform_groups()?, side.dim());
         let fits = groups.axis == GroupAxis::Channel && by_tile(groups);
         // Blocks of channels lie in one plane of a byte, or codes are made bytes.
@@ -189,33 +201,33 @@ impl Keys {
         if !fits || !queries.iter().all(|q| q.is_finite()) {
             return None;
         }
-        let middle = middle(how, groups)?;
-        let blocks = queries.chunks(ROWS * dim).map(|queries| Block::new(queries, dim));
+        let middle = twice_middle(config, groups)?;
+        let blocks = queries.chunks(ROWS * dim).map(|queries| QueryBlock::new(queries, dim));
         let blocks = blocks.collect();
         Some(Self { groups, middle, dim, blocks, folded: None, zeros: Vec::new() })
     }
 
-    /// Scores all rows against a few tiles, the first of which is tile `in_page` of its page.
-    pub(crate) fn tiles(
+    /// Scores all rows against a few tiles.
+    pub(crate) fn score_tiles(
         &mut self,
-        (page, in_page): (&FixedCodes<'_>, usize),
-        (codes, tiles): (TileCodes<'_>, Range<usize>),
-        scores: &mut Scores,
+        cursor: TileCursor<'_>,
+        codes: TileCodes<'_>,
+        scores: &mut SpanScores,
     ) {
-        for ((codes, at), tile) in codes.tiles().zip(tiles) {
-            let row = scale_row(self.groups, in_page + at / TILE);
-            let key = (page.scales.as_ptr().addr(), row);
+        for ((codes, at), tile) in codes.each_tile().zip(cursor.span_tiles()) {
+            let row = scale_row(self.groups, cursor.in_page + at / TILE);
+            let key = (cursor.page.scales.as_ptr().addr(), row);
             if self.folded != Some(key) {
                 self.folded = Some(key);
-                self.fold(page.scales, row);
+                self.fold_queries(cursor.page.scales, row);
             }
             for (index, block) in self.blocks.iter().enumerate() {
                 let out = scores.rows_mut(index * ROWS, tile);
-                let ahead = if index == 0 { codes.ahead } else { Ahead::default() };
-                let codes = TileCodes { ahead, ..codes };
-                let factors = block.folded();
+                let prefetch = if index == 0 { codes.prefetch } else { PrefetchBytes::default() };
+                let codes = TileCodes { prefetch, ..codes };
+                let factors = block.key_factors();
                 #[cfg(target_arch = "x86_64")]
-                avx2_nibbles::keys(codes, factors, out);
+                avx2_nibbles::score_tile(codes, factors, out);
                 #[cfg(not(target_arch = "x86_64"))]
                 let _ = (codes, factors, out);
             }
@@ -223,97 +235,102 @@ impl Keys {
     }
 
     /// Multiplies the queries with the steps of a scale row.
-    fn fold(&mut self, bytes: &[u8], row: usize) {
+    fn fold_queries(&mut self, bytes: &[u8], row: usize) {
         let columns = if self.groups.mode == UniformMode::Asym { 2 } else { 1 };
         let size = self.dim * columns * SCALE_BYTES;
-        let scales = scales(&bytes[row * size..][..size], self.dim, &mut self.zeros);
-        let around = (centre(self.groups, self.middle), f32::from(self.middle) / 2.0);
+        let scales = steps_and_minima(&bytes[row * size..][..size], self.dim, &mut self.zeros);
+        let middle = MiddleCode {
+            steps: centre_steps(self.groups, self.middle),
+            code: f32::from(self.middle) / 2.0,
+        };
         for block in &mut self.blocks {
             let (queries, folded) = block.for_fold();
             #[cfg(target_arch = "x86_64")]
-            avx2_nibbles::fold_queries(queries, scales, around, folded);
+            avx2_nibbles::fold_queries(queries, scales, middle, folded);
             #[cfg(not(target_arch = "x86_64"))]
-            let _ = (queries, scales, around, folded);
+            let _ = (queries, scales, middle, folded);
         }
     }
 }
 
 /// Room for what is made of some rows' weights.
-pub(super) struct Room {
+pub(super) struct WeightScratch {
     /// Weights over a unit of [`TOKENS`] of them.
     pub(super) scaled: [f32; ROWS * SPAN],
-    /// The same times steps of one group.
+    /// Scaled weights times steps of one group.
     pub(super) factors: [u8; ROWS * SPAN],
 }
 
 /// Weighted sums of a unit over one head's value codes.
-pub(crate) struct Values {
+pub(crate) struct NibbleValues {
     groups: UniformGroups,
     middle: u8,
     dim: usize,
     /// `[minima and steps, groups of channels, tokens]` of a span as f16.
     turned: Vec<u8>,
     zeros: Vec<u8>,
-    room: Box<Room>,
-    bases: Minima<LANES>,
+    scratch: Box<WeightScratch>,
+    bases: MinimaSums<LANES>,
 }
 
-impl Values {
-    pub(crate) fn new(how: How, side: &HeadCodec, rows: usize) -> Option<Self> {
+impl NibbleValues {
+    pub(crate) fn new(config: KernelConfig, side: &HeadCodec, rows: usize) -> Option<Self> {
         let (groups, dim) = (side.uniform_groups()?, side.dim());
-        let of = channels(groups, dim);
+        let of = channels_per_pair(groups, dim);
         let fits = groups.axis == GroupAxis::Token && of.is_multiple_of(BLOCK);
         if !fits || !dim.is_multiple_of(of) {
             return None;
         }
         Some(Self {
-            middle: middle(how, groups)?,
+            middle: twice_middle(config, groups)?,
             groups,
             dim,
             turned: Vec::new(),
             zeros: Vec::new(),
-            room: Box::new(Room { scaled: [0.0; ROWS * SPAN], factors: [0; ROWS * SPAN] }),
-            bases: Minima::new(rows, dim, of),
+            scratch: Box::new(WeightScratch {
+                scaled: [0.0; ROWS * SPAN],
+                factors: [0; ROWS * SPAN],
+            }),
+            bases: MinimaSums::new(rows, dim, of),
         })
     }
 
-    /// Adds the weighted codes of tiles to `sums` (`[rows, dim]`); the first is tile `in_page` of
-    /// its page.
-    pub(crate) fn tiles(
+    /// Adds the weighted codes of tiles to `sums` (`[rows, dim]`).
+    pub(crate) fn add_tiles(
         &mut self,
-        (page, in_page): (&FixedCodes<'_>, usize),
-        (codes, tiles): (TileCodes<'_>, Range<usize>),
-        weights: &Scores,
+        cursor: TileCursor<'_>,
+        codes: TileCodes<'_>,
+        weights: &SpanScores,
         sums: &mut [f32],
     ) {
-        let Self { groups, middle, dim, turned, zeros, room, bases } = self;
-        let (tokens, channels) = (tiles.len() * TILE, channels(*groups, *dim));
-        turn(*groups, *dim, (page, in_page * TILE, tokens), turned);
+        let Self { groups, middle, dim, turned, zeros, scratch, bases } = self;
+        let (tokens, channels) = (cursor.count * TILE, channels_per_pair(*groups, *dim));
+        transpose_scales(*groups, *dim, cursor, turned);
         let pairs = *dim / channels;
-        let (steps, minima) = scales(turned, tokens * pairs, zeros);
-        let around = around(*groups, *middle, codes.width);
-        let blocks = sums.chunks_mut(ROWS * *dim).zip(bases.blocks());
+        let FoldScales { steps, minima } = steps_and_minima(turned, tokens * pairs, zeros);
+        let offset = value_offset(*groups, *middle, codes.width);
+        let blocks = sums.chunks_mut(ROWS * *dim).zip(bases.row_blocks());
         for (index, (sums, bases)) in blocks.enumerate() {
             let rows = sums.len() / *dim;
-            let weights = weights.rows_from(index * ROWS, tiles.start);
-            let of = Weighted { weights, rows, tokens, steps, minima, channels };
-            let ahead = if index == 0 { codes.ahead } else { Ahead::default() };
-            let codes = TileCodes { ahead, ..codes };
+            let weights = weights.rows_from(index * ROWS, cursor.in_span);
+            let of = WeightedTokens { weights, rows, tokens, steps, minima, channels };
+            let prefetch = if index == 0 { codes.prefetch } else { PrefetchBytes::default() };
+            let codes = TileCodes { prefetch, ..codes };
             #[cfg(target_arch = "x86_64")]
-            avx2_nibble_values::values(codes, around, (of, room), (bases, sums));
+            avx2_nibble_values::add_tiles(codes, offset, of, scratch, bases, sums);
             #[cfg(not(target_arch = "x86_64"))]
-            let _ = (codes, around, of, &room, (bases, sums));
+            let _ = (codes, offset, of, &scratch, (bases, sums));
         }
     }
 
-    /// Scales what was summed for row `row`, `sums` of it.
-    pub(crate) fn scale(&mut self, row: usize, sums: &mut [f32], factor: f32) {
-        self.bases.scale(row, sums, factor);
+    /// Scales row `row` of the sums; `sums` is that row.
+    pub(crate) fn scale_row(&mut self, row: usize, sums: &mut [f32], factor: f32) {
+        self.bases.scale_row(row, sums, factor);
     }
 
-    /// Adds what was summed for row `row`, `sums` of it, to `out`.
-    pub(crate) fn unfold(&self, row: usize, sums: &[f32], out: &mut [f32]) {
-        self.bases.unfold(row, sums, out);
+    /// Adds row `row` of the sums to `out`; `sums` is that row, without what is kept apart.
+    pub(crate) fn unfold_row(&self, row: usize, sums: &[f32], out: &mut [f32]) {
+        self.bases.unfold_row(row, sums, out);
     }
 }
 

@@ -1,21 +1,26 @@
 //! Values of uniform sides, straight from their codes: steps go into the weights where tokens have
 //! them, else into the sums, as do minima.
 
-use crate::cpu::ahead::Ahead;
-use crate::cpu::dots::{Lookup, ROWS, SETTLED_TILES, Target, TileCodes, VECTOR_ROWS, value_dots};
 use crate::cpu::hybrid;
+use crate::cpu::int_dot::{
+    CodeLookup, ROWS, SETTLED_TILES, SumTarget, TileCodes, VECTOR_ROWS, value_dots,
+};
+use crate::cpu::int_operands::{FoldScales, IntOperands, RoundedRow};
 use crate::cpu::loss::{RoundingLoss, largest_of};
-use crate::cpu::parts::{Parts, Pushed};
-use crate::cpu::scores::{Scores, TILE};
-use crate::cpu::simd::{How, Simd, per_level};
+use crate::cpu::prefetch::PrefetchBytes;
+use crate::cpu::row_block::StridedRows;
+use crate::cpu::simd::{KernelConfig, Simd, per_level};
+use crate::cpu::span_scores::{SpanScores, TILE};
+use crate::cpu::tile_cursor::TileCursor;
 use crate::cpu::uniform::{
-    PAIR_BYTES, by_tile, channels, lookup, middle, scale_row, scales, spread, sum, turn,
+    PAIR_BYTES, by_tile, channels_per_pair, code_lookup, code_reach, middle_code, scale_row,
+    steps_and_minima, sum_lanes, transpose_scales,
 };
 use kvd_codec::{FixedCodes, GroupAxis, HeadCodec, UniformGroups, UniformMode};
 use kvd_core::DType;
 use std::ops::Range;
 
-/// As many ones of f16 as a tile has tokens.
+/// Ones of f16, one for each token of a tile.
 const ONES: [u8; 2 * TILE] = {
     let mut ones = [0; 2 * TILE];
     let mut at = 1;
@@ -28,24 +33,25 @@ const ONES: [u8; 2 * TILE] = {
 
 /// Minima and steps of some groups.
 #[derive(Default)]
-struct Scales {
+struct ValueScales {
     minima: Vec<f32>,
     steps: Vec<f32>,
     /// Modes and signs, where groups choose.
-    hybrid: hybrid::Groups,
+    hybrid: hybrid::HybridScales,
     /// Address and row of what is loaded, so that tiles of one group load it once.
     loaded: Option<(usize, usize)>,
 }
 
-impl Scales {
+impl ValueScales {
     /// Loads scale row `row`, unless it is; `pairs` groups of a head size.
-    fn load(
+    fn load_scales(
         &mut self,
         simd: Simd,
         page: &FixedCodes<'_>,
         groups: UniformGroups,
         row: usize,
-        (pairs, dim): (usize, usize),
+        pairs: usize,
+        dim: usize,
     ) -> bool {
         let key = Some((page.scales.as_ptr().addr(), row));
         if self.loaded == key {
@@ -61,7 +67,7 @@ impl Scales {
                 let layout = groups.hybrid_layout(page.layout.tokens(), dim);
                 let (bytes, first, count) = (page.scales, row, 1);
                 let rows = hybrid::ScaleRows { bytes, layout, first, count, pairs };
-                self.hybrid.load(simd, rows, false);
+                self.hybrid.load_rows(simd, rows, false);
                 return true;
             }
         };
@@ -76,24 +82,24 @@ impl Scales {
 }
 
 /// Weighted sums of a unit over one head's value codes.
-pub(crate) struct Values {
+pub(crate) struct UniformValues {
     groups: UniformGroups,
-    lookup: Lookup,
+    lookup: CodeLookup,
     dim: usize,
-    scales: Scales,
-    parts: Parts,
+    scales: ValueScales,
+    parts: IntOperands,
     /// `[minima and steps, groups of channels, tokens]` of a span as f16, for groups by token.
     turned: Vec<u8>,
-    /// As many f16 as a span has tokens, for scales without minima.
+    /// Zeros of f16, one for each token of a span, for scales without minima.
     zeros: Vec<u8>,
-    /// What is to be added to all channels of a group, `[rows, groups of channels]`: minima of
-    /// tokens, and what rounding took.
+    /// Sums that belong to all channels of a group, `[rows, groups of channels]`: minima of tokens,
+    /// and rounding residuals.
     bases: Vec<f32>,
     /// Tiles since they were added.
     unsettled: usize,
     /// Codes with their signs.
     signed: Vec<u8>,
-    /// See [`Values::magnitude`].
+    /// See [`UniformValues::largest_value`].
     magnitude: f32,
     /// Signed sums of the rounding residuals of weights without steps, by row.
     lost: Vec<f32>,
@@ -101,8 +107,8 @@ pub(crate) struct Values {
     folded: Vec<RoundingLoss>,
 }
 
-impl Values {
-    pub(crate) fn new(how: How, side: &HeadCodec, rows: usize) -> Option<Self> {
+impl UniformValues {
+    pub(crate) fn new(config: KernelConfig, side: &HeadCodec, rows: usize) -> Option<Self> {
         let groups = side.uniform_groups()?;
         let dim = side.dim();
         // The last group may be shorter.
@@ -118,13 +124,13 @@ impl Values {
                 groups.axis == GroupAxis::Channel && groups.group == Some(TILE) && groups.bits < 8
             }
         };
-        let pairs = dim.div_ceil(channels(groups, dim));
+        let pairs = dim.div_ceil(channels_per_pair(groups, dim));
         fits.then(|| Self {
             groups,
-            lookup: lookup(groups),
+            lookup: code_lookup(groups),
             dim,
-            scales: Scales::default(),
-            parts: Parts::of_weights(how),
+            scales: ValueScales::default(),
+            parts: IntOperands::of_weights(config),
             turned: Vec::new(),
             zeros: Vec::new(),
             bases: vec![0.0; rows * pairs],
@@ -141,209 +147,225 @@ impl Values {
 
     /// The largest distance of a value from where rounding is put back, so far; 0 where steps go
     /// into the weights before those are rounded.
-    pub(crate) fn magnitude(&self) -> f32 {
+    pub(crate) fn largest_value(&self) -> f32 {
         self.magnitude
     }
 
-    /// How far a sum of a row is off at most for what rounding took from all of its weights
-    /// together: values meet that with their distance from where it is put back.
-    pub(crate) fn lost(&self, row: usize) -> f32 {
+    /// The largest error of a sum of a row that comes from the residuals of all of its rounded
+    /// weights together: a value counts with its distance from the code that residuals are put
+    /// back with.
+    pub(crate) fn joint_loss(&self, row: usize) -> f32 {
         self.lost[row].abs() * self.magnitude
     }
 
     /// Losses of a sum for rounding of weights times steps, of the group of channels that lost
     /// most; none where steps do not go into the weights.
     pub(crate) fn folded_loss(&self, row: usize) -> RoundingLoss {
-        let pairs = self.dim.div_ceil(channels(self.groups, self.dim));
+        let pairs = self.dim.div_ceil(channels_per_pair(self.groups, self.dim));
         let groups = self.folded.get(row * pairs..(row + 1) * pairs).unwrap_or_default();
-        let most = groups.iter().fold(RoundingLoss::default(), |most, group| most.larger(group));
-        most.times(spread(self.groups))
+        let most = groups.iter().fold(RoundingLoss::default(), |most, group| most.larger_of(group));
+        most.times_magnitude(code_reach(self.groups))
     }
 
-    /// Adds the weighted codes of tiles to `sums` (`[rows, dim]`); the first is tile `in_page` of
-    /// its page.
-    pub(crate) fn tiles(
+    /// Adds the weighted codes of tiles to `sums` (`[rows, dim]`).
+    pub(crate) fn add_tiles(
         &mut self,
         simd: Simd,
-        (page, in_page): (&FixedCodes<'_>, usize),
-        (codes, tiles): (TileCodes<'_>, Range<usize>),
-        weights: &Scores,
+        cursor: TileCursor<'_>,
+        codes: TileCodes<'_>,
+        weights: &SpanScores,
         sums: &mut [f32],
     ) {
+        let tiles = cursor.span_tiles();
         self.unsettled += tiles.len();
         if self.unsettled > SETTLED_TILES {
             self.unsettled = tiles.len();
-            self.settle(sums);
+            self.settle_sums(sums);
         }
         if self.groups.axis == GroupAxis::Token {
-            let at = (page, in_page * TILE, tiles.len() * TILE);
-            turn(self.groups, self.dim, at, &mut self.turned);
-            for first in (0..weights.rows()).step_by(ROWS) {
-                let rows = first..weights.rows().min(first + ROWS);
-                self.by_token(simd, codes, &tiles, (rows, weights), sums);
+            transpose_scales(self.groups, self.dim, cursor, &mut self.turned);
+            for first in (0..weights.row_count()).step_by(ROWS) {
+                let rows = first..weights.row_count().min(first + ROWS);
+                self.add_by_token(simd, codes, &tiles, rows, weights, sums);
             }
             return;
         }
         let bytes = codes.bytes.len() / tiles.len();
         for (index, bytes) in codes.bytes.chunks_exact(bytes).enumerate() {
-            let ahead = codes.ahead.share(index, tiles.len());
-            let mut codes = TileCodes { bytes, ahead, ..codes };
+            let prefetch = codes.prefetch.share_of(index, tiles.len());
+            let mut codes = TileCodes { bytes, prefetch, ..codes };
             let pairs = if self.groups.axis == GroupAxis::Block { 1 } else { self.dim };
-            let row = scale_row(self.groups, in_page + index);
-            if self.scales.load(simd, page, self.groups, row, (pairs, self.dim)) {
+            let row = scale_row(self.groups, cursor.in_page + index);
+            if self.scales.load_scales(simd, &cursor.page, self.groups, row, pairs, self.dim) {
                 let steps = match self.groups.mode {
                     UniformMode::Hybrid => &self.scales.hybrid.steps,
                     UniformMode::Asym | UniformMode::Sym => &self.scales.steps,
                 };
-                self.magnitude = self.magnitude.max(largest_of(simd, steps) * spread(self.groups));
+                self.magnitude =
+                    self.magnitude.max(largest_of(simd, steps) * code_reach(self.groups));
             }
             let (hybrid, quads) = (self.groups.mode == UniformMode::Hybrid, TILE / hybrid::QUAD);
             if hybrid {
-                let signs = self.signs(quads);
-                if hybrid::has_dots(simd, (codes, signs), 1, weights.rows()) {
-                    self.with_signs(simd, (codes, quads), (tiles.start + index, weights), sums);
+                let signs = self.sign_words(quads);
+                let signed = hybrid::SignedCodes { codes, signs };
+                if hybrid::has_dots(simd, signed, 1, weights.row_count()) {
+                    self.add_signed(simd, codes, quads, tiles.start + index, weights, sums);
                     continue;
                 }
             }
             // Not borrowed while the sums are made.
             let mut signed = std::mem::take(&mut self.signed);
             if hybrid {
-                let signs = self.signs(quads);
+                let signs = self.sign_words(quads);
                 signed.resize(TILE * self.dim, 0);
-                hybrid::spread(simd, codes, signs, &mut signed);
+                hybrid::unpack_signed(simd, codes, signs, &mut signed);
                 codes = TileCodes { bytes: &signed, width: 8, ..codes };
             }
-            for first in (0..weights.rows()).step_by(ROWS) {
-                let rows = first..weights.rows().min(first + ROWS);
-                self.by_tile(simd, codes, tiles.start + index, (rows, weights), sums);
+            for first in (0..weights.row_count()).step_by(ROWS) {
+                let rows = first..weights.row_count().min(first + ROWS);
+                self.add_by_tile(simd, codes, tiles.start + index, rows, weights, sums);
             }
             self.signed = signed;
         }
     }
 
     /// A few rows over tiles whose tokens have scales of their own.
-    fn by_token(
+    fn add_by_token(
         &mut self,
         simd: Simd,
         codes: TileCodes<'_>,
         tiles: &Range<usize>,
-        (rows, weights): (Range<usize>, &Scores),
+        rows: Range<usize>,
+        weights: &SpanScores,
         sums: &mut [f32],
     ) {
-        let (tokens, channels) = (tiles.len() * TILE, channels(self.groups, self.dim));
+        let (tokens, channels) = (tiles.len() * TILE, channels_per_pair(self.groups, self.dim));
         let sums = &mut sums[rows.start * self.dim..rows.end * self.dim];
         let mut values: [&[f32]; ROWS] = [&[]; ROWS];
         for (values, row) in values.iter_mut().zip(rows.clone()) {
-            *values = weights.tiles(row, tiles.clone()).0;
+            *values = weights.tile_weights(row, tiles.clone()).0;
         }
         let pairs = self.dim.div_ceil(channels);
-        let (steps, minima) = scales(&self.turned, tokens * pairs, &mut self.zeros);
+        let FoldScales { steps, minima } =
+            steps_and_minima(&self.turned, tokens * pairs, &mut self.zeros);
         let scales = minima.chunks_exact(2 * tokens).zip(steps.chunks_exact(2 * tokens));
         for (group, (minima, steps)) in scales.enumerate() {
             let first = group * channels;
-            self.parts.reset(tokens);
-            let mut pushed = [Pushed::default(); ROWS];
-            self.parts.push_folded(simd, &values[..rows.len()], (steps, minima), &mut pushed);
+            self.parts.clear_rows(tokens);
+            let mut pushed = [RoundedRow::default(); ROWS];
+            self.parts.push_folded(
+                simd,
+                &values[..rows.len()],
+                FoldScales { steps, minima },
+                &mut pushed,
+            );
             for (row, pushed) in rows.clone().zip(&pushed) {
-                let base = pushed.base + middle(self.groups) * pushed.lost;
+                let base = pushed.base + middle_code(self.groups) * pushed.lost;
                 self.bases[row * pairs + group] += base;
-                self.folded[row * pairs + group].add(pushed, tokens);
+                self.folded[row * pairs + group].add_row(pushed, tokens);
             }
             let units = pushed.map(|row| row.unit);
             let count = channels.min(self.dim - first);
-            let target = Target { units: &units[..rows.len()], factors: &[], first, count };
-            let codes = TileCodes { ahead: codes.ahead.share(group, pairs), ..codes };
-            value_dots(simd, codes, &self.lookup, (self.parts.rows(0), target), sums);
+            let target = SumTarget { units: &units[..rows.len()], factors: &[], first, count };
+            let codes = TileCodes { prefetch: codes.prefetch.share_of(group, pairs), ..codes };
+            value_dots(simd, codes, &self.lookup, self.parts.rows_from(0), target, sums);
         }
     }
 
     /// Signs of the tile whose scales are loaded.
-    fn signs(&self, quads: usize) -> hybrid::Signs<'_> {
-        hybrid::Signs { words: &self.scales.hybrid.signs, lanes: self.dim, quads }
+    fn sign_words(&self, quads: usize) -> hybrid::SignWords<'_> {
+        hybrid::SignWords { words: &self.scales.hybrid.signs, lanes: self.dim, quads }
     }
 
     /// All rows over a tile of codes with signs, by the kernel for those.
-    fn with_signs(
+    fn add_signed(
         &mut self,
         simd: Simd,
-        (mut codes, quads): (TileCodes<'_>, usize),
-        (tile, weights): (usize, &Scores),
+        mut codes: TileCodes<'_>,
+        quads: usize,
+        tile: usize,
+        weights: &SpanScores,
         sums: &mut [f32],
     ) {
         for (sums, at) in sums.chunks_mut(VECTOR_ROWS * self.dim).zip((0..).step_by(VECTOR_ROWS)) {
             let count = sums.len() / self.dim;
             let mut values: [&[f32]; VECTOR_ROWS] = [&[]; VECTOR_ROWS];
             for (row, values) in values.iter_mut().enumerate().take(count) {
-                *values = weights.tiles(at + row, tile..tile + 1).0;
+                *values = weights.tile_weights(at + row, tile..tile + 1).0;
             }
-            // Nothing is folded into them; what "minima" of one come to is their sum.
-            let mut pushed = [Pushed::default(); ROWS];
-            self.parts.reset(TILE);
-            self.parts.push_folded(simd, &values[..count], (&ONES, &ONES), &mut pushed);
+            // Nothing is folded into them; the share of "minima" of one is their sum.
+            let ones = FoldScales { steps: &ONES, minima: &ONES };
+            let mut pushed = [RoundedRow::default(); ROWS];
+            self.parts.clear_rows(TILE);
+            self.parts.push_folded(simd, &values[..count], ones, &mut pushed);
             let units = pushed.map(|row| row.unit);
             let losts = self.lost[at..at + count].iter_mut().zip(&pushed);
             losts.for_each(|(lost, pushed)| *lost += pushed.lost);
-            let adds = pushed.map(|row| [middle(self.groups) * row.lost, row.base]);
+            let adds = pushed.map(|row| [middle_code(self.groups) * row.lost, row.base]);
             let (units, adds) = (&units[..count], &adds[..count]);
-            let factors = hybrid::Factors { rows: self.parts.rows(0), positive: true, units, adds };
+            let factors =
+                hybrid::GroupFactors { rows: self.parts.rows_from(0), positive: true, units, adds };
             let (of, groups) = (std::iter::once(factors), &self.scales.hybrid);
-            hybrid::dots(simd, (codes, self.signs(quads)), groups, of, (sums, self.dim));
-            codes.ahead = Ahead::default();
+            let signed = hybrid::SignedCodes { codes, signs: self.sign_words(quads) };
+            let to = StridedRows { values: sums, stride: self.dim };
+            hybrid::add_signed_dots(simd, signed, groups, of, to);
+            codes.prefetch = PrefetchBytes::default();
         }
     }
 
     /// A few rows over a tile whose tokens share their scales.
-    fn by_tile(
+    fn add_by_tile(
         &mut self,
         simd: Simd,
         codes: TileCodes<'_>,
         tile: usize,
-        (rows, weights): (Range<usize>, &Scores),
+        rows: Range<usize>,
+        weights: &SpanScores,
         sums: &mut [f32],
     ) {
-        self.parts.reset(TILE);
+        self.parts.clear_rows(TILE);
         let mut units = [0f32; ROWS];
         let sums = &mut sums[rows.start * self.dim..rows.end * self.dim];
-        let Scales { minima, steps, hybrid, .. } = &self.scales;
+        let ValueScales { minima, steps, hybrid, .. } = &self.scales;
         let (minima, steps, centres) = match self.groups.mode {
             UniformMode::Hybrid => (&hybrid.zeros, &hybrid.steps, &hybrid.centres),
             UniformMode::Asym | UniformMode::Sym => (minima, steps, steps),
         };
         for (index, row) in rows.clone().enumerate() {
-            let (weights, most) = weights.tiles(row, tile..tile + 1);
-            let weight = sum(weights);
+            let (weights, most) = weights.tile_weights(row, tile..tile + 1);
+            let weight = sum_lanes(weights);
             let pushed = self.parts.push(simd, weights, most, Some(weight));
             units[index] = pushed.unit;
             self.lost[row] += pushed.lost;
-            let lost = middle(self.groups) * pushed.lost;
+            let lost = middle_code(self.groups) * pushed.lost;
             let sums = &mut sums[index * self.dim..][..self.dim];
             match (&minima[..], &steps[..]) {
                 ([minimum], [step]) => self.bases[row] += weight * minimum + lost * step,
-                _ => add_bases(simd, sums, (minima, centres), [weight, lost]),
+                _ => add_bases(simd, sums, minima, centres, [weight, lost]),
             }
             if let [step] = steps[..] {
                 units[index] *= step;
             }
         }
         let factors = if steps.len() == 1 { &[] } else { &steps[..] };
-        let target = Target { units: &units[..rows.len()], factors, first: 0, count: self.dim };
-        value_dots(simd, codes, &self.lookup, (self.parts.rows(0), target), sums);
+        let target = SumTarget { units: &units[..rows.len()], factors, first: 0, count: self.dim };
+        value_dots(simd, codes, &self.lookup, self.parts.rows_from(0), target, sums);
     }
 
-    /// Scales what was summed for row `row`, `sums` of it.
-    pub(crate) fn scale(&mut self, row: usize, sums: &mut [f32], factor: f32) {
-        let pairs = self.dim.div_ceil(channels(self.groups, self.dim));
+    /// Scales row `row` of the sums; `sums` is that row.
+    pub(crate) fn scale_row(&mut self, row: usize, sums: &mut [f32], factor: f32) {
+        let pairs = self.dim.div_ceil(channels_per_pair(self.groups, self.dim));
         let bases = &mut self.bases[row * pairs..][..pairs];
         self.lost[row] *= factor;
         let folded = self.folded.iter_mut().skip(row * pairs).take(pairs);
-        folded.for_each(|group| group.scale(factor));
+        folded.for_each(|group| group.scale_by(factor));
         sums.iter_mut().chain(bases).for_each(|sum| *sum *= factor);
     }
 
     /// Adds bases to the sums of all rows: codes are never negative, so that sums without minima
     /// grow and would lose what is small beside them.
-    fn settle(&mut self, sums: &mut [f32]) {
-        let count = channels(self.groups, self.dim);
+    fn settle_sums(&mut self, sums: &mut [f32]) {
+        let count = channels_per_pair(self.groups, self.dim);
         let groups = sums.chunks_exact_mut(self.dim).flat_map(|row| row.chunks_mut(count));
         for (sums, base) in groups.zip(&mut self.bases) {
             sums.iter_mut().for_each(|sum| *sum += *base);
@@ -351,9 +373,9 @@ impl Values {
         }
     }
 
-    /// Adds what was summed for row `row`, `sums` of it, to `out`.
-    pub(crate) fn unfold(&self, row: usize, sums: &[f32], out: &mut [f32]) {
-        let count = channels(self.groups, self.dim);
+    /// Adds row `row` of the sums to `out`; `sums` is that row, without what is kept apart.
+    pub(crate) fn unfold_row(&self, row: usize, sums: &[f32], out: &mut [f32]) {
+        let count = channels_per_pair(self.groups, self.dim);
         let pairs = self.dim.div_ceil(count);
         let groups = out.chunks_mut(count).zip(sums.chunks(count));
         for ((out, sums), base) in groups.zip(&self.bases[row * pairs..]) {
@@ -363,12 +385,14 @@ impl Values {
 }
 
 per_level!(
-    fn add_bases(sums: &mut [f32], scales: (&[f32], &[f32]), of: [f32; 2]) = add_bases_body
+    fn add_bases(sums: &mut [f32], minima: &[f32], centres: &[f32], of: [f32; 2])
+        = add_bases_body
 );
 
 /// Adds what minima and centres are worth for a weight, and for what rounding took of it.
 #[inline(always)]
-fn add_bases_body(sums: &mut [f32], (minima, centres): (&[f32], &[f32]), [weight, lost]: [f32; 2]) {
+fn add_bases_body(sums: &mut [f32], minima: &[f32], centres: &[f32], of: [f32; 2]) {
+    let [weight, lost] = of;
     for (sum, (minimum, centre)) in sums.iter_mut().zip(minima.iter().zip(centres)) {
         *sum += weight * minimum + lost * centre;
     }

@@ -5,7 +5,7 @@ use crate::cpu::simd::Simd;
 use kvd_core::DType;
 
 fn has_kernels() -> bool {
-    Simd::of(InstructionSet::Avx2).is_some()
+    Simd::of_set(InstructionSet::Avx2).is_some()
 }
 
 fn halves(values: impl Iterator<Item = f32>) -> Vec<u8> {
@@ -64,10 +64,10 @@ fn largest(values: &[f32]) -> f32 {
     values.iter().copied().fold(0.0, f32::max)
 }
 
-/// What folding makes of queries, a value at a time: factors, units, residues, uneven blocks.
-type Cut = (Vec<u8>, Vec<f32>, Vec<u8>, Vec<usize>);
+/// Folded queries of the scalar model: factors, units, residues, uneven blocks.
+type FoldedQueries = (Vec<u8>, Vec<f32>, Vec<u8>, Vec<usize>);
 
-fn cut_queries(queries: &[f32], dim: usize, steps: &[f32]) -> Cut {
+fn cut_queries(queries: &[f32], dim: usize, steps: &[f32]) -> FoldedQueries {
     let (mut factors, mut residues) = (vec![0; queries.len()], vec![0; queries.len()]);
     let (mut units, mut uneven) = (vec![0.0; dim / BLOCK * ROWS], Vec::new());
     for (block, steps) in steps.chunks(BLOCK).enumerate() {
@@ -105,9 +105,11 @@ fn queries_are_cut_to_the_bytes_of_a_scalar_model() {
         let step =
             |i: usize| (0.05 + wave(3 * i).abs() * 0.01) * if i % 13 == 3 { large } else { 1.0 };
         let scales = (halves((0..dim).map(step)), halves((0..dim).map(minimum)));
-        let mut block = Block::new(&queries, dim);
+        let mut block = QueryBlock::new(&queries, dim);
         let (of, folded) = block.for_fold();
-        avx2_nibbles::fold_queries(of, (&scales.0, &scales.1), (7.5, 7.5), folded);
+        let (steps, minima) = (&scales.0[..], &scales.1[..]);
+        let middle = MiddleCode { steps: 7.5, code: 7.5 };
+        avx2_nibbles::fold_queries(of, FoldScales { steps, minima }, middle, folded);
         let (factors, units, residues, uneven) = cut_queries(&queries, dim, &f16(&scales.0));
         assert_eq!(block.factors, factors, "{rows} {large}");
         assert_eq!(block.residues, residues, "{rows} {large}");
@@ -137,7 +139,7 @@ fn scores_are_exact_sums_of_their_bytes() {
         let least = if uneven.is_empty() { 1.0 } else { RESIDUES };
         let units: Vec<f32> = (0..dim / BLOCK * ROWS).map(|i| step(i) * least).collect();
         let bases = [8.0, -3.0, 0.5, 100.0];
-        let of = Factors {
+        let of = KeyFactors {
             bytes: of_factors,
             units: &units,
             bases: &bases[..rows],
@@ -145,9 +147,9 @@ fn scores_are_exact_sums_of_their_bytes() {
             uneven,
         };
         let mut out = vec![0f32; rows * SPAN];
-        let ahead = Ahead::default();
-        let codes = TileCodes { bytes: &bytes, width: width as u32, per_row: dim, ahead };
-        avx2_nibbles::keys(codes, of, &mut out);
+        let prefetch = PrefetchBytes::default();
+        let codes = TileCodes { bytes: &bytes, width: width as u32, per_row: dim, prefetch };
+        avx2_nibbles::score_tile(codes, of, &mut out);
         for (row, token) in (0..rows).flat_map(|row| (0..TILE).map(move |t| (row, t))) {
             let of_block = |block: usize| {
                 let product =
@@ -175,19 +177,21 @@ fn scores_of_whole_factors_are_exact_and_of_uneven_ones_half_a_residue_off() {
         let bytes = tile(width, dim / 4, TILE, code);
         let sign = |i: usize| if i * 13 % 7 < 3 { -1.0 } else { 1.0 };
         let queries: Vec<f32> = (0..rows * dim).map(|i| sign(i) * whole(i, 127)).collect();
-        let mut block = Block::new(&queries, dim);
+        let mut block = QueryBlock::new(&queries, dim);
         let step = |channel: usize| {
             step(channel * TOKENS / BLOCK) * if channel % BLOCK == 3 { large } else { 1.0 }
         };
         let scales = (halves((0..dim).map(step)), halves((0..dim).map(minimum)));
         let middle = ((1 << bits) - 1) as f32 / 2.0;
         let (of, folded) = block.for_fold();
-        avx2_nibbles::fold_queries(of, (&scales.0, &scales.1), (middle, middle), folded);
+        let of_scales = FoldScales { steps: &scales.0, minima: &scales.1 };
+        let of_middle = MiddleCode { steps: middle, code: middle };
+        avx2_nibbles::fold_queries(of, of_scales, of_middle, folded);
         assert_eq!(block.uneven.len(), if large > UNEVEN { dim / BLOCK } else { 0 });
         let mut out = vec![0f32; rows * SPAN];
-        let ahead = Ahead::default();
-        let codes = TileCodes { bytes: &bytes, width: width as u32, per_row: dim, ahead };
-        avx2_nibbles::keys(codes, block.folded(), &mut out);
+        let prefetch = PrefetchBytes::default();
+        let codes = TileCodes { bytes: &bytes, width: width as u32, per_row: dim, prefetch };
+        avx2_nibbles::score_tile(codes, block.key_factors(), &mut out);
         for (row, token) in (0..rows).flat_map(|row| (0..TILE).map(move |t| (row, t))) {
             let (mut score, mut sizes, mut cut) = (0f64, 0f64, 0f64);
             for channel in 0..dim {
@@ -209,8 +213,7 @@ fn scores_of_whole_factors_are_exact_and_of_uneven_ones_half_a_residue_off() {
     }
 }
 
-/// What folding makes of a row's weights and a group's steps, a value at a time: factors, and
-/// units by block of tokens.
+/// Folds a row's weights and a group's steps one by one: factors, and units by block of tokens.
 fn cut_weights(weights: &[f32], steps: &[f32], gain: f32) -> (Vec<u8>, Vec<f32>) {
     let (mut factors, mut units) = (Vec::new(), Vec::new());
     for (weights, steps) in weights.chunks(TOKENS).zip(steps.chunks(TOKENS)) {
@@ -226,9 +229,9 @@ fn cut_weights(weights: &[f32], steps: &[f32], gain: f32) -> (Vec<u8>, Vec<f32>)
 }
 
 /// Weighted sums of codes that all differ, and the room that the last group's factors are in.
-struct Summed {
-    room: Room,
-    around: Around,
+struct SummedValues {
+    scratch: WeightScratch,
+    offset: CodeOffset,
     bases: Vec<[f32; LANES]>,
     sums: Vec<f32>,
 }
@@ -237,27 +240,30 @@ struct Summed {
 const SUMMED: (usize, usize, usize) = (16, 3, 2 * TILE);
 
 fn summed(
-    (bits, width, rows): (u32, usize, usize),
+    bits: u32,
+    width: usize,
+    rows: usize,
     weights: &[f32],
-    (steps, minima): (&[u8], &[u8]),
-) -> Summed {
+    scales: FoldScales<'_>,
+) -> SummedValues {
+    let FoldScales { steps, minima } = scales;
     let (channels, groups, tokens) = SUMMED;
     let dim = channels * groups;
     let of_tile = |first| {
         tile(width, TILE / 4, dim, |token, channel| value_code(bits, first + token, channel))
     };
     let bytes = [0, TILE].map(of_tile).concat();
-    let of = Weighted { weights, rows, tokens, steps, minima, channels };
-    let mut room = Room { scaled: [0.0; ROWS * SPAN], factors: [0; ROWS * SPAN] };
+    let of = WeightedTokens { weights, rows, tokens, steps, minima, channels };
+    let mut scratch = WeightScratch { scaled: [0.0; ROWS * SPAN], factors: [0; ROWS * SPAN] };
     let (mut bases, mut sums) = (vec![[0f32; LANES]; ROWS * groups], vec![1f32; rows * dim]);
-    let ahead = Ahead::default();
-    let codes = TileCodes { bytes: &bytes, width: width as u32, per_row: dim, ahead };
+    let prefetch = PrefetchBytes::default();
+    let codes = TileCodes { bytes: &bytes, width: width as u32, per_row: dim, prefetch };
     let (mode, group) = (UniformMode::Asym, Some(channels));
     let top = (1 << bits) - 1;
     let of_codes = UniformGroups { axis: GroupAxis::Token, group, bits, mode, top };
-    let around = around(of_codes, top as u8, width as u32);
-    avx2_nibble_values::values(codes, around, (of, &mut room), (&mut bases, &mut sums));
-    Summed { room, around, bases, sums }
+    let offset = value_offset(of_codes, top as u8, width as u32);
+    avx2_nibble_values::add_tiles(codes, offset, of, &mut scratch, &mut bases, &mut sums);
+    SummedValues { scratch, offset, bases, sums }
 }
 
 fn value_code(bits: u32, token: usize, channel: usize) -> u8 {
@@ -272,11 +278,11 @@ fn weights_are_cut_to_the_bytes_of_a_scalar_model() {
         let step = |i: usize| 0.05 + wave(3 * i).abs() * 0.1;
         let scales = groups * tokens;
         let (steps, minima) = (halves((0..scales).map(step)), halves((0..scales).map(minimum)));
-        let of = summed((bits, width, rows), &weights, (&steps, &minima));
+        let of = summed(bits, width, rows, &weights, FoldScales { steps: &steps, minima: &minima });
         let last = &f16(&steps)[(groups - 1) * tokens..];
         for row in 0..rows {
             let (factors, _) = cut_weights(&weights[row * SPAN..][..tokens], last, 1.0);
-            assert_eq!(of.room.factors[row * SPAN..][..tokens], factors, "{bits} {rows}");
+            assert_eq!(of.scratch.factors[row * SPAN..][..tokens], factors, "{bits} {rows}");
         }
     }
 }
@@ -291,18 +297,18 @@ fn sums_of_whole_factors_are_exact() {
         let weights: Vec<f32> = (0..rows * SPAN).map(|i| whole(i, 255)).collect();
         let scales = groups * tokens;
         let (steps, minima) = (halves((0..scales).map(step)), halves((0..scales).map(minimum)));
-        let of = summed((bits, width, rows), &weights, (&steps, &minima));
+        let of = summed(bits, width, rows, &weights, FoldScales { steps: &steps, minima: &minima });
         for (row, channel) in (0..rows).flat_map(|row| (0..dim).map(move |c| (row, c))) {
             let group = channel / channels;
             let weights = &weights[row * SPAN..][..tokens];
             let at = group * tokens..(group + 1) * tokens;
             let (factors, units) =
-                cut_weights(weights, &f16(&steps[2 * at.start..2 * at.end]), of.around.gain);
+                cut_weights(weights, &f16(&steps[2 * at.start..2 * at.end]), of.offset.gain);
             let code = |token: usize| f64::from(value_code(bits, token, channel));
-            let doubled = f64::from(1.0 / of.around.gain);
+            let doubled = f64::from(1.0 / of.offset.gain);
             let of_bytes: f64 = (0..tokens)
                 .map(|token| {
-                    let code = code(token) * doubled - f64::from(of.around.code);
+                    let code = code(token) * doubled - f64::from(of.offset.code);
                     f64::from(units[token / TOKENS]) * f64::from(factors[token]) * code
                 })
                 .sum();

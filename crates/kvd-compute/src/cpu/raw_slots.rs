@@ -1,0 +1,218 @@
+//! Rows in and out of raw slots.
+
+use crate::cpu::arena::HostArena;
+use crate::cpu::row_reader::{LayerReader, TILE_TOKENS};
+use crate::{BackendError, EncodeSource, IncomingRows, LoadPlan, LoadedRows, RawTarget, Source};
+use kvd_codec::{HeadCodec, ModelCodec, RowSpace, widen_values};
+use kvd_core::{DType, Extent, Geometry, LayerIndex, Side};
+
+/// First value of `bytes` that is NaN or infinite, and its index.
+#[must_use]
+pub fn first_non_finite(dtype: DType, bytes: &[u8]) -> Option<(usize, f32)> {
+    // Exponent bits all ones; tested on the bits, since most values need no conversion.
+    let found = match dtype {
+        DType::F32 => bytes
+            .as_chunks::<4>()
+            .0
+            .iter()
+            .position(|b| u32::from_le_bytes(*b) & 0x7f80_0000 == 0x7f80_0000),
+        DType::F16 => non_finite_16(bytes, 0x7c00),
+        DType::BF16 => non_finite_16(bytes, 0x7f80),
+    }?;
+    let mut value = [0f32];
+    let size = dtype.size_bytes();
+    dtype.widen_values(&bytes[found * size..][..size], &mut value);
+    Some((found, value[0]))
+}
+
+fn non_finite_16(bytes: &[u8], exponent: u16) -> Option<usize> {
+    let values = bytes.as_chunks::<2>().0;
+    let bad = |b: &[u8; 2]| u16::from_le_bytes(*b) & exponent == exponent;
+    // Without an early exit per value the search vectorises; a chunk is short enough to repeat.
+    const CHUNK: usize = 1024;
+    values.chunks(CHUNK).enumerate().find_map(|(i, chunk)| {
+        let any = chunk.iter().fold(false, |any, b| any | bad(b));
+        any.then(|| i * CHUNK + chunk.iter().position(bad).expect("one is bad"))
+    })
+}
+
+pub(crate) fn check_finite(geometry: &Geometry, rows: &IncomingRows) -> Result<(), BackendError> {
+    for (side, bytes) in [(Side::Key, &rows.k), (Side::Value, &rows.v)] {
+        if let Some((index, value)) = first_non_finite(geometry.dtype, bytes) {
+            return Err(BackendError::non_finite(geometry, side, index, value));
+        }
+    }
+    Ok(())
+}
+
+/// Where one row lies in the arena.
+fn row_extent(geometry: &Geometry, to: RawTarget, side: Side, head: usize, row: u64) -> Extent {
+    let layout = geometry.raw_layout(to.capacity_rows);
+    let start = layout.row_offset(side, head as u64, u64::from(to.first_row) + row);
+    to.extent.sub_extent(start, start + layout.row_bytes(side))
+}
+
+/// Writes `[tokens, heads, dim]` payload rows into the `[head][row]` layout of a slot.
+pub(crate) fn write_rows(
+    arena: &mut HostArena,
+    geometry: &Geometry,
+    rows: &IncomingRows,
+    source: std::ops::Range<u32>,
+    to: RawTarget,
+) {
+    let heads = geometry.kv_heads as usize;
+    for (side, bytes) in [(Side::Key, &rows.k), (Side::Value, &rows.v)] {
+        let row_bytes = geometry.head_dim(side) * geometry.dtype.size_bytes();
+        for head in 0..heads {
+            for (row, token) in source.clone().enumerate() {
+                let from = (token as usize * heads + head) * row_bytes;
+                let extent = row_extent(geometry, to, side, head, row as u64);
+                arena.extent_bytes_mut(extent).copy_from_slice(&bytes[from..from + row_bytes]);
+            }
+        }
+    }
+}
+
+/// Copies rows into a raw slot; pages are decoded and rounded to the stored precision. What a
+/// lossy codec decodes to past that precision's range becomes its largest value: an infinity
+/// could be neither encoded again nor attended to.
+pub(crate) fn copy_rows(
+    arena: &mut HostArena,
+    codec: &ModelCodec,
+    layer: LayerIndex,
+    from: &Source,
+    count: u32,
+    to: RawTarget,
+) -> Result<(), BackendError> {
+    let geometry = codec.geometry();
+    for side in Side::BOTH {
+        for head in 0..geometry.kv_heads as usize {
+            if let Source::Raw { extent, capacity_rows, first_row } = *from {
+                let from = RawTarget { extent, capacity_rows, first_row };
+                for row in 0..u64::from(count) {
+                    let source = row_extent(geometry, from, side, head, row);
+                    arena.copy_extent(source, row_extent(geometry, to, side, head, row));
+                }
+                continue;
+            }
+            let reader = LayerReader { arena, codec, layer };
+            let values = decode_values(reader, from, count, side, head)?;
+            for (row, values) in values.chunks_exact(geometry.head_dim(side)).enumerate() {
+                let extent = row_extent(geometry, to, side, head, row as u64);
+                geometry.dtype.narrow_values(values, arena.extent_bytes_mut(extent));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Decodes `count` rows of one head all the way back to K or V. Not on the way of attention, so
+/// there is time to test a page's checksum.
+fn decode_values(
+    reader: LayerReader<'_>,
+    from: &Source,
+    count: u32,
+    side: Side,
+    head: usize,
+) -> Result<Vec<f32>, BackendError> {
+    let dim = reader.codec.geometry().head_dim(side);
+    let rows = reader.open_rows(from, count, side, head)?;
+    rows.verify_checksum()?;
+    let mut values = vec![0f32; count as usize * dim];
+    for first in (0..count).step_by(TILE_TOKENS as usize) {
+        let tile = TILE_TOKENS.min(count - first);
+        rows.decode_in_part(
+            first,
+            tile,
+            &mut values[first as usize * dim..][..tile as usize * dim],
+        )?;
+    }
+    restore_rows(reader.codec.head_codec(reader.layer, side, head), rows.row_space(), &mut values);
+    Ok(values)
+}
+
+/// Turns decoded rows of that space (`[rows, dim]`) back into K or V.
+pub(crate) fn restore_rows(side: &HeadCodec, space: RowSpace, values: &mut [f32]) {
+    if space == RowSpace::Coefficient {
+        let mut restored = vec![0f32; side.dim()];
+        for row in values.chunks_exact_mut(side.dim()) {
+            side.invert_row(row, &mut restored);
+            row.copy_from_slice(&restored);
+        }
+    }
+}
+
+/// Reads a raw block as `[heads, rows, dim]`, the shape that codecs take.
+pub(crate) fn read_block(
+    arena: &HostArena,
+    geometry: &Geometry,
+    block: EncodeSource,
+    side: Side,
+    values: &mut Vec<f32>,
+) {
+    let layout = geometry.raw_layout(block.capacity_rows);
+    let per_head = block.rows as usize * geometry.head_dim(side);
+    values.resize(per_head * geometry.kv_heads as usize, 0.0);
+    for (head, values) in values.chunks_exact_mut(per_head).enumerate() {
+        let start = layout.row_offset(side, head as u64, u64::from(block.first_row));
+        let len = u64::from(block.rows) * layout.row_bytes(side);
+        widen_values(
+            geometry.dtype,
+            arena.extent_bytes(block.extent.sub_extent(start, start + len)),
+            values,
+        );
+    }
+}
+
+/// Decodes a range of a layer for `LoadBlocks`: `[tokens, heads, dim]`.
+pub(crate) fn load_rows(
+    reader: LayerReader<'_>,
+    plan: &LoadPlan,
+) -> Result<LoadedRows, BackendError> {
+    let geometry = reader.codec.geometry();
+    let heads = geometry.kv_heads as usize;
+    let tokens: usize = plan.parts.iter().map(|part| part.rows as usize).sum();
+    let mut sides = Side::BOTH
+        .map(|side| vec![0u8; tokens * heads * geometry.head_dim(side) * plan.dtype.size_bytes()]);
+    let mut first_token = 0;
+    for part in &plan.parts {
+        for side in Side::BOTH {
+            let dim = geometry.head_dim(side);
+            let row_bytes = dim * plan.dtype.size_bytes();
+            for head in 0..heads {
+                let values = decode_values(reader, &part.source, part.rows, side, head)?;
+                for (row, values) in values.chunks_exact(dim).enumerate() {
+                    let to = ((first_token + row) * heads + head) * row_bytes;
+                    plan.dtype.narrow_values(values, &mut sides[side.index()][to..to + row_bytes]);
+                }
+            }
+        }
+        first_token += part.rows as usize;
+    }
+    let [k, v] = sides;
+    Ok(LoadedRows { k, v })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn first_non_finite_finds_the_exact_value_in_every_dtype() {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for len in [1usize, 5, 1023, 1024, 1025, 3000] {
+                let mut values = vec![1.5f32; len];
+                let mut bytes = vec![0u8; len * dtype.size_bytes()];
+                dtype.narrow_values(&values, &mut bytes);
+                assert_eq!(first_non_finite(dtype, &bytes), None);
+                values[len - 1] = f32::NEG_INFINITY;
+                dtype.narrow_values(&values, &mut bytes);
+                assert_eq!(first_non_finite(dtype, &bytes), Some((len - 1, f32::NEG_INFINITY)));
+                values[len / 2] = f32::NAN;
+                dtype.narrow_values(&values, &mut bytes);
+                let (index, value) = first_non_finite(dtype, &bytes).unwrap();
+                assert!(index == len / 2 && value.is_nan());
+            }
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! Scores, then weights, of a unit's rows over a span of tokens.
+
+use crate::cpu::uniform::sum_lanes;
+use std::ops::Range;
+
+/// Tokens of a tile of codes.
+pub(crate) const TILE: usize = kvd_codec::CodeLayout::TILE_TOKENS;
+/// Most tokens of a span: longer ones amortise more, and scores should stay in cache.
+pub(crate) const SPAN: usize = 128;
+
+/// A row of [`SPAN`] values for each query row.
+pub(crate) struct SpanScores {
+    values: Vec<f32>,
+    /// Which tokens each row sees.
+    seen: Vec<Range<usize>>,
+    /// Largest weight of each row, 0 when it sees nothing of the span.
+    pub(crate) largest: Vec<f32>,
+    /// Sum of the weights of each row.
+    sums: Vec<f32>,
+}
+
+impl SpanScores {
+    pub(crate) fn new(rows: usize) -> Self {
+        Self {
+            values: vec![0.0; rows * SPAN],
+            seen: vec![0..0; rows],
+            largest: vec![0.0; rows],
+            sums: vec![0.0; rows],
+        }
+    }
+
+    pub(crate) fn row_count(&self) -> usize {
+        self.largest.len()
+    }
+
+    /// Says which tokens of some tiles `row` sees: the weight of others in those is 0.
+    pub(crate) fn set_seen(&mut self, row: usize, seen: Range<usize>, tiles: Range<usize>) {
+        let values = self.row_mut(row);
+        values[tiles.start * TILE..seen.start.max(tiles.start * TILE)].fill(0.0);
+        values[seen.end..(tiles.end * TILE).max(seen.end)].fill(0.0);
+        (self.largest[row], self.sums[row]) = (0.0, 0.0);
+        self.seen[row] = seen;
+    }
+
+    /// Takes the largest weights and the sums of weights of some rows.
+    pub(crate) fn take_sums(&mut self, rows: Range<usize>, largest: &[f32], sums: &[f32]) {
+        let count = rows.len();
+        self.largest[rows.clone()].copy_from_slice(&largest[..count]);
+        self.sums[rows].copy_from_slice(&sums[..count]);
+    }
+
+    /// The sum of the weights of a row in some tiles.
+    pub(crate) fn total_weight(&self, row: usize, tiles: &Range<usize>) -> f32 {
+        let (tokens, seen) = (tiles.start * TILE..tiles.end * TILE, &self.seen[row]);
+        if seen.is_empty() || tokens.start <= seen.start && seen.end <= tokens.end {
+            return self.sums[row];
+        }
+        sum_lanes(&self.row(row)[tokens])
+    }
+
+    /// Which tokens `row` sees.
+    pub(crate) fn seen_tokens(&self, row: usize) -> Range<usize> {
+        self.seen[row].clone()
+    }
+
+    /// One row of the span.
+    pub(crate) fn row_mut(&mut self, row: usize) -> &mut [f32; SPAN] {
+        &mut self.values.as_chunks_mut::<SPAN>().0[row]
+    }
+
+    /// One row of the span.
+    pub(crate) fn row(&self, row: usize) -> &[f32; SPAN] {
+        &self.values.as_chunks::<SPAN>().0[row]
+    }
+
+    /// `count` rows from `first` on.
+    pub(crate) fn some_mut(&mut self, first: usize, count: usize) -> &mut [f32] {
+        &mut self.values[first * SPAN..(first + count) * SPAN]
+    }
+
+    /// All rows, each [`SPAN`] after the one before, from token `first` on.
+    pub(crate) fn tail_mut(&mut self, first: usize) -> &mut [f32] {
+        &mut self.values[first..]
+    }
+
+    /// Rows from `first` on, each [`SPAN`] after the one before, from a tile's first token on.
+    pub(crate) fn rows_mut(&mut self, first: usize, tile: usize) -> &mut [f32] {
+        &mut self.values[first * SPAN + tile * TILE..]
+    }
+
+    /// Rows from `first` on, to be read, as [`SpanScores::rows_mut`] has them.
+    pub(crate) fn rows_from(&self, first: usize, tile: usize) -> &[f32] {
+        &self.values[first * SPAN + tile * TILE..]
+    }
+
+    /// Multiplies the weights of all rows for `tokens`, of which kernels see no others then.
+    pub(crate) fn multiply_weights(&mut self, tokens: Range<usize>, factors: &[f32; SPAN]) {
+        let rows = self.values.as_chunks_mut::<SPAN>().0.iter_mut();
+        for (weights, (largest, total)) in rows.zip(self.largest.iter_mut().zip(&mut self.sums)) {
+            let weights = &mut weights[tokens.clone()];
+            let factors = &factors[tokens.clone()];
+            *largest = weights.iter_mut().zip(factors).fold(0.0, |largest, (weight, factor)| {
+                *weight *= factor;
+                largest.max(*weight)
+            });
+            *total = sum_lanes(weights);
+        }
+    }
+
+    /// Weights of a row in some tiles, and the largest of the row.
+    pub(crate) fn tile_weights(&self, row: usize, tiles: Range<usize>) -> (&[f32], f32) {
+        (&self.row(row)[tiles.start * TILE..tiles.end * TILE], self.largest[row])
+    }
+}
