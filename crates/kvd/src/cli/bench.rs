@@ -188,8 +188,7 @@ pub(super) fn run_bench(command: BenchCommand) -> Result<String, CliError> {
     match command {
         BenchCommand::Attend(args) => {
             let bench = attend_bench(&args);
-            let measured = bench.measure_all()?;
-            report_text(&args.common, measured, &tables::ATTEND)
+            report_text(&args.common, bench.measure_all()?, &tables::ATTEND)
         }
         BenchCommand::Scores(args) => {
             let bench = ScoresBench {
@@ -202,8 +201,7 @@ pub(super) fn run_bench(command: BenchCommand) -> Result<String, CliError> {
                 precision: args.precision,
                 instruction_sets: args.sets.instruction_set,
             };
-            let measured = bench.measure_all()?;
-            report_text(&args.common, measured, &tables::SCORES)
+            report_text(&args.common, bench.measure_all()?, &tables::SCORES)
         }
         BenchCommand::Codec(CodecArgs { common, sets }) => {
             let bench = CodecBench {
@@ -216,8 +214,7 @@ pub(super) fn run_bench(command: BenchCommand) -> Result<String, CliError> {
                 rounds: common.rounds,
                 instruction_sets: sets.instruction_set,
             };
-            let measured = bench.measure_all()?;
-            report_text(&common, measured, &tables::CODEC)
+            report_text(&common, bench.measure_all()?, &tables::CODEC)
         }
         BenchCommand::Store(args) => {
             let bench = StoreBench {
@@ -232,8 +229,7 @@ pub(super) fn run_bench(command: BenchCommand) -> Result<String, CliError> {
                 rounds: args.common.rounds,
                 buffer_bytes: args.buffer.as_u64(),
             };
-            let measured = bench.measure_all()?;
-            report_text(&args.common, measured, &tables::STORE)
+            report_text(&args.common, bench.measure_all()?, &tables::STORE)
         }
         #[cfg(feature = "eval")]
         BenchCommand::Transport(args) => {
@@ -248,8 +244,7 @@ pub(super) fn run_bench(command: BenchCommand) -> Result<String, CliError> {
                 storing: args.storing,
                 storing_tokens: args.storing_tokens,
             };
-            let measured = bench.measure_all()?;
-            report_text(&args.common, measured, &tables::TRANSPORT)
+            report_text(&args.common, bench.measure_all()?, &tables::TRANSPORT)
         }
         #[cfg(feature = "eval")]
         BenchCommand::Mixed(args) => mixed::run_mixed(args),

@@ -177,30 +177,27 @@ impl Config {
 
     fn validate_raw(raw: &RawConfig) -> Result<Self, ConfigError> {
         let (server, limits, device) = (&raw.server, &raw.limits, &raw.device);
-        let mut config = Self {
+        let config = Self {
             listen_tcp: parse_address("server.listen_tcp", &server.listen_tcp)?,
             listen_unix: socket_path(&server.listen_unix),
             listen_region: socket_path(&server.listen_region),
             admin_listen: parse_address("admin.listen", &raw.admin.listen)?,
-            admin_connections_max: check_permits(
-                "admin.connections_max",
-                raw.admin.connections_max,
-            )?,
-            admin_head_timeout: check_millis("admin.head_timeout_ms", raw.admin.head_timeout_ms)?,
-            message_bytes_max: check_size("server.message_bytes_max", server.message_bytes_max)?,
-            stream_window_bytes: check_window(
+            admin_connections_max: to_permits("admin.connections_max", raw.admin.connections_max)?,
+            admin_head_timeout: to_millis("admin.head_timeout_ms", raw.admin.head_timeout_ms)?,
+            message_bytes_max: to_size("server.message_bytes_max", server.message_bytes_max)?,
+            stream_window_bytes: to_window(
                 "server.stream_window_bytes",
                 server.stream_window_bytes,
             )?,
-            connection_window_bytes: check_window(
+            connection_window_bytes: to_window(
                 "server.connection_window_bytes",
                 server.connection_window_bytes,
             )?,
-            keepalive_interval: check_millis(
+            keepalive_interval: to_millis(
                 "server.keepalive_interval_ms",
                 server.keepalive_interval_ms,
             )?,
-            keepalive_timeout: check_millis(
+            keepalive_timeout: to_millis(
                 "server.keepalive_timeout_ms",
                 server.keepalive_timeout_ms,
             )?,
@@ -210,7 +207,7 @@ impl Config {
                 1,
             )?,
             connections_max: parse_connections(&server.connections_max)?,
-            message_timeout: check_millis("server.message_timeout_ms", server.message_timeout_ms)?,
+            message_timeout: to_millis("server.message_timeout_ms", server.message_timeout_ms)?,
             grace_period: Duration::from_millis(server.grace_period_ms),
             devices: parse_devices(&device.device)?,
             pool_bytes: at_least("device.pool_bytes", device.pool_bytes.as_u64(), 1 << 20)?,
@@ -221,23 +218,22 @@ impl Config {
             precision: parse_precision(&device.precision)?,
             kernel_cache: kernel_cache(&device.kernel_cache, |name| std::env::var_os(name)),
             graphs_max: device.graphs_max,
-            kernel_timeout: check_millis("device.kernel_timeout_ms", device.kernel_timeout_ms)?,
+            kernel_timeout: to_millis("device.kernel_timeout_ms", device.kernel_timeout_ms)?,
             queue_jobs_max: queue_jobs(device.queue_jobs_max)?,
             models_max: at_least("limits.models_max", limits.models_max, 1)?,
             sequences_max: at_least("limits.sequences_max", limits.sequences_max, 1)?,
             tokens_per_sequence_max: sequence_tokens(limits.tokens_per_sequence_max)?,
             sequence_layers_max: sequence_layers(limits.sequence_layers_max)?,
             sequence_views_max: sequence_views(limits.sequence_views_max)?,
-            calibration_bytes_max: check_size(
+            calibration_bytes_max: to_size(
                 "limits.calibration_bytes_max",
                 limits.calibration_bytes_max,
             )?,
             query_sample_bytes_max: limits.query_sample_bytes_max.as_u64(),
-            inflight_bytes_max: check_size("limits.inflight_bytes_max", limits.inflight_bytes_max)?,
+            inflight_bytes_max: to_size("limits.inflight_bytes_max", limits.inflight_bytes_max)?,
             connection_bytes_max: limits.connection_bytes_max.as_u64() as usize,
-            regions_max: check_permits("limits.regions_max", limits.regions_max)?,
-            region_bytes_max: check_size("limits.region_bytes_max", limits.region_bytes_max)?
-                as u64,
+            regions_max: to_permits("limits.regions_max", limits.regions_max)?,
+            region_bytes_max: to_size("limits.region_bytes_max", limits.region_bytes_max)? as u64,
             attend_parts_max: at_least("limits.attend_parts_max", limits.attend_parts_max, 1)?,
             attend_work_max: at_least("limits.attend_work_max", limits.attend_work_max, 1)?,
             page_tokens_min: page_tokens("limits.page_tokens_min", limits.page_tokens_min)?,
@@ -247,10 +243,15 @@ impl Config {
             log_json: log_json(&raw.log.format)?,
             log_filter: log_filter::log_filter(&raw.log.filter)?,
         };
-        config.check_listeners()?;
-        config.choose_connection_bytes();
-        config.check_bytes()?;
-        Ok(config)
+        config.complete_fields()
+    }
+
+    /// Checks and chooses what depends on several fields.
+    fn complete_fields(mut self) -> Result<Self, ConfigError> {
+        self.check_listeners()?;
+        self.choose_connection_bytes();
+        self.check_bytes()?;
+        Ok(self)
     }
 
     fn check_listeners(&self) -> Result<(), ConfigError> {
@@ -328,12 +329,12 @@ fn at_most(key: &'static str, value: usize, max: usize) -> Result<usize, ConfigE
 }
 
 /// A length of time that is waited again and again, so never none.
-fn check_millis(key: &'static str, value: u64) -> Result<Duration, ConfigError> {
+fn to_millis(key: &'static str, value: u64) -> Result<Duration, ConfigError> {
     Ok(Duration::from_millis(at_least(key, value, 1)?))
 }
 
 /// A number of things that take one permit each.
-fn check_permits(key: &'static str, value: usize) -> Result<usize, ConfigError> {
+fn to_permits(key: &'static str, value: usize) -> Result<usize, ConfigError> {
     at_least(key, at_most(key, value, tokio::sync::Semaphore::MAX_PERMITS)?, 1)
 }
 
@@ -341,7 +342,7 @@ fn check_permits(key: &'static str, value: usize) -> Result<usize, ConfigError> 
 fn parse_connections(count: &CountSetting) -> Result<Option<usize>, ConfigError> {
     let key = "server.connections_max";
     match count {
-        CountSetting::Number(number) => check_permits(key, *number).map(Some),
+        CountSetting::Number(number) => to_permits(key, *number).map(Some),
         CountSetting::Word(word) if word == "auto" => Ok(None),
         CountSetting::Word(word) => {
             Err(ConfigError::new(key, format!("{word:?} is neither a number from 1 nor \"auto\"")))
@@ -356,7 +357,7 @@ fn queue_jobs(value: usize) -> Result<usize, ConfigError> {
     at_least(key, at_most(key, value, MAX)?, 1)
 }
 
-fn check_size(key: &'static str, value: SizeSetting) -> Result<usize, ConfigError> {
+fn to_size(key: &'static str, value: SizeSetting) -> Result<usize, ConfigError> {
     let bytes = usize::try_from(value.as_u64()).unwrap_or(usize::MAX);
     at_least(key, bytes, 4096)
 }
@@ -374,7 +375,7 @@ fn sequence_tokens(value: u32) -> Result<u32, ConfigError> {
 }
 
 /// HTTP/2 windows are 31-bit (RFC 9113, section 6.9.1).
-fn check_window(key: &'static str, value: SizeSetting) -> Result<u32, ConfigError> {
+fn to_window(key: &'static str, value: SizeSetting) -> Result<u32, ConfigError> {
     match u32::try_from(value.as_u64()) {
         Ok(bytes) if (65_535..1 << 31).contains(&bytes) => Ok(bytes),
         _ => Err(ConfigError::new(key, format!("{value} is not 64 KiB to 2 GiB"))),
