@@ -5,9 +5,8 @@
 //! for a [`Simd`] and check all lengths; pointers stay inside those.
 #![allow(unsafe_code)] // Register loads and stores, and calls after detection.
 
-use crate::cpu::int_dot::avx2::load_four;
 use crate::cpu::int_dot::avx512::{
-    TABLE_64, TABLE_256, add_weighted, biased_sums, by_rows, join_digits, look_up,
+    TABLE_64, TABLE_256, add_weighted, biased_sums, by_rows, join_digits, load_factors, look_up,
 };
 use crate::cpu::int_dot::{BIAS, VECTOR_ROWS};
 use crate::cpu::int_operands::{IntRows, ScaledRows};
@@ -137,16 +136,6 @@ fn load_parts<const WIDTH: usize>(tile: &[u8], at: usize) -> [__m512i; WIDTH] {
         *part = unsafe { _mm512_loadu_si512(tile.as_ptr().add(index * chunk + 64 * at).cast()) };
     }
     parts
-}
-
-/// The parts of a factor of four terms, each repeated to fill a register.
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn load_factors<const D: usize>(rows: IntRows<'_>, row: usize, at: usize) -> [__m512i; 2] {
-    let (bytes, at) = (rows.bytes.as_ptr(), D * row * rows.len + at);
-    // SAFETY: a row has `D` times `len` bytes, and four from `at` on are of its first digits.
-    let parts = unsafe { [load_four(bytes, at), load_four(bytes, at + (D - 1) * rows.len)] };
-    parts.map(|part| _mm512_set1_epi32(part))
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi,avx512vbmi2")]

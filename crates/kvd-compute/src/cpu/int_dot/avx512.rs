@@ -88,9 +88,7 @@ pub(super) unsafe fn value_dots(
     let (rows, kind) = ((weights.sums.len(), weights.digits), lookup_kind(lookup));
     assert!(kind != TABLE_256 || codes.width == 8, "value_dots: wide codes are bytes");
     // SAFETY: the caller's.
-    unsafe {
-        by_shape!(value_tiles, rows, kind, codes.width, (codes, lookup, weights, target, out))
-    }
+    unsafe { by_shape!(sum_rows, rows, kind, codes.width, (codes, lookup, weights, target, out)) }
 }
 
 /// The tables of channels `first..first + DP`, as many registers of each as its kind has.
@@ -191,6 +189,20 @@ pub(in crate::cpu) fn biased_sums<const R: usize, const D: usize, const C: usize
         units[row] = [_mm512_set1_epi32(bias.wrapping_mul(sums[row]).wrapping_neg()); C];
     }
     digits
+}
+
+/// The parts of a factor of four terms, each repeated to fill a register.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(in crate::cpu) fn load_factors<const D: usize>(
+    rows: IntRows<'_>,
+    row: usize,
+    at: usize,
+) -> [__m512i; 2] {
+    let (bytes, at) = (rows.bytes.as_ptr(), D * row * rows.len + at);
+    // SAFETY: a row has `D` times `len` bytes, and four from `at` on are of its first digits.
+    let parts = unsafe { [load_four(bytes, at), load_four(bytes, at + (D - 1) * rows.len)] };
+    parts.map(|part| _mm512_set1_epi32(part))
 }
 
 /// Tile after tile.
@@ -321,44 +333,40 @@ pub(in crate::cpu) fn add_weighted<const D: usize>(
     }
 }
 
+/// Sums of all tiles, by row.
+///
 /// An accumulator per row, register and digit: at most 16 registers of 32.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
-fn value_tiles<
-    const R: usize,
-    const D: usize,
-    const DP: usize,
-    const KIND: u8,
-    const WIDTH: usize,
->(
+fn sum_rows<const R: usize, const D: usize, const DP: usize, const KIND: u8, const WIDTH: usize>(
     codes: TileCodes<'_>,
     lookup: &CodeLookup,
     weights: IntRows<'_>,
     target: SumTarget<'_>,
     out: &mut [f32],
 ) {
-    let TileCodes { bytes, per_row, prefetch, .. } = codes;
-    let end = target.first + target.count;
-    let blocks = lookup.dims / DP * target.count.div_ceil(positions_per_step::<DP>());
-    let mut prefetch = prefetch.in_steps(blocks * WIDTH * weights.len / TILE);
+    let (per_row, end) = (codes.per_row, target.first + target.count);
+    let step = positions_per_step::<DP>();
+    let blocks = lookup.dims / DP * target.count.div_ceil(step);
+    let mut prefetch = codes.prefetch.in_steps(blocks * WIDTH * weights.len / TILE);
     for pass in (0..lookup.dims).step_by(DP) {
         let mut tables = load_tables::<DP, KIND>(lookup, pass);
+        let bias = lookup.bias - if needs_signs::<D, KIND, WIDTH>() { BIAS } else { 0 };
         if needs_signs::<D, KIND, WIDTH>() {
             flip_signs(tables.as_flattened_mut());
         }
-        for block in (target.first..end).step_by(positions_per_step::<DP>()) {
+        for block in (target.first..end).step_by(step) {
             // Of the second register too, where it holds other positions.
             let lanes = [(end - block).min(16), (end - block).clamp(16, 32) - 16];
-            let masks = [lanes_mask(lanes[0]), lanes_mask(lanes[1])];
-            let bias = lookup.bias - if needs_signs::<D, KIND, WIDTH>() { BIAS } else { 0 };
+            let masks = lanes.map(lanes_mask);
             let [mut high, mut low] = biased_sums::<R, D, COLUMNS>(bias, weights.sums);
-            for (tile, bytes) in bytes.chunks_exact(codes.tile_bytes()).enumerate() {
+            for (tile, bytes) in codes.bytes.chunks_exact(codes.tile_bytes()).enumerate() {
                 for group in 0..WIDTH {
                     prefetch.next_step();
-                    let at = 4 * (group * per_row + block);
                     // SAFETY: as many positions of four bytes as lanes, all of them codes.
                     let load = |column: usize| unsafe {
-                        let at = bytes.as_ptr().wrapping_add(at + 64 * column);
-                        _mm512_maskz_loadu_epi8(masks[column], at.cast())
+                        let at = 4 * (group * per_row + block + 16 * column);
+                        let from = bytes.as_ptr().wrapping_add(at);
+                        _mm512_maskz_loadu_epi8(masks[column], from.cast())
                     };
                     let mut loaded = [load(0), if DP == 1 { load(1) } else { load(0) }];
                     if needs_signs::<D, KIND, WIDTH>() && KIND == PLAIN {
@@ -367,22 +375,15 @@ fn value_tiles<
                     macro_rules! plane {
                         ($plane:literal) => {
                             let values: [_; COLUMNS] = std::array::from_fn(|column| {
-                                let codes =
-                                    cut_plane::<KIND, WIDTH>(loaded[column], $plane * WIDTH);
-                                look_up::<KIND>(codes, &tables[column % DP])
+                                let code = cut_plane::<KIND, WIDTH>(loaded[column], $plane * WIDTH);
+                                look_up::<KIND>(code, &tables[column % DP])
                             });
                             let at = tile * TILE + 4 * ($plane * WIDTH + group);
                             for row in 0..R {
-                                let at = D * row * weights.len + at;
-                                let bytes = weights.bytes.as_ptr();
-                                let low_at = at + (D - 1) * weights.len;
-                                // SAFETY: a row has `D * weights.len` bytes.
-                                let parts =
-                                    unsafe { [load_four(bytes, at), load_four(bytes, low_at)] };
-                                let parts = parts.map(|part| _mm512_set1_epi32(part));
+                                let weight = load_factors::<D>(weights, row, at);
                                 for c in 0..COLUMNS {
                                     let (high, low) = (&mut high[row][c], &mut low[row][c]);
-                                    add_weighted::<D>(high, low, values[c], parts);
+                                    add_weighted::<D>(high, low, values[c], weight);
                                 }
                             }
                         };
@@ -394,10 +395,9 @@ fn value_tiles<
                 for c in 0..COLUMNS {
                     let sum = _mm512_cvtepi32_ps(join_digits::<D>(high[row][c], low[row][c]));
                     let (channel, column) = if DP == 1 { (pass, c) } else { (pass + c, 0) };
-                    let position = block + 16 * column;
+                    let (lanes, position) = (lanes[column], block + 16 * column);
                     let at = (row * lookup.dims + channel) * per_row + position;
-                    let place = SumPlace { lanes: lanes[column], position, at };
-                    add_sums(sum, target.units[row], place, target, out);
+                    add_sums(sum, target.units[row], SumPlace { lanes, position, at }, target, out);
                 }
             }
         }
