@@ -13,8 +13,8 @@
 //! A layer's blocks are seen through chunks of 64 views that forks and readers share, so that a
 //! fork or a read copies a pointer for 64 blocks. Totals are kept where they change.
 //!
-//! Locks: the sequence map's shards, one mutex per layer of a sequence, the mutex of what waits to
-//! be freed, one mutex in the pool. A layer's mutex is held to copy pointers, never to reserve
+//! Locks: the sequence map's shards, one mutex per layer of a sequence, one for the set of each
+//! session's sequences, the mutex of what waits to be freed, one mutex in the pool. A layer's mutex is held to copy pointers, never to reserve
 //! or to free; no other of these is taken under it. Only who truncates, forks or describes takes
 //! several layers' (`sequence`). The drop of a guard ([`Reserved`], [`Slot`], [`AppendClaim`],
 //! [`AppendTicket`], [`Pinned`]) takes the last two at most, one after the other. A long sequence
@@ -33,10 +33,12 @@ mod pinned;
 mod pool;
 mod reclaim;
 mod sequence;
+mod session_sequences;
 mod shape;
 mod store;
 #[cfg(test)]
 mod tests;
+mod use_times;
 mod view_list;
 
 pub use allocator::Region;
@@ -47,5 +49,6 @@ pub use ledger::{ModelUsage, PackedBytes, StoredBytes};
 pub use pinned::{Pinned, PinnedRows};
 pub use pool::{Pool, PoolFull, PoolUsage, Reserved, Slot};
 pub use sequence::SequenceUsage;
+pub use session_sequences::SessionSequences;
 pub use shape::{Limits, ModelShape};
-pub use store::Store;
+pub use store::{SequenceQuery, SequenceSummary, Store};
