@@ -3,13 +3,15 @@
 use super::call::{call, meter};
 use super::convert;
 use super::measure::{answer, refuse};
+use super::session::{hold_stream, peer_name, sequence_page, session_list};
 use super::stream::{self, Answer, Answers, Opened, ReplyStream, StreamKind, Streams};
 use crate::metrics::OpenCount;
 use crate::service::{Call, Service, ServiceError};
-use kvd_core::{Coded, LayerIndex, ModelId, SequenceId};
-use kvd_proto::domain::{AttendBatch, LoadRange, ModelSpec, StoreChunk};
+use kvd_core::{Coded, LayerIndex, ModelId, SequenceId, SessionId};
+use kvd_proto::domain::{AttendBatch, LoadRange, ModelSpec, StoreChunk, session_from_wire};
 use kvd_proto::v1::{self, kvd_server::Kvd};
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::mpsc;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::Instrument;
@@ -127,9 +129,10 @@ impl Kvd for Grpc {
         &self,
         request: Request<v1::OpenSequenceRequest>,
     ) -> Result<Response<v1::OpenSequenceResponse>, Status> {
-        let model = ModelId(request.get_ref().model_id);
+        let v1::OpenSequenceRequest { model_id, session_id } = *request.get_ref();
+        let session = session_from_wire(session_id);
         self.rpc("OpenSequence", call(&request), async |call| {
-            let id = self.service.open_sequence(call, model)?;
+            let id = self.service.open_sequence_in(call, ModelId(model_id), session)?;
             Ok(v1::OpenSequenceResponse { sequence_id: id.0 })
         })
         .await
@@ -139,9 +142,9 @@ impl Kvd for Grpc {
         &self,
         request: Request<v1::ForkSequenceRequest>,
     ) -> Result<Response<v1::ForkSequenceResponse>, Status> {
-        let v1::ForkSequenceRequest { sequence_id, length } = *request.get_ref();
+        let fork = (*request.get_ref()).into();
         self.rpc("ForkSequence", call(&request), async |call| {
-            let (id, length) = self.service.fork_sequence(call, SequenceId(sequence_id), length)?;
+            let (id, length) = self.service.fork_sequence_in(call, fork)?;
             Ok(v1::ForkSequenceResponse { sequence_id: id.0, length })
         })
         .await
@@ -163,9 +166,13 @@ impl Kvd for Grpc {
         &self,
         request: Request<v1::CloseSequenceRequest>,
     ) -> Result<Response<v1::CloseSequenceResponse>, Status> {
-        let id = SequenceId(request.get_ref().sequence_id);
+        let v1::CloseSequenceRequest { sequence_id, idle_ms_min } = *request.get_ref();
+        let (id, idle_min) = (SequenceId(sequence_id), Duration::from_millis(idle_ms_min));
         self.rpc("CloseSequence", call(&request), async |call| {
-            self.service.close_sequence(call, id)?;
+            match idle_ms_min {
+                0 => self.service.close_sequence(call, id)?,
+                _ => self.service.close_idle_sequence(call, id, idle_min)?,
+            }
             Ok(v1::CloseSequenceResponse {})
         })
         .await
@@ -178,6 +185,53 @@ impl Kvd for Grpc {
         let id = SequenceId(request.get_ref().sequence_id);
         self.rpc("DescribeSequence", call(&request), async |call| {
             Ok(convert::sequence(self.service.describe_sequence(call, id)?))
+        })
+        .await
+    }
+
+    async fn list_sequences(
+        &self,
+        request: Request<v1::ListSequencesRequest>,
+    ) -> Result<Response<v1::ListSequencesResponse>, Status> {
+        let message = *request.get_ref();
+        self.rpc("ListSequences", call(&request), async |call| {
+            Ok(sequence_page(self.service.list_sequences(call, domain(message)?).await?))
+        })
+        .await
+    }
+
+    type HoldSessionStream = ReplyStream<v1::HoldSessionResponse>;
+
+    async fn hold_session(
+        &self,
+        request: Request<v1::HoldSessionRequest>,
+    ) -> Result<Response<Self::HoldSessionStream>, Status> {
+        let (caller, peer) = (call(&request), peer_name(request.extensions()));
+        let message = request.into_inner();
+        let lease = self.rpc("HoldSession", caller, async |call| {
+            self.service.hold_session(call, domain(message)?, peer).await
+        });
+        Ok(lease.await?.map(|lease| hold_stream(lease, &self.streams)))
+    }
+
+    async fn close_session(
+        &self,
+        request: Request<v1::CloseSessionRequest>,
+    ) -> Result<Response<v1::CloseSessionResponse>, Status> {
+        let id = SessionId(request.get_ref().session_id);
+        self.rpc("CloseSession", call(&request), async |call| {
+            let sequences_closed = self.service.close_session(call, id).await?;
+            Ok(v1::CloseSessionResponse { sequences_closed })
+        })
+        .await
+    }
+
+    async fn list_sessions(
+        &self,
+        request: Request<v1::ListSessionsRequest>,
+    ) -> Result<Response<v1::ListSessionsResponse>, Status> {
+        self.rpc("ListSessions", call(&request), async |call| {
+            Ok(session_list(self.service.list_sessions(call)?))
         })
         .await
     }
