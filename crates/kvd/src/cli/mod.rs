@@ -3,6 +3,7 @@
 //! Exit codes: 0 done, 1 failed, 64 wrong usage or configuration, 69 a socket or device could
 //! not be had, 70 the device failed while serving, or the GPU asked for cannot be used.
 
+mod ask_daemon;
 mod bench;
 #[cfg(feature = "eval")]
 mod calibrate;
@@ -17,7 +18,9 @@ mod local;
 mod machine;
 mod paths;
 mod plan;
+mod sequences;
 mod serve;
+mod sessions;
 mod table;
 mod text_args;
 
@@ -57,6 +60,12 @@ enum Command {
         #[command(flatten)]
         config: ConfigArgs,
     },
+    /// List and close the sequences of a daemon that runs.
+    #[command(subcommand, after_help = help::SEQUENCES)]
+    Sequences(sequences::SequencesCommand),
+    /// List and end the sessions that own them.
+    #[command(subcommand, after_help = help::SESSIONS)]
+    Sessions(sessions::SessionsCommand),
     /// Compare the codec presets: what each saves, what it loses, and when to take it.
     #[command(after_help = help::CODECS)]
     Codecs(codecs::CodecsArgs),
@@ -218,6 +227,10 @@ fn run(command: Command) -> Result<(), CliError> {
         Command::Serve(config) => runtime()?.block_on(serve::serve(config.load()?)),
         Command::Config { print_default: true, .. } => print(DEFAULT_TOML),
         Command::Config { config, .. } => print(&config_text(&config.overrides())?),
+        Command::Sequences(command) => {
+            print(&runtime()?.block_on(sequences::run_command(command))?)
+        }
+        Command::Sessions(command) => print(&runtime()?.block_on(sessions::run_command(command))?),
         Command::Codecs(args) => print(&codecs::text(&args)?),
         Command::Bench(command) => print(&bench::bench(command)?),
         Command::Plan(args) => print(&plan::text(&args)?),

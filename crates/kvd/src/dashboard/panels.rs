@@ -228,7 +228,7 @@ fn health() -> Vec<Panel> {
 fn requests() -> Vec<Panel> {
     use Metric::{
         InflightBytes, RegionBytes, RegionCallsTotal, Regions, RequestSeconds, RequestsTotal,
-        TransportRefusalsTotal,
+        SessionEndsTotal, SessionSequencesClosedTotal, Sessions, TransportRefusalsTotal,
     };
     let refused = Query::rate_where(RequestsTotal, r#"code!="OK""#, &["rpc", "code"]);
     vec![
@@ -249,6 +249,15 @@ fn requests() -> Vec<Panel> {
             .explained(RegionBytes),
         lines("Calls through regions", "reqps", [Query::rate(RegionCallsTotal, &["payloads"])])
             .explained(RegionCallsTotal),
+        lines("Sessions", "none", [Query::level(Sessions, &["instance"])]).explained(Sessions),
+        lines("Ends of sessions", "ops", [Query::rate(SessionEndsTotal, &["reason"])])
+            .explained(SessionEndsTotal),
+        lines(
+            "Sequences closed with sessions",
+            "ops",
+            [Query::rate(SessionSequencesClosedTotal, &["instance"])],
+        )
+        .explained(SessionSequencesClosedTotal),
     ]
 }
 
