@@ -146,7 +146,8 @@ impl Client {
     /// # Errors
     /// `UNKNOWN_MODEL`, `LIMIT_EXCEEDED`, or as every call.
     pub async fn open_sequence(&self, model: ModelId) -> Result<SequenceId, ClientError> {
-        let request = self.unary_request(v1::OpenSequenceRequest { model_id: model.0, ..Default::default() });
+        let request =
+            self.unary_request(v1::OpenSequenceRequest { model_id: model.0, ..Default::default() });
         let response = self.call_rpc(self.rpc.clone().open_sequence(request)).await?;
         Ok(SequenceId(response.sequence_id))
     }
@@ -183,7 +184,10 @@ impl Client {
     /// # Errors
     /// `UNKNOWN_SEQUENCE`, or as every call.
     pub async fn close_sequence(&self, sequence: SequenceId) -> Result<(), ClientError> {
-        let request = self.unary_request(v1::CloseSequenceRequest { sequence_id: sequence.0, ..Default::default() });
+        let request = self.unary_request(v1::CloseSequenceRequest {
+            sequence_id: sequence.0,
+            ..Default::default()
+        });
         self.call_rpc(self.rpc.clone().close_sequence(request)).await.map(drop)
     }
 

@@ -69,8 +69,7 @@ impl Client {
     pub async fn hold_session(&self, options: SessionOptions) -> Result<HeldSession, ClientError> {
         let SessionOptions { name, ttl, take_over } = options;
         let target = HoldTarget::New { name, take_over };
-        let OpenHold { session, ttl, stream } =
-            self.open_hold(SessionHold { target, ttl }).await?;
+        let OpenHold { session, ttl, stream } = self.open_hold(SessionHold { target, ttl }).await?;
         let (sender, end) = watch::channel(None);
         let (release, released) = oneshot::channel();
         let keeper = SessionKeeper { client: self.clone(), session, ttl, stream };

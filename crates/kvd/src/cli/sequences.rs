@@ -143,7 +143,10 @@ fn sequence_table(rows: &[SequenceRow]) -> String {
         Column::numbers("held", cells(|row| format_bytes(row.held_bytes))),
     ]);
     let held = format_bytes(rows.iter().map(|row| row.held_bytes).sum());
-    text + &format!("{} in all; shared blocks are counted for each: {held}\n", count_text(rows.len()))
+    text + &format!(
+        "{} in all; shared blocks are counted for each: {held}\n",
+        count_text(rows.len())
+    )
 }
 
 fn count_text(count: usize) -> String {
@@ -171,7 +174,8 @@ async fn close_sequences(args: CloseArgs) -> Result<String, CliError> {
     if !args.ids.is_empty() {
         return close_by_id(&client, &args.ids).await;
     }
-    let mut filter = SequenceFilter { idle_min: args.idle.unwrap_or_default(), ..Default::default() };
+    let mut filter =
+        SequenceFilter { idle_min: args.idle.unwrap_or_default(), ..Default::default() };
     if let Some(session) = args.session {
         filter.session = Some(find_session(&client, &session).await?);
     }
@@ -224,17 +228,16 @@ mod tests {
             length: u32::MAX,
             age_ms: u64::MAX,
             idle_ms: u64::MAX,
-            stored: Some(kvd_client::StoredBytes {
-                packed_bytes: 999 << 30,
-                ..Default::default()
-            }),
+            stored: Some(kvd_client::StoredBytes { packed_bytes: 999 << 30, ..Default::default() }),
         };
         let free = SequenceInfo { session_id: 0, model_id: 1, ..info };
         let rows = [info, free].map(|info| sequence_row(&names, info));
         let text = sequence_table(&rows);
         assert!(columns_of(&text) <= COLUMNS, "{} columns:\n{text}", columns_of(&text));
         assert!(text.contains("…3.1-8B-Instruct") && text.contains("  -  "), "{text}");
-        assert!(text.ends_with("\n2 sequences in all; shared blocks are counted for each: 2.0 TiB\n"));
+        assert!(
+            text.ends_with("\n2 sequences in all; shared blocks are counted for each: 2.0 TiB\n")
+        );
         assert_eq!(sequence_table(&[]), "no sequences\n");
         let json = json_text(&rows).unwrap();
         assert!(json.contains("\"sequence\": \"18446744073709551615\""), "{json}");

@@ -6,8 +6,8 @@ use super::help;
 use super::table::{Column, table};
 use anyhow::anyhow;
 use clap::{Args, Subcommand};
-use kvd_core::SessionId;
 use kvd_client::{Client, SessionInfo};
+use kvd_core::SessionId;
 use serde::Serialize;
 
 /// Columns of a session's name, and of where its holder is.

@@ -44,7 +44,8 @@ impl Service {
         let forked = match session {
             None => store.fork(&call.namespace, id, length)?,
             Some(session) => {
-                let session = self.sessions.find_session(&call.namespace, session, Instant::now())?;
+                let session =
+                    self.sessions.find_session(&call.namespace, session, Instant::now())?;
                 store.fork_into_session(&call.namespace, id, length, &session)?
             }
         };

@@ -115,9 +115,8 @@ impl Service {
         }
         ids.sort_unstable();
         let next_after = ids.last().copied().filter(|_| !is_last);
-        let summarize = |id: SequenceId| {
-            self.shard_of(id).ok()?.store.summarize_sequence(namespace, id)
-        };
+        let summarize =
+            |id: SequenceId| self.shard_of(id).ok()?.store.summarize_sequence(namespace, id);
         SequencePage { sequences: ids.into_iter().filter_map(summarize).collect(), next_after }
     }
 
