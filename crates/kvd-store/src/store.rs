@@ -420,10 +420,9 @@ impl Store {
     ) -> Result<SequenceId, StoreError> {
         ledger.sequence_opened();
         let pool = Arc::clone(&self.pool);
-        let entry = SequenceEntry::new(id, model, ledger, pool, layers).owned_by(session);
-        let entry = Arc::new(entry);
-        self.sequences.insert(id, Arc::clone(&entry));
-        self.join_session(&entry)?;
+        let entry = SequenceEntry::new(id, model, ledger, pool, layers).owned_by(session.clone());
+        self.sequences.insert(id, Arc::new(entry));
+        session.map_or(Ok(()), |session| self.join_session(id, &session))?;
         Ok(id)
     }
 

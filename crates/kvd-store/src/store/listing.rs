@@ -133,16 +133,19 @@ impl Store {
 
     /// Makes a sequence that was put on the map one of its session. When that has ended meanwhile
     /// it is as if the sequence had never been opened.
-    pub(super) fn join_session(&self, entry: &SequenceEntry) -> Result<(), StoreError> {
-        let Some(session) = &entry.session else { return Ok(()) };
-        let joined = session.add_sequence(entry.id);
+    pub(super) fn join_session(
+        &self,
+        id: SequenceId,
+        session: &SessionSequences,
+    ) -> Result<(), StoreError> {
+        let joined = session.add_sequence(id);
         if joined.is_err()
-            && let Some((_, entry)) = self.sequences.remove(&entry.id)
+            && let Some((_, entry)) = self.sequences.remove(&id)
         {
             self.finish_close(entry);
-        } else if !self.sequences.contains_key(&entry.id) {
+        } else if !self.sequences.contains_key(&id) {
             // Somebody found it in a list and closed it before it was in the session.
-            session.remove_sequence(entry.id);
+            session.remove_sequence(id);
         }
         joined
     }

@@ -353,3 +353,143 @@ fn name_in_use(id: SessionId, entry: &SessionEntry, now: Instant) -> ServiceErro
     );
     ServiceError::new(ErrorCode::InvalidArgument, message)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvd_core::BootId;
+
+    /// A table, and a clock that the test moves.
+    struct Bench {
+        table: Arc<SessionTable>,
+        namespace: Namespace,
+        begun: Instant,
+    }
+
+    impl Bench {
+        fn new(sessions_max: usize) -> Self {
+            let space = IdSpace::new(BootId::new([1; 16]).unwrap(), [2; 16]);
+            let limits = SessionLimits { sessions_max, ttl_max: Duration::from_secs(300) };
+            let namespace = Namespace::new("default").unwrap();
+            let table = SessionTable::new(limits, Arc::new(space));
+            Self { table, namespace, begun: Instant::now() }
+        }
+
+        /// So many seconds after the begin.
+        fn at(&self, seconds: u64) -> Instant {
+            self.begun + Duration::from_secs(seconds)
+        }
+
+        fn holder(&self, seconds: u64, ttl_seconds: u64) -> Holder<'_> {
+            let (ttl, peer) = (Duration::from_secs(ttl_seconds), "a test".to_owned());
+            Holder { namespace: &self.namespace, ttl, peer, now: self.at(seconds) }
+        }
+
+        /// Begins a session by a holder who is let go of by [`SessionTable::release_hold`] alone.
+        fn begin(
+            &self,
+            holder: Holder<'_>,
+            name: &str,
+            take_over: bool,
+        ) -> Result<Begun, ServiceError> {
+            let begun = self.table.begin_session(holder, name.to_owned(), take_over)?;
+            let BegunSession { lease, replaced } = begun;
+            let session = lease.session();
+            std::mem::forget(lease);
+            Ok(Begun { session, replaced: replaced.map(|ended| (ended.id, ended.end)) })
+        }
+
+        fn hold_again(&self, holder: Holder<'_>, id: SessionId) -> Result<(), ServiceError> {
+            self.table.hold_again(holder, id).map(std::mem::forget)
+        }
+
+        /// Which sessions end at that second, and why.
+        fn ended_at(&self, seconds: u64) -> Vec<(SessionId, SessionEnd)> {
+            let ended = self.table.end_due(self.at(seconds));
+            ended.into_iter().map(|ended| (ended.id, ended.end)).collect()
+        }
+    }
+
+    #[derive(Debug)]
+    struct Begun {
+        session: SessionId,
+        replaced: Option<(SessionId, SessionEnd)>,
+    }
+
+    #[test]
+    fn a_session_ends_when_nobody_has_held_it_for_the_time_that_the_latest_asked_for() {
+        let b = Bench::new(9);
+        let id = b.begin(b.holder(0, 10), "a", false).unwrap().session;
+        assert_eq!((b.table.next_end(), b.ended_at(1000)), (None, vec![]));
+        b.hold_again(b.holder(5, 20), id).unwrap();
+        b.table.release_hold(id, b.at(6));
+        assert_eq!((b.table.next_end(), b.ended_at(1000)), (None, vec![]));
+        b.table.release_hold(id, b.at(7));
+        assert_eq!(b.table.next_end(), Some(b.at(27)));
+        assert_eq!(b.ended_at(26), []);
+        // Held again in its last second, it begins anew.
+        b.hold_again(b.holder(26, 3), id).unwrap();
+        assert_eq!((b.table.next_end(), b.ended_at(1000)), (None, vec![]));
+        b.table.release_hold(id, b.at(30));
+        assert_eq!(b.ended_at(33), [(id, SessionEnd::Expired)]);
+        assert_eq!(b.table.count_sessions(), 0);
+        // One that let go late, of what is gone.
+        b.table.release_hold(id, b.at(34));
+    }
+
+    #[test]
+    fn a_session_whose_time_has_come_is_gone_before_it_is_taken_out() {
+        let b = Bench::new(1);
+        let id = b.begin(b.holder(0, 10), "a", false).unwrap().session;
+        b.table.release_hold(id, b.at(0));
+        assert!(b.table.find_session(&b.namespace, id, b.at(9)).is_ok());
+        let gone = b.table.find_session(&b.namespace, id, b.at(10)).unwrap_err();
+        assert_eq!(gone.code(), ErrorCode::UnknownSession);
+        let gone = b.hold_again(b.holder(10, 10), id).unwrap_err();
+        assert_eq!(gone.code(), ErrorCode::UnknownSession);
+        assert_eq!(b.table.list_sessions(&b.namespace, b.at(10)), []);
+        // Its name is free, and its place.
+        let newer = b.begin(b.holder(10, 10), "a", false).unwrap();
+        assert_eq!(newer.replaced, Some((id, SessionEnd::Expired)));
+        assert_eq!(b.ended_at(1000), []);
+    }
+
+    #[test]
+    fn a_name_in_use_is_refused_or_taken_over() {
+        let b = Bench::new(2);
+        let id = b.begin(b.holder(0, 10), "a", false).unwrap().session;
+        let refused = b.begin(b.holder(1, 10), "a", false).unwrap_err();
+        assert_eq!(refused.code(), ErrorCode::InvalidArgument);
+        assert!(refused.to_string().contains(&format!("is session {id} (held by a test)")));
+        b.table.release_hold(id, b.at(2));
+        let refused = b.begin(b.holder(4, 10), "a", false).unwrap_err().to_string();
+        assert!(refused.contains("(not held, ends in 8000 ms)"), "{refused}");
+        let newer = b.begin(b.holder(5, 10), "a", true).unwrap();
+        assert_eq!(newer.replaced, Some((id, SessionEnd::TakenOver)));
+        assert_ne!(newer.session, id);
+        assert_eq!(b.begin(b.holder(6, 10), "b", true).unwrap().replaced, None);
+        let full = b.begin(b.holder(7, 10), "c", true).unwrap_err();
+        assert_eq!(full.code(), ErrorCode::LimitExceeded);
+        let names: Vec<_> = b.table.list_sessions(&b.namespace, b.at(8)).into_iter().collect();
+        assert_eq!(names.iter().map(|session| &session.name[..]).collect::<Vec<_>>(), ["a", "b"]);
+    }
+
+    #[test]
+    fn a_lease_lets_go_when_it_is_dropped_and_is_told_of_the_end() {
+        let b = Bench::new(2);
+        let begun = b.table.begin_session(b.holder(0, 500), "a".to_owned(), false).unwrap();
+        let lease = begun.lease;
+        assert_eq!(lease.ttl(), Duration::from_secs(300), "no more than is granted");
+        let ended = b.table.close_session(&b.namespace, lease.session()).unwrap();
+        assert_eq!(ended.end, SessionEnd::Closed);
+        let mut end = std::pin::pin!(lease.wait_for_end());
+        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+        let told = end.as_mut().poll(&mut context);
+        assert_eq!(told, std::task::Poll::Ready(SessionEnd::Closed));
+
+        let lease = b.table.begin_session(b.holder(0, 10), "b".to_owned(), false).unwrap().lease;
+        assert_eq!(b.table.next_end(), None);
+        drop(lease);
+        assert!(b.table.next_end().is_some());
+    }
+}
