@@ -179,13 +179,13 @@ pub struct HeldSession {
 impl HeldSession {
     /// The session's id.
     #[must_use]
-    pub fn id(&self) -> SessionId {
+    pub fn session_id(&self) -> SessionId {
         self.session
     }
 
     /// How long the session goes on without a connection, as the daemon granted it.
     #[must_use]
-    pub fn ttl(&self) -> Duration {
+    pub fn granted_ttl(&self) -> Duration {
         self.ttl
     }
 

@@ -14,11 +14,12 @@
 //! fork or a read copies a pointer for 64 blocks. Totals are kept where they change.
 //!
 //! Locks: the sequence map's shards, one mutex per layer of a sequence, one for the set of each
-//! session's sequences, the mutex of what waits to be freed, one mutex in the pool. A layer's mutex is held to copy pointers, never to reserve
-//! or to free; no other of these is taken under it. Only who truncates, forks or describes takes
-//! several layers' (`sequence`). The drop of a guard ([`Reserved`], [`Slot`], [`AppendClaim`],
-//! [`AppendTicket`], [`Pinned`]) takes the last two at most, one after the other. A long sequence
-//! is freed by the pool's thread, in batches; who finds the pool full helps it.
+//! session's sequences, the mutex of what waits to be freed, one mutex in the pool. A layer's
+//! mutex is held to copy pointers, never to reserve or to free; no other of these is taken under
+//! it. Only who truncates, forks or describes takes several layers' (`sequence`). The drop of a
+//! guard ([`Reserved`], [`Slot`], [`AppendClaim`], [`AppendTicket`], [`Pinned`]) takes the last two
+//! at most, one after the other. A long sequence is freed by the pool's thread, in batches; who
+//! finds the pool full helps it.
 #![forbid(unsafe_code)]
 
 mod allocator;

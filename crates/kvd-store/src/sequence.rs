@@ -80,7 +80,7 @@ impl SequenceEntry {
 
     /// The session that owns it.
     pub(crate) fn session_id(&self) -> Option<SessionId> {
-        self.session.as_ref().map(|session| session.session())
+        self.session.as_ref().map(|session| session.session_id())
     }
 
     /// A layer's mutex.

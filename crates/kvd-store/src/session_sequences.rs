@@ -27,7 +27,7 @@ impl SessionSequences {
 
     /// The session.
     #[must_use]
-    pub fn session(&self) -> SessionId {
+    pub fn session_id(&self) -> SessionId {
         self.id
     }
 

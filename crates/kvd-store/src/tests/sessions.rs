@@ -69,7 +69,7 @@ fn nothing_is_opened_in_a_session_that_has_ended() {
 #[test]
 fn a_session_that_ends_while_threads_open_in_it_leaves_nothing() {
     let b = Bench::new(1 << 20, shape(1, 4, 3, 6));
-    for round in 0..200 {
+    for round in 0..50 {
         let session = SessionSequences::new(SESSION);
         let opened = AtomicU64::new(0);
         thread::scope(|scope| {

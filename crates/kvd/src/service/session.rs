@@ -1,7 +1,7 @@
 //! Sessions: hold, end, list; and the sequences that they own.
 
 use super::session_table::{
-    BegunSession, EndedSession, Holder, SessionDescription, SessionEnd, SessionLease,
+    BegunSession, EndedSession, HoldRequest, SessionDescription, SessionEnd, SessionLease,
 };
 use super::{Call, Service, ServiceError};
 use crate::metrics::{Metric, Metrics};
@@ -24,7 +24,7 @@ pub struct SequencePage {
 pub(super) fn describe_sessions(metrics: &Metrics) {
     metrics.gauge(Metric::Sessions, &[]).set(0.0);
     for end in SessionEnd::ALL {
-        metrics.counter(Metric::SessionEndsTotal, &[("reason", end.name())]).increment(0);
+        metrics.counter(Metric::SessionEndsTotal, &[("reason", end.reason_label())]).increment(0);
     }
     metrics.counter(Metric::SessionSequencesClosedTotal, &[]).increment(0);
 }
@@ -44,7 +44,7 @@ impl Service {
     ) -> Result<SessionLease, ServiceError> {
         self.admit(call)?;
         let SessionHold { target, ttl } = hold;
-        let holder = Holder { namespace: &call.namespace, ttl, peer, now: Instant::now() };
+        let holder = HoldRequest { namespace: &call.namespace, ttl, peer, now: Instant::now() };
         match target {
             HoldTarget::Again(id) => self.sessions.hold_again(holder, id),
             HoldTarget::New { name, take_over } => {
@@ -203,9 +203,9 @@ impl Service {
             self.shard_of(*id).is_ok_and(|shard| shard.store.close(namespace, *id).is_ok())
         };
         let closed = sequences.end_session().iter().filter(|id| close(id)).count() as u64;
-        self.metrics.counter(Metric::SessionEndsTotal, &[("reason", end.name())]).increment(1);
+        let (session, reason) = (session.0, end.reason_label());
+        self.metrics.counter(Metric::SessionEndsTotal, &[("reason", reason)]).increment(1);
         self.metrics.counter(Metric::SessionSequencesClosedTotal, &[]).increment(closed);
-        let (session, reason) = (session.0, end.name());
         if *end == SessionEnd::Closed {
             tracing::debug!(session, name, %namespace, closed, "a session was closed");
         } else {

@@ -29,7 +29,7 @@ impl SessionEnd {
     pub(super) const ALL: [Self; 3] = [Self::Closed, Self::Expired, Self::TakenOver];
 
     /// Label of metrics.
-    pub(super) fn name(self) -> &'static str {
+    pub(super) fn reason_label(self) -> &'static str {
         match self {
             Self::Closed => "closed",
             Self::Expired => "expired",
@@ -87,7 +87,7 @@ pub(super) struct SessionLimits {
 }
 
 /// A stream that asks to hold a session.
-pub(super) struct Holder<'a> {
+pub(super) struct HoldRequest<'a> {
     pub(super) namespace: &'a Namespace,
     /// As it was asked for.
     pub(super) ttl: Duration,
@@ -112,13 +112,13 @@ pub struct SessionLease {
 impl SessionLease {
     /// The session.
     #[must_use]
-    pub fn session(&self) -> SessionId {
+    pub fn session_id(&self) -> SessionId {
         self.id
     }
 
     /// How long it goes on without a holder, as granted.
     #[must_use]
-    pub fn ttl(&self) -> Duration {
+    pub fn granted_ttl(&self) -> Duration {
         self.ttl
     }
 
@@ -194,11 +194,11 @@ impl SessionTable {
     /// Begins a session, which the lease holds.
     pub(super) fn begin_session(
         self: &Arc<Self>,
-        holder: Holder<'_>,
+        holder: HoldRequest<'_>,
         name: String,
         take_over: bool,
     ) -> Result<BegunSession, ServiceError> {
-        let Holder { namespace, now, .. } = holder;
+        let HoldRequest { namespace, now, .. } = holder;
         let mut entries = self.entries.lock();
         let named = |entry: &SessionEntry| entry.namespace == *namespace && entry.name == name;
         let older = entries.iter().find(|(_, entry)| named(entry)).map(|(id, _)| *id);
@@ -234,10 +234,10 @@ impl SessionTable {
     /// Holds a session that was begun before.
     pub(super) fn hold_again(
         self: &Arc<Self>,
-        holder: Holder<'_>,
+        holder: HoldRequest<'_>,
         id: SessionId,
     ) -> Result<SessionLease, ServiceError> {
-        let Holder { namespace, now, .. } = holder;
+        let HoldRequest { namespace, now, .. } = holder;
         let mut entries = self.entries.lock();
         let entry = entries.get_mut(&id).filter(|entry| entry.namespace == *namespace);
         match entry.filter(|entry| !entry.is_due(now)) {
@@ -250,7 +250,7 @@ impl SessionTable {
         self: &Arc<Self>,
         id: SessionId,
         entry: &mut SessionEntry,
-        holder: Holder<'_>,
+        holder: HoldRequest<'_>,
     ) -> SessionLease {
         entry.holders += 1;
         entry.ends = None;
@@ -380,26 +380,26 @@ mod tests {
             self.begun + Duration::from_secs(seconds)
         }
 
-        fn holder(&self, seconds: u64, ttl_seconds: u64) -> Holder<'_> {
+        fn holder(&self, seconds: u64, ttl_seconds: u64) -> HoldRequest<'_> {
             let (ttl, peer) = (Duration::from_secs(ttl_seconds), "a test".to_owned());
-            Holder { namespace: &self.namespace, ttl, peer, now: self.at(seconds) }
+            HoldRequest { namespace: &self.namespace, ttl, peer, now: self.at(seconds) }
         }
 
         /// Begins a session by a holder who is let go of by [`SessionTable::release_hold`] alone.
         fn begin(
             &self,
-            holder: Holder<'_>,
+            holder: HoldRequest<'_>,
             name: &str,
             take_over: bool,
         ) -> Result<Begun, ServiceError> {
             let begun = self.table.begin_session(holder, name.to_owned(), take_over)?;
             let BegunSession { lease, replaced } = begun;
-            let session = lease.session();
+            let session = lease.session_id();
             std::mem::forget(lease);
             Ok(Begun { session, replaced: replaced.map(|ended| (ended.id, ended.end)) })
         }
 
-        fn hold_again(&self, holder: Holder<'_>, id: SessionId) -> Result<(), ServiceError> {
+        fn hold_again(&self, holder: HoldRequest<'_>, id: SessionId) -> Result<(), ServiceError> {
             self.table.hold_again(holder, id).map(std::mem::forget)
         }
 
@@ -479,8 +479,8 @@ mod tests {
         let b = Bench::new(2);
         let begun = b.table.begin_session(b.holder(0, 500), "a".to_owned(), false).unwrap();
         let lease = begun.lease;
-        assert_eq!(lease.ttl(), Duration::from_secs(300), "no more than is granted");
-        let ended = b.table.close_session(&b.namespace, lease.session()).unwrap();
+        assert_eq!(lease.granted_ttl(), Duration::from_secs(300), "no more than is granted");
+        let ended = b.table.close_session(&b.namespace, lease.session_id()).unwrap();
         assert_eq!(ended.end, SessionEnd::Closed);
         let mut end = std::pin::pin!(lease.wait_for_end());
         let mut context = std::task::Context::from_waker(std::task::Waker::noop());

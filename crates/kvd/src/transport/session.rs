@@ -30,8 +30,8 @@ pub(super) fn hold_stream(
     lease: SessionLease,
     streams: &Streams,
 ) -> ReplyStream<v1::HoldSessionResponse> {
-    let session = lease.session();
-    let ttl_ms = u32::try_from(lease.ttl().as_millis()).unwrap_or(u32::MAX);
+    let session = lease.session_id();
+    let ttl_ms = u32::try_from(lease.granted_ttl().as_millis()).unwrap_or(u32::MAX);
     let (ended, phase) = (lease.wait_for_end(), streams.phase.clone());
     let end = async move {
         tokio::select! {

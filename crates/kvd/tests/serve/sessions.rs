@@ -154,7 +154,7 @@ async fn a_held_session_is_closed_when_it_is_dropped_and_told_when_another_takes
     let options = SessionOptions::new("engine").with_ttl(Duration::from_secs(3600));
     let first = client.hold_session(options.clone()).await.unwrap();
     // As long as the daemon lets anybody have it.
-    assert_eq!(first.ttl(), Duration::from_secs(300));
+    assert_eq!(first.granted_ttl(), Duration::from_secs(300));
     fill_session(&client, &first).await;
     let refused = client.hold_session(options.clone()).await.unwrap_err();
     assert_eq!(refused.code, Some(ErrorCode::InvalidArgument));
@@ -242,7 +242,7 @@ async fn operators_list_and_close_what_is_left_over() {
     let rows: serde_json::Value = serde_json::from_str(&of_session).unwrap();
     assert_eq!(rows.as_array().unwrap().len(), 3, "{rows}");
     assert_eq!((&rows[0]["model"], &rows[0]["tokens"]), (&"model".into(), &100.into()));
-    assert_eq!(rows[0]["session"], session.id().to_string());
+    assert_eq!(rows[0]["session"], session.session_id().to_string());
     let sessions = printed(&["sessions", "list"]);
     assert!(sessions.contains("engine") && sessions.contains("held"), "{sessions}");
     assert!(printed(&["sequences", "list", "--idle", "1h"]).contains("no sequences"));

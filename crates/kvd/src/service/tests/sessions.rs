@@ -62,7 +62,7 @@ async fn a_session_that_nobody_holds_is_ended_and_its_sequences_are_closed() {
     let kept = service.open_sequence(&call(), model).unwrap();
     for lease in [&short, &at_once] {
         for _ in 0..3 {
-            let session = Some(lease.session());
+            let session = Some(lease.session_id());
             let sequence = service.open_sequence_in(&call(), model, session).unwrap();
             bench.store(sequence, 0, 4).await.unwrap();
             service.fork_sequence(&call(), sequence, None).unwrap();
@@ -73,7 +73,7 @@ async fn a_session_that_nobody_holds_is_ended_and_its_sequences_are_closed() {
     assert_eq!(metric(service, "kvd_sessions"), 2.0, "they are held");
     assert!(service.pool_stats().used_bytes > 0);
 
-    let session = at_once.session();
+    let session = at_once.session_id();
     drop((short, at_once));
     wait_until(|| metric(service, "kvd_session_sequences_closed_total") == 12.0).await;
     assert_eq!(metric(service, "kvd_session_ends_total{reason=\"expired\"}"), 2.0);
@@ -92,7 +92,7 @@ async fn a_session_that_is_held_again_in_time_keeps_its_sequences() {
     let model = bench.register("a", "raw").await.shape.id;
     tokio::spawn(service.clone().end_due_sessions());
     let lease = hold(service, &call(), new_session("a", PATIENCE)).await.unwrap();
-    let session = lease.session();
+    let session = lease.session_id();
     let sequence = service.open_sequence_in(&call(), model, Some(session)).unwrap();
     drop(lease);
     let listed = service.list_sessions(&call()).unwrap().remove(0);
@@ -118,7 +118,7 @@ async fn who_closes_or_takes_over_a_session_is_answered_when_its_sequences_are_c
     let model = bench.register("a", "raw").await.shape.id;
     let lease = hold(service, &call(), new_session("a", PATIENCE)).await.unwrap();
     for _ in 0..5 {
-        service.open_sequence_in(&call(), model, Some(lease.session())).unwrap();
+        service.open_sequence_in(&call(), model, Some(lease.session_id())).unwrap();
     }
     let over = hold(service, &call(), new_session("b", PATIENCE)).await.err().unwrap();
     assert_eq!(over.code(), ErrorCode::LimitExceeded);
@@ -127,21 +127,21 @@ async fn who_closes_or_takes_over_a_session_is_answered_when_its_sequences_are_c
     let take_over = HoldTarget::New { name: "a".to_owned(), take_over: true };
     let take_over = SessionHold { target: take_over, ttl: Duration::MAX };
     let newer = hold(service, &call(), take_over).await.unwrap();
-    assert_eq!(newer.ttl(), service.config().session_ttl_max);
+    assert_eq!(newer.granted_ttl(), service.config().session_ttl_max);
     assert_eq!(metric(service, "kvd_session_sequences_closed_total"), 5.0);
     assert_eq!(metric(service, "kvd_session_ends_total{reason=\"taken_over\"}"), 1.0);
-    let told = lease.wait_for_end().await.stream_error(lease.session());
+    let told = lease.wait_for_end().await.stream_error(lease.session_id());
     assert_eq!(told.code(), ErrorCode::UnknownSession);
     // Letting go of what was taken over is nothing to the newer one.
     drop(lease);
     assert_eq!(service.list_sessions(&call()).unwrap()[0].holders, 1);
 
-    let sequence = service.open_sequence_in(&call(), model, Some(newer.session())).unwrap();
+    let sequence = service.open_sequence_in(&call(), model, Some(newer.session_id())).unwrap();
     service.drain();
-    assert_eq!(service.close_session(&call(), newer.session()).await.unwrap(), 1);
+    assert_eq!(service.close_session(&call(), newer.session_id()).await.unwrap(), 1);
     assert_eq!(metric(service, "kvd_session_ends_total{reason=\"closed\"}"), 1.0);
     assert!(service.close_sequence(&call(), sequence).is_err());
-    let again = service.close_session(&call(), newer.session()).await.unwrap_err();
+    let again = service.close_session(&call(), newer.session_id()).await.unwrap_err();
     assert_eq!(again.code(), ErrorCode::UnknownSession);
 }
 
@@ -151,11 +151,11 @@ async fn namespaces_neither_see_nor_close_nor_use_the_sessions_and_sequences_of_
     let service = &bench.service;
     let model = bench.register("a", "raw").await.shape.id;
     let lease = hold(service, &call(), new_session("a", PATIENCE)).await.unwrap();
-    let session = lease.session();
+    let session = lease.session_id();
     let sequence = service.open_sequence_in(&call(), model, Some(session)).unwrap();
     // A name is one of its namespace.
     let theirs = hold(service, &other(), new_session("a", PATIENCE)).await.unwrap();
-    assert_eq!(service.list_sessions(&other()).unwrap()[0].id, theirs.session());
+    assert_eq!(service.list_sessions(&other()).unwrap()[0].id, theirs.session_id());
     let page = service.list_sequences(&other(), filter()).await.unwrap();
     assert_eq!(page.sequences, []);
     let again = SessionHold { target: HoldTarget::Again(session), ttl: PATIENCE };
@@ -173,7 +173,7 @@ async fn namespaces_neither_see_nor_close_nor_use_the_sessions_and_sequences_of_
     assert_eq!(error.code(), ErrorCode::UnknownModel);
     let error = service.close_idle_sequence(&other(), sequence, Duration::ZERO).unwrap_err();
     assert_eq!(error.code(), ErrorCode::UnknownSequence);
-    let fork = SequenceFork { sequence, length: None, session: Some(theirs.session()) };
+    let fork = SequenceFork { sequence, length: None, session: Some(theirs.session_id()) };
     let error = service.fork_sequence_in(&call(), fork).unwrap_err();
     assert_eq!(error.code(), ErrorCode::UnknownSession);
     let listed = service.list_sequences(&call(), of_session).await.unwrap().sequences;
@@ -185,7 +185,7 @@ async fn sessions_of_another_boot_say_that_the_daemon_was_restarted() {
     let (old, new) = (Bench::new(1 << 16, &[]), Bench::new(1 << 16, &[]));
     let lease = hold(&old.service, &call(), new_session("a", PATIENCE)).await.unwrap();
     let model = new.register("a", "raw").await.shape.id;
-    let (session, service) = (lease.session(), &new.service);
+    let (session, service) = (lease.session_id(), &new.service);
     let again = SessionHold { target: HoldTarget::Again(session), ttl: PATIENCE };
     let refused = [
         hold(service, &call(), again).await.err(),
