@@ -221,7 +221,7 @@ impl<'a> HeadFit<'a> {
         Ok(self)
     }
 
-    /// Fits one transform, maps the rows through it and keeps what was learned.
+    /// Fits one transform, maps the rows through it and keeps its parameters.
     fn fit_transform(
         &mut self,
         transform: Transform,
@@ -279,7 +279,7 @@ impl<'a> HeadFit<'a> {
         let mut queries = self.queries.to_vec();
         for query in queries.chunks_exact_mut(self.dim) {
             for step in &self.steps {
-                // What it adds to a score is the same for every key.
+                // The constant that folding adds to a score is equal for every key.
                 step.fold_query(query);
             }
         }

@@ -236,7 +236,7 @@ impl<'a> SpecCursor<'a> {
         expected: ExpectedWords<'_>,
     ) -> ParseResult<T> {
         let ExpectedWords { what, known } = expected;
-        self.fail_at(start, format!("{word:?} is no {what}; expected {known}"))
+        self.fail_at(start, format!("{word:?} is not a known {what}; expected {known}"))
     }
 
     fn expect_char(&mut self, wanted: char) -> ParseResult<()> {
@@ -267,7 +267,8 @@ impl<'a> SpecCursor<'a> {
     }
 
     fn parse_at<N: FromStr>(&self, start: usize, word: &str, what: &str) -> ParseResult<N> {
-        word.parse().or_else(|_| self.fail_at(start, format!("{word:?} is no number of {what}")))
+        word.parse()
+            .or_else(|_| self.fail_at(start, format!("{word:?} is not a number; expected {what}")))
     }
 
     fn parse_bound(&mut self) -> ParseResult<f32> {
@@ -353,7 +354,7 @@ impl<'a> SpecCursor<'a> {
             let (start, word) = self.parse_word("huffman")?;
             if word != "huffman" {
                 return self
-                    .fail_at(start, format!("{word:?} is no entropy stage; expected huffman"));
+                    .fail_at(start, format!("{word:?} is not an entropy coder; expected huffman"));
             }
             entropy = EntropyCoding::Huffman;
         }
@@ -436,7 +437,7 @@ impl<'a> SpecCursor<'a> {
         Ok(Transform::Rotate { seed })
     }
 
-    /// A quantizer with a single number: its name, that of the argument, and what it counts.
+    /// A quantizer with a single number: its name, the argument's name, and the number's unit.
     fn parse_single(
         &mut self,
         start: usize,

@@ -379,7 +379,7 @@ impl SideSpec {
             return Err("qpca is for keys: queries meet no values".to_owned());
         }
         if side == Side::Key && self.transforms.contains(&Transform::Gain) {
-            return Err("gain is for values: the length of a key is what scores are".to_owned());
+            return Err("gain is for values: keys are measured by their scores".to_owned());
         }
         Ok(())
     }

@@ -84,7 +84,7 @@ impl CodeClass {
         (2 * self.magnitude as usize + 1).pow(self.group as u32)
     }
 
-    /// The code to store for `code`, and what it cuts off.
+    /// The code to store for `code`, and the difference to it.
     pub(crate) fn cut_code(self, code: i32) -> (u16, i32) {
         cut_to_range(code, self.bias(), self.largest_code())
     }
@@ -101,7 +101,7 @@ fn cut_to_range(code: i32, bias: i32, largest: i32) -> (u16, i32) {
     ((kept + bias) as u16, code - kept)
 }
 
-/// Stored codes and what they cut off, of rows.
+/// Stored codes of rows, and the differences to the codes.
 struct QuantizeGrid<'a> {
     step: f32,
     /// Biases and largest codes, by coefficient.

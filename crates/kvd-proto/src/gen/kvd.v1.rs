@@ -404,7 +404,7 @@ pub struct AttendRequest {
     pub layer: u32,
     #[prost(uint32, tag = "3")]
     pub q_heads: u32,
-    /// Of q and of out.
+    /// Dtype of q and of out.
     #[prost(enumeration = "DType", tag = "4")]
     pub dtype: i32,
     /// 1/sqrt(head_dim_k) when absent.
@@ -460,7 +460,7 @@ pub struct LoadBlocksRequest {
     /// One past the last token; before `start` is INVALID_ARGUMENT.
     #[prost(uint32, tag = "4")]
     pub end: u32,
-    /// Of the reply; unspecified means the model's.
+    /// Dtype of the reply; unspecified means the model's.
     #[prost(enumeration = "DType", tag = "5")]
     pub dtype: i32,
 }
@@ -564,7 +564,7 @@ pub struct ModelStats {
     #[prost(double, tag = "14")]
     pub sampled_row_error_v: f64,
 }
-/// What is held right now, by part.
+/// Bytes held right now, by part.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct StoredBytes {
     /// K and V values in packed blocks, and the bytes that hold them.
@@ -1238,7 +1238,7 @@ pub mod kvd_client {
             req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "Attend"));
             self.inner.unary(req, path, codec).await
         }
-        /// The same, one response for each request in order, without a call set-up per request.
+        /// Attend as a stream: one response per request in order, without a call set-up per request.
         pub async fn attend_stream(
             &mut self,
             request: impl tonic::IntoStreamingRequest<Message = super::AttendRequest>,
@@ -1305,7 +1305,7 @@ pub mod kvd_client {
             req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "SampleQueries"));
             self.inner.unary(req, path, codec).await
         }
-        /// What the daemon holds: pool use and, by model, stored bytes by part.
+        /// Pool use and, by model, stored bytes by part.
         pub async fn get_stats(
             &mut self,
             request: impl tonic::IntoRequest<super::GetStatsRequest>,
@@ -1489,7 +1489,7 @@ pub mod kvd_server {
             >
             + std::marker::Send
             + 'static;
-        /// The same, one response for each request in order, without a call set-up per request.
+        /// Attend as a stream: one response per request in order, without a call set-up per request.
         async fn attend_stream(
             &self,
             request: tonic::Request<tonic::Streaming<super::AttendRequest>>,
@@ -1517,7 +1517,7 @@ pub mod kvd_server {
             tonic::Response<super::SampleQueriesResponse>,
             tonic::Status,
         >;
-        /// What the daemon holds: pool use and, by model, stored bytes by part.
+        /// Pool use and, by model, stored bytes by part.
         async fn get_stats(
             &self,
             request: tonic::Request<super::GetStatsRequest>,
