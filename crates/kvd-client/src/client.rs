@@ -27,7 +27,7 @@ type RpcClient = v1::kvd_client::KvdClient<Channel>;
 /// and timeout.
 #[derive(Clone, Debug)]
 pub struct Client {
-    rpc: RpcClient,
+    pub(crate) rpc: RpcClient,
     namespace: Option<MetadataValue<Ascii>>,
     timeout: Option<Duration>,
     message_bytes_max: usize,
@@ -141,18 +141,19 @@ impl Client {
         self.call_rpc(self.rpc.clone().unregister_model(request)).await.map(drop)
     }
 
-    /// Opens an empty sequence.
+    /// Opens an empty sequence, which lives until it is closed.
     ///
     /// # Errors
     /// `UNKNOWN_MODEL`, `LIMIT_EXCEEDED`, or as every call.
     pub async fn open_sequence(&self, model: ModelId) -> Result<SequenceId, ClientError> {
-        let request = self.unary_request(v1::OpenSequenceRequest { model_id: model.0 });
+        let request =
+            self.unary_request(v1::OpenSequenceRequest { model_id: model.0, ..Default::default() });
         let response = self.call_rpc(self.rpc.clone().open_sequence(request)).await?;
         Ok(SequenceId(response.sequence_id))
     }
 
     /// A new sequence that shares the first `length` tokens; `None` shares all that are stored on
-    /// every layer.
+    /// every layer. A session that owns the parent owns it too.
     ///
     /// # Errors
     /// `UNKNOWN_SEQUENCE`, `RANGE_NOT_STORED`, `LIMIT_EXCEEDED`, or as every call.
@@ -161,7 +162,7 @@ impl Client {
         sequence: SequenceId,
         length: Option<u32>,
     ) -> Result<ForkedSequence, ClientError> {
-        let request = self.unary_request(SequenceFork { sequence, length }.into());
+        let request = self.unary_request(SequenceFork { sequence, length, session: None }.into());
         Ok(self.call_rpc(self.rpc.clone().fork_sequence(request)).await?.into())
     }
 
@@ -183,7 +184,10 @@ impl Client {
     /// # Errors
     /// `UNKNOWN_SEQUENCE`, or as every call.
     pub async fn close_sequence(&self, sequence: SequenceId) -> Result<(), ClientError> {
-        let request = self.unary_request(v1::CloseSequenceRequest { sequence_id: sequence.0 });
+        let request = self.unary_request(v1::CloseSequenceRequest {
+            sequence_id: sequence.0,
+            ..Default::default()
+        });
         self.call_rpc(self.rpc.clone().close_sequence(request)).await.map(drop)
     }
 
@@ -315,7 +319,7 @@ impl Client {
     }
 
     /// A request in this client's namespace.
-    fn namespaced_request<T>(&self, message: T) -> Request<T> {
+    pub(crate) fn namespaced_request<T>(&self, message: T) -> Request<T> {
         let mut request = Request::new(message);
         if let Some(namespace) = &self.namespace {
             request.metadata_mut().insert(NAMESPACE_KEY, namespace.clone());
@@ -332,7 +336,7 @@ impl Client {
     }
 
     /// A request that also tells the daemon the deadline, so that it need not work in vain.
-    fn unary_request<T>(&self, message: T) -> Request<T> {
+    pub(crate) fn unary_request<T>(&self, message: T) -> Request<T> {
         let mut request = self.namespaced_request(message);
         if let Some(timeout) = self.timeout {
             request.set_timeout(timeout);
@@ -348,7 +352,7 @@ impl Client {
 
     /// Waits for an answer, at most until the deadline. tonic enforces the same deadline only up
     /// to the first bytes of the answer.
-    async fn within_deadline<T>(
+    pub(crate) async fn within_deadline<T>(
         &self,
         exchange: impl Future<Output = Result<T, ClientError>>,
     ) -> Result<T, ClientError> {
@@ -365,7 +369,7 @@ impl Client {
     }
 
     /// Makes a call; of a stream, its opening.
-    async fn call_rpc<T>(
+    pub(crate) async fn call_rpc<T>(
         &self,
         exchange: impl Future<Output = Result<Response<T>, Status>>,
     ) -> Result<T, ClientError> {

@@ -12,6 +12,11 @@ use tonic::transport::{Channel, Endpoint as Dialer, Uri};
 const STREAM_WINDOW_BYTES: u32 = 16 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 32 << 20;
 
+/// While calls or streams are open, a daemon that sends nothing is asked for a sign of life this
+/// often: else a stream that holds a session would not see that the network has gone.
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
+const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
+
 /// How a [`Client`](crate::Client) connects and what it accepts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -65,6 +70,8 @@ pub(crate) async fn connect_channel(
             .initial_stream_window_size(STREAM_WINDOW_BYTES)
             .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
             .tcp_nodelay(true)
+            .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
+            .keep_alive_timeout(KEEPALIVE_TIMEOUT)
     };
     let connected = match &endpoint.0 {
         EndpointAddress::Tcp(uri) => dialer(uri.clone()).connect().await,

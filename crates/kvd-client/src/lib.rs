@@ -4,7 +4,8 @@
 //! rpc of `kvd.v1` is one typed method; a failure is a [`ClientError`] that says whether the same
 //! call may succeed later, and whether the daemon was [`DaemonRestart`], which voids every id.
 //! Engines that hold the newest tokens themselves merge the daemon's part with theirs through
-//! [`merge`]. A worker on the daemon's machine may share a [`RegionClient`] of memory with it.
+//! [`merge`]. A [`HeldSession`] owns sequences, so that a client that dies leaves none behind. A
+//! worker on the daemon's machine may share a [`RegionClient`] of memory with it.
 //!
 //! ```no_run
 //! use bytes::Bytes;
@@ -63,6 +64,7 @@ pub mod merge;
 mod region;
 mod region_layout;
 mod region_options;
+mod session;
 mod stream;
 
 pub use client::{Client, LoadedRows};
@@ -73,18 +75,20 @@ pub use region::{
     CallProgress, RegionClient, RegionDevice, RegionKind, RegionOptions, RegionSlice,
 };
 pub use region_layout::{AttendLayout, QUERY_ERROR_BYTES};
+pub use session::{HeldSession, SessionOptions};
 pub use stream::{AttendStream, LoadStream, PIPELINE_DEPTH_MAX, StoreStream};
 
 pub use kvd_core::{
     DType, ErrorCode, Geometry, LayerIndex, ModelId, Namespace, NamespaceError, RopePairing,
-    SequenceId,
+    SequenceId, SessionId,
 };
 pub use kvd_proto::domain::{
     AttendBatch, AttendQuery, Attended, CallError, ForkedSequence, LoadPiece, LoadRange, ModelSpec,
-    QueryError, RegisteredModel, SampledQueries, StoreAck, StoreChunk,
+    QueryError, RegisteredModel, SampledQueries, SequenceFilter, StoreAck, StoreChunk,
 };
 pub use kvd_proto::v1::{
     DescribeModelResponse as ModelDescription, DescribeSequenceResponse as SequenceDescription,
-    GetServerInfoResponse as ServerInfo, GetStatsResponse as Stats, ModelStats, PoolStats,
+    GetServerInfoResponse as ServerInfo, GetStatsResponse as Stats,
+    ListSequencesResponse as SequencePage, ModelStats, PoolStats, SequenceInfo, SessionInfo,
     StoredBytes,
 };

@@ -4,7 +4,7 @@
 //! the ids that were is kept, and who has one cannot count on to another's.
 
 use crate::error::{Coded, ErrorCode};
-use crate::id::{ModelId, SequenceId};
+use crate::id::{ModelId, SequenceId, SessionId};
 use siphasher::sip::SipHasher13;
 use std::fmt;
 use std::hash::Hasher;
@@ -61,9 +61,10 @@ impl fmt::Debug for IdSpace {
 /// random permutation; halves as short as 16 bits ask for more.
 const ROUNDS: u8 = 10;
 
-/// Counters of sequences and of models, apart, so that no number is ever an id of both.
+/// Counters of sequences, models and sessions, apart, so that no number is ever an id of two kinds.
 const SEQUENCES: Range<u64> = 0..0xf000_0000;
-const MODELS: Range<u64> = SEQUENCES.end..1 << 32;
+const MODELS: Range<u64> = SEQUENCES.end..0xf800_0000;
+const SESSIONS: Range<u64> = MODELS.end..1 << 32;
 
 impl IdSpace {
     /// Ids of a boot under a random key.
@@ -82,6 +83,12 @@ impl IdSpace {
     #[must_use]
     pub fn model_counter(self: &Arc<Self>) -> IdCounter<ModelId> {
         IdCounter::new(self, MODELS.start, 1, MODELS.end, ModelId)
+    }
+
+    /// A counter of session ids. An [`IdSpace`] has one.
+    #[must_use]
+    pub fn session_counter(self: &Arc<Self>) -> IdCounter<SessionId> {
+        IdCounter::new(self, SESSIONS.start, 1, SESSIONS.end, SessionId)
     }
 
     /// A counter of the sequence ids of device `index` of `count`. An [`IdSpace`] has one of each.
@@ -201,7 +208,7 @@ mod tests {
     #[test]
     fn ids_are_new_and_their_devices_are_found() {
         let ids = space(1, 2);
-        let models = ids.model_counter();
+        let (models, sessions) = (ids.model_counter(), ids.session_counter());
         let mut seen = BTreeSet::new();
         for device in 0..3 {
             let sequences = ids.sequence_counter(device, 3);
@@ -212,6 +219,9 @@ mod tests {
                 let model = models.next().unwrap();
                 assert!(seen.insert(model.0));
                 assert_eq!(ids.device_of(SequenceId(model.0), 3), None, "a model's id");
+                let session = sessions.next().unwrap();
+                assert!(seen.insert(session.0));
+                assert_eq!(ids.device_of(SequenceId(session.0), 3), None, "a session's id");
             }
         }
     }
@@ -271,8 +281,13 @@ mod tests {
             assert_eq!(sequences.next(), Err(IdsExhausted));
         }
         let models = ids.model_counter();
-        models.skip_to_last(0);
+        models.skip_to_last(1);
+        let last_model = models.next().unwrap();
         assert_eq!(models.next(), Err(IdsExhausted));
+        let sessions = ids.session_counter();
+        assert_ne!(sessions.next().unwrap().0, last_model.0);
+        sessions.skip_to_last(0);
+        assert_eq!(sessions.next(), Err(IdsExhausted));
         assert_eq!(IdsExhausted.code(), ErrorCode::LimitExceeded);
     }
 

@@ -19,6 +19,8 @@ pub enum ErrorCode {
     UnknownModel,
     /// No such sequence in this namespace.
     UnknownSequence,
+    /// No such session in this namespace: it has ended, or never was.
+    UnknownSession,
     /// A namespace the caller may not use.
     NamespaceDenied,
     /// A stored range begins after the end of the sequence.
@@ -57,7 +59,7 @@ pub enum ErrorCode {
 
 impl ErrorCode {
     /// Every code, in declaration order.
-    pub const ALL: [Self; 24] = [
+    pub const ALL: [Self; 25] = [
         Self::InvalidArgument,
         Self::ShapeMismatch,
         Self::NonFinite,
@@ -65,6 +67,7 @@ impl ErrorCode {
         Self::InvalidCalibration,
         Self::UnknownModel,
         Self::UnknownSequence,
+        Self::UnknownSession,
         Self::NamespaceDenied,
         Self::RangeGap,
         Self::RangeOverlap,
@@ -95,6 +98,7 @@ impl ErrorCode {
             Self::InvalidCalibration => "INVALID_CALIBRATION",
             Self::UnknownModel => "UNKNOWN_MODEL",
             Self::UnknownSequence => "UNKNOWN_SEQUENCE",
+            Self::UnknownSession => "UNKNOWN_SESSION",
             Self::NamespaceDenied => "NAMESPACE_DENIED",
             Self::RangeGap => "RANGE_GAP",
             Self::RangeOverlap => "RANGE_OVERLAP",

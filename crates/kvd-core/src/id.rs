@@ -26,6 +26,10 @@ id!(
     SequenceId(u64)
 );
 id!(
+    /// An owner of sequences that a client holds; never reused while the daemon runs.
+    SessionId(u64)
+);
+id!(
     /// A transformer layer, counted from 0.
     LayerIndex(u32)
 );

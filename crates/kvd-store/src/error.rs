@@ -1,7 +1,8 @@
 //! Why the store refuses, with the numbers needed to act. Values only, no locks.
 
 use crate::pool::PoolFull;
-use kvd_core::{Coded, ErrorCode, GeometryError, IdsExhausted, LayerIndex, SequenceId};
+use kvd_core::{Coded, ErrorCode, GeometryError, IdsExhausted, LayerIndex, SequenceId, SessionId};
+use std::time::Duration;
 
 /// A refused call; nothing has changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -90,6 +91,26 @@ pub enum StoreError {
         /// The layer being appended to.
         layer: LayerIndex,
     },
+    /// A sequence that was to be closed only if idle was named by a call meanwhile.
+    #[error(
+        "sequence {id} was used {} ms ago, and is to be closed after {} ms without use",
+        idle.as_millis(),
+        idle_min.as_millis()
+    )]
+    NotIdle {
+        /// The sequence.
+        id: SequenceId,
+        /// Since a call named it.
+        idle: Duration,
+        /// How long it was to be idle.
+        idle_min: Duration,
+    },
+    /// The session that was to own the sequence has ended.
+    #[error("session {id} has ended, and its sequences are closed; hold a new one")]
+    SessionEnded {
+        /// The session.
+        id: SessionId,
+    },
     /// No id is left for another sequence.
     #[error(transparent)]
     IdsExhausted(#[from] IdsExhausted),
@@ -110,7 +131,8 @@ impl Coded for StoreError {
             Self::RangeOverlap { .. } => ErrorCode::RangeOverlap,
             Self::RangeConflict { .. } => ErrorCode::RangeConflict,
             Self::RangeNotStored { .. } => ErrorCode::RangeNotStored,
-            Self::SequenceBusy { .. } => ErrorCode::SequenceBusy,
+            Self::SequenceBusy { .. } | Self::NotIdle { .. } => ErrorCode::SequenceBusy,
+            Self::SessionEnded { .. } => ErrorCode::UnknownSession,
             Self::IdsExhausted(error) => error.code(),
             Self::PoolFull(_) => ErrorCode::PoolFull,
         }

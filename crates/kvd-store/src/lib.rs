@@ -14,13 +14,13 @@
 //! A layer's blocks are seen through chunks of 64 views that forks and readers share, so that a
 //! fork or a read copies a pointer for 64 blocks. Totals are kept where they change.
 //!
-//! Locks: the sequence map's shards, one mutex per layer of a sequence, the mutex of what waits to
-//! be freed, one mutex in the pool. A layer's mutex is held to copy pointers, never to reserve or
-//! to free; no other of these is taken under it. Only who truncates, forks or describes takes
-//! several layers' (`sequence`). The drop of a guard ([`ReservedSlot`], [`PoolSlot`],
-//! [`AppendClaim`], [`AppendTicket`], [`PinnedRange`]) takes the last two at most, one after the
-//! other. A long sequence is freed by the pool's thread, in batches; who finds the pool full helps
-//! it.
+//! Locks: the sequence map's shards, one mutex per layer of a sequence, one for the set of each
+//! session's sequences, the mutex of what waits to be freed, one mutex in the pool. A layer's
+//! mutex is held to copy pointers, never to reserve or to free; no other of these is taken under
+//! it. Only who truncates, forks or describes takes several layers' (`sequence`). The drop of a
+//! guard ([`ReservedSlot`], [`PoolSlot`], [`AppendClaim`], [`AppendTicket`], [`PinnedRange`]) takes
+//! the last two at most, one after the other. A long sequence is freed by the pool's thread, in
+//! batches; who finds the pool full helps it.
 #![forbid(unsafe_code)]
 
 mod allocator;
@@ -35,10 +35,12 @@ mod pinned;
 mod pool;
 mod reclaim;
 mod sequence;
+mod session_sequences;
 mod shape;
 mod store;
 #[cfg(test)]
 mod tests;
+mod use_times;
 mod view_list;
 
 pub use allocator::SlotRegion;
@@ -49,5 +51,6 @@ pub use ledger::{ModelUsage, PackedBytes, StoredBytes};
 pub use pinned::{PinnedRange, PinnedRows};
 pub use pool::{ArenaPool, PoolFull, PoolSlot, PoolUsage, ReservedSlot};
 pub use sequence::SequenceUsage;
+pub use session_sequences::SessionSequences;
 pub use shape::{ModelShape, StoreLimits};
-pub use store::{ForkedSequence, SequenceStore};
+pub use store::{ForkedSequence, SequenceQuery, SequenceStore, SequenceSummary};

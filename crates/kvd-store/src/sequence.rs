@@ -11,9 +11,11 @@
 use crate::layer::SequenceLayer;
 use crate::ledger::{ModelLedger, StoredBytes};
 use crate::pool::ArenaPool;
+use crate::session_sequences::SessionSequences;
 use crate::shape::ModelShape;
+use crate::use_times::UseTimes;
 use crate::view_list::DiscardedViews;
-use kvd_core::{LayerIndex, ModelId, SequenceId};
+use kvd_core::{LayerIndex, ModelId, SequenceId, SessionId};
 use parking_lot::{Mutex, RwLock};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -50,6 +52,8 @@ pub(crate) struct SequenceEntry {
     pub(crate) model: Arc<ModelShape>,
     pub(crate) ledger: Arc<ModelLedger>,
     pub(crate) cuts: RwLock<()>,
+    pub(crate) session: Option<Arc<SessionSequences>>,
+    pub(crate) times: UseTimes,
     layers: Box<[LayerEntry]>,
     pool: Arc<ArenaPool>,
 }
@@ -64,7 +68,19 @@ impl SequenceEntry {
     ) -> Self {
         let entry = |layer| LayerEntry { layer: Mutex::new(layer), busy: AtomicBool::new(false) };
         let layers = layers.into_iter().map(entry).collect();
-        Self { id, model, ledger, cuts: RwLock::new(()), layers, pool }
+        let (session, times) = (None, UseTimes::begin_now());
+        Self { id, model, ledger, cuts: RwLock::new(()), session, times, layers, pool }
+    }
+
+    /// This sequence as one of a session.
+    pub(crate) fn owned_by(mut self, session: Option<Arc<SessionSequences>>) -> Self {
+        self.session = session;
+        self
+    }
+
+    /// The session that owns it.
+    pub(crate) fn session_id(&self) -> Option<SessionId> {
+        self.session.as_ref().map(|session| session.session_id())
     }
 
     /// A layer's mutex.

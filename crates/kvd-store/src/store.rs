@@ -4,14 +4,19 @@
 //! go before a layer's mutex is taken; no shard lock is held while anything else is locked
 //! or while an entry drops.
 
+mod listing;
+
+pub use listing::{SequenceQuery, SequenceSummary};
+
 use crate::append::{AppendClaim, AppendTicket, BegunAppend};
 use crate::append_plan::AppendDraft;
 use crate::error::StoreError;
 use crate::layer::{RangeFit, RememberedRange, SequenceLayer};
-use crate::ledger::{ModelLedger, ModelUsage, StoredBytes};
+use crate::ledger::{ModelLedger, ModelUsage};
 use crate::pinned::PinnedRange;
 use crate::pool::ArenaPool;
 use crate::sequence::{SequenceEntry, SequenceUsage};
+use crate::session_sequences::SessionSequences;
 use crate::shape::{ModelShape, StoreLimits};
 use crate::view_list::{DiscardedViews, ViewList};
 use dashmap::DashMap;
@@ -76,26 +81,44 @@ impl SequenceStore {
     /// # Errors
     /// [`StoreError::LimitExceeded`], or [`StoreError::Geometry`] when the shape is out of range.
     pub fn open_sequence(&self, model: Arc<ModelShape>) -> Result<SequenceId, StoreError> {
+        self.open_owned(model, None)
+    }
+
+    fn open_owned(
+        &self,
+        model: Arc<ModelShape>,
+        session: Option<Arc<SessionSequences>>,
+    ) -> Result<SequenceId, StoreError> {
         model.geometry.validate_fields()?;
         let id = self.admit_sequence(&model)?;
         let layers =
             (0..model.geometry.layers).map(|_| SequenceLayer::new(&self.view_count)).collect();
         let ledger = Arc::clone(&self.ledgers.entry(model.id).or_default());
-        Ok(self.insert(id, model, ledger, layers))
+        self.insert(id, model, ledger, layers, session)
     }
 
     /// Opens a sequence that shares the first `length` tokens of `id`, or all that it has on
-    /// every layer. A partly filled last block is shared too: whoever
-    /// appends first copies it.
+    /// every layer. A partly filled last block is shared too: whoever appends first copies it. The
+    /// parent's session, if it has one, owns the child too.
     ///
     /// # Errors
     /// [`StoreError::UnknownSequence`], [`StoreError::RangeNotStored`] when a layer is shorter
-    /// than `length`, [`StoreError::LimitExceeded`].
+    /// than `length`, [`StoreError::LimitExceeded`], [`StoreError::SessionEnded`].
     pub fn fork_sequence(
         &self,
         ns: &Namespace,
         id: SequenceId,
         length: Option<u32>,
+    ) -> Result<ForkedSequence, StoreError> {
+        self.fork_owned(ns, id, length, None)
+    }
+
+    fn fork_owned(
+        &self,
+        ns: &Namespace,
+        id: SequenceId,
+        length: Option<u32>,
+        session: Option<Arc<SessionSequences>>,
     ) -> Result<ForkedSequence, StoreError> {
         let parent = self.find_entry(ns, id)?;
         // Appends go on: what they add lies behind what is shared.
@@ -112,8 +135,9 @@ impl SequenceStore {
             parent.layer_mutexes().map(|layer| layer.lock().fork_first(&parent.model, length));
         let layers = layers.collect();
         drop(no_cut);
-        let model = Arc::clone(&parent.model);
-        let id = self.insert(forked, model, Arc::clone(&parent.ledger), layers);
+        let (model, ledger) = (Arc::clone(&parent.model), Arc::clone(&parent.ledger));
+        let session = session.or_else(|| parent.session.clone());
+        let id = self.insert(forked, model, ledger, layers, session)?;
         Ok(ForkedSequence { id, length })
     }
 
@@ -159,12 +183,7 @@ impl SequenceStore {
         let Some((_, entry)) = removed else {
             return Err(StoreError::UnknownSequence { id });
         };
-        self.uncount_sequence(&entry.model);
-        entry.ledger.sequence_closed();
-        let model = entry.model.id;
-        drop(entry);
-        // A ledger that only this map has counts nothing. Who would count needs the shard's lock.
-        self.ledgers.remove_if(&model, |_, ledger| Arc::strong_count(ledger) == 1);
+        self.finish_close(entry);
         Ok(())
     }
 
@@ -177,19 +196,7 @@ impl SequenceStore {
         ns: &Namespace,
         id: SequenceId,
     ) -> Result<SequenceUsage, StoreError> {
-        let entry = self.find_entry(ns, id)?;
-        let mut usage = SequenceUsage {
-            model: entry.model.id,
-            length: 0,
-            layer_lengths: Vec::with_capacity(entry.model.geometry.layers as usize),
-            packed_blocks: 0,
-            raw_blocks: 0,
-            stored: StoredBytes::default(),
-        };
-        let _no_cut = entry.cuts.read();
-        entry.layer_mutexes().for_each(|layer| layer.lock().add_usage(&entry.model, &mut usage));
-        usage.length = common_length(usage.layer_lengths.iter().copied());
-        Ok(usage)
+        Ok(listing::measure_usage(&*self.find_entry(ns, id)?))
     }
 
     /// The model of a sequence.
@@ -346,10 +353,14 @@ impl SequenceStore {
         self.sequences.iter().map(|entry| Arc::clone(&entry)).collect()
     }
 
-    /// An entry by id. The same answer for an id that is missing and for one of others.
+    /// An entry by id, for a call that names it. The same answer for an id that is missing and for
+    /// one of others.
     fn find_entry(&self, ns: &Namespace, id: SequenceId) -> Result<Arc<SequenceEntry>, StoreError> {
-        let found = self.sequences.get(&id).map(|entry| Arc::clone(&entry));
-        found.filter(|entry| entry.model.namespace == *ns).ok_or(StoreError::UnknownSequence { id })
+        let found = self.sequences.get(&id).filter(|entry| entry.model.namespace == *ns);
+        let entry = found.ok_or(StoreError::UnknownSequence { id })?;
+        // While the map's shard is held: whoever closes what is idle comes before or after.
+        entry.times.note_use();
+        Ok(Arc::clone(&entry))
     }
 
     fn entry_and_layer(
@@ -434,11 +445,14 @@ impl SequenceStore {
         model: Arc<ModelShape>,
         ledger: Arc<ModelLedger>,
         layers: Vec<SequenceLayer>,
-    ) -> SequenceId {
+        session: Option<Arc<SessionSequences>>,
+    ) -> Result<SequenceId, StoreError> {
         ledger.sequence_opened();
         let pool = Arc::clone(&self.pool);
-        self.sequences.insert(id, Arc::new(SequenceEntry::new(id, model, ledger, pool, layers)));
-        id
+        let entry = SequenceEntry::new(id, model, ledger, pool, layers).owned_by(session.clone());
+        self.sequences.insert(id, Arc::new(entry));
+        session.map_or(Ok(()), |session| self.join_session(id, &session))?;
+        Ok(id)
     }
 
     /// Entries of the maps by id: sequences, and ledgers of models. For tests of what is left.

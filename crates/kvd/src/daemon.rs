@@ -59,6 +59,8 @@ pub struct RunningDaemon {
     grpc: JoinHandle<Result<(), tonic::transport::Error>>,
     admin: Option<JoinHandle<std::io::Result<()>>>,
     upkeep: JoinHandle<()>,
+    /// Ends sessions that nobody holds.
+    session_ends: JoinHandle<()>,
     failed: watch::Receiver<usize>,
 }
 
@@ -193,6 +195,7 @@ impl Daemon {
                 metrics.run_upkeep();
             }
         });
+        let session_ends = tokio::spawn(self.service.clone().end_due_sessions());
         RunningDaemon {
             service: self.service,
             worker_threads: self.worker_threads,
@@ -203,6 +206,7 @@ impl Daemon {
             grpc,
             admin,
             upkeep,
+            session_ends,
             failed: self.failed,
         }
     }
@@ -241,6 +245,8 @@ impl RunningDaemon {
     pub async fn drain(self) -> DrainOutcome {
         tracing::info!("draining");
         self.service.drain();
+        // Streams that hold sessions end with the drain, and what is in flight is still answered.
+        self.session_ends.abort();
         let grace = self.service.config().grace_period;
         self.phase.send_replace(ServerPhase::Draining);
         let mut grpc = self.grpc;

@@ -56,7 +56,7 @@ impl Engine {
         let mut rpc = support::rpc(running).await;
         let spec = v1::RegisterModelRequest { codec: codec.to_owned(), ..support::spec() };
         let model_id = rpc.register_model(spec).await.unwrap().into_inner().model_id;
-        let open = v1::OpenSequenceRequest { model_id };
+        let open = v1::OpenSequenceRequest { model_id, ..Default::default() };
         let sequence_id = rpc.open_sequence(open).await.unwrap().into_inner().sequence_id;
         Self { rpc, model_id, sequence_id }
     }
@@ -304,7 +304,7 @@ async fn ratios_come_with_what_they_are_of_and_go_with_it() {
     assert_eq!(of("kvd_saved_bytes"), [bytes - held]);
     assert!((of("kvd_compression_ratio")[0] - bytes / held).abs() < 1e-9);
     assert!((of("kvd_packed_bytes_per_value")[0] - 1.0).abs() < 0.05);
-    let close = v1::CloseSequenceRequest { sequence_id: engine.sequence_id };
+    let close = v1::CloseSequenceRequest { sequence_id: engine.sequence_id, ..Default::default() };
     engine.rpc.close_sequence(close).await.unwrap();
     for name in ["kvd_compression_ratio", "kvd_packed_bytes_per_value"] {
         assert!(of(name).is_empty(), "{name}");
@@ -346,7 +346,7 @@ async fn what_grpc_itself_refuses_is_counted_by_reason() {
     assert_eq!(error.code(), Code::OutOfRange, "{error}");
     assert_eq!(refused("message_too_large"), 2.0);
     // kvd's own refusals are not gRPC's.
-    let gone = v1::CloseSequenceRequest { sequence_id: 1 << 40 };
+    let gone = v1::CloseSequenceRequest { sequence_id: 1 << 40, ..Default::default() };
     engine.rpc.close_sequence(gone).await.unwrap_err();
     assert_eq!(sum(&running, "kvd_transport_refusals_total", &[]), 4.0);
 }

@@ -78,7 +78,7 @@ fn framed(message: &impl Message) -> Bytes {
 /// A model and a sequence of it.
 async fn opened(rpc: &mut KvdClient<Channel>) -> (u64, u64) {
     let model_id = rpc.register_model(spec()).await.unwrap().into_inner().model_id;
-    let open = v1::OpenSequenceRequest { model_id };
+    let open = v1::OpenSequenceRequest { model_id, ..Default::default() };
     (model_id, rpc.open_sequence(open).await.unwrap().into_inner().sequence_id)
 }
 

@@ -88,6 +88,8 @@ fn empty_variables_are_no_settings() {
 #[test]
 fn every_help_has_an_example_and_fits_the_terminal() {
     let mut commands = vec!["", "serve", "config", "codecs", "plan", "dashboard"];
+    commands.extend(["sequences", "sequences list", "sequences close"]);
+    commands.extend(["sessions", "sessions list", "sessions close"]);
     commands.extend(["bench", "bench attend", "bench scores", "bench codec", "bench store"]);
     if cfg!(feature = "eval") {
         commands.extend(["bench transport", "demo", "eval", "calibrate"]);

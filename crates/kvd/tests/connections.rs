@@ -89,7 +89,7 @@ async fn calls_given_up_while_they_wait_are_counted() {
     let running = start(&[]).await;
     let mut client = rpc(&running).await;
     let model_id = client.register_model(support::spec()).await.unwrap().into_inner().model_id;
-    let open = v1::OpenSequenceRequest { model_id };
+    let open = v1::OpenSequenceRequest { model_id, ..Default::default() };
     let sequence_id = client.open_sequence(open).await.unwrap().into_inner().sequence_id;
     let attend = support::attend_nothing(model_id, sequence_id);
     let gate = support::occupy(&running).await;

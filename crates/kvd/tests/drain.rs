@@ -81,7 +81,7 @@ async fn clients_that_say_nothing_are_cut_off_on_both_ports() {
 async fn stored(rpc: &mut v1::kvd_client::KvdClient<Channel>) -> u64 {
     let model_id =
         rpc.register_model(support::spec()).await.expect("register").into_inner().model_id;
-    let open = v1::OpenSequenceRequest { model_id };
+    let open = v1::OpenSequenceRequest { model_id, ..Default::default() };
     let sequence_id = rpc.open_sequence(open).await.expect("open").into_inner().sequence_id;
     let rows = vec![0u8; 16384 * 64 * 4];
     let inline = v1::payload::Source::Inline(rows.into());

@@ -48,7 +48,7 @@ async fn a_thousand_models_are_a_small_page_and_leave_nothing_behind() {
         let spec = v1::RegisterModelRequest { name, codec, ..support::spec() };
         models.push(rpc.register_model(spec).await.unwrap().into_inner().model_id);
     }
-    let open = v1::OpenSequenceRequest { model_id: models[0] };
+    let open = v1::OpenSequenceRequest { model_id: models[0], ..Default::default() };
     let sequence_id = rpc.open_sequence(open).await.unwrap().into_inner().sequence_id;
     let rows = v1::payload::Source::Inline(vec![0x3f; 64 * 64 * 4].into());
     let payload = || Some(v1::Payload { source: Some(rows.clone()) });
@@ -80,7 +80,7 @@ async fn a_thousand_models_are_a_small_page_and_leave_nothing_behind() {
     assert!(of_one(0) > of_one(1), "a ratio of nothing has no series");
     assert!(of_one(1) <= SERIES_MAX[0] && of_one(0) <= SERIES_MAX[1], "{}", of_one(0));
 
-    let close = v1::CloseSequenceRequest { sequence_id };
+    let close = v1::CloseSequenceRequest { sequence_id, ..Default::default() };
     rpc.close_sequence(close).await.unwrap();
     for model_id in models {
         rpc.unregister_model(v1::UnregisterModelRequest { model_id }).await.unwrap();

@@ -33,7 +33,7 @@ fn assert_deadline(status: &Status) {
 /// A model and an empty sequence of it.
 async fn opened(rpc: &mut KvdClient<Channel>) -> (u64, u64) {
     let model_id = rpc.register_model(spec()).await.expect("a model").into_inner().model_id;
-    let open = v1::OpenSequenceRequest { model_id };
+    let open = v1::OpenSequenceRequest { model_id, ..Default::default() };
     (model_id, rpc.open_sequence(open).await.expect("a sequence").into_inner().sequence_id)
 }
 

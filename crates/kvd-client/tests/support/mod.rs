@@ -80,6 +80,7 @@ impl v1::kvd_server::Kvd for Fake {
     type StoreBlocksStream = Replies<v1::StoreBlocksResponse>;
     type AttendStreamStream = Replies<v1::AttendResponse>;
     type LoadBlocksStream = Replies<v1::LoadBlocksResponse>;
+    type HoldSessionStream = Replies<v1::HoldSessionResponse>;
 
     /// The boot id is the namespace that arrived; the version is the deadline that arrived.
     async fn get_server_info(
@@ -226,6 +227,34 @@ impl v1::kvd_server::Kvd for Fake {
         &self,
         _: Request<v1::GetStatsRequest>,
     ) -> Result<Response<v1::GetStatsResponse>, Status> {
+        unimplemented()
+    }
+
+    async fn hold_session(
+        &self,
+        _: Request<v1::HoldSessionRequest>,
+    ) -> Result<Response<Self::HoldSessionStream>, Status> {
+        unimplemented()
+    }
+
+    async fn close_session(
+        &self,
+        _: Request<v1::CloseSessionRequest>,
+    ) -> Result<Response<v1::CloseSessionResponse>, Status> {
+        unimplemented()
+    }
+
+    async fn list_sessions(
+        &self,
+        _: Request<v1::ListSessionsRequest>,
+    ) -> Result<Response<v1::ListSessionsResponse>, Status> {
+        unimplemented()
+    }
+
+    async fn list_sequences(
+        &self,
+        _: Request<v1::ListSequencesRequest>,
+    ) -> Result<Response<v1::ListSequencesResponse>, Status> {
         unimplemented()
     }
 }

@@ -156,6 +156,7 @@ impl v1::kvd_server::Kvd for StandIn {
     type StoreBlocksStream = Replies<v1::StoreBlocksResponse>;
     type AttendStreamStream = Replies<v1::AttendResponse>;
     type LoadBlocksStream = Replies<v1::LoadBlocksResponse>;
+    type HoldSessionStream = Replies<v1::HoldSessionResponse>;
 
     async fn get_server_info(
         &self,
@@ -328,6 +329,34 @@ impl v1::kvd_server::Kvd for StandIn {
         request: Request<v1::AttendRequest>,
     ) -> Result<Response<v1::AttendResponse>, Status> {
         Ok(Response::new(self.attend(request.into_inner())?))
+    }
+
+    async fn hold_session(
+        &self,
+        _: Request<v1::HoldSessionRequest>,
+    ) -> Result<Response<Self::HoldSessionStream>, Status> {
+        Err(Status::unimplemented("not part of the stand-in"))
+    }
+
+    async fn close_session(
+        &self,
+        _: Request<v1::CloseSessionRequest>,
+    ) -> Result<Response<v1::CloseSessionResponse>, Status> {
+        Err(Status::unimplemented("not part of the stand-in"))
+    }
+
+    async fn list_sessions(
+        &self,
+        _: Request<v1::ListSessionsRequest>,
+    ) -> Result<Response<v1::ListSessionsResponse>, Status> {
+        Err(Status::unimplemented("not part of the stand-in"))
+    }
+
+    async fn list_sequences(
+        &self,
+        _: Request<v1::ListSequencesRequest>,
+    ) -> Result<Response<v1::ListSequencesResponse>, Status> {
+        Err(Status::unimplemented("not part of the stand-in"))
     }
 
     async fn get_stats(

@@ -11,6 +11,7 @@ mod model;
 mod payload;
 mod queries;
 mod sequence;
+mod session;
 mod store;
 
 pub use attend::{AttendBatch, AttendQuery, Attended, QueryError};
@@ -20,4 +21,5 @@ pub use model::{ModelSpec, RegisteredModel};
 pub use payload::inline_payload;
 pub use queries::SampledQueries;
 pub use sequence::{ForkedSequence, SequenceFork, SequenceTruncation};
+pub use session::{HoldTarget, SequenceFilter, SessionHold, session_from_wire};
 pub use store::{StoreAck, StoreChunk};

@@ -155,7 +155,8 @@ fn geometry_from_wire(wire: v1::Geometry) -> Result<Geometry, RequestError> {
 }
 
 /// Refuses a name that is no metric label of bounded length. Model hubs write `owner/model`.
-fn check_name(name: &str) -> Result<(), RequestError> {
+/// Refuses a name that would not do as a metric label.
+pub(super) fn check_name(name: &str) -> Result<(), RequestError> {
     if name.is_empty() {
         return Err(RequestError::Missing { field: "name" });
     }

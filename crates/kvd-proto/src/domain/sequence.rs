@@ -1,8 +1,9 @@
 //! Forking and truncating sequences. Every value of these messages can be meant, so nothing here
 //! fails; whether the tokens exist is for the store to say.
 
+use super::session_from_wire;
 use crate::v1;
-use kvd_core::SequenceId;
+use kvd_core::{SequenceId, SessionId};
 
 /// A fork to make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,17 +12,24 @@ pub struct SequenceFork {
     pub sequence: SequenceId,
     /// Tokens to share; `None` shares all that are stored on every layer.
     pub length: Option<u32>,
+    /// The session that owns the child; `None` leaves it to the parent's.
+    pub session: Option<SessionId>,
 }
 
 impl From<v1::ForkSequenceRequest> for SequenceFork {
     fn from(request: v1::ForkSequenceRequest) -> Self {
-        Self { sequence: SequenceId(request.sequence_id), length: request.length }
+        Self {
+            sequence: SequenceId(request.sequence_id),
+            length: request.length,
+            session: session_from_wire(request.session_id),
+        }
     }
 }
 
 impl From<SequenceFork> for v1::ForkSequenceRequest {
     fn from(fork: SequenceFork) -> Self {
-        Self { sequence_id: fork.sequence.0, length: fork.length }
+        let session_id = fork.session.map_or(0, |session| session.0);
+        Self { sequence_id: fork.sequence.0, length: fork.length, session_id }
     }
 }
 

@@ -152,6 +152,9 @@ pub struct UnregisterModelResponse {}
 pub struct OpenSequenceRequest {
     #[prost(uint64, tag = "1")]
     pub model_id: u64,
+    /// The session that owns it: it is closed when that ends. 0: none, it lives until it is closed.
+    #[prost(uint64, tag = "2")]
+    pub session_id: u64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct OpenSequenceResponse {
@@ -165,6 +168,9 @@ pub struct ForkSequenceRequest {
     /// Tokens to share; absent means all that are stored on every layer.
     #[prost(uint32, optional, tag = "2")]
     pub length: ::core::option::Option<u32>,
+    /// The session that owns the child; 0: the parent's, if it has one.
+    #[prost(uint64, tag = "3")]
+    pub session_id: u64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ForkSequenceResponse {
@@ -186,6 +192,9 @@ pub struct TruncateSequenceResponse {}
 pub struct CloseSequenceRequest {
     #[prost(uint64, tag = "1")]
     pub sequence_id: u64,
+    /// Closes it only if no call has named it for so long and nobody appends to it; else SEQUENCE_BUSY.
+    #[prost(uint64, tag = "2")]
+    pub idle_ms_min: u64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct CloseSequenceResponse {}
@@ -212,6 +221,119 @@ pub struct DescribeSequenceResponse {
     pub raw_blocks: u64,
     #[prost(message, optional, tag = "6")]
     pub stored: ::core::option::Option<StoredBytes>,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ListSequencesRequest {
+    /// Only those of this model; 0: of any.
+    #[prost(uint64, tag = "1")]
+    pub model_id: u64,
+    /// Only those of this session; 0: all.
+    #[prost(uint64, tag = "2")]
+    pub session_id: u64,
+    /// Only those that no call has named for so long. Being listed is no use.
+    #[prost(uint64, tag = "3")]
+    pub idle_ms_min: u64,
+    /// Only ids above this one: `next_after_id` of the page before; 0: from the first.
+    #[prost(uint64, tag = "4")]
+    pub after_id: u64,
+    /// Entries of the page, 1,000 at most; 0: 1,000.
+    #[prost(uint32, tag = "5")]
+    pub limit: u32,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ListSequencesResponse {
+    #[prost(message, repeated, tag = "1")]
+    pub sequences: ::prost::alloc::vec::Vec<SequenceInfo>,
+    /// `after_id` of the next page; 0: this was the last.
+    #[prost(uint64, tag = "2")]
+    pub next_after_id: u64,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct SequenceInfo {
+    #[prost(uint64, tag = "1")]
+    pub sequence_id: u64,
+    #[prost(uint64, tag = "2")]
+    pub model_id: u64,
+    /// 0: no session owns it.
+    #[prost(uint64, tag = "3")]
+    pub session_id: u64,
+    /// Tokens stored on every layer.
+    #[prost(uint32, tag = "4")]
+    pub length: u32,
+    /// Since it was opened.
+    #[prost(uint64, tag = "5")]
+    pub age_ms: u64,
+    /// Since a call named it.
+    #[prost(uint64, tag = "6")]
+    pub idle_ms: u64,
+    /// As DescribeSequence says it.
+    #[prost(message, optional, tag = "7")]
+    pub stored: ::core::option::Option<StoredBytes>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct HoldSessionRequest {
+    /// For people: 1 to 128 characters of a-z A-Z 0-9 . _ - /. A namespace has one session of a name.
+    /// Empty where `session_id` is given.
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    /// How long the session goes on without a stream that holds it; 0: it ends with the last of them.
+    /// More than `limits.session_ttl_ms_max` is cut to that. The latest stream's counts.
+    #[prost(uint32, tag = "2")]
+    pub ttl_ms: u32,
+    /// Closes an older session of that name first. Without it a name in use is INVALID_ARGUMENT.
+    #[prost(bool, tag = "3")]
+    pub take_over: bool,
+    /// Holds this session again, beside streams that hold it still; 0: a new one.
+    #[prost(uint64, tag = "4")]
+    pub session_id: u64,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct HoldSessionResponse {
+    #[prost(uint64, tag = "1")]
+    pub session_id: u64,
+    /// As it was granted.
+    #[prost(uint32, tag = "2")]
+    pub ttl_ms: u32,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct CloseSessionRequest {
+    #[prost(uint64, tag = "1")]
+    pub session_id: u64,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct CloseSessionResponse {
+    #[prost(uint64, tag = "1")]
+    pub sequences_closed: u64,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ListSessionsRequest {}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ListSessionsResponse {
+    #[prost(message, repeated, tag = "1")]
+    pub sessions: ::prost::alloc::vec::Vec<SessionInfo>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct SessionInfo {
+    #[prost(uint64, tag = "1")]
+    pub session_id: u64,
+    #[prost(string, tag = "2")]
+    pub name: ::prost::alloc::string::String,
+    #[prost(uint64, tag = "3")]
+    pub age_ms: u64,
+    /// Streams that hold it.
+    #[prost(uint32, tag = "4")]
+    pub holders: u32,
+    /// Until it ends; absent while a stream holds it.
+    #[prost(uint64, optional, tag = "5")]
+    pub ends_in_ms: ::core::option::Option<u64>,
+    #[prost(uint32, tag = "6")]
+    pub ttl_ms: u32,
+    /// Sequences that it owns.
+    #[prost(uint64, tag = "7")]
+    pub sequences: u64,
+    /// Where the latest stream came from: an address, or the process of a Unix socket.
+    #[prost(string, tag = "8")]
+    pub peer: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct StoreBlocksRequest {
@@ -977,6 +1099,98 @@ pub mod kvd_client {
                 .insert(GrpcMethod::new("kvd.v1.Kvd", "DescribeSequence"));
             self.inner.unary(req, path, codec).await
         }
+        /// The sequences of the caller's namespace, in the order of their ids, in pages.
+        pub async fn list_sequences(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ListSequencesRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListSequencesResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/kvd.v1.Kvd/ListSequences");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "ListSequences"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Holds a session. It owns the sequences that are opened in it, and lives while a stream of this
+        /// call is open: `ttl_ms` after the last of them has gone it ends, and its sequences are closed, so
+        /// that a client that dies leaves nothing. One answer comes at once and says its id; the stream then
+        /// stays open. It ends with UNKNOWN_SESSION when the session is closed by another, and with
+        /// SHUTTING_DOWN when the daemon drains.
+        pub async fn hold_session(
+            &mut self,
+            request: impl tonic::IntoRequest<super::HoldSessionRequest>,
+        ) -> std::result::Result<
+            tonic::Response<tonic::codec::Streaming<super::HoldSessionResponse>>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/kvd.v1.Kvd/HoldSession");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "HoldSession"));
+            self.inner.server_streaming(req, path, codec).await
+        }
+        /// Ends a session, whoever holds it, and closes its sequences.
+        pub async fn close_session(
+            &mut self,
+            request: impl tonic::IntoRequest<super::CloseSessionRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::CloseSessionResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/kvd.v1.Kvd/CloseSession");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "CloseSession"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// The sessions of the caller's namespace, the oldest first.
+        pub async fn list_sessions(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ListSessionsRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListSessionsResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/kvd.v1.Kvd/ListSessions");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "ListSessions"));
+            self.inner.unary(req, path, codec).await
+        }
         /// Appends K and V. One request is one range of one layer; requests of a stream are executed in
         /// order and each is answered once its range is readable. The first error ends the stream, unless
         /// `kvd-stream-errors` asks for it in the answer; what was answered before stays stored. Sending an
@@ -1202,6 +1416,48 @@ pub mod kvd_server {
             request: tonic::Request<super::DescribeSequenceRequest>,
         ) -> std::result::Result<
             tonic::Response<super::DescribeSequenceResponse>,
+            tonic::Status,
+        >;
+        /// The sequences of the caller's namespace, in the order of their ids, in pages.
+        async fn list_sequences(
+            &self,
+            request: tonic::Request<super::ListSequencesRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListSequencesResponse>,
+            tonic::Status,
+        >;
+        /// Server streaming response type for the HoldSession method.
+        type HoldSessionStream: tonic::codegen::tokio_stream::Stream<
+                Item = std::result::Result<super::HoldSessionResponse, tonic::Status>,
+            >
+            + std::marker::Send
+            + 'static;
+        /// Holds a session. It owns the sequences that are opened in it, and lives while a stream of this
+        /// call is open: `ttl_ms` after the last of them has gone it ends, and its sequences are closed, so
+        /// that a client that dies leaves nothing. One answer comes at once and says its id; the stream then
+        /// stays open. It ends with UNKNOWN_SESSION when the session is closed by another, and with
+        /// SHUTTING_DOWN when the daemon drains.
+        async fn hold_session(
+            &self,
+            request: tonic::Request<super::HoldSessionRequest>,
+        ) -> std::result::Result<
+            tonic::Response<Self::HoldSessionStream>,
+            tonic::Status,
+        >;
+        /// Ends a session, whoever holds it, and closes its sequences.
+        async fn close_session(
+            &self,
+            request: tonic::Request<super::CloseSessionRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::CloseSessionResponse>,
+            tonic::Status,
+        >;
+        /// The sessions of the caller's namespace, the oldest first.
+        async fn list_sessions(
+            &self,
+            request: tonic::Request<super::ListSessionsRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListSessionsResponse>,
             tonic::Status,
         >;
         /// Server streaming response type for the StoreBlocks method.
@@ -1767,6 +2023,181 @@ pub mod kvd_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = DescribeSequenceSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/ListSequences" => {
+                    #[allow(non_camel_case_types)]
+                    struct ListSequencesSvc<T: Kvd>(pub Arc<T>);
+                    impl<T: Kvd> tonic::server::UnaryService<super::ListSequencesRequest>
+                    for ListSequencesSvc<T> {
+                        type Response = super::ListSequencesResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ListSequencesRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::list_sequences(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ListSequencesSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/HoldSession" => {
+                    #[allow(non_camel_case_types)]
+                    struct HoldSessionSvc<T: Kvd>(pub Arc<T>);
+                    impl<
+                        T: Kvd,
+                    > tonic::server::ServerStreamingService<super::HoldSessionRequest>
+                    for HoldSessionSvc<T> {
+                        type Response = super::HoldSessionResponse;
+                        type ResponseStream = T::HoldSessionStream;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::ResponseStream>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::HoldSessionRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::hold_session(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = HoldSessionSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.server_streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/CloseSession" => {
+                    #[allow(non_camel_case_types)]
+                    struct CloseSessionSvc<T: Kvd>(pub Arc<T>);
+                    impl<T: Kvd> tonic::server::UnaryService<super::CloseSessionRequest>
+                    for CloseSessionSvc<T> {
+                        type Response = super::CloseSessionResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::CloseSessionRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::close_session(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = CloseSessionSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/ListSessions" => {
+                    #[allow(non_camel_case_types)]
+                    struct ListSessionsSvc<T: Kvd>(pub Arc<T>);
+                    impl<T: Kvd> tonic::server::UnaryService<super::ListSessionsRequest>
+                    for ListSessionsSvc<T> {
+                        type Response = super::ListSessionsResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ListSessionsRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::list_sessions(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ListSessionsSvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(

@@ -7,4 +7,5 @@ mod forks;
 mod harness;
 mod model;
 mod rules;
+mod sessions;
 mod threads;

@@ -18,6 +18,38 @@ Examples:
   kvd config --config kvd.toml                    what holds, environment and flags counted in
   kvd config --pool \"8 GiB\" > kvd.toml            the same as a file";
 
+pub(super) const SEQUENCES: &str = "\
+Examples:
+  kvd sequences list --idle 10m
+  kvd sequences close --idle 1h --endpoint unix:/run/kvd/kvd.sock";
+
+pub(super) const SEQUENCES_LIST: &str = "\
+Examples:
+  kvd sequences list
+  kvd sequences list --model meta-llama/Llama-3.1-8B-Instruct --idle 10m
+  kvd sequences list --json | jq '[.[].held_bytes] | add'";
+
+pub(super) const SEQUENCES_CLOSE: &str = "\
+Examples:
+  kvd sequences close 1311768464867721223
+  kvd sequences close --idle 1h
+  kvd sequences close --session engine-0";
+
+pub(super) const SESSIONS: &str = "\
+Examples:
+  kvd sessions list
+  kvd sessions close engine-0 --namespace team-a";
+
+pub(super) const SESSIONS_LIST: &str = "\
+Examples:
+  kvd sessions list
+  kvd sessions list --json --endpoint unix:/run/kvd/kvd.sock";
+
+pub(super) const SESSIONS_CLOSE: &str = "\
+Examples:
+  kvd sessions close engine-0
+  kvd sessions close 1311768464867721223";
+
 pub(super) const CODECS: &str = "\
 Examples:
   kvd codecs                         which codec to take

@@ -3,6 +3,7 @@
 //! Exit codes: 0 done, 1 failed, 64 wrong usage or configuration, 69 a socket or device could
 //! not be had, 70 the device failed while serving, or the GPU asked for cannot be used.
 
+mod ask_daemon;
 mod bench;
 #[cfg(feature = "eval")]
 mod calibrate;
@@ -17,7 +18,9 @@ mod local;
 mod machine;
 mod paths;
 mod plan;
+mod sequences;
 mod serve;
+mod sessions;
 mod table;
 mod text_args;
 
@@ -57,6 +60,12 @@ enum CliCommand {
         #[command(flatten)]
         config: ConfigArgs,
     },
+    /// List and close the sequences of a daemon that runs.
+    #[command(subcommand, after_help = help::SEQUENCES)]
+    Sequences(sequences::SequencesCommand),
+    /// List and end the sessions that own them.
+    #[command(subcommand, after_help = help::SESSIONS)]
+    Sessions(sessions::SessionsCommand),
     /// Compare the codec presets: what each saves, what it loses, and when to take it.
     #[command(after_help = help::CODECS)]
     Codecs(codecs::CodecsArgs),
@@ -220,6 +229,12 @@ fn run_command(command: CliCommand) -> Result<(), CliError> {
         }
         CliCommand::Config { print_default: true, .. } => print_text(DEFAULT_TOML),
         CliCommand::Config { config, .. } => print_text(&config_text(&config.to_overrides())?),
+        CliCommand::Sequences(command) => {
+            print_text(&build_runtime()?.block_on(sequences::run_command(command))?)
+        }
+        CliCommand::Sessions(command) => {
+            print_text(&build_runtime()?.block_on(sessions::run_command(command))?)
+        }
         CliCommand::Codecs(args) => print_text(&codecs::codecs_text(&args)?),
         CliCommand::Bench(command) => print_text(&bench::run_bench(command)?),
         CliCommand::Plan(args) => print_text(&plan::plan_text(&args)?),

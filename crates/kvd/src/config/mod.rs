@@ -85,6 +85,10 @@ pub struct Config {
     pub models_max: usize,
     /// Open sequences.
     pub sequences_max: usize,
+    /// Sessions of all namespaces.
+    pub sessions_max: usize,
+    /// Longest time that a session goes on without a stream that holds it.
+    pub session_ttl_max: Duration,
     /// Tokens of one sequence.
     pub tokens_per_sequence_max: u32,
     /// Layers of all open sequences.
@@ -222,6 +226,8 @@ impl Config {
             queue_jobs_max: queue_jobs(device.queue_jobs_max)?,
             models_max: at_least("limits.models_max", limits.models_max, 1)?,
             sequences_max: at_least("limits.sequences_max", limits.sequences_max, 1)?,
+            sessions_max: at_least("limits.sessions_max", limits.sessions_max, 1)?,
+            session_ttl_max: Duration::from_millis(limits.session_ttl_ms_max.into()),
             tokens_per_sequence_max: sequence_tokens(limits.tokens_per_sequence_max)?,
             sequence_layers_max: sequence_layers(limits.sequence_layers_max)?,
             sequence_views_max: sequence_views(limits.sequence_views_max)?,

@@ -107,6 +107,8 @@ pub struct DeviceSettings {
 pub struct LimitSettings {
     pub models_max: usize,
     pub sequences_max: usize,
+    pub sessions_max: usize,
+    pub session_ttl_ms_max: u32,
     pub tokens_per_sequence_max: u32,
     pub sequence_layers_max: u64,
     pub sequence_views_max: u64,

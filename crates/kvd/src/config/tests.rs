@@ -80,6 +80,8 @@ fn errors_name_the_key() {
         ("[device]\nprecision = \"half\"\n", "device.precision"),
         ("[device]\nkernel_timeout_ms = 0\n", "device.kernel_timeout_ms"),
         ("[limits]\nmodels_max = 0\n", "limits.models_max"),
+        ("[limits]\nsessions_max = 0\n", "limits.sessions_max"),
+        ("[limits]\nsession_ttl_ms_max = -1\n", "limits.session_ttl_ms_max"),
         ("[limits]\nmodels_max = -1\n", "limits.models_max"),
         ("[server]\nlisten_tcp = \"nowhere\"\n", "server.listen_tcp"),
         ("[server]\nlisten_tcp = \"\"\n", "server.listen_tcp"),

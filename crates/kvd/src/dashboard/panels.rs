@@ -235,7 +235,7 @@ fn health_panels() -> Vec<DashboardPanel> {
 fn request_panels() -> Vec<DashboardPanel> {
     use Metric::{
         InflightBytes, RegionBytes, RegionCallsTotal, Regions, RequestSeconds, RequestsTotal,
-        TransportRefusalsTotal,
+        SessionEndsTotal, SessionSequencesClosedTotal, Sessions, TransportRefusalsTotal,
     };
     let refused = PanelQuery::rate_where(RequestsTotal, r#"code!="OK""#, &["rpc", "code"]);
     vec![
@@ -260,6 +260,16 @@ fn request_panels() -> Vec<DashboardPanel> {
             [PanelQuery::rate(RegionCallsTotal, &["payloads"])],
         )
         .explained(RegionCallsTotal),
+        lines("Sessions", "none", [PanelQuery::level(Sessions, &["instance"])])
+            .explained(Sessions),
+        lines("Ends of sessions", "ops", [PanelQuery::rate(SessionEndsTotal, &["reason"])])
+            .explained(SessionEndsTotal),
+        lines(
+            "Sequences closed with sessions",
+            "ops",
+            [PanelQuery::rate(SessionSequencesClosedTotal, &["instance"])],
+        )
+        .explained(SessionSequencesClosedTotal),
     ]
 }
 

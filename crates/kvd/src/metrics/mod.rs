@@ -37,7 +37,7 @@ pub const ALERT_CODES: [ErrorCode; 5] = [
 ];
 
 /// Names of calls in labels: those of the service, and those of regions.
-pub const RPCS: [&str; 18] = [
+pub const RPCS: [&str; 22] = [
     "GetServerInfo",
     "RegisterModel",
     "DescribeModel",
@@ -48,6 +48,10 @@ pub const RPCS: [&str; 18] = [
     "TruncateSequence",
     "CloseSequence",
     "DescribeSequence",
+    "ListSequences",
+    "HoldSession",
+    "CloseSession",
+    "ListSessions",
     "StoreBlocks",
     "Attend",
     "AttendStream",

@@ -94,6 +94,10 @@ metrics! {
     PoolLargestFreeBytes = "kvd_pool_largest_free_bytes", Gauge, Device, "Largest slot that could be reserved now.";
     PoolSlots = "kvd_pool_slots", Gauge, Device, "Slots in use: one for each packed or raw block of a layer.";
 
+    Sessions = "kvd_sessions", Gauge, Daemon, "Sessions that are held, or that wait to be held again.";
+    SessionEndsTotal = "kvd_session_ends_total", Counter, Daemon, "Sessions that ended, by reason: closed, expired (nobody held it for its time to live), taken_over.";
+    SessionSequencesClosedTotal = "kvd_session_sequences_closed_total", Counter, Daemon, "Sequences that were closed because their session ended.";
+
     Models = "kvd_models", Gauge, Daemon, "Registered models.";
     ModelRegistered = "kvd_model_registered_timestamp_seconds", Gauge, Model, "When the model was registered, in seconds since 1970.";
     ModelLayers = "kvd_model_layers", Gauge, Model, "Layers of the model: a count by layer over it is one of tokens or blocks.";

@@ -1,7 +1,7 @@
 //! The ids of this start of the daemon, and what is said of those of another.
 
 use super::{CallContext, DeviceShard, RegisteredModel, Service, ServiceError};
-use kvd_core::{BootId, ErrorCode, IdSpace, ModelId, SequenceId};
+use kvd_core::{BootId, ErrorCode, IdSpace, ModelId, SequenceId, SessionId};
 use kvd_proto::StaleId;
 use kvd_proto::domain::AttendBatch;
 use kvd_store::StoreError;
@@ -34,6 +34,20 @@ pub(super) fn unknown_model(
     stale_error(ids, ErrorCode::UnknownModel, "model", id.0).unwrap_or_else(|| {
         let message = format!("model {id} is not registered in namespace {namespace}");
         ServiceError::new(ErrorCode::UnknownModel, message)
+    })
+}
+
+/// A session that nobody began in this boot, or that has ended; of another boot it says so.
+pub(super) fn unknown_session(
+    ids: &IdSpace,
+    namespace: &kvd_core::Namespace,
+    id: SessionId,
+) -> ServiceError {
+    stale_error(ids, ErrorCode::UnknownSession, "session", id.0).unwrap_or_else(|| {
+        let message = format!(
+            "session {id} is unknown in namespace {namespace}; it has ended or was never held"
+        );
+        ServiceError::new(ErrorCode::UnknownSession, message)
     })
 }
 

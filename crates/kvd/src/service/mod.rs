@@ -19,6 +19,8 @@ mod recent_queries;
 mod region;
 mod register;
 mod sequence;
+mod session;
+mod session_table;
 mod stats;
 mod store;
 #[cfg(test)]
@@ -33,6 +35,8 @@ pub(crate) use ids::draw_ids;
 pub use load::LoadPiece;
 pub use model::RegisteredModel;
 pub(crate) use region::{MemoryOffer, OpenMemory};
+pub use session::SequencePage;
+pub use session_table::{SessionDescription, SessionLease};
 pub(crate) use stats::DevicePool;
 pub use stats::{ModelStats, PoolStats};
 pub use store::StoreReply;
@@ -46,6 +50,7 @@ use kvd_core::{ErrorCode, IdSpace, Namespace};
 use kvd_store::{ArenaPool, SequenceStore, StoreLimits};
 use model::ModelRegistry;
 use pool_log::PoolLog;
+use session_table::{SessionLimits, SessionTable};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -69,6 +74,7 @@ pub struct Service {
     /// At least one.
     shards: Vec<DeviceShard>,
     models: Arc<ModelRegistry>,
+    sessions: Arc<SessionTable>,
     metrics: Arc<Metrics>,
     /// Bytes of all requests and answers.
     inflight: ByteBudget,
@@ -120,6 +126,9 @@ impl Service {
             metrics.counter(Metric::RegionCallsTotal, &[("payloads", payloads)]).increment(0);
         }
         launches::describe_launches(&metrics);
+        session::describe_sessions(&metrics);
+        let of_sessions =
+            SessionLimits { sessions_max: config.sessions_max, ttl_max: config.session_ttl_max };
         Self {
             inflight: ByteBudget::new(
                 "limits.inflight_bytes_max",
@@ -127,6 +136,7 @@ impl Service {
             ),
             building: Arc::new(Semaphore::new(1)),
             models: Arc::new(ModelRegistry::new(config.models_max, ids.clone())),
+            sessions: SessionTable::new(of_sessions, ids.clone()),
             draining: AtomicBool::new(false),
             pool_log: PoolLog::default(),
             config,

@@ -2,11 +2,11 @@
 
 use super::query_sample::QuerySample;
 use super::recent_queries::RecentQueries;
-use super::{DeviceShard, ServiceError, ids};
+use super::{ServiceError, ids};
 use crate::metrics::ModelMetrics;
 use kvd_codec::{CheckedBlock, CodecSpec, ErrorSum, Quantizer, SideSpec};
 use kvd_core::{ErrorCode, IdCounter, IdSpace, ModelId, Namespace, SequenceId};
-use kvd_store::{ModelShape, SequenceStore};
+use kvd_store::{ModelShape, SequenceStore, StoreError};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -202,15 +202,14 @@ impl ModelRegistry {
     }
 
     /// Opens a sequence of a model that is registered until it is open.
-    pub(super) fn open_sequence(
+    pub(super) fn open_sequence_by(
         &self,
         namespace: &Namespace,
         id: ModelId,
-        shards: &[DeviceShard],
+        open: impl FnOnce(&RegisteredModel) -> Result<SequenceId, StoreError>,
     ) -> Result<SequenceId, ServiceError> {
         let state = self.state.lock();
-        let model = state.find_model(&self.space, namespace, id)?;
-        Ok(shards[model.shard].store.open_sequence(model.shape.clone())?)
+        Ok(open(state.find_model(&self.space, namespace, id)?)?)
     }
 
     /// Takes a model out, unless it has sequences.

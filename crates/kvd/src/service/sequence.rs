@@ -2,7 +2,9 @@
 
 use super::{CallContext, Service, ServiceError};
 use kvd_core::{ModelId, SequenceId};
+use kvd_proto::domain::SequenceFork;
 use kvd_store::{ForkedSequence, SequenceUsage};
+use std::time::Instant;
 
 impl Service {
     /// A new, empty sequence.
@@ -14,11 +16,10 @@ impl Service {
         call: &CallContext,
         model: ModelId,
     ) -> Result<SequenceId, ServiceError> {
-        self.admit_call(call)?;
-        self.models.open_sequence(&call.namespace, model, &self.shards)
+        self.open_sequence_in(call, model, None)
     }
 
-    /// A new sequence that shares the parent's first tokens.
+    /// A new sequence that shares the parent's first tokens, and its session.
     ///
     /// # Errors
     /// `UNKNOWN_SEQUENCE`, `RANGE_NOT_STORED` or `LIMIT_EXCEEDED`; `UNKNOWN_MODEL` when the model
@@ -29,9 +30,29 @@ impl Service {
         id: SequenceId,
         length: Option<u32>,
     ) -> Result<ForkedSequence, ServiceError> {
+        self.fork_sequence_in(call, SequenceFork { sequence: id, length, session: None })
+    }
+
+    /// [`Service::fork_sequence`] into a session, if one is named.
+    ///
+    /// # Errors
+    /// Those, and `UNKNOWN_SESSION`.
+    pub fn fork_sequence_in(
+        &self,
+        call: &CallContext,
+        fork: SequenceFork,
+    ) -> Result<ForkedSequence, ServiceError> {
         self.admit_call(call)?;
+        let SequenceFork { sequence: id, length, session } = fork;
         let store = &self.shard_of(id)?.store;
-        let forked = store.fork_sequence(&call.namespace, id, length)?;
+        let forked = match session {
+            None => store.fork_sequence(&call.namespace, id, length)?,
+            Some(session) => {
+                let session =
+                    self.sessions.find_session(&call.namespace, session, Instant::now())?;
+                store.fork_into_session(&call.namespace, id, length, &session)?
+            }
+        };
         let model = store.model_of(&call.namespace, forked.id)?;
         // The parent may have been closed and its model unregistered meanwhile: then there was
         // nothing to fork, and the child would be a sequence of no model.

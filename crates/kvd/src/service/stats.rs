@@ -78,6 +78,7 @@ impl Service {
         self.shards.iter().for_each(refresh_device);
         let models = self.models.list_models(None);
         metrics.gauge(Metric::Models, &[]).set(models.len() as f64);
+        metrics.gauge(Metric::Sessions, &[]).set(self.sessions.count_sessions() as f64);
         for model in models {
             refresh_model(&model, &self.model_usage(&model));
         }

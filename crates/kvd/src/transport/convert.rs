@@ -116,7 +116,7 @@ pub(super) fn load_response(piece: LoadPiece) -> v1::LoadBlocksResponse {
     .into()
 }
 
-fn stored_bytes(stored: &StoredBytes) -> v1::StoredBytes {
+pub(super) fn stored_bytes(stored: &StoredBytes) -> v1::StoredBytes {
     v1::StoredBytes {
         packed_values: stored.packed_values,
         packed_bytes: stored.packed_bytes,

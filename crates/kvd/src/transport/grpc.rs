@@ -3,15 +3,17 @@
 use super::call::{find_meter, read_call};
 use super::convert;
 use super::measure::{measure_answer, refuse_call};
+use super::session::{hold_stream, peer_name, sequence_page, session_list};
 use super::stream::{
     self, AnswerStream, OpenedStream, ReplyStream, StreamAnswer, StreamKind, StreamState,
 };
 use crate::metrics::OpenCount;
 use crate::service::{CallContext, Service, ServiceError};
-use kvd_core::{Coded, LayerIndex, ModelId, SequenceId};
-use kvd_proto::domain::{AttendBatch, LoadRange, ModelSpec, StoreChunk};
+use kvd_core::{Coded, LayerIndex, ModelId, SequenceId, SessionId};
+use kvd_proto::domain::{AttendBatch, LoadRange, ModelSpec, StoreChunk, session_from_wire};
 use kvd_proto::v1::{self, kvd_server::Kvd};
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::mpsc;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::Instrument;
@@ -133,9 +135,10 @@ impl Kvd for GrpcService {
         &self,
         request: Request<v1::OpenSequenceRequest>,
     ) -> Result<Response<v1::OpenSequenceResponse>, Status> {
-        let model = ModelId(request.get_ref().model_id);
+        let v1::OpenSequenceRequest { model_id, session_id } = *request.get_ref();
+        let session = session_from_wire(session_id);
         self.answer_rpc("OpenSequence", read_call(&request), async |call| {
-            let id = self.service.open_sequence(call, model)?;
+            let id = self.service.open_sequence_in(call, ModelId(model_id), session)?;
             Ok(v1::OpenSequenceResponse { sequence_id: id.0 })
         })
         .await
@@ -145,9 +148,9 @@ impl Kvd for GrpcService {
         &self,
         request: Request<v1::ForkSequenceRequest>,
     ) -> Result<Response<v1::ForkSequenceResponse>, Status> {
-        let v1::ForkSequenceRequest { sequence_id, length } = *request.get_ref();
+        let fork = (*request.get_ref()).into();
         self.answer_rpc("ForkSequence", read_call(&request), async |call| {
-            let forked = self.service.fork_sequence(call, SequenceId(sequence_id), length)?;
+            let forked = self.service.fork_sequence_in(call, fork)?;
             Ok(v1::ForkSequenceResponse { sequence_id: forked.id.0, length: forked.length })
         })
         .await
@@ -169,9 +172,13 @@ impl Kvd for GrpcService {
         &self,
         request: Request<v1::CloseSequenceRequest>,
     ) -> Result<Response<v1::CloseSequenceResponse>, Status> {
-        let id = SequenceId(request.get_ref().sequence_id);
+        let v1::CloseSequenceRequest { sequence_id, idle_ms_min } = *request.get_ref();
+        let (id, idle_min) = (SequenceId(sequence_id), Duration::from_millis(idle_ms_min));
         self.answer_rpc("CloseSequence", read_call(&request), async |call| {
-            self.service.close_sequence(call, id)?;
+            match idle_ms_min {
+                0 => self.service.close_sequence(call, id)?,
+                _ => self.service.close_idle_sequence(call, id, idle_min)?,
+            }
             Ok(v1::CloseSequenceResponse {})
         })
         .await
@@ -184,6 +191,53 @@ impl Kvd for GrpcService {
         let id = SequenceId(request.get_ref().sequence_id);
         self.answer_rpc("DescribeSequence", read_call(&request), async |call| {
             Ok(convert::sequence_description(self.service.describe_sequence(call, id)?))
+        })
+        .await
+    }
+
+    async fn list_sequences(
+        &self,
+        request: Request<v1::ListSequencesRequest>,
+    ) -> Result<Response<v1::ListSequencesResponse>, Status> {
+        let message = *request.get_ref();
+        self.answer_rpc("ListSequences", read_call(&request), async |call| {
+            Ok(sequence_page(self.service.list_sequences(call, to_domain(message)?).await?))
+        })
+        .await
+    }
+
+    type HoldSessionStream = ReplyStream<v1::HoldSessionResponse>;
+
+    async fn hold_session(
+        &self,
+        request: Request<v1::HoldSessionRequest>,
+    ) -> Result<Response<Self::HoldSessionStream>, Status> {
+        let (caller, peer) = (read_call(&request), peer_name(request.extensions()));
+        let message = request.into_inner();
+        let lease = self.answer_rpc("HoldSession", caller, async |call| {
+            self.service.hold_session(call, to_domain(message)?, peer).await
+        });
+        Ok(lease.await?.map(|lease| hold_stream(lease, &self.streams)))
+    }
+
+    async fn close_session(
+        &self,
+        request: Request<v1::CloseSessionRequest>,
+    ) -> Result<Response<v1::CloseSessionResponse>, Status> {
+        let id = SessionId(request.get_ref().session_id);
+        self.answer_rpc("CloseSession", read_call(&request), async |call| {
+            let sequences_closed = self.service.close_session(call, id).await?;
+            Ok(v1::CloseSessionResponse { sequences_closed })
+        })
+        .await
+    }
+
+    async fn list_sessions(
+        &self,
+        request: Request<v1::ListSessionsRequest>,
+    ) -> Result<Response<v1::ListSessionsResponse>, Status> {
+        self.answer_rpc("ListSessions", read_call(&request), async |call| {
+            Ok(session_list(self.service.list_sessions(call)?))
         })
         .await
     }

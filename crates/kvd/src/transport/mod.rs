@@ -13,6 +13,7 @@ mod measure;
 mod refusal;
 mod region;
 mod server;
+mod session;
 mod socket;
 mod stream;
 

@@ -35,6 +35,7 @@ pub(super) struct StreamState {
     pub(super) stores: Gauge,
     pub(super) attends: Gauge,
     pub(super) loads: Gauge,
+    pub(super) holds: Gauge,
 }
 
 impl StreamState {
@@ -49,9 +50,9 @@ impl StreamState {
             open.increment(0.0);
             open
         };
-        let (stores, attends, loads) =
-            (open("StoreBlocks"), open("AttendStream"), open("LoadBlocks"));
-        Self { phase, refusals, stores, attends, loads }
+        let (stores, attends) = (open("StoreBlocks"), open("AttendStream"));
+        let (loads, holds) = (open("LoadBlocks"), open("HoldSession"));
+        Self { phase, refusals, stores, attends, loads, holds }
     }
 }
 
@@ -187,7 +188,8 @@ where
     Box::pin(AnswerStream { receiver, meter })
 }
 
-fn shutting_down() -> Status {
+/// The end of a stream that a drain ends.
+pub(super) fn shutting_down() -> Status {
     wire_status(&ServiceError::new(
         ErrorCode::ShuttingDown,
         "the daemon drains; reconnect elsewhere",

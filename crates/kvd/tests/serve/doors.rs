@@ -30,7 +30,7 @@ fn allow_many_files() {
 }
 
 /// A page of the admin port.
-fn page(address: &str, path: &str) -> String {
+pub(crate) fn page(address: &str, path: &str) -> String {
     let mut socket = TcpStream::connect(address).expect("connect");
     socket.set_read_timeout(Some(Duration::from_secs(10))).expect("a timeout");
     let request = format!("GET {path} HTTP/1.1\r\nHost: kvd\r\nConnection: close\r\n\r\n");

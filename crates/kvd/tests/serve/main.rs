@@ -5,6 +5,7 @@ mod drains;
 mod log;
 mod process;
 mod restart;
+mod sessions;
 
 use kvd_client::{
     AttendBatch, AttendQuery, Client, DType, ErrorCode, Geometry, LayerIndex, LoadRange, ModelId,

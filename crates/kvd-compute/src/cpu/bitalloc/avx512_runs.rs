@@ -9,7 +9,7 @@ use crate::cpu::int_dot::avx512::{
     TABLE_64, TABLE_256, add_weighted, biased_sums, by_rows, join_digits, load_factors, look_up,
 };
 use crate::cpu::int_dot::{BIAS, VECTOR_ROWS};
-use crate::cpu::int_operands::{IntRows, ScaledRows};
+use crate::cpu::int_operands::ScaledRows;
 use crate::cpu::levels::x86::chunk_of;
 use crate::cpu::levels::{CHUNKS, LevelTable, RunCodes};
 use crate::cpu::prefetch::PrefetchSteps;

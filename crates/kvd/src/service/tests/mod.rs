@@ -8,5 +8,6 @@ mod limits;
 mod models;
 mod packing;
 mod queries;
+mod sessions;
 mod shares;
 mod unregister;
