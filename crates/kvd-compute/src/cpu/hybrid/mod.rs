@@ -169,6 +169,7 @@ pub(super) struct SignWords<'a> {
 }
 
 /// A tile's codes, and their signs.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "no kernel reads it"))]
 #[derive(Clone, Copy)]
 pub(super) struct SignedCodes<'a> {
     pub(super) codes: TileCodes<'a>,

@@ -36,7 +36,7 @@ async fn wait_until(ask: impl Fn() -> bool) {
 /// A value of the exposition.
 fn metric(service: &Service, series: &str) -> f64 {
     service.refresh_gauges();
-    let page = service.metrics().render();
+    let page = service.metrics().render_page();
     let line = page.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
     line.unwrap_or_else(|| panic!("no {series}")).parse().unwrap()
 }
