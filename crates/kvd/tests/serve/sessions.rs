@@ -40,7 +40,6 @@ fn assert_all_given_back(daemon: &Process) {
             std::thread::sleep(Duration::from_millis(5));
         }
     }
-    println!("all given back after {:?}", began.elapsed());
 }
 
 /// Opens sequences in a session and stores in each.
@@ -105,13 +104,13 @@ async fn hold_raw(
     request: v1::HoldSessionRequest,
 ) -> (tonic::Streaming<v1::HoldSessionResponse>, v1::HoldSessionResponse) {
     let channel = tonic::transport::Endpoint::try_from(format!("http://{}", daemon.tcp()))
-        .unwrap()
+        .expect("an endpoint")
         .connect()
         .await
-        .unwrap();
+        .expect("connect");
     let mut rpc = v1::kvd_client::KvdClient::new(channel);
-    let mut stream = rpc.hold_session(request).await.unwrap().into_inner();
-    let answer = stream.message().await.unwrap().unwrap();
+    let mut stream = rpc.hold_session(request).await.expect("hold").into_inner();
+    let answer = stream.message().await.expect("an answer").expect("one");
     (stream, answer)
 }
 
