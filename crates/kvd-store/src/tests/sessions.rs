@@ -1,7 +1,7 @@
 //! Sequences of sessions, idleness, and lists.
 
 use super::harness::{Bench, namespace, shape};
-use crate::{Append, ModelUsage, SequenceQuery, SessionSequences, StoreError};
+use crate::{BegunAppend, ModelUsage, SequenceQuery, SessionSequences, StoreError};
 use kvd_core::{Coded, ErrorCode, LayerIndex, ModelId, SequenceId, SessionId};
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -25,14 +25,14 @@ fn close_all(b: &Bench, session: &SessionSequences) -> usize {
 fn a_session_owns_what_is_opened_in_it_and_what_is_forked_from_that() {
     let b = Bench::new(1 << 20, shape(1, 4, 3, 6));
     let (session, other) = (SessionSequences::new(SESSION), SessionSequences::new(SessionId(78)));
-    let free = b.open_sequence();
+    let free = b.open();
     let own = open_in(&b, &session).unwrap();
     b.fill(own, 0..9);
     b.fill(free, 0..9);
-    let (child, _) = b.store.fork_sequence(b.ns(), own, None).unwrap();
-    let (moved, _) = b.store.fork_into_session(b.ns(), own, None, &other).unwrap();
-    let (adopted, _) = b.store.fork_into_session(b.ns(), free, None, &session).unwrap();
-    let (loose, _) = b.store.fork_sequence(b.ns(), free, None).unwrap();
+    let child = b.store.fork_sequence(b.ns(), own, None).unwrap().id;
+    let moved = b.store.fork_into_session(b.ns(), own, None, &other).unwrap().id;
+    let adopted = b.store.fork_into_session(b.ns(), free, None, &session).unwrap().id;
+    let loose = b.store.fork_sequence(b.ns(), free, None).unwrap().id;
     assert_eq!((session.count_open(), other.count_open()), (3, 1));
     b.store.close_sequence(b.ns(), child).unwrap();
     assert_eq!(session.count_open(), 2);
@@ -94,7 +94,7 @@ fn a_session_that_ends_while_threads_open_in_it_leaves_nothing() {
 #[test]
 fn only_what_is_idle_is_closed_for_idleness() {
     let b = Bench::new(1 << 20, shape(1, 4, 3, 6));
-    let id = b.open_sequence();
+    let id = b.open();
     let (hour, moment) = (Duration::from_secs(3600), Duration::from_millis(5));
     let refused = b.store.close_idle(b.ns(), id, hour).unwrap_err();
     assert!(matches!(refused, StoreError::NotIdle { .. }), "{refused}");
@@ -108,12 +108,12 @@ fn only_what_is_idle_is_closed_for_idleness() {
     // Any call that names it is a use, one of others and a list are none.
     assert_eq!(b.store.model_of(&namespace("other"), id).unwrap_err(), unknown);
     assert!(b.store.summarize_sequence(b.ns(), id).unwrap().idle >= 2 * moment);
-    b.store.pin(b.ns(), id, LayerIndex(0), .., None).unwrap();
+    b.store.pin_range(b.ns(), id, LayerIndex(0), .., None).unwrap();
     assert!(b.store.summarize_sequence(b.ns(), id).unwrap().age >= 2 * moment);
     assert!(b.store.close_idle(b.ns(), id, hour).is_err());
 
     // An append in flight is a use for as long as it lasts.
-    let Append::Ticket(ticket) = b.store.begin_append(b.ns(), id, LayerIndex(0), 0, 3, 9).unwrap()
+    let BegunAppend::Ticket(ticket) = b.store.begin_append(b.ns(), id, LayerIndex(0), 0, 3, 9).unwrap()
     else {
         panic!("a replay");
     };
@@ -130,7 +130,7 @@ fn only_what_is_idle_is_closed_for_idleness() {
 fn lists_choose_by_namespace_model_session_idleness_and_id() {
     let b = Bench::new(1 << 20, shape(1, 4, 3, 6));
     let session = SessionSequences::new(SESSION);
-    let (free, own) = (b.open_sequence(), open_in(&b, &session).unwrap());
+    let (free, own) = (b.open(), open_in(&b, &session).unwrap());
     b.fill(own, 0..9);
     let ns = b.ns().clone();
     let all = SequenceQuery {
