@@ -4,6 +4,7 @@
 //! one byte per coefficient.
 
 use super::Unquantizable;
+use super::codes::{CodeLoop, CodeSink, MeasuredRows};
 use crate::simd::dispatch_simd;
 use kvd_core::DType;
 use pulp::{Simd, WithSimd};
@@ -85,39 +86,30 @@ pub(crate) fn largest_magnitude(rows: &[f32]) -> Result<f32, Unquantizable> {
     if top.is_finite() { Ok(top) } else { Err(Unquantizable) }
 }
 
-/// FP8 codes of `rows` and the scale that `decode` multiplies with.
-pub(crate) fn encode_e4m3(
-    rows: &[f32],
-    symbols: &mut Vec<u16>,
-    scales: &mut Vec<u8>,
-) -> Result<(), Unquantizable> {
-    let absmax = largest_magnitude(rows)?;
-    // Rounding to 3 mantissa bits adds up to 1/16, which must stay finite.
-    if !(absmax * 1.0625).is_finite() {
-        return Err(Unquantizable);
-    }
-    let scale = power_of_two_scale(absmax);
-    let first = symbols.len();
-    symbols.resize(first + rows.len(), 0);
-    dispatch_simd(E4m3 { rows, inverse: scale.recip(), symbols: &mut symbols[first..] });
-    scales.extend(scale.to_le_bytes());
-    Ok(())
-}
+/// FP8 codes under a scale per page.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct E4m3;
 
-struct E4m3<'a> {
-    rows: &'a [f32],
-    inverse: f32,
-    symbols: &'a mut [u16],
-}
-
-impl WithSimd for E4m3<'_> {
-    type Output = ();
-
+impl CodeLoop for E4m3 {
     #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        for (symbol, x) in self.symbols.iter_mut().zip(self.rows) {
-            *symbol = e4m3_from_f32(x * self.inverse).into();
+    fn quantize_within<S: Simd>(
+        &self,
+        _: S,
+        rows: MeasuredRows<'_>,
+        into: CodeSink<'_>,
+    ) -> Result<(), Unquantizable> {
+        let MeasuredRows { block, absmax } = rows;
+        // Rounding to 3 mantissa bits adds up to 1/16, which must stay finite.
+        if !(absmax * 1.0625).is_finite() {
+            return Err(Unquantizable);
         }
+        let scale = power_of_two_scale(absmax);
+        let inverse = scale.recip();
+        for (symbol, x) in into.symbols.iter_mut().zip(block.rows) {
+            *symbol = e4m3_from_f32(x * inverse).into();
+        }
+        into.scales.extend(scale.to_le_bytes());
+        Ok(())
     }
 }
 
@@ -183,7 +175,9 @@ pub(crate) fn e4m3_from_f32(x: f32) -> u8 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::codes::append_codes;
     use super::*;
+    use crate::row_block::RowBlock;
 
     /// Codes of finite, non-negative values in ascending order.
     fn ladder() -> Vec<(u8, f32)> {
@@ -242,7 +236,9 @@ mod tests {
                 let mut rows = [1.0, 2.0, 3.0];
                 rows[at] = bad;
                 let (mut symbols, mut scales) = (Vec::new(), Vec::new());
-                assert!(encode_e4m3(&rows, &mut symbols, &mut scales).is_err(), "{bad} at {at}");
+                let block = RowBlock { rows: &rows, dim: 3 };
+                let result = append_codes(&E4m3, block, &mut symbols, &mut scales);
+                assert!(result.is_err(), "{bad} at {at}");
             }
         }
     }

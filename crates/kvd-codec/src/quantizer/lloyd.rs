@@ -8,13 +8,12 @@
 //! scale is `|c| / |levels of its codes|`, so that a decoded row is as long as the row was; that
 //! is what vLLM's `_nc` presets do after decoding.
 
-use super::CodeSink;
 use super::Unquantizable;
-use super::float::largest_magnitude;
+use super::codes::{CodeLoop, CodeSink, MeasuredRows};
 use crate::row_block::RowBlock;
-use crate::simd::{count_below, dispatch_simd};
+use crate::simd::count_below;
 use half::f16;
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 
 /// Intervals of Simpson's rule in a cell.
 const INTERVALS: usize = 128;
@@ -68,30 +67,44 @@ impl LloydMax {
         2 * tokens
     }
 
-    pub(crate) fn quantize_rows(
-        &self,
-        rows: &[f32],
-        dim: usize,
-        symbols: &mut Vec<u16>,
-        scales: &mut Vec<u8>,
-    ) -> Result<(), Unquantizable> {
-        let absmax = largest_magnitude(rows)?;
-        let first = symbols.len();
-        symbols.resize(first + rows.len(), 0);
-        let into = CodeSink { symbols: &mut symbols[first..], scales };
-        dispatch_simd(QuantizeLloyd { by: self, absmax, rows: RowBlock { rows, dim }, into })
+    /// The number of bounds below `x` by halving; there are `2^bits - 1` bounds.
+    #[inline(always)]
+    fn count_bounds_below(&self, x: f32) -> u16 {
+        let mut below = 0;
+        for bit in (0..self.bits).rev() {
+            let half = 1usize << bit;
+            below += if x > self.bounds[below + half - 1] { half } else { 0 };
+        }
+        below as u16
     }
 
+    /// Writes row `row` from its codes.
+    pub(crate) fn dequantize_row(
+        &self,
+        scales: &[u8],
+        row: usize,
+        symbols: &[u16],
+        out: &mut [f32],
+    ) {
+        let bytes = scales[2 * row..].first_chunk::<2>().copied().unwrap_or_default();
+        let scale = f16::from_le_bytes(bytes).to_f32();
+        let mask = self.levels.len() - 1;
+        for (out, symbol) in out.iter_mut().zip(symbols) {
+            *out = self.levels[usize::from(*symbol) & mask] * scale;
+        }
+    }
+}
+
+impl CodeLoop for LloydMax {
     #[inline(always)]
     fn quantize_within<S: Simd>(
         &self,
         simd: S,
-        absmax: f32,
-        block: RowBlock<'_>,
+        rows: MeasuredRows<'_>,
         into: CodeSink<'_>,
     ) -> Result<(), Unquantizable> {
+        let MeasuredRows { block: RowBlock { rows, dim }, absmax } = rows;
         let CodeSink { symbols, scales } = into;
-        let RowBlock { rows, dim } = block;
         let squared: Vec<f64> = self.levels.iter().map(|x| f64::from(*x) * f64::from(*x)).collect();
         let (mut turned, mut counts) = (vec![0f32; dim], vec![0u32; dim]);
         let parts = rows.chunks(SUMS * dim).zip(symbols.chunks_mut(SUMS * dim));
@@ -131,50 +144,6 @@ impl LloydMax {
             }
         }
         Ok(())
-    }
-
-    /// The number of bounds below `x` by halving; there are `2^bits - 1` bounds.
-    #[inline(always)]
-    fn count_bounds_below(&self, x: f32) -> u16 {
-        let mut below = 0;
-        for bit in (0..self.bits).rev() {
-            let half = 1usize << bit;
-            below += if x > self.bounds[below + half - 1] { half } else { 0 };
-        }
-        below as u16
-    }
-
-    /// Writes row `row` from its codes.
-    pub(crate) fn dequantize_row(
-        &self,
-        scales: &[u8],
-        row: usize,
-        symbols: &[u16],
-        out: &mut [f32],
-    ) {
-        let bytes = scales[2 * row..].first_chunk::<2>().copied().unwrap_or_default();
-        let scale = f16::from_le_bytes(bytes).to_f32();
-        let mask = self.levels.len() - 1;
-        for (out, symbol) in out.iter_mut().zip(symbols) {
-            *out = self.levels[usize::from(*symbol) & mask] * scale;
-        }
-    }
-}
-
-/// [`LloydMax::quantize_rows`].
-struct QuantizeLloyd<'a> {
-    by: &'a LloydMax,
-    absmax: f32,
-    rows: RowBlock<'a>,
-    into: CodeSink<'a>,
-}
-
-impl WithSimd for QuantizeLloyd<'_> {
-    type Output = Result<(), Unquantizable>;
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
-        self.by.quantize_within(simd, self.absmax, self.rows, self.into)
     }
 }
 
@@ -360,6 +329,7 @@ fn solve_tridiagonal(rows: &[[f64; 4]]) -> Vec<f64> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::codes::append_codes;
     use super::*;
     use crate::kmeans::SplitMix64;
 
@@ -427,7 +397,7 @@ mod tests {
         let row: Vec<f32> = (0..dim).map(|index| index as f32 * 0.005 - 5.0).collect();
         let lloyd = LloydMax::new(4, dim);
         let (mut symbols, mut scales) = (Vec::new(), Vec::new());
-        lloyd.quantize_rows(&row, dim, &mut symbols, &mut scales).unwrap();
+        append_codes(&lloyd, RowBlock { rows: &row, dim }, &mut symbols, &mut scales).unwrap();
         assert_eq!((symbols.len(), scales.len()), (dim, 2));
         let inverse = (dim as f64 / sum_squares(&row)).sqrt() as f32;
         let halved: Vec<u16> = row.iter().map(|x| lloyd.count_bounds_below(x * inverse)).collect();
@@ -447,7 +417,7 @@ mod tests {
         for bits in 1..=4 {
             let lloyd = LloydMax::new(bits, dim);
             let (mut symbols, mut scales) = (Vec::new(), Vec::new());
-            lloyd.quantize_rows(&rows, dim, &mut symbols, &mut scales).unwrap();
+            append_codes(&lloyd, RowBlock { rows: &rows, dim }, &mut symbols, &mut scales).unwrap();
             assert_eq!(scales.len(), LloydMax::scale_bytes(200));
             let (mut relative, mut out) = (0.0, vec![0f32; dim]);
             for (row, values) in rows.chunks_exact(dim).enumerate() {
@@ -468,7 +438,8 @@ mod tests {
     fn zeros_are_zeros() {
         let lloyd = LloydMax::new(3, 4);
         let (mut symbols, mut scales) = (Vec::new(), Vec::new());
-        lloyd.quantize_rows(&[0.0; 4], 4, &mut symbols, &mut scales).unwrap();
+        append_codes(&lloyd, RowBlock { rows: &[0.0; 4], dim: 4 }, &mut symbols, &mut scales)
+            .unwrap();
         let mut out = [1f32; 4];
         lloyd.dequantize_row(&scales, 0, &symbols, &mut out);
         assert_eq!(out, [0.0; 4]);

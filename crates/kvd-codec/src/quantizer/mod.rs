@@ -3,6 +3,7 @@
 pub(crate) mod bind;
 pub(crate) mod bit_levels;
 pub(crate) mod bitalloc;
+mod codes;
 pub(crate) mod float;
 pub(crate) mod grid;
 pub(crate) mod hybrid;
@@ -21,10 +22,12 @@ use crate::UniformMode;
 use crate::calibration::LAYER_TABLE_BYTES;
 use crate::huffman::streams::StreamRun;
 use crate::page::id;
-use crate::row_block::RowBlockMut;
+use crate::row_block::{RowBlock, RowBlockMut};
 use crate::transform::TransformStep;
 use bit_levels::LEVELS;
 use bitalloc::BitAlloc;
+use codes::append_codes;
+use float::E4m3;
 use grid::Grid;
 use hybrid::Hybrid;
 pub use hybrid::HybridLayout;
@@ -40,14 +43,6 @@ use vq::VectorQuantizer;
 /// The page's values do not fit the quantizer; the page falls back to raw floats.
 #[derive(Debug)]
 pub(crate) struct Unquantizable;
-
-/// The destination of quantized rows.
-pub(super) struct CodeSink<'a> {
-    /// One code per value.
-    pub(super) symbols: &'a mut [u16],
-    /// Scales are appended here.
-    pub(super) scales: &'a mut Vec<u8>,
-}
 
 /// The scales of some groups.
 #[derive(Clone, Copy)]
@@ -138,15 +133,16 @@ impl HeadQuantizer {
         symbols: &mut Vec<u16>,
         scales: &mut Vec<u8>,
     ) -> Result<(), Unquantizable> {
+        let block = RowBlock { rows, dim };
         match self {
             // These write their pages themselves.
             Self::Float(_) | Self::Grid(_) | Self::BitAlloc(_) => Ok(()),
-            Self::E4m3 => float::encode_e4m3(rows, symbols, scales),
-            Self::Uniform(uniform) => uniform.quantize_rows(rows, dim, symbols, scales),
-            Self::Symmetric(symmetric) => symmetric.quantize_rows(rows, dim, symbols, scales),
-            Self::Hybrid(hybrid) => hybrid.quantize_rows(rows, dim, symbols, scales),
-            Self::Polar(polar) => polar.quantize_rows(rows, dim, symbols, scales),
-            Self::Lloyd(lloyd) => lloyd.quantize_rows(rows, dim, symbols, scales),
+            Self::E4m3 => append_codes(&E4m3, block, symbols, scales),
+            Self::Uniform(uniform) => append_codes(uniform, block, symbols, scales),
+            Self::Symmetric(symmetric) => append_codes(symmetric, block, symbols, scales),
+            Self::Hybrid(hybrid) => append_codes(hybrid, block, symbols, scales),
+            Self::Polar(polar) => append_codes(&**polar, block, symbols, scales),
+            Self::Lloyd(lloyd) => append_codes(&**lloyd, block, symbols, scales),
             Self::Vq(vq) => vq.quantize_rows(rows, symbols),
         }
     }

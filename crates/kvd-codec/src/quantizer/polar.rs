@@ -10,17 +10,15 @@
 //! Without, none: the step follows from the pair's largest radius in the calibration, and what
 //! lies beyond is cut to it (the paper's clamp).
 
-use super::CodeSink;
 use super::Unquantizable;
-use super::float::largest_magnitude;
+use super::codes::{CodeLoop, CodeSink, MeasuredRows};
 use super::ranges::{append_f16, f16_at_least, step_reciprocal};
 use super::stored::StoredLayout;
 use super::uniform::{ROUND, ScaleRow, check_step};
 use crate::row_block::RowBlock;
-use crate::simd::dispatch_simd;
 use half::f16;
 use kvd_core::{DType, Geometry, RopePairing};
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 
 const PAIRS_MAX: usize = Geometry::HEAD_DIM_MAX as usize / 2;
 /// Pairs whose codes are made at once.
@@ -209,63 +207,6 @@ impl Polar {
         }
     }
 
-    pub(crate) fn quantize_rows(
-        &self,
-        rows: &[f32],
-        dim: usize,
-        symbols: &mut Vec<u16>,
-        scales: &mut Vec<u8>,
-    ) -> Result<(), Unquantizable> {
-        let absmax = largest_magnitude(rows)?;
-        let first = symbols.len();
-        symbols.resize(first + rows.len() / 2, 0);
-        let into = CodeSink { symbols: &mut symbols[first..], scales };
-        dispatch_simd(QuantizePolar { by: self, absmax, rows: RowBlock { rows, dim }, into })
-    }
-
-    #[inline(always)]
-    fn quantize_within(
-        &self,
-        absmax: f32,
-        block: RowBlock<'_>,
-        into: CodeSink<'_>,
-    ) -> Result<(), Unquantizable> {
-        let CodeSink { symbols, scales } = into;
-        let RowBlock { rows, dim } = block;
-        let mut row = RowPairs::new(dim / 2);
-        let mut buffer = [0f32; PAIRS_MAX];
-        let inverse = &mut buffer[..dim / 2];
-        let share = match &self.scale {
-            RadiusScale::Page(group) => usize::from(*group) * dim,
-            RadiusScale::Model { steps, reach } => {
-                self.check_reach(rows, dim, reach)?;
-                inverse.iter_mut().zip(steps).for_each(|(to, step)| *to = step_reciprocal(*step));
-                rows.len()
-            }
-        };
-        let top = f32::from((1u16 << self.radius_bits) - 1);
-        for (rows, symbols) in rows.chunks(share).zip(symbols.chunks_mut(share / 2)) {
-            if let RadiusScale::Page(_) = self.scale {
-                inverse.fill(0.0);
-                for values in rows.chunks_exact(dim) {
-                    row.load_row(self.pairs, values);
-                    row.raise_largest(inverse);
-                }
-                for largest in inverse.iter_mut() {
-                    let wanted = *largest / top;
-                    *largest = check_step(f16_at_least(wanted), wanted, absmax)?;
-                }
-                append_f16(inverse, scales);
-                inverse.iter_mut().for_each(|step| *step = step_reciprocal(*step));
-            }
-            for (values, symbols) in rows.chunks_exact(dim).zip(symbols.chunks_mut(dim / 2)) {
-                row.load_row(self.pairs, values);
-                self.quantize_row(&row, inverse, top, symbols);
-            }
-        }
-        Ok(())
-    }
-
     /// Refuses radii far beyond those of the calibration.
     #[inline(always)]
     fn check_reach(&self, rows: &[f32], dim: usize, reach: &[f32]) -> Result<(), Unquantizable> {
@@ -364,20 +305,52 @@ impl Polar {
     }
 }
 
-/// [`Polar::quantize_rows`].
-struct QuantizePolar<'a> {
-    by: &'a Polar,
-    absmax: f32,
-    rows: RowBlock<'a>,
-    into: CodeSink<'a>,
-}
-
-impl WithSimd for QuantizePolar<'_> {
-    type Output = Result<(), Unquantizable>;
+impl CodeLoop for Polar {
+    fn row_codes(&self, dim: usize) -> usize {
+        dim / 2
+    }
 
     #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) -> Self::Output {
-        self.by.quantize_within(self.absmax, self.rows, self.into)
+    fn quantize_within<S: Simd>(
+        &self,
+        _: S,
+        rows: MeasuredRows<'_>,
+        into: CodeSink<'_>,
+    ) -> Result<(), Unquantizable> {
+        let MeasuredRows { block: RowBlock { rows, dim }, absmax } = rows;
+        let CodeSink { symbols, scales } = into;
+        let mut row = RowPairs::new(dim / 2);
+        let mut buffer = [0f32; PAIRS_MAX];
+        let inverse = &mut buffer[..dim / 2];
+        let share = match &self.scale {
+            RadiusScale::Page(group) => usize::from(*group) * dim,
+            RadiusScale::Model { steps, reach } => {
+                self.check_reach(rows, dim, reach)?;
+                inverse.iter_mut().zip(steps).for_each(|(to, step)| *to = step_reciprocal(*step));
+                rows.len()
+            }
+        };
+        let top = f32::from((1u16 << self.radius_bits) - 1);
+        for (rows, symbols) in rows.chunks(share).zip(symbols.chunks_mut(share / 2)) {
+            if let RadiusScale::Page(_) = self.scale {
+                inverse.fill(0.0);
+                for values in rows.chunks_exact(dim) {
+                    row.load_row(self.pairs, values);
+                    row.raise_largest(inverse);
+                }
+                for largest in inverse.iter_mut() {
+                    let wanted = *largest / top;
+                    *largest = check_step(f16_at_least(wanted), wanted, absmax)?;
+                }
+                append_f16(inverse, scales);
+                inverse.iter_mut().for_each(|step| *step = step_reciprocal(*step));
+            }
+            for (values, symbols) in rows.chunks_exact(dim).zip(symbols.chunks_mut(dim / 2)) {
+                row.load_row(self.pairs, values);
+                self.quantize_row(&row, inverse, top, symbols);
+            }
+        }
+        Ok(())
     }
 }
 
@@ -403,6 +376,7 @@ fn circle_points(bits: u32) -> Vec<[f64; 2]> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::codes::append_codes;
     use super::*;
     use std::f64::consts::PI;
 
@@ -443,7 +417,8 @@ mod tests {
         for pairing in [RopePairing::Half, RopePairing::Interleaved] {
             let polar = Polar::with_groups(pairing, [8, 8], 64);
             let (mut symbols, mut scales) = (Vec::new(), Vec::new());
-            polar.quantize_rows(&row, 8, &mut symbols, &mut scales).unwrap();
+            append_codes(&polar, RowBlock { rows: &row, dim: 8 }, &mut symbols, &mut scales)
+                .unwrap();
             assert_eq!((symbols.len(), scales.len()), (4, Polar::scale_bytes(polar.group(), 1, 8)));
             let mut out = [0f32; 8];
             polar.dequantize_row(&scales, 0, &symbols, &mut ScaleRow::default(), &mut out);
@@ -459,7 +434,7 @@ mod tests {
         let polar = Polar::with_radii(RopePairing::Half, [4, 4], &radii).unwrap();
         let encode = |row: &[f32; 4]| {
             let (mut symbols, mut scales) = (Vec::new(), Vec::new());
-            polar.quantize_rows(row, 4, &mut symbols, &mut scales)?;
+            append_codes(&polar, RowBlock { rows: row, dim: 4 }, &mut symbols, &mut scales)?;
             assert!(scales.is_empty());
             let mut out = [0f32; 4];
             polar.dequantize_row(&scales, 0, &symbols, &mut ScaleRow::default(), &mut out);

@@ -6,10 +6,9 @@
 //! group of channels) or the page (block axis: one pair). The minimum is rounded down and the
 //! step up, so the levels cover the group and the error is at most half the stored step.
 
-use super::CodeSink;
 use super::GroupScales;
 use super::Unquantizable;
-use super::float::largest_magnitude;
+use super::codes::{CodeLoop, CodeSink, MeasuredRows};
 use super::ranges::GroupedRows;
 use super::ranges::{
     LANES, append_pairs, f16_at_least, f16_at_most, group_extremes, run_extremes, step_reciprocal,
@@ -142,20 +141,6 @@ impl Uniform {
             GroupAxis::Token => self.group.unwrap_or(dim).min(dim),
             GroupAxis::Block => dim,
         }
-    }
-
-    pub(crate) fn quantize_rows(
-        &self,
-        rows: &[f32],
-        dim: usize,
-        symbols: &mut Vec<u16>,
-        scales: &mut Vec<u8>,
-    ) -> Result<(), Unquantizable> {
-        let absmax = largest_magnitude(rows)?;
-        let first = symbols.len();
-        symbols.resize(first + rows.len(), 0);
-        let into = CodeSink { symbols: &mut symbols[first..], scales };
-        dispatch_simd(QuantizeUniform { by: self, absmax, rows: RowBlock { rows, dim }, into })
     }
 
     /// Appends scales and codes of a page of fixed width; `absmax` is the largest magnitude.
@@ -358,22 +343,18 @@ fn quantize_value(x: f32, (minimum, inverse): (f32, f32), top: f32) -> u16 {
     ((level + ROUND).to_bits() & 0x7FFF) as u16
 }
 
-/// [`Uniform::quantize_rows`].
-struct QuantizeUniform<'a> {
-    by: &'a Uniform,
-    absmax: f32,
-    rows: RowBlock<'a>,
-    into: CodeSink<'a>,
-}
-
-impl WithSimd for QuantizeUniform<'_> {
-    type Output = Result<(), Unquantizable>;
-
+impl CodeLoop for Uniform {
     #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
-        let Self { by, absmax, rows, into: CodeSink { symbols, scales } } = self;
-        let (minima, inverse) = by.fit_group_pairs(simd, absmax, rows, scales)?;
-        by.quantize_all_rows(rows, GroupScales { minima: &minima, inverse: &inverse }, symbols);
+    fn quantize_within<S: Simd>(
+        &self,
+        simd: S,
+        rows: MeasuredRows<'_>,
+        into: CodeSink<'_>,
+    ) -> Result<(), Unquantizable> {
+        let MeasuredRows { block, absmax } = rows;
+        let CodeSink { symbols, scales } = into;
+        let (minima, inverse) = self.fit_group_pairs(simd, absmax, block, scales)?;
+        self.quantize_all_rows(block, GroupScales { minima: &minima, inverse: &inverse }, symbols);
         Ok(())
     }
 }
@@ -447,6 +428,7 @@ pub(super) fn spread_steps(bytes: &[u8], span: usize, steps: &mut [f32]) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::codes::append_codes;
     use super::*;
 
     #[test]
@@ -458,7 +440,8 @@ mod tests {
                     let mut rows = [0.5; 8];
                     rows[at] = bad;
                     let (mut symbols, mut scales) = (Vec::new(), Vec::new());
-                    let result = uniform.quantize_rows(&rows, 4, &mut symbols, &mut scales);
+                    let block = RowBlock { rows: &rows, dim: 4 };
+                    let result = append_codes(&uniform, block, &mut symbols, &mut scales);
                     assert!(result.is_err(), "{bad} at {at}");
                 }
             }
