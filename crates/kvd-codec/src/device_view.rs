@@ -3,7 +3,6 @@
 //! pages.
 
 use crate::page::{PageHeader, id};
-use crate::quantizer::HeadQuantizer;
 use crate::quantizer::float::largest_finite;
 use crate::row_block::LayerSide;
 use crate::transform::{TransformStep, hadamard_norm};
@@ -105,21 +104,13 @@ impl HeadCodec {
     /// octant, then the reach of each pair, where its step is the calibration's.
     #[must_use]
     pub fn polar_bounds(&self) -> Option<(&[[f32; 2]], &[f32])> {
-        match &self.quantizer {
-            HeadQuantizer::Polar(polar) => Some(polar.encode_bounds()),
-            _ => None,
-        }
+        self.quantizer.polar_bounds()
     }
 
     /// Uniform levels: a step's part of what a group spans.
     #[must_use]
     pub fn level_part(&self) -> Option<f32> {
-        match &self.quantizer {
-            HeadQuantizer::Uniform(side) => Some(side.level_fraction()),
-            HeadQuantizer::Symmetric(side) => Some(side.base.level_fraction()),
-            HeadQuantizer::Hybrid(side) => Some(side.base.level_fraction()),
-            _ => None,
-        }
+        self.quantizer.level_fraction()
     }
 }
 

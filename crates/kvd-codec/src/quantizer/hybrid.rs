@@ -7,11 +7,14 @@
 //! way. Scales of a page: the mask (a bit per group, set for symmetric ones, in the order of the
 //! scale rows), then scale rows of all words and all f16 steps.
 
-use super::codes::{CodeLoop, CodeSink, MeasuredRows};
+use super::codes::{CodeLoop, CodeSink, MeasuredRows, append_codes};
 use super::ranges::GroupedRows;
 use super::ranges::{group_extremes, largest_magnitudes};
+use super::stored::StoredLayout;
 use super::uniform::{ROUND, ScaleRow, Uniform, UniformGroups, spread_steps};
-use super::{PageScales, Unquantizable};
+use super::{CodeShape, HeadQuantizer, PageScales, Unquantizable};
+use crate::UniformMode;
+use crate::page::id;
 use crate::row_block::RowBlock;
 use half::f16;
 use kvd_core::Geometry;
@@ -81,12 +84,6 @@ impl Hybrid {
         HybridLayout { mask_bytes, word_bytes, row_bytes: pairs * (word_bytes + 2) }
     }
 
-    pub(crate) fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
-        let layout = self.scale_layout(tokens, dim);
-        let rows = self.base.page_groups(tokens, dim) / self.base.row_pairs(dim);
-        layout.mask_bytes + rows * layout.row_bytes
-    }
-
     /// Levels and errors of both modes for the groups of `rows`.
     #[inline(always)]
     fn fit_groups<S: Simd>(
@@ -154,9 +151,37 @@ impl Hybrid {
             }
         }
     }
+}
 
-    /// Writes row `row` from its codes; `loaded` keeps the scale row from call to call.
-    pub(crate) fn dequantize_row(
+impl HeadQuantizer for Hybrid {
+    fn page_id(&self) -> u8 {
+        id::HYBRID
+    }
+
+    fn stored_layout(&self) -> StoredLayout<'_> {
+        StoredLayout::Uniform(self.base.groups_of_side(UniformMode::Hybrid))
+    }
+
+    fn code_shape(&self, dim: usize) -> CodeShape {
+        CodeShape { per_row: dim, bits: self.base.code_bits() }
+    }
+
+    fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
+        let layout = self.scale_layout(tokens, dim);
+        let rows = self.base.page_groups(tokens, dim) / self.base.row_pairs(dim);
+        layout.mask_bytes + rows * layout.row_bytes
+    }
+
+    fn quantize_rows(
+        &self,
+        block: RowBlock<'_>,
+        symbols: &mut Vec<u16>,
+        scales: &mut Vec<u8>,
+    ) -> Result<(), Unquantizable> {
+        append_codes(self, block, symbols, scales)
+    }
+
+    fn dequantize_row(
         &self,
         scales: PageScales<'_>,
         row: usize,
@@ -197,6 +222,10 @@ impl Hybrid {
                 *out = f32::from_bits(out.to_bits() | negative) + zero;
             }
         }
+    }
+
+    fn level_fraction(&self) -> Option<f32> {
+        Some(self.base.step_fraction())
     }
 }
 
@@ -356,7 +385,6 @@ impl GroupLevels {
 
 #[cfg(test)]
 mod tests {
-    use super::super::codes::append_codes;
     use super::*;
     use crate::{GroupAxis, UniformStep};
 

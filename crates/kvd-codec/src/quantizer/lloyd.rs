@@ -8,12 +8,21 @@
 //! scale is `|c| / |levels of its codes|`, so that a decoded row is as long as the row was; that
 //! is what vLLM's `_nc` presets do after decoding.
 
-use super::Unquantizable;
-use super::codes::{CodeLoop, CodeSink, MeasuredRows};
+use super::bind::{HeadBinder, SideBinding};
+use super::codes::{CodeLoop, CodeSink, MeasuredRows, append_codes};
+use super::registry::{QuantizerSpec, share_quantizer};
+use super::stored::StoredLayout;
+use super::uniform::ScaleRow;
+use super::{CodeShape, HeadQuantizer, PageScales, Unquantizable};
+use crate::CodecError;
+use crate::page::id;
+use crate::parse::{ParseResult, QuantizerWord, SingleArgument, SpecCursor};
 use crate::row_block::RowBlock;
 use crate::simd::count_below;
 use half::f16;
+use kvd_core::DType;
 use pulp::Simd;
+use std::fmt;
 
 /// Intervals of Simpson's rule in a cell.
 const INTERVALS: usize = 128;
@@ -27,6 +36,56 @@ const COUNTED_MAX: usize = 16;
 const SUMS: usize = 8;
 /// Below this an f16 loses digits.
 const F16_NORMAL_MIN: f32 = 6.103_515_6e-5;
+
+/// Bytes of a row's scale.
+const SCALE_BYTES: usize = 2;
+
+/// Levels as a spec asks for them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LloydSpec {
+    /// Bits per coefficient, 1 to 8.
+    pub bits: u8,
+}
+
+impl QuantizerSpec for LloydSpec {
+    fn names() -> &'static [&'static str] {
+        &["lloyd()"]
+    }
+
+    fn parse_spec(cursor: &mut SpecCursor<'_>, word: QuantizerWord<'_>) -> ParseResult<Self> {
+        let bits = cursor.parse_single(word, SingleArgument { argument: "b", what: "bits" })?;
+        Ok(Self { bits })
+    }
+
+    fn page_id(&self, _native: DType) -> u8 {
+        id::LLOYD
+    }
+
+    fn validate(&self) -> Result<(), String> {
+        match self.bits {
+            1..=8 => Ok(()),
+            bits => Err(format!("lloyd b={bits}: must be 1 to 8")),
+        }
+    }
+
+    fn code_count(&self) -> Option<u32> {
+        Some(1 << self.bits.min(16))
+    }
+
+    fn scale_bytes(&self, tokens: usize, _dim: usize) -> usize {
+        SCALE_BYTES * tokens
+    }
+
+    fn bind_side<'a>(&self, side: SideBinding<'a>) -> Result<HeadBinder<'a>, CodecError> {
+        Ok(share_quantizer(LloydMax::new(self.bits, side.geometry.head_dim(side.side))))
+    }
+}
+
+impl fmt::Display for LloydSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "lloyd(b={})", self.bits)
+    }
+}
 
 /// The quantizer of one head size.
 #[derive(Clone, Debug)]
@@ -55,18 +114,6 @@ impl LloydMax {
         Self { bits: bits.into(), levels, bounds }
     }
 
-    pub(crate) fn code_bits(&self) -> u32 {
-        self.bits
-    }
-
-    pub(super) fn levels(&self) -> &[f32] {
-        &self.levels
-    }
-
-    pub(crate) fn scale_bytes(tokens: usize) -> usize {
-        2 * tokens
-    }
-
     /// The number of bounds below `x` by halving; there are `2^bits - 1` bounds.
     #[inline(always)]
     fn count_bounds_below(&self, x: f32) -> u16 {
@@ -77,16 +124,43 @@ impl LloydMax {
         }
         below as u16
     }
+}
 
-    /// Writes row `row` from its codes.
-    pub(crate) fn dequantize_row(
+impl HeadQuantizer for LloydMax {
+    fn page_id(&self) -> u8 {
+        id::LLOYD
+    }
+
+    fn stored_layout(&self) -> StoredLayout<'_> {
+        StoredLayout::Lloyd { bits: self.bits, levels: &self.levels }
+    }
+
+    fn code_shape(&self, dim: usize) -> CodeShape {
+        CodeShape { per_row: dim, bits: self.bits }
+    }
+
+    fn scale_bytes(&self, tokens: usize, _dim: usize) -> usize {
+        SCALE_BYTES * tokens
+    }
+
+    fn quantize_rows(
         &self,
-        scales: &[u8],
+        block: RowBlock<'_>,
+        symbols: &mut Vec<u16>,
+        scales: &mut Vec<u8>,
+    ) -> Result<(), Unquantizable> {
+        append_codes(self, block, symbols, scales)
+    }
+
+    fn dequantize_row(
+        &self,
+        scales: PageScales<'_>,
         row: usize,
         symbols: &[u16],
+        _loaded: &mut ScaleRow,
         out: &mut [f32],
     ) {
-        let bytes = scales[2 * row..].first_chunk::<2>().copied().unwrap_or_default();
+        let bytes = scales.bytes[SCALE_BYTES * row..].first_chunk().copied().unwrap_or_default();
         let scale = f16::from_le_bytes(bytes).to_f32();
         let mask = self.levels.len() - 1;
         for (out, symbol) in out.iter_mut().zip(symbols) {
@@ -329,7 +403,6 @@ fn solve_tridiagonal(rows: &[[f64; 4]]) -> Vec<f64> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::codes::append_codes;
     use super::*;
     use crate::kmeans::SplitMix64;
 
@@ -418,10 +491,12 @@ mod tests {
             let lloyd = LloydMax::new(bits, dim);
             let (mut symbols, mut scales) = (Vec::new(), Vec::new());
             append_codes(&lloyd, RowBlock { rows: &rows, dim }, &mut symbols, &mut scales).unwrap();
-            assert_eq!(scales.len(), LloydMax::scale_bytes(200));
+            assert_eq!(scales.len(), lloyd.scale_bytes(200, dim));
             let (mut relative, mut out) = (0.0, vec![0f32; dim]);
             for (row, values) in rows.chunks_exact(dim).enumerate() {
-                lloyd.dequantize_row(&scales, row, &symbols[row * dim..][..dim], &mut out);
+                let codes = &symbols[row * dim..][..dim];
+                let scales = PageScales { bytes: &scales, tokens: 200 };
+                lloyd.dequantize_row(scales, row, codes, &mut ScaleRow::default(), &mut out);
                 let length = sum_squares(values);
                 assert!((sum_squares(&out) / length - 1.0).abs() < 2e-3);
                 let off = values.iter().zip(&out).map(|(a, b)| f64::from(a - b).powi(2));
@@ -441,7 +516,8 @@ mod tests {
         append_codes(&lloyd, RowBlock { rows: &[0.0; 4], dim: 4 }, &mut symbols, &mut scales)
             .unwrap();
         let mut out = [1f32; 4];
-        lloyd.dequantize_row(&scales, 0, &symbols, &mut out);
+        let scales = PageScales { bytes: &scales, tokens: 1 };
+        lloyd.dequantize_row(scales, 0, &symbols, &mut ScaleRow::default(), &mut out);
         assert_eq!(out, [0.0; 4]);
     }
 }

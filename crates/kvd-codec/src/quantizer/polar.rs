@@ -10,11 +10,12 @@
 //! Without, none: the step follows from the pair's largest radius in the calibration, and what
 //! lies beyond is cut to it (the paper's clamp).
 
-use super::Unquantizable;
-use super::codes::{CodeLoop, CodeSink, MeasuredRows};
+use super::codes::{CodeLoop, CodeSink, MeasuredRows, append_codes};
 use super::ranges::{append_f16, f16_at_least, step_reciprocal};
 use super::stored::StoredLayout;
 use super::uniform::{ROUND, ScaleRow, check_step};
+use super::{CodeShape, HeadQuantizer, PageScales, Unquantizable};
+use crate::page::id;
 use crate::row_block::RowBlock;
 use half::f16;
 use kvd_core::{DType, Geometry, RopePairing};
@@ -28,13 +29,9 @@ const REACH: f32 = 4.0;
 
 /// Which channels form a pair.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct PairLayout(RopePairing);
+pub(super) struct PairLayout(pub(super) RopePairing);
 
 impl PairLayout {
-    pub(crate) fn new(pairing: RopePairing) -> Self {
-        Self(pairing)
-    }
-
     /// Writes first and second channels of all pairs.
     #[inline(always)]
     fn split_pairs(self, row: &[f32], x: &mut [f32], y: &mut [f32]) {
@@ -60,7 +57,7 @@ impl PairLayout {
     }
 
     /// Each pair's largest radius over `rows`, rounded up; `None` when one is beyond f16.
-    pub(crate) fn largest_radii(self, rows: &[f32], dim: usize) -> Option<Vec<f16>> {
+    pub(super) fn largest_radii(self, rows: &[f32], dim: usize) -> Option<Vec<f16>> {
         let mut row = RowPairs::new(dim / 2);
         let mut largest = vec![0f32; dim / 2];
         for values in rows.chunks_exact(dim) {
@@ -153,12 +150,8 @@ impl Polar {
         let octant = fine.len() / 8;
         let halfway = fine.iter().take(octant + 1).skip(1).step_by(2);
         let halfway = halfway.map(|[cos, sin]| [*cos as f32, *sin as f32]).collect();
-        let pairs = PairLayout::new(pairing);
+        let pairs = PairLayout(pairing);
         Self { pairs, angle_bits, radius_bits: radius.into(), scale, directions, halfway }
-    }
-
-    pub(crate) fn code_bits(&self) -> u32 {
-        self.angle_bits + self.radius_bits
     }
 
     /// Tokens that share a pair's step, where the page holds it.
@@ -169,42 +162,9 @@ impl Polar {
         }
     }
 
-    /// Cosine and sine of the directions halfway between two codes of the first octant, and the
-    /// largest radius that the calibration's step of each pair is for: none where pages hold steps.
-    pub(crate) fn encode_bounds(&self) -> (&[[f32; 2]], &[f32]) {
-        match &self.scale {
-            RadiusScale::Page(_) => (&self.halfway, &[]),
-            RadiusScale::Model { reach, .. } => (&self.halfway, reach),
-        }
-    }
-
-    /// The layout by which kernels read pages.
-    pub(super) fn stored_layout(&self) -> StoredLayout<'_> {
-        let steps = match &self.scale {
-            RadiusScale::Page(_) => &[],
-            RadiusScale::Model { steps, .. } => steps.as_slice(),
-        };
-        StoredLayout::Polar {
-            angle_bits: self.angle_bits,
-            radius_bits: self.radius_bits,
-            group: self.group().map(usize::from),
-            steps,
-            directions: &self.directions,
-            pairing: self.pairs.0,
-        }
-    }
-
     /// Bytes of the steps of a page: an f16 per pair and group.
-    pub(crate) fn scale_bytes(group: Option<u16>, tokens: usize, dim: usize) -> usize {
+    pub(super) fn step_bytes(group: Option<u16>, tokens: usize, dim: usize) -> usize {
         group.map_or(0, |group| tokens.div_ceil(usize::from(group)) * dim)
-    }
-
-    /// Bytes kept from the calibration: an f16 per pair.
-    pub(crate) fn calibration_bytes(&self) -> u64 {
-        match &self.scale {
-            RadiusScale::Page(_) => 0,
-            RadiusScale::Model { steps, .. } => 2 * steps.len() as u64,
-        }
     }
 
     /// Refuses radii far beyond those of the calibration.
@@ -270,11 +230,48 @@ impl Polar {
         }
         codes
     }
+}
 
-    /// Writes row `row` from its codes; `loaded` keeps the scale row from call to call.
-    pub(crate) fn dequantize_row(
+impl HeadQuantizer for Polar {
+    fn page_id(&self) -> u8 {
+        id::POLAR
+    }
+
+    fn stored_layout(&self) -> StoredLayout<'_> {
+        let steps = match &self.scale {
+            RadiusScale::Page(_) => &[],
+            RadiusScale::Model { steps, .. } => steps.as_slice(),
+        };
+        StoredLayout::Polar {
+            angle_bits: self.angle_bits,
+            radius_bits: self.radius_bits,
+            group: self.group().map(usize::from),
+            steps,
+            directions: &self.directions,
+            pairing: self.pairs.0,
+        }
+    }
+
+    fn code_shape(&self, dim: usize) -> CodeShape {
+        CodeShape { per_row: dim / 2, bits: self.angle_bits + self.radius_bits }
+    }
+
+    fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
+        Self::step_bytes(self.group(), tokens, dim)
+    }
+
+    fn quantize_rows(
         &self,
-        scales: &[u8],
+        block: RowBlock<'_>,
+        symbols: &mut Vec<u16>,
+        scales: &mut Vec<u8>,
+    ) -> Result<(), Unquantizable> {
+        append_codes(self, block, symbols, scales)
+    }
+
+    fn dequantize_row(
+        &self,
+        scales: PageScales<'_>,
         row: usize,
         symbols: &[u16],
         loaded: &mut ScaleRow,
@@ -289,7 +286,8 @@ impl Polar {
             let steps = &mut loaded.steps[..pairs];
             match &self.scale {
                 RadiusScale::Page(_) => {
-                    DType::F16.widen_values(&scales[scale_row * pairs * 2..][..pairs * 2], steps);
+                    let bytes = &scales.bytes[scale_row * pairs * 2..][..pairs * 2];
+                    DType::F16.widen_values(bytes, steps);
                 }
                 RadiusScale::Model { steps: fitted, .. } => steps.copy_from_slice(fitted),
             }
@@ -301,6 +299,21 @@ impl Polar {
             let radius = f32::from(symbol >> self.angle_bits) * step;
             let [x, y] = self.pairs.pair_channels(pair, pairs);
             (out[x], out[y]) = (radius * cos, radius * sin);
+        }
+    }
+
+    fn polar_bounds(&self) -> Option<(&[[f32; 2]], &[f32])> {
+        Some(match &self.scale {
+            RadiusScale::Page(_) => (&self.halfway, &[]),
+            RadiusScale::Model { reach, .. } => (&self.halfway, reach),
+        })
+    }
+
+    /// An f16 per pair.
+    fn calibration_bytes(&self) -> u64 {
+        match &self.scale {
+            RadiusScale::Page(_) => 0,
+            RadiusScale::Model { steps, .. } => 2 * steps.len() as u64,
         }
     }
 }
@@ -376,7 +389,6 @@ fn circle_points(bits: u32) -> Vec<[f64; 2]> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::codes::append_codes;
     use super::*;
     use std::f64::consts::PI;
 
@@ -419,9 +431,15 @@ mod tests {
             let (mut symbols, mut scales) = (Vec::new(), Vec::new());
             append_codes(&polar, RowBlock { rows: &row, dim: 8 }, &mut symbols, &mut scales)
                 .unwrap();
-            assert_eq!((symbols.len(), scales.len()), (4, Polar::scale_bytes(polar.group(), 1, 8)));
+            assert_eq!((symbols.len(), scales.len()), (4, polar.scale_bytes(1, 8)));
             let mut out = [0f32; 8];
-            polar.dequantize_row(&scales, 0, &symbols, &mut ScaleRow::default(), &mut out);
+            polar.dequantize_row(
+                PageScales { bytes: &scales, tokens: 1 },
+                0,
+                &symbols,
+                &mut ScaleRow::default(),
+                &mut out,
+            );
             for (x, y) in row.iter().zip(&out) {
                 assert!((x - y).abs() < 0.05, "{pairing:?}: {row:?} became {out:?}");
             }
@@ -437,7 +455,13 @@ mod tests {
             append_codes(&polar, RowBlock { rows: row, dim: 4 }, &mut symbols, &mut scales)?;
             assert!(scales.is_empty());
             let mut out = [0f32; 4];
-            polar.dequantize_row(&scales, 0, &symbols, &mut ScaleRow::default(), &mut out);
+            polar.dequantize_row(
+                PageScales { bytes: &scales, tokens: 1 },
+                0,
+                &symbols,
+                &mut ScaleRow::default(),
+                &mut out,
+            );
             Ok::<_, Unquantizable>(out)
         };
         assert_eq!(encode(&[10.0, 0.0, 0.0, 2.0]).unwrap(), [5.0, 0.0, 0.0, 1.0]);

@@ -3,10 +3,13 @@
 //! `b` bits of magnitude and a sign make `2^(b+1) - 1` levels. A scale row holds one f16 step per
 //! group and nothing else; the step is rounded up, so that the error is at most half of it.
 
-use super::Unquantizable;
-use super::codes::{CodeLoop, CodeSink, MeasuredRows};
+use super::codes::{CodeLoop, CodeSink, MeasuredRows, append_codes};
 use super::ranges::{append_f16, largest_magnitudes, step_reciprocal};
+use super::stored::StoredLayout;
 use super::uniform::{ROUND, ScaleRow, Uniform, spread_steps};
+use super::{CodeShape, HeadQuantizer, PageScales, Unquantizable};
+use crate::UniformMode;
+use crate::page::id;
 use crate::row_block::RowBlock;
 use kvd_core::Geometry;
 use pulp::Simd;
@@ -19,14 +22,6 @@ pub(crate) struct Symmetric {
 }
 
 impl Symmetric {
-    pub(crate) fn code_bits(&self) -> u32 {
-        u32::BITS - (2 * u32::from(self.base.top)).leading_zeros()
-    }
-
-    pub(crate) fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
-        2 * self.base.page_groups(tokens, dim)
-    }
-
     #[inline(always)]
     fn quantize_row(&self, row: &[f32], span: usize, inverse: &[f32], symbols: &mut [u16]) {
         let top = f32::from(self.base.top);
@@ -48,11 +43,38 @@ impl Symmetric {
             }
         }
     }
+}
 
-    /// Writes row `row` from its codes; `loaded` keeps the scale row from call to call.
-    pub(crate) fn dequantize_row(
+impl HeadQuantizer for Symmetric {
+    fn page_id(&self) -> u8 {
+        id::SYMMETRIC
+    }
+
+    fn stored_layout(&self) -> StoredLayout<'_> {
+        StoredLayout::Uniform(self.base.groups_of_side(UniformMode::Sym))
+    }
+
+    fn code_shape(&self, dim: usize) -> CodeShape {
+        let bits = u32::BITS - (2 * u32::from(self.base.top)).leading_zeros();
+        CodeShape { per_row: dim, bits }
+    }
+
+    fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
+        2 * self.base.page_groups(tokens, dim)
+    }
+
+    fn quantize_rows(
         &self,
-        scales: &[u8],
+        block: RowBlock<'_>,
+        symbols: &mut Vec<u16>,
+        scales: &mut Vec<u8>,
+    ) -> Result<(), Unquantizable> {
+        append_codes(self, block, symbols, scales)
+    }
+
+    fn dequantize_row(
+        &self,
+        scales: PageScales<'_>,
         row: usize,
         symbols: &[u16],
         loaded: &mut ScaleRow,
@@ -62,7 +84,7 @@ impl Symmetric {
             (self.base.row_pairs(out.len()), self.base.channels_per_pair(out.len()));
         let scale_row = self.base.scale_row(row);
         if loaded.row != Some(scale_row) {
-            let steps = &scales[scale_row * pairs * 2..][..pairs * 2];
+            let steps = &scales.bytes[scale_row * pairs * 2..][..pairs * 2];
             spread_steps(steps, span, &mut loaded.steps[..out.len()]);
             loaded.row = Some(scale_row);
         }
@@ -70,6 +92,10 @@ impl Symmetric {
         for ((out, symbol), step) in out.iter_mut().zip(symbols).zip(&loaded.steps) {
             *out = (f32::from(*symbol) - top) * step;
         }
+    }
+
+    fn level_fraction(&self) -> Option<f32> {
+        Some(self.base.step_fraction())
     }
 }
 

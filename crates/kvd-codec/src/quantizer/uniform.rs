@@ -6,18 +6,20 @@
 //! group of channels) or the page (block axis: one pair). The minimum is rounded down and the
 //! step up, so the levels cover the group and the error is at most half the stored step.
 
-use super::GroupScales;
-use super::Unquantizable;
-use super::codes::{CodeLoop, CodeSink, MeasuredRows};
+use super::codes::{CodeLoop, CodeSink, MeasuredRows, append_codes};
+use super::float::largest_magnitude;
 use super::ranges::GroupedRows;
 use super::ranges::{
     LANES, append_pairs, f16_at_least, f16_at_most, group_extremes, run_extremes, step_reciprocal,
 };
+use super::stored::StoredLayout;
 use super::tiles::TileEncoder;
+use super::{CodeShape, GroupScales, HeadQuantizer, PageScales, PayloadRows, Unquantizable};
 use crate::bits::{self, CodeLayout};
+use crate::page::id;
 use crate::row_block::RowBlock;
 use crate::simd::dispatch_simd;
-use crate::{GroupAxis, UniformMode, UniformStep};
+use crate::{GroupAxis, PageBytes, UniformMode, UniformStep};
 use half::f16;
 use kvd_core::{DType, Geometry, Side};
 use pulp::{Simd, WithSimd};
@@ -115,10 +117,6 @@ impl Uniform {
         };
         let bits = u16::BITS - top.leading_zeros();
         UniformGroups { axis: self.axis, group: self.group, bits, mode, top: self.top }
-    }
-
-    pub(crate) fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
-        self.page_groups(tokens, dim) * 4
     }
 
     /// The scale row of a row of the page.
@@ -241,7 +239,7 @@ impl Uniform {
         high: &mut [f32],
         absmax: f32,
     ) -> Result<(), Unquantizable> {
-        let (part, mut all) = (self.level_fraction(), true);
+        let (part, mut all) = (self.step_fraction(), true);
         for (low, high) in low.iter_mut().zip(high) {
             let minimum = f16_at_most(*low);
             let step = f16_at_least((*high - minimum) * part);
@@ -252,7 +250,7 @@ impl Uniform {
     }
 
     /// A level's part of what a group spans.
-    pub(crate) fn level_fraction(&self) -> f32 {
+    pub(super) fn step_fraction(&self) -> f32 {
         match self.step {
             UniformStep::Bits(_) => f32::from(self.top).recip(),
             UniformStep::Relative(rel) => rel,
@@ -262,7 +260,7 @@ impl Uniform {
     /// The step, exactly representable in f16, for a group that spans `range`.
     #[inline(always)]
     pub(super) fn step_for(&self, range: f32, absmax: f32) -> Result<f32, Unquantizable> {
-        let wanted = range * self.level_fraction();
+        let wanted = range * self.step_fraction();
         check_step(f16_at_least(wanted), wanted, absmax)
     }
 
@@ -299,11 +297,66 @@ impl Uniform {
             *symbol = quantize_value(*x, pair, top);
         }
     }
+}
 
-    /// Writes row `row` from its codes; `loaded` keeps the scale row from call to call.
-    pub(crate) fn dequantize_row(
+/// The level nearest to `x`, from a minimum and the reciprocal of a step.
+#[inline(always)]
+fn quantize_value(x: f32, (minimum, inverse): (f32, f32), top: f32) -> u16 {
+    let level = (x - minimum) * inverse;
+    let level = if level < top { level } else { top };
+    // Far below 2^15, which lets the compiler narrow two registers at once.
+    ((level + ROUND).to_bits() & 0x7FFF) as u16
+}
+
+impl HeadQuantizer for Uniform {
+    fn page_id(&self) -> u8 {
+        id::UNIFORM
+    }
+
+    fn stored_layout(&self) -> StoredLayout<'_> {
+        StoredLayout::Uniform(self.groups_of_side(UniformMode::Asym))
+    }
+
+    fn code_shape(&self, dim: usize) -> CodeShape {
+        CodeShape { per_row: dim, bits: self.code_bits() }
+    }
+
+    fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
+        self.page_groups(tokens, dim) * 4
+    }
+
+    /// Codes of fixed width go straight to where they lie.
+    fn append_payload(
         &self,
-        scales: &[u8],
+        rows: PayloadRows<'_>,
+        symbols: &mut Vec<u16>,
+        out: &mut Vec<u8>,
+    ) -> Option<Result<PageBytes, Unquantizable>> {
+        rows.fixed_width.then(|| {
+            let PayloadRows { block, absmax, side, .. } = rows;
+            let absmax = absmax.map_or_else(|| largest_magnitude(block.rows), Ok)?;
+            let (start, tokens) = (out.len(), block.rows.len() / block.dim);
+            let layout = CodeLayout::new(side, tokens, block.dim, self.code_bits());
+            let to = TileLayout { layout: &layout, side };
+            self.append_page(absmax, block, to, symbols, out)?;
+            let scales = self.scale_bytes(tokens, block.dim) as u64;
+            let codes = (out.len() - start) as u64 - scales;
+            Ok(PageBytes { scales, codes, ..PageBytes::default() })
+        })
+    }
+
+    fn quantize_rows(
+        &self,
+        block: RowBlock<'_>,
+        symbols: &mut Vec<u16>,
+        scales: &mut Vec<u8>,
+    ) -> Result<(), Unquantizable> {
+        append_codes(self, block, symbols, scales)
+    }
+
+    fn dequantize_row(
+        &self,
+        scales: PageScales<'_>,
         row: usize,
         symbols: &[u16],
         loaded: &mut ScaleRow,
@@ -312,7 +365,7 @@ impl Uniform {
         let pairs = self.row_pairs(out.len());
         let scale_row = self.scale_row(row);
         if loaded.row != Some(scale_row) {
-            let bytes = &scales[scale_row * pairs * 4..][..pairs * 4];
+            let bytes = &scales.bytes[scale_row * pairs * 4..][..pairs * 4];
             DType::F16.widen_values(&bytes[..pairs * 2], &mut loaded.minima[..pairs]);
             DType::F16.widen_values(&bytes[pairs * 2..], &mut loaded.steps[..pairs]);
             loaded.row = Some(scale_row);
@@ -332,15 +385,10 @@ impl Uniform {
             }
         }
     }
-}
 
-/// The level nearest to `x`, from a minimum and the reciprocal of a step.
-#[inline(always)]
-fn quantize_value(x: f32, (minimum, inverse): (f32, f32), top: f32) -> u16 {
-    let level = (x - minimum) * inverse;
-    let level = if level < top { level } else { top };
-    // Far below 2^15, which lets the compiler narrow two registers at once.
-    ((level + ROUND).to_bits() & 0x7FFF) as u16
+    fn level_fraction(&self) -> Option<f32> {
+        Some(self.step_fraction())
+    }
 }
 
 impl CodeLoop for Uniform {
@@ -428,7 +476,6 @@ pub(super) fn spread_steps(bytes: &[u8], span: usize, steps: &mut [f32]) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::codes::append_codes;
     use super::*;
 
     #[test]

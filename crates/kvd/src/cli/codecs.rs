@@ -4,7 +4,7 @@ use super::table::{Column, table, wrapped};
 use super::{CliError, machine};
 use crate::bench::{AttendBench, Shape, shape};
 use clap::Args;
-use kvd_codec::{CodecSpec, Preset, Quantizer, presets, resolve_spec};
+use kvd_codec::{CodecSpec, Preset, presets, resolve_spec};
 use kvd_compute::Precision;
 use kvd_core::{DType, Geometry, RopePairing, Side};
 use serde::Serialize;
@@ -270,9 +270,9 @@ fn wide_text() -> String {
         let mut lines = vec![preset.summary.to_owned(), preset.spec_text.to_owned()];
         for side in Side::BOTH {
             let of_side = spec.side(side);
-            let bits = match of_side.quantizer {
-                Quantizer::Grid { rate } => format!("about {rate}, everything counted, by its fit"),
-                _ => of_side.implied_bits(&GEOMETRY, side).to_string(),
+            let bits = match of_side.quantizer.target_bits() {
+                Some(rate) => format!("about {rate}, everything counted, by its fit"),
+                None => of_side.implied_bits(&GEOMETRY, side).to_string(),
             };
             lines.push(format!("bits/value of {side}: {bits}"));
         }
