@@ -7,10 +7,9 @@
 //! override  = ( "k" | "v" ) "[" where *( "," where ) "]=" side
 //! where     = ( "layer=" | "head=" ) n [ "-" n ]
 //! side      = [ transform *( "+" transform ) "/" ] quantizer [ ( "/" | "+" ) "huffman" ]
-//! transform = "smooth" | "norm" | "hadamard" | "mean" | "gain" | "pca" | "qpca"
-//!           | "rotate" [ "(seed=" n ")" ]
+//! transform = a name of `Transform`, "rotate" with or without "(seed=" n ")"
 //! quantizer = "raw" | "f32" | "f16" | "bf16" | "fp8"
-//!           | "uniform(" ( "b=" n | "rel=" x ) ",axis=" axis [ ",g=" n ] [ ",mode=" mode ] ")"
+//!           | "uniform(" ( "b=" n | "rel=" x ) ",axis=" axis *( "," more of `UniformSpec` ) ")"
 //!           | "polar(a=" n ",r=" n [ ",g=" n ] ")" | "lloyd(b=" n ")"
 //!           | "vq(d=" n ",b=" n [ ",stages=" n ] [ ",scope=" scope ] ")"
 //!           | "grid(rate=" x ")" | "bitalloc(b=" x ")"
@@ -27,8 +26,6 @@ use std::ops::RangeInclusive;
 use std::str::FromStr;
 
 pub(crate) type ParseResult<T> = Result<T, SpecError>;
-
-const TRANSFORMS: &str = "smooth, norm, hadamard, rotate, mean, gain, pca or qpca";
 
 /// Names as an error lists them: `raw, f32 or vq()`.
 fn join_names(names: &[&str]) -> String {
@@ -333,24 +330,16 @@ impl<'a> SpecCursor<'a> {
         let mut transforms = Vec::new();
         let quantizer = loop {
             let (start, word) = self.parse_word("a transform or a quantizer")?;
-            let transform = match word {
-                "smooth" => Transform::Smooth,
-                "hadamard" => Transform::Hadamard,
-                "mean" => Transform::Mean,
-                "pca" => Transform::Pca,
-                "qpca" => Transform::QueryPca,
-                "norm" => Transform::Norm,
-                "gain" => Transform::Gain,
-                "rotate" => self.parse_rotate()?,
-                _ if transforms.is_empty() && self.peek_char() != Some('+') => {
+            let transform = match Transform::ALL.into_iter().find(|known| known.name() == word) {
+                Some(Transform::Rotate { .. }) => self.parse_rotate()?,
+                Some(transform) => transform,
+                None if transforms.is_empty() && self.peek_char() != Some('+') => {
                     break self.parse_quantizer(start, word)?;
                 }
-                _ => {
-                    return self.unknown_word(
-                        start,
-                        word,
-                        ExpectedWords { what: "transform", known: TRANSFORMS },
-                    );
+                None => {
+                    let known = join_names(&Transform::ALL.map(Transform::name));
+                    let expected = ExpectedWords { what: "transform", known: &known };
+                    return self.unknown_word(start, word, expected);
                 }
             };
             transforms.push(transform);

@@ -64,6 +64,18 @@ pub enum Transform {
 }
 
 impl Transform {
+    /// Each of them, in the order of a list for people.
+    pub(crate) const ALL: [Self; 8] = [
+        Self::Smooth,
+        Self::Norm,
+        Self::Hadamard,
+        Self::Rotate { seed: 0 },
+        Self::Mean,
+        Self::Gain,
+        Self::Pca,
+        Self::QueryPca,
+    ];
+
     /// Name in spec texts and calibration artefacts.
     #[must_use]
     pub const fn name(self) -> &'static str {

@@ -152,7 +152,8 @@ impl<'a> SideBinding<'a> {
                 mean.iter().for_each(|m| hash.update(&m.to_le_bytes()));
                 Ok(TransformStep::Offset { mean: mean.to_vec() })
             }
-            Transform::Pca | Transform::QueryPca => {
+            _ => {
+                debug_assert!(transform.is_matrix(), "{transform} has tensors of its own");
                 let matrix = self.head_tensor(|part| &part.matrix, index, dim * dim, "matrices")?;
                 matrix.iter().for_each(|m| hash.update(&m.to_le_bytes()));
                 let step =

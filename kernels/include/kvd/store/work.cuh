@@ -29,8 +29,7 @@ struct StoreUnit {
     uint64_t page;
     // What transforms read, from `StoreParameters::steps` on.
     uint64_t steps;
-    // What the quantizer reads beside its table, in the same place: of VQ half the squared norms of its
-    // entries, of a bit allocation the bounds between its levels, of polar directions and reach.
+    // What the quantizer reads beside its table, in the same place: what its header says.
     uint64_t norms;
     // Runs and tables of Huffman codes (huffman.cuh), in the same place.
     uint64_t codes;
