@@ -6,7 +6,7 @@ use crate::page::{PageHeader, id};
 use crate::quantizer::float::largest_finite;
 use crate::row_block::LayerSide;
 use crate::transform::{TransformStep, hadamard_norm};
-use crate::{HeadCodec, ModelCodec};
+use crate::{HeadCodec, ModelCodec, UniformLevels};
 
 /// One step from a row to its coefficients, in place. Every number is rounded by itself: no product
 /// is fused with a sum.
@@ -107,10 +107,10 @@ impl HeadCodec {
         self.quantizer.polar_bounds()
     }
 
-    /// Uniform levels: a step's part of what a group spans.
+    /// How its groups get uniform levels, where they do.
     #[must_use]
-    pub fn level_part(&self) -> Option<f32> {
-        self.quantizer.level_fraction()
+    pub fn uniform_levels(&self) -> Option<UniformLevels> {
+        self.quantizer.uniform_levels()
     }
 }
 

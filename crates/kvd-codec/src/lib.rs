@@ -82,7 +82,7 @@ pub use quantizer::registry::Quantizer;
 pub use quantizer::stored::StoredLayout;
 pub use quantizer::uniform_spec::{GroupAxis, UniformMode, UniformSpec, UniformStep};
 pub use quantizer::vq::{Codebook, VectorQuantizer};
-pub use quantizer::{HeadCodec, HybridLayout, UniformGroups};
+pub use quantizer::{HeadCodec, HybridLayout, UniformGroups, UniformLevels};
 pub use queries::LayerQueries;
 pub use reader::{FixedCodes, PageReader, RowSpace};
 pub use row_block::LayerSide;

@@ -92,8 +92,15 @@ impl Transform {
     }
 
     /// Whether it is a matrix from the calibration; a side has one at most.
-    pub(crate) fn is_matrix(&self) -> bool {
+    #[must_use]
+    pub fn is_matrix(&self) -> bool {
         matches!(self, Self::Pca | Self::QueryPca)
+    }
+
+    /// Whether its fit looks at queries.
+    #[must_use]
+    pub fn reads_queries(&self) -> bool {
+        matches!(self, Self::QueryPca)
     }
 
     /// Whether it comes from a calibration.

@@ -11,7 +11,7 @@ use super::codes::{CodeLoop, CodeSink, MeasuredRows, append_codes};
 use super::ranges::GroupedRows;
 use super::ranges::{group_extremes, largest_magnitudes};
 use super::stored::StoredLayout;
-use super::uniform::{ROUND, ScaleRow, Uniform, UniformGroups, spread_steps};
+use super::uniform::{ROUND, ScaleRow, Uniform, UniformGroups, UniformLevels, spread_steps};
 use super::{CodeShape, HeadQuantizer, PageScales, Unquantizable};
 use crate::UniformMode;
 use crate::page::id;
@@ -224,8 +224,8 @@ impl HeadQuantizer for Hybrid {
         }
     }
 
-    fn level_fraction(&self) -> Option<f32> {
-        Some(self.base.step_fraction())
+    fn uniform_levels(&self) -> Option<UniformLevels> {
+        Some(self.base.levels_of_groups())
     }
 }
 

@@ -35,7 +35,7 @@ use std::fmt;
 use std::sync::Arc;
 use stored::StoredLayout;
 use uniform::ScaleRow;
-pub use uniform::UniformGroups;
+pub use uniform::{UniformGroups, UniformLevels};
 use vq::{CODES_PER_ROW_MAX, VectorQuantizer};
 
 /// The page's values do not fit the quantizer; the page falls back to raw floats.
@@ -185,8 +185,8 @@ pub(crate) trait HeadQuantizer: fmt::Debug + Send + Sync {
         }
     }
 
-    /// Uniform levels: a step's part of what a group spans.
-    fn level_fraction(&self) -> Option<f32> {
+    /// How groups get uniform levels, where they do.
+    fn uniform_levels(&self) -> Option<UniformLevels> {
         None
     }
 

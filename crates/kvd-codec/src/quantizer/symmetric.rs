@@ -6,7 +6,7 @@
 use super::codes::{CodeLoop, CodeSink, MeasuredRows, append_codes};
 use super::ranges::{append_f16, largest_magnitudes, step_reciprocal};
 use super::stored::StoredLayout;
-use super::uniform::{ROUND, ScaleRow, Uniform, spread_steps};
+use super::uniform::{ROUND, ScaleRow, Uniform, UniformLevels, spread_steps};
 use super::{CodeShape, HeadQuantizer, PageScales, Unquantizable};
 use crate::UniformMode;
 use crate::page::id;
@@ -94,8 +94,8 @@ impl HeadQuantizer for Symmetric {
         }
     }
 
-    fn level_fraction(&self) -> Option<f32> {
-        Some(self.base.step_fraction())
+    fn uniform_levels(&self) -> Option<UniformLevels> {
+        Some(self.base.levels_of_groups())
     }
 }
 

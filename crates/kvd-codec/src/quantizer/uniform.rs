@@ -60,6 +60,13 @@ pub struct UniformGroups {
     pub top: u16,
 }
 
+/// How a group of values gets uniform levels, for encoders outside this crate.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct UniformLevels {
+    /// A step's part of what a group spans.
+    pub step_part: f32,
+}
+
 /// One scale row as f32, for the rows that share it.
 pub(crate) struct ScaleRow {
     /// Which scale row is loaded.
@@ -249,8 +256,12 @@ impl Uniform {
         if all { Ok(()) } else { Err(Unquantizable) }
     }
 
+    pub(super) fn levels_of_groups(&self) -> UniformLevels {
+        UniformLevels { step_part: self.step_fraction() }
+    }
+
     /// A level's part of what a group spans.
-    pub(super) fn step_fraction(&self) -> f32 {
+    fn step_fraction(&self) -> f32 {
         match self.step {
             UniformStep::Bits(_) => f32::from(self.top).recip(),
             UniformStep::Relative(rel) => rel,
@@ -386,8 +397,8 @@ impl HeadQuantizer for Uniform {
         }
     }
 
-    fn level_fraction(&self) -> Option<f32> {
-        Some(self.step_fraction())
+    fn uniform_levels(&self) -> Option<UniformLevels> {
+        Some(self.levels_of_groups())
     }
 }
 
