@@ -79,10 +79,12 @@ pub use quantizer::grid::{Grid, GridSpec};
 pub use quantizer::lloyd::LloydSpec;
 pub use quantizer::polar_spec::PolarSpec;
 pub use quantizer::registry::Quantizer;
-pub use quantizer::stored::StoredLayout;
-pub use quantizer::uniform_spec::{GroupAxis, UniformMode, UniformSpec, UniformStep};
+pub use quantizer::stored::{StoredLayout, UniformGroups};
+pub use quantizer::uniform_spec::{
+    GroupAxis, UniformLevels, UniformMode, UniformSpec, UniformStep,
+};
 pub use quantizer::vq::{Codebook, VectorQuantizer};
-pub use quantizer::{HeadCodec, HybridLayout, UniformGroups, UniformLevels};
+pub use quantizer::{HeadCodec, HybridLayout};
 pub use queries::LayerQueries;
 pub use reader::{FixedCodes, PageReader, RowSpace};
 pub use row_block::LayerSide;

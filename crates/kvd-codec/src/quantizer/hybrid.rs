@@ -10,8 +10,9 @@
 use super::codes::{CodeLoop, CodeSink, MeasuredRows, append_codes};
 use super::ranges::GroupedRows;
 use super::ranges::{group_extremes, largest_magnitudes};
-use super::stored::StoredLayout;
-use super::uniform::{ROUND, ScaleRow, Uniform, UniformGroups, UniformLevels, spread_steps};
+use super::stored::{StoredLayout, UniformGroups};
+use super::uniform::{ROUND, ScaleRow, Uniform, spread_steps};
+use super::uniform_spec::UniformLevels;
 use super::{CodeShape, HeadQuantizer, PageScales, Unquantizable};
 use crate::UniformMode;
 use crate::page::id;

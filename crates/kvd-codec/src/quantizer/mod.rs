@@ -33,9 +33,9 @@ pub use hybrid::HybridLayout;
 use kvd_core::{Geometry, Side};
 use std::fmt;
 use std::sync::Arc;
-use stored::StoredLayout;
+use stored::{StoredLayout, UniformGroups};
 use uniform::ScaleRow;
-pub use uniform::{UniformGroups, UniformLevels};
+use uniform_spec::UniformLevels;
 use vq::{CODES_PER_ROW_MAX, VectorQuantizer};
 
 /// The page's values do not fit the quantizer; the page falls back to raw floats.
@@ -116,7 +116,8 @@ pub(crate) trait HeadQuantizer: fmt::Debug + Send + Sync {
         0
     }
 
-    /// Bytes of the codes of `tokens` rows at a fixed width, or of the rows; 0 where codes have none.
+    /// Bytes of the codes of `tokens` rows at a fixed width, or of the rows; 0 where codes have
+    /// none.
     fn code_bytes(&self, side: Side, tokens: usize, dim: usize) -> usize {
         match self.code_shape(dim) {
             CodeShape::NONE => 0,

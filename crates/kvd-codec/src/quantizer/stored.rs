@@ -1,10 +1,28 @@
 //! How a head's pages hold their values, told to kernels that read pages by themselves.
 
-use super::UniformGroups;
 use super::bitalloc::BitAlloc;
 use super::grid::Grid;
 use super::vq::VectorQuantizer;
+use crate::{GroupAxis, UniformMode};
 use kvd_core::{DType, RopePairing};
+
+/// How a uniform side groups its values, for kernels that read its pages themselves.
+///
+/// A scale row is all its minima, where the mode has them, then all its steps, f16;
+/// `docs/format.md` says which tokens and channels share one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UniformGroups {
+    /// The axis along which values of a group lie.
+    pub axis: GroupAxis,
+    /// Values of a group; `None` is the whole extent of the axis in the page.
+    pub group: Option<usize>,
+    /// Bits of a code.
+    pub bits: u32,
+    /// Where the levels stand.
+    pub mode: UniformMode,
+    /// Largest code; in the symmetric mode the largest magnitude of one, half of the largest code.
+    pub top: u16,
+}
 
 /// Layout of a head's page payload (`docs/format.md`, "Sides"), fallbacks and gains apart.
 #[derive(Clone, Debug)]

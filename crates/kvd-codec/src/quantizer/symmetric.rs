@@ -6,7 +6,8 @@
 use super::codes::{CodeLoop, CodeSink, MeasuredRows, append_codes};
 use super::ranges::{append_f16, largest_magnitudes, step_reciprocal};
 use super::stored::StoredLayout;
-use super::uniform::{ROUND, ScaleRow, Uniform, UniformLevels, spread_steps};
+use super::uniform::{ROUND, ScaleRow, Uniform, spread_steps};
+use super::uniform_spec::UniformLevels;
 use super::{CodeShape, HeadQuantizer, PageScales, Unquantizable};
 use crate::UniformMode;
 use crate::page::id;

@@ -12,7 +12,8 @@ use super::ranges::GroupedRows;
 use super::ranges::{
     LANES, append_pairs, f16_at_least, f16_at_most, group_extremes, run_extremes, step_reciprocal,
 };
-use super::stored::StoredLayout;
+use super::stored::{StoredLayout, UniformGroups};
+use super::uniform_spec::UniformLevels;
 use super::tiles::TileEncoder;
 use super::{CodeShape, GroupScales, HeadQuantizer, PageScales, PayloadRows, Unquantizable};
 use crate::bits::{self, CodeLayout};
@@ -40,31 +41,6 @@ pub(crate) struct Uniform {
     pub(super) group: Option<usize>,
     /// Largest code, or magnitude of one.
     pub(super) top: u16,
-}
-
-/// How a uniform side groups its values, for kernels that read its pages themselves.
-///
-/// A scale row is all its minima, where the mode has them, then all its steps, f16;
-/// `docs/format.md` says which tokens and channels share one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct UniformGroups {
-    /// The axis along which values of a group lie.
-    pub axis: GroupAxis,
-    /// Values of a group; `None` is the whole extent of the axis in the page.
-    pub group: Option<usize>,
-    /// Bits of a code.
-    pub bits: u32,
-    /// Where the levels stand.
-    pub mode: UniformMode,
-    /// Largest code; in the symmetric mode the largest magnitude of one, half of the largest code.
-    pub top: u16,
-}
-
-/// How a group of values gets uniform levels, for encoders outside this crate.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct UniformLevels {
-    /// A step's part of what a group spans.
-    pub step_part: f32,
 }
 
 /// One scale row as f32, for the rows that share it.

@@ -56,6 +56,13 @@ pub struct UniformSpec {
     pub mode: UniformMode,
 }
 
+/// How a group of values gets uniform levels, for encoders outside this crate.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct UniformLevels {
+    /// A step's part of what a group spans.
+    pub step_part: f32,
+}
+
 impl UniformStep {
     /// Levels of a group, or of its magnitudes where signs are apart.
     fn level_count(self) -> u32 {
