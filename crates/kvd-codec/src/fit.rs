@@ -5,6 +5,7 @@ use crate::fit_grid::GridHead;
 use crate::gain;
 use crate::outliers::InlierRows;
 use crate::rotation::RandomRotation;
+use crate::row_block::RowBlock;
 use crate::transform::TransformStep;
 use crate::{
     Calibration, CalibrationError, CodecError, CodecSpec, Samples, SideSpec, Transform, VqSpec,
@@ -109,7 +110,7 @@ fn fit_side(
     for layer in 0..geometry.layers {
         for head in 0..geometry.kv_heads as usize {
             let place = HeadIndex { layer, side, head };
-            let head = HeadFit::new(place, samples, geometry.head_dim(side))?;
+            let head = HeadFit::new(place, samples, transforms)?;
             let head = head.fit_transforms(transforms, &mut fitted)?;
             if let Some(quantizer) = &mut quantizer {
                 quantizer.add_head(head)?;
@@ -154,7 +155,8 @@ pub(crate) struct HeadFit<'a> {
     pub(crate) rows: Vec<f32>,
     /// Values of `rows` that transforms are fitted on: all but those held out, at the end.
     fitted: usize,
-    /// Likewise; folded only where `qpca` looks at them.
+    /// Likewise: queries of keys; under `sveig` values by what their keys score. Mapped only where
+    /// a transform looks at them.
     queries: Cow<'a, [f32]>,
     steps: Vec<TransformStep>,
     /// Step of the head's grid in relation to other heads, when the transforms decide it.
@@ -162,14 +164,23 @@ pub(crate) struct HeadFit<'a> {
 }
 
 impl<'a> HeadFit<'a> {
-    fn new(place: HeadIndex, samples: &'a Samples, dim: usize) -> Result<Self, CalibrationError> {
+    fn new(
+        place: HeadIndex,
+        samples: &'a Samples,
+        transforms: &[Transform],
+    ) -> Result<Self, CalibrationError> {
         let HeadIndex { layer, side, head } = place;
+        let dim = samples.geometry().head_dim(side);
         let raw = samples.rows(LayerIndex(layer), side, head);
         if raw.is_empty() {
             return Err(CalibrationError::NoSamples { layer, side, head });
         }
         let queries = match side {
             Side::Key => InlierRows::new(samples.queries(LayerIndex(layer), head), dim).rows,
+            Side::Value if transforms.contains(&Transform::ScoredAxes) => {
+                let scored = scored_values(samples, layer, head)?;
+                Cow::Owned(InlierRows::new(&scored, dim).rows.into_owned())
+            }
             Side::Value => Cow::Borrowed(&[][..]),
         };
         let raw = InlierRows::new(raw, dim).rows;
@@ -231,6 +242,16 @@ impl<'a> HeadFit<'a> {
                 TransformStep::Offset { mean }
             }
             Transform::Pca => self.store_matrix(&covariance::principal_axes(rows, dim), fitted)?.0,
+            Transform::QueryAxes => {
+                let axes = covariance::principal_axes(&self.folded_queries()?, dim);
+                self.store_matrix(&axes, fitted)?.0
+            }
+            Transform::ScoredAxes => {
+                let mut scored = self.queries.to_vec();
+                // Linear, as no step before it takes a mean.
+                self.steps.iter().for_each(|step| step.transform_rows(&mut scored, dim));
+                self.store_matrix(&covariance::principal_axes(&scored, dim), fitted)?.0
+            }
             Transform::QueryPca => {
                 let axes = covariance::query_axes(rows, &self.folded_queries()?, dim);
                 let (step, scale) = self.store_matrix(&axes, fitted)?;
@@ -312,6 +333,24 @@ impl<'a> HeadFit<'a> {
         }
         Ok(GridHead { coefficients, weight: self.weight })
     }
+}
+
+/// The values of a head, each by what the queries make of its key.
+fn scored_values(samples: &Samples, layer: u32, head: usize) -> Result<Vec<f32>, CalibrationError> {
+    let rows = |side| samples.rows(LayerIndex(layer), side, head);
+    let [key_dim, value_dim] = Side::BOTH.map(|side| samples.geometry().head_dim(side));
+    let (keys, values) = (rows(Side::Key), rows(Side::Value));
+    let queries = InlierRows::new(samples.queries(LayerIndex(layer), head), key_dim).rows;
+    if queries.is_empty() {
+        return Err(CalibrationError::NoQueries { layer, head });
+    }
+    if keys.len() / key_dim != values.len() / value_dim {
+        return Err(CalibrationError::Shape(format!(
+            "layer {layer} head {head} has other tokens in its keys than in its values"
+        )));
+    }
+    let keys = RowBlock { rows: keys, dim: key_dim };
+    Ok(covariance::weigh_values(keys, &queries, RowBlock { rows: values, dim: value_dim }))
 }
 
 fn mean_row(rows: &[f32], dim: usize) -> Vec<f32> {

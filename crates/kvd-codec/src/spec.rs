@@ -50,6 +50,11 @@ pub enum Transform {
     /// Principal axes in the metric of the queries: `Uᵀ S` with `S = (E[q qᵀ])^½` and `U` the
     /// eigenvectors of the covariance of `S x`. What counts of a key is its product with queries.
     QueryPca,
+    /// Rotation onto the principal axes of the queries (OSCAR §3.1). Keys only.
+    QueryAxes,
+    /// Rotation onto the principal axes of values that count as much as their keys score (OSCAR
+    /// §3.1): as `kᵀ E[q qᵀ] k`. Values only; stands before `mean`.
+    ScoredAxes,
     /// Divides channel `i` by `sqrt(max |x_i|)` of the calibration samples (InnerQ §4.3). The
     /// formula is that of `smooth`; InnerQ uses it alone, for groups that span channels.
     Norm,
@@ -65,7 +70,7 @@ pub enum Transform {
 
 impl Transform {
     /// Each of them, in the order of a list for people.
-    pub(crate) const ALL: [Self; 8] = [
+    pub(crate) const ALL: [Self; 10] = [
         Self::Smooth,
         Self::Norm,
         Self::Hadamard,
@@ -74,6 +79,8 @@ impl Transform {
         Self::Gain,
         Self::Pca,
         Self::QueryPca,
+        Self::QueryAxes,
+        Self::ScoredAxes,
     ];
 
     /// Name in spec texts and calibration artefacts.
@@ -85,6 +92,8 @@ impl Transform {
             Self::Mean => "mean",
             Self::Pca => "pca",
             Self::QueryPca => "qpca",
+            Self::QueryAxes => "qeig",
+            Self::ScoredAxes => "sveig",
             Self::Norm => "norm",
             Self::Gain => "gain",
             Self::Rotate { .. } => "rotate",
@@ -94,13 +103,13 @@ impl Transform {
     /// Whether it is a matrix from the calibration; a side has one at most.
     #[must_use]
     pub fn is_matrix(&self) -> bool {
-        matches!(self, Self::Pca | Self::QueryPca)
+        matches!(self, Self::Pca | Self::QueryPca | Self::QueryAxes | Self::ScoredAxes)
     }
 
     /// Whether its fit looks at queries.
     #[must_use]
     pub fn reads_queries(&self) -> bool {
-        matches!(self, Self::QueryPca)
+        matches!(self, Self::QueryPca | Self::QueryAxes | Self::ScoredAxes)
     }
 
     /// Whether it comes from a calibration.
@@ -189,11 +198,14 @@ impl SideSpec {
             }
         }
         if self.transforms.iter().filter(|transform| transform.is_matrix()).count() > 1 {
-            return Err("pca and qpca exclude each other".to_owned());
+            return Err("pca, qpca, qeig and sveig exclude each other".to_owned());
         }
         let place = |of: Transform| self.transforms.iter().position(|transform| *transform == of);
         if place(Transform::Gain).is_some_and(|gain| place(Transform::Mean) > Some(gain)) {
             return Err("gain stands after mean: rows are raised towards the mean".to_owned());
+        }
+        if place(Transform::Mean).is_some_and(|mean| place(Transform::ScoredAxes) > Some(mean)) {
+            return Err("sveig stands before mean: scores weigh values as they came".to_owned());
         }
         self.quantizer.spec().validate()?;
         self.quantizer.spec().check_entropy(self.entropy)
@@ -205,8 +217,13 @@ impl SideSpec {
     pub(crate) fn check_geometry(&self, geometry: &Geometry, side: Side) -> Result<(), String> {
         self.validate()?;
         self.quantizer.spec().check_head_dim(geometry.head_dim(side))?;
-        if side == Side::Value && self.transforms.contains(&Transform::QueryPca) {
-            return Err("qpca is for keys: queries meet no values".to_owned());
+        for transform in [Transform::QueryPca, Transform::QueryAxes] {
+            if side == Side::Value && self.transforms.contains(&transform) {
+                return Err(format!("{transform} is for keys: queries meet no values"));
+            }
+        }
+        if side == Side::Key && self.transforms.contains(&Transform::ScoredAxes) {
+            return Err("sveig is for values: scores weigh no keys".to_owned());
         }
         if side == Side::Key && self.transforms.contains(&Transform::Gain) {
             return Err("gain is for values: the length of a key is what scores are".to_owned());

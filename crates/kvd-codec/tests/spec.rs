@@ -19,9 +19,12 @@ fn quantizer() -> impl Strategy<Value = Quantizer> {
     let axis = prop::sample::select(vec![GroupAxis::Channel, GroupAxis::Token, GroupAxis::Block]);
     let group = proptest::option::of(1u16..);
     let mode = prop::sample::select(vec![UniformMode::Asym, UniformMode::Sym, UniformMode::Hybrid]);
-    let uniform = (step, axis, group, mode).prop_map(|(step, axis, group, mode)| {
+    let clip = proptest::option::of(0.001f32..0.999);
+    let uniform = (step, axis, group, mode, clip).prop_map(|(step, axis, group, mode, clip)| {
         let group = group.filter(|_| axis != GroupAxis::Block);
-        Quantizer::Uniform(UniformSpec { step, axis, group, mode })
+        let takes_clip = axis == GroupAxis::Token && mode == UniformMode::Asym;
+        let clip = clip.filter(|_| takes_clip);
+        Quantizer::Uniform(UniformSpec { step, axis, group, mode, clip })
     });
     use CodebookScope::{Group, Head, Layer, Model};
     let scope = prop::sample::select(vec![Model, Layer, Head, Group]);
@@ -41,7 +44,7 @@ fn quantizer() -> impl Strategy<Value = Quantizer> {
 }
 
 fn side() -> impl Strategy<Value = SideSpec> {
-    use Transform::{Hadamard, Mean, Norm, Pca, QueryPca, Rotate, Smooth};
+    use Transform::{Hadamard, Mean, Norm, Pca, QueryAxes, QueryPca, Rotate, ScoredAxes, Smooth};
     let transforms = prop::sample::select(vec![
         vec![],
         vec![Smooth],
@@ -50,6 +53,8 @@ fn side() -> impl Strategy<Value = SideSpec> {
         vec![Hadamard, Smooth],
         vec![Mean, Pca],
         vec![Mean, QueryPca],
+        vec![QueryAxes, Hadamard],
+        vec![ScoredAxes, Hadamard],
         vec![Smooth, Mean, Hadamard],
         vec![Norm, Rotate { seed: 0 }],
         vec![Rotate { seed: u64::MAX }],

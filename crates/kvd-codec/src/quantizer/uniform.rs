@@ -13,8 +13,8 @@ use super::ranges::{
     LANES, append_pairs, f16_at_least, f16_at_most, group_extremes, run_extremes, step_reciprocal,
 };
 use super::stored::{StoredLayout, UniformGroups};
-use super::uniform_spec::UniformLevels;
 use super::tiles::TileEncoder;
+use super::uniform_spec::UniformLevels;
 use super::{CodeShape, GroupScales, HeadQuantizer, PageScales, PayloadRows, Unquantizable};
 use crate::bits::{self, CodeLayout};
 use crate::page::id;
@@ -41,6 +41,8 @@ pub(crate) struct Uniform {
     pub(super) group: Option<usize>,
     /// Largest code, or magnitude of one.
     pub(super) top: u16,
+    /// Part of a group's values that keep their magnitude, where others are cut.
+    pub(super) clip: Option<f32>,
 }
 
 /// One scale row as f32, for the rows that share it.
@@ -62,7 +64,12 @@ impl Default for ScaleRow {
 
 impl Uniform {
     pub(crate) fn new(step: UniformStep, axis: GroupAxis, group: Option<u16>, top: u16) -> Self {
-        Self { step, axis, group: group.map(usize::from), top }
+        Self { step, axis, group: group.map(usize::from), top, clip: None }
+    }
+
+    /// With a part of a group's values that keep their magnitude.
+    pub(super) fn with_clip(self, clip: Option<f32>) -> Self {
+        Self { clip, ..self }
     }
 
     /// Pairs in one scale row.
@@ -88,9 +95,26 @@ impl Uniform {
         tokens.div_ceil(self.rows_per_scale(tokens)) * self.row_pairs(dim)
     }
 
+    /// Rows whose groups are cut to their magnitude of rank `floor(clip * n)`; `None` where nothing is cut.
+    fn clip_groups(&self, block: RowBlock<'_>) -> Result<Option<Vec<f32>>, Unquantizable> {
+        let Some(clip) = self.clip else { return Ok(None) };
+        // What is no number must not become one.
+        largest_magnitude(block.rows)?;
+        let (mut rows, mut magnitudes) = (block.rows.to_vec(), Vec::new());
+        let span = self.channels_per_pair(block.dim);
+        for group in rows.chunks_exact_mut(block.dim).flat_map(|row| row.chunks_mut(span)) {
+            magnitudes.clear();
+            magnitudes.extend(group.iter().map(|x| x.abs()));
+            let rank = ((clip * group.len() as f32) as usize).min(group.len() - 1);
+            let most = *magnitudes.select_nth_unstable_by(rank, f32::total_cmp).1;
+            group.iter_mut().for_each(|x| *x = x.clamp(-most, most));
+        }
+        Ok(Some(rows))
+    }
+
     pub(super) fn of_groups(groups: &UniformGroups) -> Self {
         let UniformGroups { axis, group, top, .. } = *groups;
-        Self { step: UniformStep::Bits(groups.bits as u8), axis, group, top }
+        Self { step: UniformStep::Bits(groups.bits as u8), axis, group, top, clip: None }
     }
 
     pub(super) fn groups_of_side(&self, mode: UniformMode) -> UniformGroups {
@@ -233,7 +257,7 @@ impl Uniform {
     }
 
     pub(super) fn levels_of_groups(&self) -> UniformLevels {
-        UniformLevels { step_part: self.step_fraction() }
+        UniformLevels { step_part: self.step_fraction(), clip: self.clip }
     }
 
     /// A level's part of what a group spans.
@@ -321,6 +345,9 @@ impl HeadQuantizer for Uniform {
     ) -> Option<Result<PageBytes, Unquantizable>> {
         rows.fixed_width.then(|| {
             let PayloadRows { block, absmax, side, .. } = rows;
+            let clipped = self.clip_groups(block)?;
+            let absmax = absmax.filter(|_| clipped.is_none());
+            let block = RowBlock { rows: clipped.as_deref().unwrap_or(block.rows), ..block };
             let absmax = absmax.map_or_else(|| largest_magnitude(block.rows), Ok)?;
             let (start, tokens) = (out.len(), block.rows.len() / block.dim);
             let layout = CodeLayout::new(side, tokens, block.dim, self.code_bits());
@@ -338,6 +365,8 @@ impl HeadQuantizer for Uniform {
         symbols: &mut Vec<u16>,
         scales: &mut Vec<u8>,
     ) -> Result<(), Unquantizable> {
+        let clipped = self.clip_groups(block)?;
+        let block = RowBlock { rows: clipped.as_deref().unwrap_or(block.rows), ..block };
         append_codes(self, block, symbols, scales)
     }
 

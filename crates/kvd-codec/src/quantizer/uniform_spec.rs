@@ -54,6 +54,10 @@ pub struct UniformSpec {
     pub group: Option<u16>,
     /// Where the levels stand.
     pub mode: UniformMode,
+    /// Part of a group's values that keep their magnitude: larger ones are cut to the largest that
+    /// does (OSCAR §3.2). Above 0, below 1; `None` cuts nothing. Asymmetric levels of groups inside
+    /// a token alone.
+    pub clip: Option<f32>,
 }
 
 /// How a group of values gets uniform levels, for encoders outside this crate.
@@ -61,6 +65,8 @@ pub struct UniformSpec {
 pub struct UniformLevels {
     /// A step's part of what a group spans.
     pub step_part: f32,
+    /// Part of a group's values that keep their magnitude, where others are cut to it first.
+    pub clip: Option<f32>,
 }
 
 impl UniformStep {
@@ -81,7 +87,8 @@ fn relative_levels(rel: f32) -> u32 {
 impl UniformSpec {
     /// The quantizer without its mode.
     fn base_quantizer(&self) -> Uniform {
-        Uniform::new(self.step, self.axis, self.group, (self.step.level_count() - 1) as u16)
+        let top = (self.step.level_count() - 1) as u16;
+        Uniform::new(self.step, self.axis, self.group, top).with_clip(self.clip)
     }
 }
 
@@ -92,6 +99,7 @@ impl QuantizerSpec for UniformSpec {
 
     fn parse_spec(cursor: &mut SpecCursor<'_>, word: QuantizerWord<'_>) -> ParseResult<Self> {
         let (mut step, mut axis, mut group, mut mode) = (None, None, None, UniformMode::Asym);
+        let mut clip = None;
         for Argument { start, name, value_start, value } in cursor.parse_arguments()? {
             match name {
                 "b" | "rel" if step.is_some() => {
@@ -104,6 +112,7 @@ impl QuantizerSpec for UniformSpec {
                     let rel = cursor.parse_at(value_start, value, "the range")?;
                     step = Some(UniformStep::Relative(rel));
                 }
+                "clip" => clip = Some(cursor.parse_at(value_start, value, "values that stay")?),
                 "g" => group = Some(cursor.parse_at(value_start, value, "values per group")?),
                 "axis" => {
                     axis = Some(match value {
@@ -128,7 +137,7 @@ impl QuantizerSpec for UniformSpec {
             return cursor.fail_at(word.start, "uniform needs b= or rel=");
         };
         let Some(axis) = axis else { return cursor.fail_at(word.start, "uniform needs axis=") };
-        Ok(Self { step, axis, group, mode })
+        Ok(Self { step, axis, group, mode, clip })
     }
 
     fn page_id(&self, _native: DType) -> u8 {
@@ -152,6 +161,14 @@ impl QuantizerSpec for UniformSpec {
             Self { group: Some(0), .. } => Err("uniform g=0: must be at least 1".to_owned()),
             Self { axis: GroupAxis::Block, group: Some(_), .. } => {
                 Err("uniform axis=block takes no g: the group is the page".to_owned())
+            }
+            Self { clip: Some(clip), .. } if !(clip > 0.0 && clip < 1.0) => {
+                Err(format!("uniform clip={clip}: must be above 0 and below 1"))
+            }
+            Self { clip: Some(_), axis, mode, .. }
+                if axis != GroupAxis::Token || mode != UniformMode::Asym =>
+            {
+                Err("uniform clip= is for axis=token and mode=asym".to_owned())
             }
             _ => Ok(()),
         }
@@ -200,6 +217,8 @@ impl fmt::Display for UniformSpec {
             UniformMode::Sym => ",mode=sym",
             UniformMode::Hybrid => ",mode=hybrid",
         };
-        write!(f, ",axis={axis}{mode})")
+        write!(f, ",axis={axis}{mode}")?;
+        self.clip.map_or(Ok(()), |clip| write!(f, ",clip={clip}"))?;
+        f.write_str(")")
     }
 }

@@ -221,7 +221,11 @@ impl HeadStore {
         Some(match side.stored_layout() {
             StoredLayout::Float(dtype) => dtype.largest_finite(),
             StoredLayout::E4m3 | StoredLayout::Lloyd { .. } => 0.0,
-            StoredLayout::Uniform(_) => side.uniform_levels()?.step_part,
+            StoredLayout::Uniform(_) => {
+                let levels = side.uniform_levels()?;
+                push(&[levels.clip.unwrap_or(0.0)]);
+                levels.step_part
+            }
             StoredLayout::Codebooks(vq) => {
                 if vq.stages() > vq.dim().min(VQ_STAGES_MAX.into()) {
                     return None;
