@@ -1,4 +1,4 @@
-// What a GPU's memory gives a kernel that only reads: beside the others it says what they reach.
+// Read bandwidth of a kernel that only reads; other kernels are compared with it.
 
 #include <kvd/measure/read.cuh>
 

@@ -11,12 +11,12 @@
 #include <mutex>
 
 extern "C" {
-// Of AddressSanitizer, where it is linked.
+// AddressSanitizer's functions, where it is linked.
 __attribute__((weak)) void __sanitizer_start_switch_fiber(void**, const void*, size_t);
 __attribute__((weak)) void __sanitizer_finish_switch_fiber(void*, const void**, size_t*);
 __attribute__((weak)) void __asan_unpoison_memory_region(const volatile void*, size_t);
 void kvd_emu_switch(void** from, void* to);
-// Of ThreadSanitizer, where it is linked. To it each fiber is a thread of its own.
+// ThreadSanitizer's functions, where it is linked. It sees each fiber as a thread of its own.
 __attribute__((weak)) void* __tsan_get_current_fiber();
 __attribute__((weak)) void* __tsan_create_fiber(unsigned);
 __attribute__((weak)) void __tsan_destroy_fiber(void*);
@@ -25,7 +25,7 @@ __attribute__((weak)) void __tsan_acquire(void*);
 __attribute__((weak)) void __tsan_release(void*);
 __attribute__((weak)) void __tsan_read_range(void*, unsigned long);
 __attribute__((weak)) void __tsan_write_range(void*, unsigned long);
-// Of what is not compiled with it, it sees the calls and not what orders them.
+// ThreadSanitizer sees the calls of code compiled without it, but not their order.
 const char* __tsan_default_options() { return "ignore_interceptors_accesses=1"; }
 }
 
@@ -74,7 +74,8 @@ const Kernel* kernels;
 
 std::string text(Source at) { return std::string(at.file) + ":" + std::to_string(at.line); }
 
-// What this thread did is done for whoever comes after `at`, and the other way round.
+// Orders this thread's work before that of threads that come to `at` later, and theirs before its
+// own.
 void pass_on(char* at) {
     if (__tsan_release) {
         __tsan_release(at);

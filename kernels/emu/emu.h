@@ -1,5 +1,5 @@
 // The CPU lane's meaning of kvd/device.cuh: a CUDA thread is a fiber of one system thread. g++ only.
-// What it checks, and what it cannot, is in ../README.md.
+// ../README.md says which faults it finds and which it cannot.
 #pragma once
 
 #include <math.h>
@@ -68,12 +68,12 @@ uint32_t ballot(bool condition, Source at);
 // `mma.m16n8k32`: four words of A, two of B, four sums.
 void multiply_bytes(bool signed_a, bool signed_b, int32_t* sums, const uint32_t* a,
                     const uint32_t* b, Source at);
-// The same with halves, bf16 or f16, in the fragments of `mma.m16n8k16`; sums of f32.
+// As above with halves, bf16 or f16, in the fragments of `mma.m16n8k16`; sums of f32.
 void multiply_halves(bool is_bf16, float* sums, const uint32_t* a, const uint32_t* b, Source at);
 // All lanes of the warp meet, each with the four words of a row; gives what `ldmatrix.x4.trans` does.
 void transpose_matrices(uint32_t* words, const uint32_t* row, Source at);
 // A copy that is made as late as CUDA allows: when its group is waited for.
-// Of 16 bytes the last stay zeros.
+// Copies fewer than 16 bytes with zeros behind them.
 void copy_async(void* to, const void* from, size_t bytes);
 void copy_async_commit();
 void copy_async_wait(unsigned keep);

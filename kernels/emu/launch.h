@@ -1,5 +1,5 @@
-// What is under way in the CPU lane's scheduler: fibers, warps, the launch. Of emu.cc; blocks.cc looks
-// at it.
+// State of the emulator's scheduler: fibers, warps, the launch. It belongs to emu.cc; blocks.cc
+// reads it.
 #pragma once
 
 #include "emu.h"
@@ -29,7 +29,7 @@ struct Fiber {
     void* stack_pointer;
     char* stack;
     void* sanitizer;
-    // What ThreadSanitizer calls it, for one launch.
+    // ThreadSanitizer's handle, for one launch.
     void* tsan;
     // Copies under way by group; the last group is still open.
     std::vector<std::vector<Copy>> copies;
@@ -41,7 +41,7 @@ struct Warp {
     Source at;
     // Two generations: a lane may be in the next exchange before a slow one has read this one.
     uint32_t words[2][LANES][WORDS_MAX];
-    // What is passed on at warp barriers, by generation.
+    // Addresses that stand for warp barriers, by generation.
     char passed[2];
 };
 

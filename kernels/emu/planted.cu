@@ -34,7 +34,7 @@ void racing_lanes(const Planted& planted, uint8_t* memory) {
     planted.data[kvd::thread_index()] = shared[other];
 }
 
-// The same with what it needs.
+// The function above without its bug: the lanes meet first.
 void meeting_lanes(const Planted& planted, uint8_t* memory) {
     uint32_t* shared = reinterpret_cast<uint32_t*>(memory);
     shared[kvd::thread_index()] = planted.data[kvd::thread_index()];
@@ -136,7 +136,7 @@ void half_shuffle(const Planted& planted, uint8_t*) {
     }
 }
 
-// Of two thread blocks: each reverses words of its own, and counts its threads where both do.
+// Two thread blocks: each reverses words of its own, and counts its threads where both do.
 void blocks_apart(const Planted& planted, uint8_t* memory) {
     uint64_t* count = reinterpret_cast<uint64_t*>(planted.data);
     const Planted mine = {planted.data + 2 + THREADS * kvd::block_index()};

@@ -1,5 +1,5 @@
-// What a warp's product of bytes, or of halves, adds to a lane's sums, of the words that all lanes
-// brought.
+// The sums that a warp's product of bytes, or of halves, adds for a lane, from the words that all
+// lanes brought.
 
 #pragma once
 
@@ -98,8 +98,8 @@ inline void add_half_products(LaneWords lanes, unsigned lane, bool is_bf16, floa
     }
 }
 
-// What `ldmatrix.x4.trans` gives a lane of the rows of four matrices, a row of each lane ("ldmatrix"
-// of the PTX ISA): of each matrix column `group`, rows `2 within` and the next.
+// A lane's words from `ldmatrix.x4.trans` ("ldmatrix" of the PTX ISA): the rows of four matrices, a
+// row of each lane; of each matrix column `group`, rows `2 within` and the next.
 inline void transposed(LaneWords lanes, unsigned lane, uint32_t* words) {
     const unsigned group = lane / 4;
     const unsigned row = 2 * (lane % 4);

@@ -31,9 +31,9 @@ struct WalkRun {
 
 struct ChunkParameters {
     kvd::SideShape side;
-    // Of the table decoder: runs and tables.
+    // For the table decoder: runs and tables.
     const uint8_t* lanes;
-    // Of the walk.
+    // For the walk.
     const WalkRun* runs;
     const WalkNode* nodes;
     const uint8_t* words;
@@ -44,7 +44,7 @@ struct ChunkParameters {
     uint32_t per_row;
     uint32_t run_count;
     uint32_t is_value;
-    // Of the table decoder: whether the warp's other half decodes the chunk too.
+    // For the table decoder: whether the warp's other half decodes the chunk too.
     uint32_t twice;
 };
 

@@ -99,7 +99,7 @@ async fn keys_with_large_biases_fall_back_on_every_page() {
         let plain = named("plain").register_model(shape.clone(), codec).await;
         let text = format!("{codec}; k.bound={bound}; v.bound=0.2");
         let bounded = named("bounded").register_model(shape.clone(), &text).await;
-        // What rows lose is within the bound; what scores lose is not, and the figures say both.
+        // Errors of rows are within the bound, errors of scores are not, and the figures say both.
         let (mut right, mut wrong) = (exact.open_sequence().await, plain.open_sequence().await);
         exact.store_rows(&mut right, 0, &rows).await.unwrap();
         plain.store_rows(&mut wrong, 0, &rows).await.unwrap();

@@ -96,7 +96,7 @@ async fn a_client_process() {
     engine.close_sequence(fork).await;
 }
 
-/// Over what was sent where the codec keeps it, else over what reads back.
+/// Over the rows as sent if the codec keeps them, else over the rows that are read back.
 async fn check(
     engine: &TestEngine,
     of: &StoredSequence,

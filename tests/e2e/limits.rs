@@ -30,7 +30,7 @@ async fn talk(engine: &TestEngine, tokens: u32, rng: &mut TestRng) -> StoredSequ
     conversation
 }
 
-/// Attention agrees with the reference over what was sent.
+/// Attention agrees with the reference over the rows as sent.
 async fn assert_answers(engine: &TestEngine, conversation: &StoredSequence, rng: &mut TestRng) {
     let question = engine.random_question(conversation, 1, rng);
     let answer = engine.ask_question(&question).await;
@@ -93,7 +93,7 @@ async fn without_room_to_pack_blocks_stay_raw_and_are_packed_later() {
         MetricsPage::parse_page(&page).sum_samples("kvd_pack_deferred_total", &["model=\"model\""]);
     assert_eq!(deferred, 30.0);
     bystander.close_sequence(other).await;
-    // Each append packs what it finds room for, and makes room by it.
+    // Each append packs blocks while there is room, and thereby makes room.
     for _ in 0..5 {
         engine.grow_sequence(&mut conversation, 1, &mut rng).await;
     }

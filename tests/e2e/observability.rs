@@ -140,7 +140,7 @@ async fn metrics_say_what_the_api_says() {
         let pages = stored.packed_key_bytes + stored.packed_value_bytes;
         assert_close(of(Metric::PackedBytes), pages as f64);
         assert_close(of(Metric::PackedPartBytes), pages as f64);
-        // What is held is counted with the rounding to granules of 64 bytes.
+        // Held bytes are rounded to granules of 64 bytes.
         let blocks = stored.packed_values / (16 * 2 * 128);
         assert!((pages..pages + 64 * blocks).contains(&stored.packed_bytes));
         let once = (model.calibration_bytes + model.table_bytes) as f64;

@@ -176,7 +176,7 @@ async fn ids_of_another_namespace_look_unknown() {
     assert_refused(stranger.unregister_model(model).await, code, "namespace other");
     assert_eq!(stranger.list_models().await.unwrap(), []);
     assert_eq!(stranger.stats().await.unwrap().models, []);
-    // The same name is free there.
+    // Another namespace may use the name.
     let shape = scene.engine.shape.clone();
     let own = engine(&scene.daemon).with_client(stranger).register_model(shape, "fp8").await;
     assert_ne!(own.model, model);
@@ -288,7 +288,7 @@ async fn models_that_cannot_be() {
         assert_refused(client.register_model(spec).await, code, says);
     };
     let codec = ErrorCode::InvalidCodec;
-    refuse(spec("zip", ""), codec, "\"zip\" is no preset").await;
+    refuse(spec("zip", ""), codec, "\"zip\" is not a preset").await;
     refuse(spec("k=raw; v=uniform(b=4,axes=token)", ""), codec, "character 21").await;
     refuse(spec("k=raw; v=raw/huffman", ""), codec, "huffman").await;
     refuse(spec("k=raw; v=uniform(b=9,axis=token)", ""), codec, "b=9").await;
@@ -388,7 +388,7 @@ async fn a_value_outside_the_stored_precision_is_refused_as_what_it_becomes() {
     let scene = Scene::new().await;
     let rows = LayerRows::random_rows(&scene.engine.shape, 1, &mut TestRng::new(SEED));
     let mut chunk = scene.engine.store_chunk(scene.conversation.sequence, 0, 20, &rows);
-    // What an engine sends that narrows 70000 to f16 without saturation.
+    // An engine that narrows 70000 to f16 without saturation sends this.
     let mut v = chunk.v.to_vec();
     v[10..12].copy_from_slice(&0x7c00u16.to_le_bytes());
     chunk.v = v.into();

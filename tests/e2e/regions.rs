@@ -24,7 +24,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use tokio::sync::RwLock;
 
-/// Tests share a process under `cargo test`: whoever counts its regions must be alone.
+/// Tests share a process under `cargo test`: a test that counts its regions must be alone.
 static REGIONS: RwLock<()> = RwLock::const_new(());
 
 /// A daemon with a socket for regions, and the directory that it is in.

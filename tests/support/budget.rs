@@ -106,7 +106,7 @@ fn error_units(
     };
     if yardstick == ErrorPrecision::Half {
         let half = reference::attend_reference::<HalfFactors>(shape, question, rows);
-        // Of one product with one factor of eleven bits.
+        // One product with one factor of eleven bits.
         let rounding = 2f64.powi(-11);
         let out = largest_error(&half.out, &exact.out).max(rounding * exact.largest_value);
         let lse = largest_error(&half.lse, &exact.lse).max(rounding * exact.largest_term);

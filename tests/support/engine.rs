@@ -27,7 +27,7 @@ pub fn engine(daemon: &TestDaemon) -> EnginePlan {
     engine_at(daemon.endpoint())
 }
 
-/// An engine that talks to whoever listens there.
+/// An engine that talks to the daemon at this address.
 #[must_use]
 pub fn engine_at(endpoint: Endpoint) -> EnginePlan {
     EnginePlan { endpoint, client: None, name: "model".to_owned(), calibration: None }
@@ -86,7 +86,7 @@ pub struct TestEngine {
     pub yardstick: ErrorPrecision,
 }
 
-/// A sequence and what was stored in it.
+/// A sequence and the rows stored in it.
 #[derive(Clone, Debug)]
 pub struct StoredSequence {
     /// Its handle.
@@ -202,7 +202,7 @@ impl TestEngine {
     /// Appends `rows` to one layer.
     ///
     /// # Errors
-    /// What the daemon answers; the conversation is then unchanged.
+    /// The daemon's error; the conversation is then unchanged.
     pub async fn store_rows(
         &self,
         conversation: &mut StoredSequence,
@@ -285,7 +285,7 @@ impl TestEngine {
     /// Asks.
     ///
     /// # Errors
-    /// What the daemon answers.
+    /// The daemon's error.
     pub async fn try_ask(&self, question: &QueryBatch) -> Result<BatchAnswer, ClientError> {
         let attended = self.client.attend_batch(self.attend_batch(question)).await?;
         Ok(BatchAnswer { out: from_bytes(question.dtype, &attended.out), lse: attended.lse })

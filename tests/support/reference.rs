@@ -19,7 +19,7 @@ pub trait RealNumber:
 {
     /// The sum of nothing.
     const ZERO: Self;
-    /// From what is stored.
+    /// From the stored rows.
     fn from_f32(value: f32) -> Self;
     /// As queries and softmax weights are multiplied.
     fn round_factor(self) -> Self {

@@ -1,5 +1,5 @@
 //! Runs the tests of the crates that hold arithmetic as aarch64 code, with qemu's user mode, and
-//! checks that the daemon compiles for it. Says what is right there, never how fast.
+//! checks that the daemon compiles for it. It checks results there, never speed.
 
 use crate::report::Report;
 use anyhow::{Context, Result, bail, ensure};

@@ -8,7 +8,7 @@ use protox::prost::Message;
 use std::fs;
 use std::path::Path;
 
-/// What the generator writes: Rust code, and the descriptor set that gRPC reflection serves.
+/// Files that the generator writes: Rust code, and the descriptor set that gRPC reflection serves.
 pub(crate) const FILES: [&str; 2] = ["kvd.v1.rs", "kvd.v1.bin"];
 
 /// Where the checked-in output lies, from the repository root.

@@ -44,7 +44,7 @@ pub(crate) struct Arguments {
     sm: Vec<u32>,
 }
 
-/// What ptxas says of one kernel.
+/// Resources of one kernel, as ptxas reports them.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Usage {
     kernel: String,
@@ -55,7 +55,7 @@ struct Usage {
     spill_bytes: u32,
 }
 
-/// What stands above the lines of [`Usage::line`].
+/// Heading above the lines of [`Usage::line`].
 const HEADING: &str = "kernel                              target  registers  shared  spilled";
 
 impl Usage {
@@ -65,7 +65,7 @@ impl Usage {
     }
 }
 
-/// Compiles what is asked for.
+/// Compiles the requested kernels.
 pub(crate) fn asked(root: &Path, arguments: &Arguments, report: &Report) -> Result<()> {
     let Arguments { skip_offline, late, sm } = arguments;
     let targets = if sm.is_empty() { &TARGETS[..] } else { sm };
@@ -111,14 +111,14 @@ fn or_skip(root: &Path, report: &Report, compile: impl Fn() -> Result<()>) -> Re
     }
 }
 
-/// Says what is not done and why, which `KVD_REQUIRE_KERNELS` makes a failure.
+/// Says which step is skipped and why; `KVD_REQUIRE_KERNELS` makes that a failure.
 pub(crate) fn skip(what: &str, reason: &Error, report: &Report) -> Result<()> {
     ensure!(std::env::var_os(REQUIRE).is_none(), "{REQUIRE} is set, but: {reason:#}");
     report.line(&format!("SKIP {what}, because {reason:#}"));
     Ok(())
 }
 
-/// Where the compiler is, and what it makes of the kernels.
+/// The compiler's place, and its output for the kernels.
 fn folder(root: &Path) -> Result<PathBuf> {
     let out = root.join("target/kernels");
     fs::create_dir_all(&out).with_context(|| format!("create {}", out.display()))?;
@@ -267,7 +267,7 @@ fn compile_with(mut command: Command, source: &Path, out: &Path) -> Result<Vec<U
     Ok(usages(&output(&mut command)?))
 }
 
-/// Runs a command; gives what it printed.
+/// Runs a command; gives its output.
 pub(crate) fn output(command: &mut Command) -> Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
     let output = command.output().with_context(|| format!("start {name}"))?;

@@ -29,13 +29,13 @@ struct Arguments {
 enum Chore {
     /// Regenerates the code that is made from `proto/`, and the page of benchmark results.
     Gen {
-        /// Only says whether what is checked in is up to date.
+        /// Only says whether the files in the repository are up to date.
         #[arg(long)]
         check: bool,
     },
     /// Checks sizes, words, dependency directions, left-overs and the unsafe fence.
     Tidy(tidy::Arguments),
-    /// What must pass before a commit: fmt, clippy, gen --check, tidy.
+    /// Checks that must pass before a commit: fmt, clippy, gen --check, tidy.
     Ci,
     /// Runs the tests of codecs and kernels as aarch64 code, with qemu.
     Cross(cross::Arguments),
@@ -44,7 +44,7 @@ enum Chore {
     Kernels(kernels::Arguments),
     /// Checks that kernels which write pages fuse no product with a sum, in their disassembly.
     Fused(fused::Arguments),
-    /// What a machine with a GPU runs, without Rust: conformance, sanitizer, shared memory,
+    /// Steps for a machine with a GPU, without Rust: conformance, sanitizer, shared memory,
     /// benchmark.
     Gpu {
         #[command(subcommand)]
@@ -86,7 +86,7 @@ fn root() -> PathBuf {
     package.parent().unwrap_or(package).to_owned()
 }
 
-/// Fails when what is checked in is not what it is generated from.
+/// Fails if generated files in the repository are not up to date.
 fn check_generated(root: &Path) -> Result<()> {
     let page = fs::read_to_string(root.join(results::PAGE)).unwrap_or_default();
     if page != results::page(root)? {

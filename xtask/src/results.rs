@@ -1,7 +1,7 @@
 //! The page of benchmark results: `docs/perf/results.md`, made from `bench/results/*.json`.
 //!
 //! A file of results is one table: title, machine, commit, date, command, unit, notes, columns and
-//! rows. What is not known of a run is null.
+//! rows. A fact of a run that nobody noted is null.
 
 use anyhow::{Context, Result};
 use serde::Deserialize;
@@ -20,17 +20,17 @@ const SMALL: f64 = 0.01;
 const HEAD: &str = "\
 # Results
 
-The main tables of [bench/results](../../bench/results), which holds more, one a file; made by
-`cargo xtask gen`. What a figure means, and what bounds it: [attention](cpu.md),
-[encoding](encode.md), [Huffman codes](entropy.md), [transport](transport.md). Only ratios within
-one table mean anything.
+`cargo xtask gen` writes this page from [bench/results](../../bench/results): the main tables here,
+links to the others at the end. Compare figures only within one table. Pages on
+[attention](cpu.md), [encoding](encode.md), [Huffman codes](entropy.md) and
+[transport](transport.md) say what the figures mean and what bounds them.
 ";
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Results {
     title: String,
-    /// Whether the page shows it.
+    /// Whether the page shows the table; otherwise it links to the file.
     page: bool,
     machine: Option<String>,
     commit: Option<String>,
@@ -50,17 +50,27 @@ pub(crate) fn page(root: &Path) -> Result<String> {
     files.retain(|file| file.extension().is_some_and(|end| end == "json"));
     files.sort();
     let mut page = HEAD.to_owned();
+    let mut links = String::new();
     for file in files {
-        let read = || -> Result<String> {
-            let results: Results = serde_json::from_str(&fs::read_to_string(&file)?)?;
-            if results.page { results.section() } else { Ok(String::new()) }
-        };
-        page.push_str(&read().with_context(|| file.display().to_string())?);
+        let read = || -> Result<Results> { Ok(serde_json::from_str(&fs::read_to_string(&file)?)?) };
+        let context = || file.display().to_string();
+        let results = read().with_context(context)?;
+        if results.page {
+            page.push_str(&results.section().with_context(context)?);
+        } else {
+            links.push_str(&results.list_item(&file));
+        }
     }
-    Ok(page)
+    Ok(format!("{page}\n## Other tables\n\n{links}"))
 }
 
 impl Results {
+    /// A line of the list of tables that the page does not show.
+    fn list_item(&self, file: &Path) -> String {
+        let name = file.file_name().unwrap_or_default().to_string_lossy();
+        format!("- [{}](../../{FOLDER}/{name})\n", self.title)
+    }
+
     /// Heading, circumstances and table.
     fn section(&self) -> Result<String> {
         let mut words = vec![self.unit.clone()];

@@ -23,7 +23,7 @@ pub enum RegionDevice {
 pub struct RegionOptions {
     /// Bytes of the memory; 16 MiB.
     pub bytes: u64,
-    /// Whose calls go through it; `default` when absent.
+    /// Namespace of the calls through it; `default` when absent.
     pub namespace: Option<Namespace>,
     /// Deadline of each call; none.
     pub timeout: Option<Duration>,

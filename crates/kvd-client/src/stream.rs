@@ -95,12 +95,12 @@ impl<Request: Message, Response: RefusableResponse> DuplexCall<Request, Response
         }
     }
 
-    /// Says that no request follows, and reads what is owed.
+    /// Ends the requests, and reads the outstanding answers.
     async fn finish_stream(self) -> Result<Vec<Response>, ClientError> {
         let Self { requests, mut responses, owed, .. } = self;
         drop(requests);
         let mut rest = Vec::with_capacity(owed);
-        // Reading to the end, not only what is owed, closes the stream without a reset.
+        // Reading to the end, not only outstanding answers, closes the stream without a reset.
         while let Some(response) = responses.message().await? {
             rest.push(response);
         }
@@ -278,7 +278,7 @@ impl LoadStream {
     /// The next piece; `None` after the last token of the range.
     ///
     /// # Errors
-    /// What ended the load early.
+    /// The error that ended the load early.
     pub async fn receive_piece(&mut self) -> Result<Option<LoadPiece>, ClientError> {
         let Some(response) = self.pieces.message().await? else {
             return if self.next == self.end { Ok(None) } else { Err(ended_error()) };

@@ -32,7 +32,7 @@ const ROUNDING: f64 = 1e-12;
 /// Dot products that are summed beside each other.
 const SUMS: usize = 16;
 
-/// Squared error and what it is held against, summed over pages.
+/// Squared error and the square that it is relative to, summed over pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct ErrorSum {
     /// Squared errors.

@@ -122,7 +122,7 @@ impl CodeLayout {
             Side::Value => (row, position, tokens, self.per_row),
         };
         let first = summed / GROUP * GROUP;
-        // The last group has what is left.
+        // The last group has the rest.
         let width = GROUP.min(summed_len - first);
         first * lanes + lane * width + (summed - first)
     }

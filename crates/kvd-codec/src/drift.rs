@@ -11,11 +11,11 @@ use kvd_core::LayerIndex;
 const INTERVAL: u64 = 8;
 /// Blocks of a layer that its first table is built from at most.
 const FIRST_BLOCKS_MAX: u32 = 64;
-/// Blocks of which each is counted after a table was replaced,
+/// Blocks that are all counted after a table was replaced,
 const YOUNG_BLOCKS: u32 = 16;
 /// and after blocks that fit their table badly.
 const SUSPECT_BLOCKS: u32 = 8;
-/// Counted blocks of which the means are trusted: after them counting starts anew.
+/// Counted blocks that make a reliable mean; after them counting starts anew.
 const WINDOW_BLOCKS: u32 = 8;
 /// How much longer the codes of so many blocks may be than under a table made for them.
 const EXCESS: f64 = 0.03;
@@ -85,7 +85,7 @@ impl CodeWindow {
 pub(crate) struct CountingPlan {
     /// Blocks that were stored.
     stored: u64,
-    /// Blocks to come of which each is counted.
+    /// Coming blocks that are all counted.
     dense: u32,
 }
 
@@ -167,7 +167,7 @@ impl TableHistory {
         let own = coded_bits(counts, &HuffmanTable::new(counts)) + description_bits(counts);
         let current = coded_bits(counts, &self.versions[self.current].huffman);
         let departs = current as f64 > (1.0 + EXCESS + 2.0 * self.spread) * own as f64;
-        // What was counted before is of other data, and would only blur what these are like.
+        // Earlier counts are of other data and would blur these.
         let blurs = is_varied(counts) && !is_varied(&self.window.counts);
         if (departs && !self.window.is_suspect) || blurs {
             self.window = CodeWindow { is_suspect: departs, ..CodeWindow::default() };
@@ -193,7 +193,7 @@ impl TableHistory {
         if self.window.is_suspect { verdict.max(TableDecision::Suspect) } else { verdict }
     }
 
-    /// Compares the table that is written with, all others, and one made for what was counted.
+    /// Compares the current table, all others, and one made for the counts.
     fn decide_table(&mut self, stored: u64) -> TableDecision {
         let counts = &self.window.counts;
         let fresh = HuffmanTable::new(counts);

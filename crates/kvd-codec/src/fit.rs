@@ -106,7 +106,7 @@ fn fit_side(
     let mut fitted = SideCalibration::new(side, side_spec.fitted_text());
     let transforms = &side_spec.transforms[..];
     let target = FitTarget { geometry, side, transforms, seed };
-    let mut quantizer = side_spec.quantizer.spec().start_fit(target);
+    let mut quantizer = side_spec.quantizer.as_spec().start_fit(target);
     for layer in 0..geometry.layers {
         for head in 0..geometry.kv_heads as usize {
             let place = HeadIndex { layer, side, head };
@@ -210,7 +210,7 @@ impl<'a> HeadFit<'a> {
         Ok(self)
     }
 
-    /// Fits one transform, maps the rows through it and keeps what was learned.
+    /// Fits one transform, maps the rows through it and keeps its parameters.
     fn fit_transform(
         &mut self,
         transform: Transform,
@@ -278,7 +278,7 @@ impl<'a> HeadFit<'a> {
         let mut queries = self.queries.to_vec();
         for query in queries.chunks_exact_mut(self.dim) {
             for step in &self.steps {
-                // What it adds to a score is the same for every key.
+                // The constant that folding adds to a score is equal for every key.
                 step.fold_query(query);
             }
         }

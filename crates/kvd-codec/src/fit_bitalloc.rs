@@ -17,7 +17,7 @@ const POINTS_MIN: usize = 1 << 12;
 /// A width's levels move to what a byte holds where that raises their error by no more than this:
 /// kernels then take a byte for them and lose nothing. Up to 16 levels it never does.
 const SNAPPED_MAX: f64 = 1.03;
-/// Rounds of allocating widths and training levels on what has them.
+/// Rounds of allocating widths and training levels on the coefficients of each width.
 const ROUNDS: usize = 3;
 /// Coefficients of a side whose errors are looked at for the bound.
 const BOUND_POINTS_MAX: usize = 1 << 23;
@@ -79,7 +79,7 @@ struct FittedBits {
     orders: Vec<Vec<usize>>,
 }
 
-/// A layer's levels and what they leave of a unit variance, by width.
+/// A layer's levels and their error of a unit variance, by width.
 struct LayerLevels {
     values: Vec<f32>,
     distortions: [f64; WIDTH_MAX + 1],

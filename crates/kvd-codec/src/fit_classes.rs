@@ -40,7 +40,7 @@ struct ClassUnit {
     cut: [u64; 2],
 }
 
-/// The symbols of a class and what they cost.
+/// The symbols of a class and their cost in bits.
 struct ClassTable {
     lengths: Vec<u8>,
     /// By symbol; its substitute and outliers where it has no code.

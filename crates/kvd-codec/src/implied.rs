@@ -52,7 +52,7 @@ impl SideSpec {
     pub fn implied_bits(&self, geometry: &Geometry, side: Side) -> ImpliedBits {
         let (tokens, dim) = (geometry.block_tokens as usize, geometry.head_dim(side));
         let gains = if self.transforms.contains(&Transform::Gain) { gain_bytes(tokens) } else { 0 };
-        let scales = self.quantizer.spec().scale_bytes(tokens, dim) + gains;
+        let scales = self.quantizer.as_spec().scale_bytes(tokens, dim) + gains;
         let (codes, offsets, header) = match self.entropy {
             EntropyCoding::Huffman => {
                 // A grid counts outliers as well as words.
@@ -61,7 +61,7 @@ impl SideSpec {
                 (None, lengths, HEADER_BYTES)
             }
             EntropyCoding::None => {
-                let codes = self.quantizer.spec().code_bytes(geometry, side);
+                let codes = self.quantizer.as_spec().code_bytes(geometry, side);
                 (Some(codes), 0, page_bytes(scales + codes) - scales - codes)
             }
         };

@@ -107,7 +107,7 @@ mod tests {
             assert!((got / error - 1.0).abs() < 0.01, "{width} bits: {got}, expected {error}");
             assert!(levels.windows(2).all(|pair| pair[0] < pair[1]), "{levels:?}");
             assert!((mean_squared_error(&points, &levels) / got - 1.0).abs() < 1e-3);
-            // What bytes hold is hardly worse.
+            // Levels that bytes hold are hardly worse.
             crate::levels::snap_to_levels(&mut levels);
             assert!(mean_squared_error(&points, &levels) < 1.01 * got);
         }

@@ -7,7 +7,7 @@
 
 use std::borrow::Cow;
 
-/// Fewest rows of which percentiles say something.
+/// Fewest rows with meaningful percentiles.
 const ROWS_MIN: usize = 20;
 /// Rows longer than the 95th percentile of lengths times this are left out,
 const LEFT_OUT: f64 = 4.0;
@@ -24,7 +24,7 @@ pub(crate) struct InlierRows<'a> {
     pub(crate) rows: Cow<'a, [f32]>,
     /// Rows that are left out.
     pub(crate) left_out: usize,
-    /// Rows of which values were clipped.
+    /// Rows with clipped values.
     pub(crate) clipped: usize,
     /// Length of the longest row given, in 95th percentiles of all lengths.
     pub(crate) longest: f64,
@@ -113,7 +113,7 @@ mod tests {
         assert!(matches!(inliers.rows, Cow::Borrowed(same) if same == rows));
         assert_eq!((inliers.left_out, inliers.clipped), (0, 0));
         assert!((1.0..2.0).contains(&inliers.longest), "{}", inliers.longest);
-        // Of zeros, of a few rows, and of none nothing is left out either.
+        // Zeros, a few rows and no rows keep everything too.
         for few in [&[0.0; 64 * DIM][..], &rows[..19 * DIM], &[]] {
             assert_eq!(InlierRows::new(few, DIM).rows, few);
         }

@@ -240,7 +240,7 @@ impl<'a> SpecCursor<'a> {
         expected: ExpectedWords<'_>,
     ) -> ParseResult<T> {
         let ExpectedWords { what, known } = expected;
-        self.fail_at(start, format!("{word:?} is no {what}; expected {known}"))
+        self.fail_at(start, format!("{word:?} is not a known {what}; expected {known}"))
     }
 
     fn expect_char(&mut self, wanted: char) -> ParseResult<()> {
@@ -276,7 +276,8 @@ impl<'a> SpecCursor<'a> {
         word: &str,
         what: &str,
     ) -> ParseResult<N> {
-        word.parse().or_else(|_| self.fail_at(start, format!("{word:?} is no number of {what}")))
+        word.parse()
+            .or_else(|_| self.fail_at(start, format!("{word:?} is not a number; expected {what}")))
     }
 
     fn parse_bound(&mut self) -> ParseResult<f32> {
@@ -354,7 +355,7 @@ impl<'a> SpecCursor<'a> {
             let (start, word) = self.parse_word("huffman")?;
             if word != "huffman" {
                 return self
-                    .fail_at(start, format!("{word:?} is no entropy stage; expected huffman"));
+                    .fail_at(start, format!("{word:?} is not an entropy coder; expected huffman"));
             }
             entropy = EntropyCoding::Huffman;
         }

@@ -121,7 +121,7 @@ mod tests {
             ("k=raw; v=raw; k[row=1]=raw", 16, "layer or head"),
             ("k=raw; v=raw; k[layer=1,layer=2]=raw", 24, "twice"),
             ("k=raw; v=raw; k[layer=2-1]=raw", 22, "ends before"),
-            ("k=raw; v=raw; k[layer=x]=raw", 22, "no number"),
+            ("k=raw; v=raw; k[layer=x]=raw", 22, "is not a number"),
             ("k=raw; v=raw; k[layer=1=raw", 23, "expected ']'"),
             ("k=raw; v=raw; sink[layer=1]=raw", 19, "expected '='"),
             ("k[layer=1]=raw; v=raw", 21, "k= is missing"),

@@ -208,8 +208,8 @@ static PRESETS: [Preset; 26] = [
         spec_text: "k=mean+qpca/bitalloc(b=2.3); v=mean+gain+pca/bitalloc(b=1.7); \
                     sink=32; recent=96",
         source: "kvd's own, docs/adr/0006-bit-allocation.md",
-        summary: "query-aware transform coding at fixed widths, 2 bits per value, no entropy stage",
-        choose_when: "2 bits without an entropy stage",
+        summary: "query-aware transform coding at fixed widths, 2 bits per value, no entropy coder",
+        choose_when: "2 bits without an entropy coder",
     },
 ];
 
@@ -264,7 +264,7 @@ pub fn resolve_spec(text: &str) -> Result<CodecSpec, SpecError> {
     let names = names.join(", ");
     let message = match word {
         "" => format!("no codec: expected a preset ({names}) or a spec such as k=fp8; v=fp8"),
-        _ => format!("{word:?} is no preset ({names}) and no spec"),
+        _ => format!("{word:?} is not a preset ({names}) or a spec such as k=fp8; v=fp8"),
     };
     Err(SpecError { position, message })
 }
@@ -325,12 +325,12 @@ mod tests {
             ("# kivi-4", 8, "no codec"),
             ("\u{feff}", 0, "no codec"),
             (";", 0, "expected"),
-            ("# a\nzip", 4, "\"zip\" is no preset"),
-            ("\u{feff}zip; recent=3", 0, "is no preset"),
+            ("# a\nzip", 4, "\"zip\" is not a preset"),
+            ("\u{feff}zip; recent=3", 0, "is not a preset"),
             ("# a\nkivi-4 recent=64", 11, "after the preset kivi-4"),
             ("kivi-4 kvd-2", 7, "after the preset kivi-4"),
-            ("# a\nkivi-4; recent=x", 19, "no number"),
-            ("\u{feff}kivi-4; recent=x", 15, "no number"),
+            ("# a\nkivi-4; recent=x", 19, "is not a number"),
+            ("\u{feff}kivi-4; recent=x", 15, "is not a number"),
             ("kivi-4; ; recent=1", 8, "expected"),
             ("kivi-4 = 3", 7, "after the preset"),
             ("k=raw # ; v=raw", 15, "v= is missing"),

@@ -42,7 +42,7 @@ impl ModelCodec {
             return Err(CodecError::Shape(text));
         }
         if let Some(rows) = heads.iter().find(|rows| !rows.len().is_multiple_of(dim)) {
-            let text = format!("{} values of queries are no whole rows of {dim}", rows.len());
+            let text = format!("{} values of queries are not whole rows of {dim}", rows.len());
             return Err(CodecError::Shape(text));
         }
         let of_head = |rows: &Vec<f32>| {

@@ -37,7 +37,7 @@ pub struct SetAside {
     pub rows: usize,
     /// Those that are left out.
     pub left_out: usize,
-    /// Those of which values are clipped.
+    /// Rows with clipped values.
     pub clipped: usize,
     /// Length of the longest row, in 95th percentiles of the lengths of its head's rows.
     pub longest: f64,
@@ -164,7 +164,7 @@ impl Samples {
             return Err(CalibrationError::Shape(place));
         }
         if !rows.len().is_multiple_of(dim) {
-            let shape = format!("{} values are no whole rows of {dim}", rows.len());
+            let shape = format!("{} values are not whole rows of {dim}", rows.len());
             return Err(CalibrationError::Shape(shape));
         }
         if !rows.iter().all(|x| x.is_finite()) {

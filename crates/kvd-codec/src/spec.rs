@@ -207,8 +207,8 @@ impl SideSpec {
         if place(Transform::Mean).is_some_and(|mean| place(Transform::ScoredAxes) > Some(mean)) {
             return Err("sveig stands before mean: scores weigh values as they came".to_owned());
         }
-        self.quantizer.spec().validate()?;
-        self.quantizer.spec().check_entropy(self.entropy)
+        self.quantizer.as_spec().check_parameters()?;
+        self.quantizer.as_spec().check_entropy(self.entropy)
     }
 }
 
@@ -216,7 +216,7 @@ impl SideSpec {
     /// [`SideSpec::validate`], and what a geometry asks for.
     pub(crate) fn check_geometry(&self, geometry: &Geometry, side: Side) -> Result<(), String> {
         self.validate()?;
-        self.quantizer.spec().check_head_dim(geometry.head_dim(side))?;
+        self.quantizer.as_spec().check_head_dim(geometry.head_dim(side))?;
         for transform in [Transform::QueryPca, Transform::QueryAxes] {
             if side == Side::Value && self.transforms.contains(&transform) {
                 return Err(format!("{transform} is for keys: queries meet no values"));
@@ -226,7 +226,7 @@ impl SideSpec {
             return Err("sveig is for values: scores weigh no keys".to_owned());
         }
         if side == Side::Key && self.transforms.contains(&Transform::Gain) {
-            return Err("gain is for values: the length of a key is what scores are".to_owned());
+            return Err("gain is for values: keys are measured by their scores".to_owned());
         }
         Ok(())
     }

@@ -119,7 +119,7 @@ impl VqSpec {
 }
 
 impl QuantizerSpec for VqSpec {
-    fn names() -> &'static [&'static str] {
+    fn spec_names() -> &'static [&'static str] {
         &["vq()"]
     }
 
@@ -150,7 +150,7 @@ impl QuantizerSpec for VqSpec {
         id::VQ
     }
 
-    fn validate(&self) -> Result<(), String> {
+    fn check_parameters(&self) -> Result<(), String> {
         if !matches!(self.dim, 1..=16) || !matches!(self.bits, 1..=16) {
             return Err(format!("{self}: d must be 1 to 16 and b 1 to 16"));
         }

@@ -43,7 +43,7 @@ impl HeadRows {
         }
     }
 
-    /// What the queries make of each key: the mean of `(q·k)²`.
+    /// The score of each key among the queries: the mean of `(q·k)²`.
     fn scores(&self) -> Vec<f64> {
         let square = |key: &[f32], query: &[f32]| {
             let dot: f64 = key.iter().zip(query).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();

@@ -101,7 +101,7 @@ fn keys_in_the_metric_of_queries_are_measured_by_their_scores() {
     let of_scores = checked.attention[0].relative_error();
     assert!(of_scores < 0.35 && of_rows > 0.4, "{of_scores} of scores, {of_rows} of rows");
 
-    // What scores lose, on queries that were not in the calibration.
+    // Errors of scores, on queries that were not in the calibration.
     let mut coefficients = vec![0f32; 64 * 32];
     reader.decode_rows(0, 64, &mut coefficients).unwrap();
     let (head, mut folded) = (codec.head_codec(LAYER, Side::Key, 0), [0f32; 32]);
@@ -165,7 +165,7 @@ fn bounds_are_part_of_the_text() {
         ("k=raw; v=raw; k.bound=0", 22, "above 0"),
         ("k=raw; v=raw; k.bound=1.5", 22, "at most 1"),
         ("k=raw; v=raw; k.bound=NaN", 22, "at most 1"),
-        ("k=raw; v=raw; k.bound=x", 22, "no number"),
+        ("k=raw; v=raw; k.bound=x", 22, "is not a number"),
         ("k=raw; v=raw; bound=1", 14, "is not k, v"),
         ("k=raw; v=raw; k.bound=1; k.bound=1", 25, "twice"),
     ] {

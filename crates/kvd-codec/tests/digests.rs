@@ -1,9 +1,9 @@
 //! Digests of pages of usual sizes: whoever encodes, with whatever instructions, writes the same
 //! bytes. `golden.rs` has short pages in full.
 //!
-//! Of the same calibration, that is: one with eigenvectors (`pca`, `qpca`) was another one on
-//! aarch64 than on x86. So each line has the digest of its calibration too, and where page and
-//! calibration both differ off x86, the test says so and compares the other lines.
+//! Calibrations with eigenvectors (`pca`, `qpca`) differ between aarch64 and x86. So each line has
+//! the digest of its calibration too. If page and calibration both differ off x86, the test says so
+//! and compares the other lines.
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 mod common;

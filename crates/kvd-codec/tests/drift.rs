@@ -16,7 +16,7 @@ const HEADS: usize = 2;
 const TOKENS: usize = 64;
 const VALUES: usize = HEADS * TOKENS * DIM;
 
-/// A block of which one value in `rare` is large: the rarer, the more codes are alike.
+/// A block with one large value in `rare`: the rarer, the more codes are alike.
 fn rows(seed: usize, rare: usize) -> Vec<f32> {
     let gain = |i: usize| if i.is_multiple_of(rare) { 8.0 } else { 1.0 };
     (0..VALUES).map(|i| noise(seed * VALUES + i) * gain(i)).collect()

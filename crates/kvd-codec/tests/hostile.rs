@@ -52,7 +52,7 @@ fn inputs(target: &str) -> Vec<Vec<u8>> {
     paths.iter().map(|path| fs::read(path).unwrap()).collect()
 }
 
-/// A page whose checksum is right for what it holds.
+/// A page with a valid checksum.
 fn with_checksum(mut page: Vec<u8>) -> Vec<u8> {
     let mut hash = Xxh3::new();
     hash.update(&page[..24]);
@@ -111,9 +111,9 @@ fn edited_headers_under_a_right_checksum_never_panic() {
                     edited[at] = value;
                     let edited = with_checksum(edited);
                     let opened = page_decode(&SUBJECTS, &page_input(index, side, &edited));
-                    // Of most fields a reader knows every bit. Another count of tokens or length
-                    // within the padding may do until rows are read, any of several tables will,
-                    // and a page may call itself a fallback.
+                    // A reader knows every bit of most fields. But another count of tokens or
+                    // length within the padding may pass until rows are read, any of several tables
+                    // is valid, and a page may call itself a fallback.
                     let free = matches!(at, 7 | 8 | 9 | 16 | 17 | 20);
                     let changed = value != page[at];
                     assert!(!opened || free || !changed, "{} {at} {value}", SPECS[index]);

@@ -1,7 +1,7 @@
 //! Printed numbers of the vector-quantization papers that need no model: derived from the specs
 //! and from the bytes of real pages, never copied into the code under test.
 //!
-//! What cannot be derived here, and why:
+//! Not derived here, with reasons:
 //! - Accuracy and speed in any table: they need the papers' models and GPUs.
 //! - VQ-LLM §V-A's 26 hot entries (beyond mean plus three deviations) of an AQLM-3 codebook: how
 //!   often an entry is used depends on the weights that it was trained on.

@@ -124,7 +124,7 @@ fn what_a_quantizer_cannot_hold_falls_back_to_raw_exactly() {
         assert_eq!(fallback, 4, "{text}");
         assert!(pages.iter().flatten().all(|x| *x == 1e30), "{text}");
     }
-    // A hybrid group has an f32 zero point: what is constant along it is stored as it is.
+    // A hybrid group has an f32 zero point: a constant group is stored exactly.
     let constant = "k=uniform(b=2,axis=token,mode=hybrid); v=uniform(b=2,axis=channel,mode=hybrid)";
     let (pages, fallback) = round_trip(constant, 32, DType::F32, 4, &k);
     assert_eq!(fallback, 0);

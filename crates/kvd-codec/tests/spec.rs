@@ -120,8 +120,8 @@ fn errors_point_at_the_character() {
     for (text, position, part) in [
         ("", 0, "expected k, v"),
         ("k=raw", 5, "v= is missing"),
-        ("k=row; v=raw", 2, "no quantizer"),
-        ("k=raw; v=raw; recent=many", 21, "no number"),
+        ("k=row; v=raw", 2, "not a known quantizer"),
+        ("k=raw; v=raw; recent=many", 21, "is not a number"),
         ("k=raw; v=raw x", 13, "expected ';'"),
         ("k=raw; k=raw; v=raw", 7, "twice"),
         ("k=smooth; v=raw", 8, "expected '/'"),
@@ -144,13 +144,13 @@ fn errors_point_at_the_character() {
         ("k=polar(a=7,r=6)/huffman; v=raw", 2, "at most 4096"),
         ("k=lloyd(b=9); v=raw", 2, "must be 1 to 8"),
         ("k=lloyd(c=4); v=raw", 8, "no argument"),
-        ("k=rotate(seed=x)/raw; v=raw", 14, "no number of a seed"),
+        ("k=rotate(seed=x)/raw; v=raw", 14, "is not a number; expected a seed"),
         ("k=rotate(angle=1)/raw; v=raw", 9, "no argument"),
         ("k=rotate/raw; v=rotate+rotate(seed=1)/raw", 16, "appears twice"),
         ("k=raw/huffman; v=raw", 2, "floats have none"),
         ("k=uniform(rel=0,axis=token)/huffman; v=raw", 2, "1/255"),
         ("k=grid(b=2)/huffman; v=raw", 7, "no argument"),
-        ("k=grid(rate=x)/huffman; v=raw", 12, "no number"),
+        ("k=grid(rate=x)/huffman; v=raw", 12, "is not a number"),
         ("k=grid(rate=0.2)/huffman; v=raw", 2, "0.25 to 10"),
         ("k=grid(rate=2); v=raw", 2, "needs /huffman"),
         ("k=bitalloc(rate=2); v=raw", 11, "no argument"),
@@ -158,8 +158,8 @@ fn errors_point_at_the_character() {
         ("k=bitalloc(b=2)/huffman; v=raw", 2, "no /huffman"),
         ("k=mean+mean/raw; v=raw", 2, "appears twice"),
         ("k=pca+qpca/raw; v=raw", 2, "exclude each other"),
-        ("k=rä; v=raw", 2, "no quantizer"),
-        ("k=smoth+hadamard/raw; v=raw", 2, "no transform; expected smooth"),
+        ("k=rä; v=raw", 2, "not a known quantizer"),
+        ("k=smoth+hadamard/raw; v=raw", 2, "not a known transform; expected smooth"),
         ("ä", 0, "expected k, v"),
         ("k=raw; v=fp8(", 12, "expected ';'"),
     ] {
@@ -202,7 +202,7 @@ fn a_preset_may_be_given_other_windows_and_bounds() {
     for (text, position, part) in [
         ("kvd-2; recent=1; recent=2", 17, "twice"),
         ("kvd-2; window=1", 7, "is not k, v"),
-        ("kvd-7; recent=1", 0, "no preset"),
+        ("kvd-7; recent=1", 0, "not a preset"),
     ] {
         let error = resolve_spec(text).unwrap_err();
         assert!(error.message.contains(part) && error.position == position, "{text}: {error}");

@@ -133,7 +133,7 @@ impl Drop for ProgressLines {
     }
 }
 
-/// The work, also after a panic of whoever held it: its lines stay right.
+/// The work, even after a panic of a thread that held the lock: its lines stay right.
 fn lock_work(work: &Mutex<TaskProgress>) -> MutexGuard<'_, TaskProgress> {
     work.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -107,7 +107,7 @@ impl<'a> TableWriter<'a> {
         self.finish_table()
     }
 
-    /// Codebooks, f16, `[sets, stages, entries, channels]`; `room` says what is kept where.
+    /// Codebooks, f16, `[sets, stages, entries, channels]`; `room` says where entries are kept.
     pub(crate) fn append_codebooks(self, vq: &VectorQuantizer, side: Side, room: CodebookRoom) {
         for set in 0..self.shape.sets as usize {
             for stage in 0..vq.stages() {
@@ -118,7 +118,7 @@ impl<'a> TableWriter<'a> {
             }
         }
         let shape = self.shape;
-        // Of keys a lane has all channels of a token anyway.
+        // For keys a lane has all channels of a token anyway.
         let whole = side == Side::Key || room.exchange;
         shape.entry_pairs = if whole { entry_pairs(shape.book_dim) } else { 0 };
         let holds = held_registers(shape.entry_pairs, shape.stages, shape.sets) > 0;

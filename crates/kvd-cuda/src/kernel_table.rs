@@ -34,7 +34,7 @@ pub enum SideKernel {
     Grid = 11,
 }
 
-/// What is to be known of a kernel.
+/// A kernel with its pages and its place.
 struct KernelRow {
     kernel: SideKernel,
     /// Quantizer id in the headers of the pages that it reads.
@@ -208,7 +208,7 @@ impl SideKernel {
     }
 
     /// Its header in `kernels/include/kvd`.
-    pub(crate) fn header(self) -> &'static str {
+    pub(crate) fn header_file(self) -> &'static str {
         TABLE[self as usize].header
     }
 

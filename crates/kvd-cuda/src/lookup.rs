@@ -13,7 +13,7 @@ const BYTE_CODES: usize = 256;
 pub(crate) const ALL_ENTRIES: usize = 4 * BYTE_CODES;
 /// Largest magnitude of a number of two signed bytes.
 const TOP: f32 = 32639.0;
-/// Lanes, of which each reads its own copy.
+/// Lanes that each read their own copy.
 pub(crate) const COPIES_MAX: usize = 32;
 /// Shared memory that copies take at most.
 pub(crate) const COPIES_BYTES: usize = 32 << 10;
@@ -137,7 +137,7 @@ pub(crate) fn split_bytes(values: &[f32]) -> (f32, Vec<[i8; 2]>) {
     let largest = values.iter().fold(0f32, |m, value| m.max(value.abs()));
     let unit = largest / TOP;
     let of_value = |value: &f32| {
-        // What is smaller than this is nothing beside any query.
+        // Smaller values are nothing beside any query.
         let whole = if largest > 1e-30 { (value / unit).round() as i32 } else { 0 };
         let high = (whole + 128) >> 8;
         [high as i8, (whole - 256 * high) as i8]
@@ -145,7 +145,7 @@ pub(crate) fn split_bytes(values: &[f32]) -> (f32, Vec<[i8; 2]>) {
     (unit, values.iter().map(of_value).collect())
 }
 
-/// Appends what is looked up, if it is, to the layer's tables: [`DecodeEntries::place`].
+/// Appends the entries to look up, if any, to the layer's tables: [`DecodeEntries::place`].
 pub(crate) fn append_lookup(
     entries: Option<LookupEntries>,
     tables: &mut Vec<u8>,

@@ -21,7 +21,7 @@ enum SpecializedSide {
     Polar { angle: u32, radius: u32 },
     /// Channels alone.
     Dim,
-    /// Groups of one width, of which each channel has one place.
+    /// Groups of one width; each channel has one place.
     Groups,
 }
 
@@ -31,7 +31,7 @@ use SpecializedSide::{Dim, Groups, Lloyd, Polar, Scaled, Vq};
 const BY_CHANNEL: fn(u32) -> SpecializedSide = |bits| Scaled { bits, tokens: 32, channels: 1 };
 const BY_TOKEN: fn(u32) -> SpecializedSide = |bits| Scaled { bits, tokens: 1, channels: 32 };
 
-/// A kernel, its sides' kernels, and what is fixed of them.
+/// A kernel, its sides' kernels, and their constants.
 type SpecializedKernel = (&'static str, [SideKernel; 2], [SpecializedSide; 2]);
 
 /// All there are: `KVD_FIXED` of `kernels/attend_*_fixed.cu`.
@@ -59,7 +59,7 @@ fn specialized_kernels() -> [SpecializedKernel; 9] {
 impl SpecializedSide {
     /// Whether a shape is that.
     fn matches_shape(self, shape: &SideShape) -> bool {
-        // Of one table, which shared memory has whole.
+        // One table, which shared memory holds whole.
         let is_whole = shape.sets == 1 && u64::from(shape.entry_count) == 1 << shape.bits.min(32);
         let fits = match self {
             Scaled { bits, tokens, channels } => {

@@ -41,7 +41,7 @@ const FEW_ROWS: usize = 4;
 /// Terms of one product of halves, and the largest head size: `split_fp.cuh`.
 const HALF_TERMS: usize = 16;
 const HALF_DIM_MAX: u32 = 256;
-/// Channels of rows of which a lane takes sixteens of bytes in turn.
+/// Channels of rows from which a lane takes sixteen bytes at a time.
 const HALF_GROUP: usize = 64;
 
 /// Pairs of which a side may hold Huffman codes and whose late kernels on tensor cores
@@ -309,7 +309,7 @@ pub(crate) fn work_bytes(
             };
             // Where the sums of a step are scaled, those of its queries too.
             let sums = if is_hybrid { steps * rows } else { 0 };
-            // Of each tile where channels have scales, of which each has others.
+            // If channels have scales, each tile has its own sums.
             let by_channel = shape.kind == SideKernel::Uniform as u32 && shape.scale_channels == 1;
             let scaled = by_channel || shape.kind == SideKernel::Polar as u32;
             let cuts = if scaled { tiles_together(kernel, rows) } else { 1 };
@@ -318,7 +318,7 @@ pub(crate) fn work_bytes(
         }
         // Where each channel is, and what is taken from its codes.
         Side::Value if grid => 4 * rows * dim + 3 * dim + 4,
-        // What each place is worth, and places by channel.
+        // The unit of each place, and places by channel.
         Side::Value if spread => {
             4 * rows * dim + PLACE_BYTES * shape.spread_places as usize + dim.next_multiple_of(4)
         }

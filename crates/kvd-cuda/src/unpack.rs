@@ -473,7 +473,7 @@ mod tests {
         assert_eq!(channels(16..19), [5, 6, 7]);
         let low = keys.positions[4].factor;
         assert_eq!(keys.positions[0].factor, 256.0 * low);
-        // What no calibration has said yet is about as much.
+        // The expectation before a calibration is about as large.
         let expected = expected_unpack((Side::Key, false), 128);
         assert!((128..192).contains(&expected.spread_row));
 
@@ -504,7 +504,7 @@ mod tests {
         let whole = [[0, 32, 3], [32, 16, 1]];
         assert!([16, 32, 48, 128].iter().all(|at| groups(Side::Key, *at, &whole).is_none()));
         assert!(groups(Side::Key, 64, &[[0, 31, 3], [31, 17, 1]]).is_none());
-        // Of keys a lane has two quads in turn, as far apart as there are groups.
+        // For keys a lane takes two quads in turn, as far apart as there are groups.
         let keys = groups(Side::Key, 64, &whole).unwrap();
         let channels: Vec<u16> = keys.positions.iter().map(|of| of.channel).collect();
         assert_eq!(channels[..8], [0, 16, 1, 17, 8, 24, 9, 25]);
@@ -523,7 +523,7 @@ mod tests {
 
     #[test]
     fn groups_of_values_are_dealt_to_warps_and_two_bytes_of_a_level_to_one() {
-        // Of six bits levels have two bytes.
+        // Levels of six bits have two bytes.
         let runs = [[0, 16, 6], [16, 32, 2], [48, 16, 1], [64, 16, 0]];
         let values = groups(Side::Value, 64, &runs).unwrap();
         let dealt: Vec<u32> = values.groups.iter().map(|group| group[3] & 15).collect();

@@ -23,7 +23,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Runs an ignored test in a process with the made-up driver, of which one call may fail.
+/// Runs an ignored test in a process with the made-up driver; one of its calls may fail.
 fn with_driver(test: &str, fail: Option<&str>) {
     let dir = tempfile::tempdir().unwrap();
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fake_libcuda.c");
@@ -236,7 +236,7 @@ fn memory() {
     event(&mut driver);
     descriptor(&mut driver);
     driver.free_device(own);
-    // What is still open is closed with the driver.
+    // Open mappings are closed with the driver.
     let mut memory = vec![0u8; 64];
     driver.open_shared(handle(&mut memory, 64), 64).unwrap();
     drop(driver);

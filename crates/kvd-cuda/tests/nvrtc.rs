@@ -106,7 +106,7 @@ fn frame_bytes(image: &[u8]) -> u32 {
 #[test]
 fn mixed_pairs_are_compiled_with_products_on_tensor_cores_and_without_spills() {
     let Some(mut compiler) = compiler() else { return };
-    // Of codes that are not plain two words stand on the stack, which no full tile reads. One
+    // For codes that are not plain, two words stand on the stack, which no full tile reads. One
     // number of query rows each: three take minutes where the processor is shared.
     for (keys, values, target, most) in [
         (SideKernel::Bf16, SideKernel::Hybrid, "sm_80", 0),

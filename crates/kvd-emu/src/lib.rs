@@ -87,7 +87,8 @@ unsafe extern "C" {
 /// Runs a kernel to its end; `parameters` are the bytes of its parameter.
 ///
 /// # Errors
-/// What the lane noticed: a divergent barrier, a stuck block, a wrong size, an unknown kernel.
+/// Faults that the emulator noticed: a divergent barrier, a stuck block, a wrong size, an unknown
+/// kernel.
 ///
 /// # Safety
 /// The addresses in `parameters` must be what the kernel expects there, for as long as it runs.

@@ -190,7 +190,7 @@ async fn a_gpu_lane_holds_and_answers_what_the_processors_lane_does() {
             length += tokens;
         }
         daemon.assert_same(models, &[(parent, length)], codec).await;
-        // What two sequences have in common is there once, until they grow apart.
+        // Blocks that two sequences share exist once, until the sequences diverge.
         let before = daemon.used_bytes();
         let (half, whole) = (daemon.fork(parent, 75).await, daemon.fork(parent, length).await);
         assert_eq!(daemon.used_bytes(), before, "{codec}: a fork takes no memory");

@@ -291,7 +291,7 @@ fn sums_of_what_is_only_read() {
     if !is_available() {
         return;
     }
-    // Of `measure/read.cuh`: threads, loads under way, words of a load; two turns of each block.
+    // As in `measure/read.cuh`: threads, loads under way, words of a load; two turns of each block.
     let (blocks, threads, depth, words) = (3u32, 128, 8, 4);
     let per_block = 2 * threads * depth;
     let read: Vec<u32> = (0..blocks as usize * per_block * words).map(|i| i as u32 * 7).collect();

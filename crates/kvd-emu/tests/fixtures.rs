@@ -72,7 +72,7 @@ fn checked(codec: &str) -> Vec<Form> {
     forms
 }
 
-/// A fixture's bytes, and what they are.
+/// A fixture's bytes, with their description.
 #[derive(Default)]
 struct Fixture {
     bytes: Vec<u8>,
@@ -174,7 +174,7 @@ fn write(folder: &Path, codec: &str, form: Form, device: &GpuLimits, workloads: 
     std::fs::write(folder.join(format!("{name}.bin")), fixture.bytes).unwrap();
 }
 
-/// Writes what is launched for its outputs alone.
+/// Writes launches that are made only for their outputs.
 fn write_checks(folder: &Path, codec: &str, device: &GpuLimits, forms: &[Form]) {
     let folder = folder.join("checks");
     std::fs::create_dir_all(&folder).unwrap();

@@ -148,7 +148,8 @@ fn pages_of_several_table_versions() {
     let others = |side, head, token, channel| value(side, head, token, channel).powi(3);
     stored.train(64, others);
     stored.push_pages(64, &others);
-    // What the newest table makes longer than codes of fixed width takes the prior: all but one.
+    // Pages that the newest table makes longer than codes of fixed width take the prior: all but
+    // one.
     stored.push_pages(33, &value);
     let mut versions = [0; 3];
     stored.headers.values().for_each(|header| versions[usize::from(header.table_version)] += 1);
@@ -193,7 +194,8 @@ fn thread_blocks_with_little_shared_memory_decode_fewer_chunks_at_once() {
     let plan = Ask::last(4, stored.tokens).plan(&stored, |i| noise(99 + i));
     let wanted = expected(&stored, &plan);
     let mut sizes = Vec::new();
-    // Of a block, of a multiprocessor: 4 chunks, 2, 1, and 2 in two blocks rather than 4 in one.
+    // KiB of a block and of a multiprocessor: 4 chunks, 2, 1, and 2 in two blocks rather than 4 in
+    // one.
     for (block, multiprocessor) in [(227, 228), (70, 70), (45, 45), (227, 160)] {
         let (block, multiprocessor) = (block << 10, multiprocessor << 10);
         let shared = SharedMemory { block, multiprocessor, under_way: 0 };

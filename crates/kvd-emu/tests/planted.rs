@@ -7,7 +7,7 @@ use kvd_emu::{EmulatorMemory, LaunchGrid, ThreadOrder, is_available, is_sanitize
 const WORDS: u32 = 64;
 const SHARED_BYTES: usize = 256;
 
-/// Runs a planted kernel on `0..64`; what it should leave is the same words reversed.
+/// Runs a planted kernel on `0..64`; it should leave these words reversed.
 fn run(kernel: &str, order: ThreadOrder) -> Result<Vec<u32>, String> {
     let words: Vec<u32> = (0..WORDS).collect();
     let memory = EmulatorMemory::copy_from(bytemuck::cast_slice(&words));
@@ -58,7 +58,7 @@ fn missing_barrier_changes_the_result_in_every_order() {
     for order in ThreadOrder::EACH {
         let words = run("planted_missing_barrier", order).unwrap();
         assert_ne!(words, reversed(), "{order:?}");
-        // What was read too early is shared memory as it was at the start.
+        // A read that is too early finds the initial content of shared memory.
         assert!(words.contains(&u32::MAX), "{order:?}");
     }
 }
@@ -123,7 +123,7 @@ fn copies_in_turns_show_what_is_read_too_early_and_what_is_overwritten() {
         return;
     }
     for order in ThreadOrder::EACH {
-        // Of some threads, as others run ahead.
+        // Only some threads read too early, as others run ahead.
         let words = run("planted_early_turn", order).unwrap();
         assert!(words.contains(&u32::MAX), "{order:?}: {words:?}");
     }

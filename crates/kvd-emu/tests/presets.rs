@@ -80,7 +80,7 @@ fn conforms_with(
     let mut turn = 0;
     for &dim in dims {
         for &(pages, window) in tails {
-            // Of pages of two tiles some sides are read in another way.
+            // Kernels read some sides differently in pages of two tiles.
             let block_tokens = if pages[0] > 64 { 96 } else { 64 };
             let geometry = Geometry { block_tokens, ..geometry(dim, dim, DType::F16) };
             let layout = Layout { pages: pages.to_vec(), window };

@@ -351,7 +351,7 @@ fn places_outside_a_region_unaligned_or_of_one_that_is_closed_are_refused_before
     }
     assert_eq!(fixture.watch.lock().launches, launches);
     fixture.backend.attend(&plan).unwrap();
-    // What a worker's connection held is gone with it.
+    // Memory of a worker's connection goes with it.
     fixture.backend.backend.close_region(good.region);
     let refused = attend_at(&mut fixture, &plan, good);
     assert!(refused.contains("no device memory 0 is open"), "{refused}");

@@ -135,7 +135,7 @@ impl Blocks {
         encoded.page_ends.iter().map(page).collect()
     }
 
-    /// Runs a plan; gives what it wrote and each page.
+    /// Runs a plan; gives its output and each page.
     fn run(
         &self,
         (shapes, store): (&LayerShapes, &StoreShapes),
@@ -307,7 +307,7 @@ fn pages_of_any_length_have_the_formats_checksum() {
         return;
     }
     let blocks: Vec<_> = (1..=30).map(|tokens| (Rows::Noise, tokens)).collect();
-    // Of 48 bytes on, in steps of one row: each way in which short pages are hashed.
+    // From 48 bytes on, in steps of one row: each way in which short pages are hashed.
     Blocks::new([2, 8], DType::F32, "k=fp8; v=f32", &blocks).check(
         "short",
         SHARED,

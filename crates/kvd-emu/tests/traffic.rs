@@ -1,5 +1,5 @@
-//! What attention reads of pages, counted: each byte once for all query rows of a unit, in whole
-//! copies of 16 bytes. With `--nocapture` it prints them as a table.
+//! Bytes of pages that attention reads, counted: each byte once for all query rows of a unit, in
+//! whole copies of 16 bytes. With `--nocapture` it prints them as a table.
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 mod common;

@@ -179,7 +179,7 @@ mod tests {
         let head: String = text.chars().take(20_000).collect();
         let encoding = assets.tokenizer.encode(head.as_str(), false).unwrap();
         let ids = encoding.get_ids();
-        // The last tokens may merge with what was cut off.
+        // The last tokens may merge with the text that was cut off.
         assert!(ids.len() > 4000);
         let sure = ids.len() - 8;
         assert_eq!(&ids[..sure], &assets.held_out[..sure]);

@@ -10,7 +10,7 @@ use std::f64::consts::TAU;
 pub(crate) struct RopeTable {
     /// Radians per position, one per pair of channels.
     frequencies: Vec<f32>,
-    /// Scale of what is rotated.
+    /// Scale of the rotated pairs.
     attention_factor: f64,
 }
 

@@ -70,13 +70,13 @@ struct ShardIndex {
 /// The files of an index and the tensors that each must have.
 fn read_shards(path: &Path) -> Result<BTreeMap<String, HashSet<String>>> {
     let index: ShardIndex = serde_json::from_slice(&read_file(path)?).map_err(|error| {
-        ModelError::file_error(path, format!("is no index of weights: {error}"))
+        ModelError::file_error(path, format!("is not an index of weights: {error}"))
     })?;
     let mut shards: BTreeMap<String, HashSet<String>> = BTreeMap::new();
     for (name, file) in index.weight_map {
         let plain = !file.contains(['/', '\\', '\0']) && !["", ".", ".."].contains(&&*file);
         if !plain {
-            let reason = format!("{name} is in {file:?}, which is no file of this folder");
+            let reason = format!("{name} is in {file:?}, which is not a file of this folder");
             return Err(ModelError::file_error(path, reason));
         }
         shards.entry(file).or_default().insert(name);
@@ -108,7 +108,7 @@ impl UnusedTensors {
         listed: Option<&HashSet<String>>,
     ) -> Result<()> {
         let wrong =
-            |error| ModelError::file_error(path, format!("is no safetensors file: {error}"));
+            |error| ModelError::file_error(path, format!("is not a safetensors file: {error}"));
         let file = SafeTensors::deserialize(bytes).map_err(wrong)?;
         for (name, view) in file.tensors() {
             if listed.is_some_and(|listed| !listed.contains(&name)) {

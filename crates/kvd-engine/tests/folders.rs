@@ -231,7 +231,7 @@ fn files_that_are_missing_or_cut_are_named() {
     for end in [0, 7, 8, 100, weights.len() - 1] {
         std::fs::write(folder.path().join("model.safetensors"), &weights[..end]).unwrap();
         let error = refusal(load(&config("llama"), folder.path())).to_string();
-        assert!(error.contains("is no safetensors file"), "{error}");
+        assert!(error.contains("is not a safetensors file"), "{error}");
     }
     assert!(message(folder.path()).contains("tokenizer.json: cannot be read"));
     std::fs::write(folder.path().join("tokenizer.json"), "{}").unwrap();

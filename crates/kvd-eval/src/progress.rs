@@ -43,7 +43,7 @@ impl RunProgress {
         self.name_step(what, "");
     }
 
-    /// Names what is being done: a run and its stage.
+    /// Names the current run and its stage.
     pub(crate) fn name_step(&self, run: &str, stage: &'static str) {
         self.bar.set_prefix(run.to_owned());
         self.bar.set_message(stage);

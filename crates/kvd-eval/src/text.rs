@@ -5,7 +5,7 @@ use kvd_engine::ModelAssets;
 use std::ops::Range;
 use std::path::Path;
 
-/// The first `wanted` tokens of a file, or what it has.
+/// The first `wanted` tokens of a file, or all if it has fewer.
 pub(crate) fn token_ids(assets: &ModelAssets, path: &Path, wanted: usize) -> Result<Vec<u32>> {
     let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     let text = String::from_utf8(bytes).map_err(|error| {

@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64};
 use std::time::Duration;
 
-/// The name in `/proc/<pid>/maps`, for whoever looks there.
+/// The name in `/proc/<pid>/maps`.
 const NAME: &std::ffi::CStr = c"kvd-region";
 /// Descriptors that one message may carry.
 pub const DESCRIPTORS_MAX: usize = 2;
@@ -143,7 +143,7 @@ fn message_header(bytes: &mut libc::iovec, control: Option<&mut ControlBuffer>) 
 /// Sends bytes over a Unix socket, and descriptors with the first of them.
 ///
 /// # Errors
-/// What the system answers, `WouldBlock` included; more descriptors than one message takes.
+/// The system's errors, `WouldBlock` included; more descriptors than one message takes.
 pub fn send_files(socket: impl AsFd, bytes: &[u8], files: &[BorrowedFd<'_>]) -> io::Result<usize> {
     if files.len() > DESCRIPTORS_MAX {
         return Err(io::Error::from(ErrorKind::InvalidInput));
@@ -176,8 +176,8 @@ pub fn send_files(socket: impl AsFd, bytes: &[u8], files: &[BorrowedFd<'_>]) -> 
 /// peer's end.
 ///
 /// # Errors
-/// What the system answers, `WouldBlock` included; `InvalidData` for more descriptors than one
-/// message takes, which are closed.
+/// The system's errors, `WouldBlock` included; `InvalidData` for more descriptors than one message
+/// takes, which are closed.
 pub fn receive_files(socket: impl AsFd, bytes: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
     let mut control = ControlBuffer([0; 64]);
     let base = bytes.as_mut_ptr().cast();

@@ -185,7 +185,7 @@ impl RegionMemory {
         Ok(())
     }
 
-    /// Sleeps until the word is no longer `value`, at most `time`; returns what it is then.
+    /// Sleeps until the word is no longer `value`, at most `time`; returns its value then.
     ///
     /// # Errors
     /// Past the region, or not aligned.

@@ -120,7 +120,7 @@ fn a_refusal_is_cut_at_a_character_and_never_leaves_its_record() {
     let mut after = [0; 8];
     memory.read_bytes(256, &mut after).unwrap();
     assert_eq!(after, [0xAB; 8]);
-    // What a hostile peer writes over the length is cut as well.
+    // A length that a hostile peer writes is cut as well.
     memory.write_bytes(4, &u32::MAX.to_le_bytes()).unwrap();
     let Some(CallOutcome::Refused(text)) = record.wait_end(Duration::ZERO).unwrap() else {
         panic!()

@@ -188,7 +188,7 @@ fn what_cannot_be_calibrated_is_refused_with_its_exit_code() {
     for (arguments, code, part) in [
         (vec![], 64, "--out"),
         (vec!["--out", "x"], 64, "--codec"),
-        (vec!["--codec", "zip", "--out", "x"], 64, "no preset"),
+        (vec!["--codec", "zip", "--out", "x"], 64, "not a preset"),
         (vec!["--endpoint", "http://127.0.0.1:9", "--out", "x", vq[0], vq[1]], 64, "--sequence"),
         (vec!["--samples", "x", "--model", "y", "--dump", "z"], 64, "cannot be used with"),
         (vec!["--samples", "/no/such", vq[0], vq[1], "--out", "x"], 64, "/no/such"),

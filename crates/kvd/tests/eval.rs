@@ -170,7 +170,7 @@ fn kvd(arguments: &[&str]) -> Output {
 #[test]
 fn what_cannot_be_evaluated_is_refused_with_its_exit_code() {
     for (arguments, code, part) in [
-        (&["eval", "--codec", "zip"][..], 64, "no preset"),
+        (&["eval", "--codec", "zip"][..], 64, "not a preset"),
         (&["eval", "--codec", "k=raw"], 64, "character 5"),
         (&["eval", "--codec", "@/no/such/file"], 64, "/no/such/file"),
         (&["eval", "--codec", "raw", "--windows", "tail=3"], 64, "sink=N"),

@@ -32,7 +32,7 @@ struct AsGiven {
     KVD_DEVICE static const SideShape& value(const SideShape& side) { return side; }
 };
 
-// What of shared memory depends on a pair of sides.
+// Sizes in shared memory that depend on the pair of sides.
 template <class Key, class Value, int ROWS, bool CODED>
 KVD_DEVICE typename AttendShared<ROWS>::Sizes sizes_of(const SideShape& value, unsigned buffers) {
     using Found = Stops<Key, Value, ROWS, CODED>;
@@ -53,7 +53,7 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
     const Unit& unit = parameters.units[block_index()];
     const SideShape& key = Shapes::key(unit.key);
     const SideShape& value = Shapes::value(unit.value);
-    // Huffman codes come through rings of their own; what is staged beside them is little.
+    // Huffman codes come through rings of their own; little else is staged beside them.
     const unsigned buffers = CODED ? 2 : parameters.buffers;
     KVD_EXPECT(buffers >= 2 && buffers <= BUFFERS_MAX);
     KVD_EXPECT(unit.rows <= ROWS && value.dim <= CHANNELS_PER_THREAD * ATTEND_THREADS);
@@ -71,7 +71,7 @@ KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
     Decoder<Key, Value, CODED> decoder(parameters, unit, key, value, memory, shared.coded,
                                        shared.key_table, shared.value_table);
 
-    // The union of what the rows see: the first row's start, the last row's end.
+    // The union of the rows' visible tokens: the first row's start, the last row's end.
     const Range seen = {visible(unit, 0).from, visible(unit, unit.rows - 1).to};
     Stops<Key, Value, ROWS, CODED> stops(shared.stops);
     Scores<Key, ROWS> scores(shared, parameters, key);

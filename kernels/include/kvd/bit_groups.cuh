@@ -39,9 +39,9 @@ struct TokenOrder<Tensor<Groups>> {
     }
 };
 
-// Of values a group, of keys two neighbours of a run, where the second of the last may be nothing: where their
-// codes are in a page of two full tiles, those of the second tile behind those of the first; bytes between
-// the quads of keys, or of a row of values.
+// One group of values, or two neighbouring groups of a run of keys (the second of the last pair may
+// be absent): where their codes are in a page of two full tiles, those of the second tile behind
+// those of the first; bytes between the quads of keys, or of a row of values.
 struct alignas(16) Group {
     uint32_t at;
     uint32_t next;
@@ -70,7 +70,7 @@ struct GroupLevels {
     KVD_DEVICE uint32_t of_few(uint32_t nibbles) const {
         return bytes_at(few.word[0], few.word[1], nibbles);
     }
-    // The same of four bits, whatever is in the high half.
+    // For codes of four bits, whatever is in the high half.
     KVD_DEVICE uint32_t of_four(uint32_t nibbles) const {
         const uint32_t low = bytes_at(few.word[0], few.word[1], nibbles & 0x7777);
         const uint32_t high = bytes_at(few.word[2], few.word[3], nibbles & 0x7777);
@@ -78,7 +78,7 @@ struct GroupLevels {
         return (low & ~upper) | (high & upper);
     }
 
-    // Of four codes of more bits, nibbles of their low and their high bits.
+    // For four codes of more bits: nibbles of their low and their high bits.
     KVD_DEVICE uint32_t of_wide(uint32_t low, uint32_t high) const {
         return of_bytes(apart(low) | apart(high) << 4);
     }
@@ -116,7 +116,7 @@ struct KeyNibbles {
           second{token >= group.next_bit() ? 1u : 0u,
                  token + TILE_TOKENS >= group.next_bit() ? 1u : 0u} {}
 
-    // Of the planes whose first word is at `at`; of the first group or the second.
+    // Codes from the planes whose first word is at `at`; of the first group or the second.
     template <unsigned WIDTH>
     KVD_DEVICE uint32_t of(const uint8_t* at, unsigned half) const {
         at += half * STEP;
@@ -153,7 +153,7 @@ struct KeyNibbles {
     }
 };
 
-// The same of values, of two neighbouring channels: quads of tokens.
+// Nibbles of values, of two neighbouring channels: quads of tokens.
 struct ValueNibbles {
     // Bytes of a row of a plane, and of those before a lane's in one of two bits.
     unsigned row;
@@ -454,7 +454,7 @@ struct Tensor<Groups> : Tensor<BitAlloc> {
         }
     }
 
-    // Of the places of a channel's two bytes the first has it.
+    // A channel with two bytes is entered at the place of the first.
     KVD_DEVICE static void prepare_places(const SideShape& side, const uint8_t* tables,
                                           uint32_t* places) {
         SpreadPosition* to = reinterpret_cast<SpreadPosition*>(places);

@@ -265,8 +265,8 @@ struct Tensor<BitAlloc> : BitAlloc {
         }
     }
 
-    // Of values the places are the positions, and behind them a place for every coefficient without
-    // codes. By place what SpreadPosition says; places by channel, a byte each.
+    // For values the places are the positions, and behind them a place for every coefficient
+    // without codes. By place a SpreadPosition; places by channel, a byte each.
     KVD_DEVICE static unsigned place_bytes(const SideShape& side) {
         return sizeof(SpreadPosition) * side.spread_places + (side.dim + 3) / 4 * 4;
     }

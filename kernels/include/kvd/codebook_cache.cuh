@@ -27,7 +27,7 @@ struct alignas(4 * PAIRS) Pairs {
     uint32_t word[PAIRS];
 };
 
-// What of a head's codebooks this lane holds: of each stage one entry.
+// Entries of a head's codebooks that this lane holds: one of each stage.
 struct Held {
     uint32_t word[HELD_BOOKS][HELD_PAIRS];
 

@@ -25,7 +25,7 @@ KVD_DEVICE unsigned plane_bytes(unsigned codes, unsigned bits) {
     return bytes;
 }
 
-// Four codes: their low bytes, and what is above.
+// Four codes: their low bytes, and their high bits.
 struct Four {
     uint32_t low;
     uint32_t high;
@@ -41,7 +41,7 @@ struct Codes {
     unsigned bits;
     unsigned tokens;
     unsigned per_row;
-    // Of a decoded tile the codes of a row, padded; 0 for one of fixed width.
+    // Codes of a row of a decoded tile, padded; 0 for a tile of fixed width.
     unsigned stride;
 
     KVD_DEVICE unsigned count() const { return tokens * per_row; }
@@ -179,7 +179,7 @@ KVD_DEVICE void each_code_of(const Codes& codes, unsigned token, unsigned warps,
     }
 }
 
-// The same of this lane's token, by the lanes that have one.
+// For this lane's token, by the lanes that have one.
 template <class Use>
 KVD_DEVICE void each_key_code(const Codes& codes, unsigned warps, Use use) {
     if (lane_index() < codes.tokens) {

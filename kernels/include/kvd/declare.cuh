@@ -26,7 +26,7 @@
     KVD_TENSOR(name, Key, Value, 1)                                                              \
     KVD_TENSOR(name, Key, Value, 4)                                                              \
     KVD_TENSOR(name, Key, Value, 8)
-// The same of sides of which one may be of halves: pairs that are compiled late (kvd-cuda/src/jit).
+// Pairs with a side of halves, which are compiled late (kvd-cuda/src/jit).
 #define KVD_MIXED_ROWS(name, Key, Value)                                                         \
     KVD_MIXED(name, Key, Value, 1)                                                               \
     KVD_MIXED(name, Key, Value, 4)                                                               \

@@ -1,6 +1,6 @@
-// What the kernels need from a device, and nothing else: indices, barriers, shuffles, copies that
-// overlap arithmetic, narrow floats, and how a kernel is declared. Two meanings: CUDA's, and that of
-// the CPU lane (emu/emu.h). No other header spells a CUDA builtin, inline PTX or shared memory.
+// The device functions that kernels need: indices, barriers, shuffles, copies that overlap
+// arithmetic, narrow floats, and how a kernel is declared. Two implementations: CUDA's, and the
+// emulator's (emu/emu.h). No other header uses a CUDA builtin, inline PTX or shared memory.
 #pragma once
 
 #include <stdint.h>
@@ -11,12 +11,12 @@
 #include <cuda_fp16.h>
 
 #define KVD_DEVICE __device__ __forceinline__
-// Of one file: numbers that every thread reads.
+// Constants of one file that every thread reads.
 #define KVD_CONSTANT static __constant__
 #define KVD_BARRIER() __syncthreads()
 #define KVD_SHUFFLE_XOR(value, mask) __shfl_xor_sync(0xFFFFFFFFu, value, mask)
-// The word of another lane; which lanes have a condition; what a lane wrote to shared memory is there
-// for the others. Always all lanes of a warp.
+// The word of another lane; the lanes that meet a condition; makes a lane's writes to shared memory visible
+// to the others. Always for all lanes of a warp.
 #define KVD_SHUFFLE(word, lane) __shfl_sync(0xFFFFFFFFu, word, lane)
 #define KVD_BALLOT(condition) __ballot_sync(0xFFFFFFFFu, condition)
 #define KVD_WARP_BARRIER() __syncwarp()
@@ -26,14 +26,13 @@
 // all by fragment: see multiply_bytes.
 #define KVD_MULTIPLY_BYTES(SIGNED_A, SIGNED_B, sums, a, b) \
     kvd::multiply_bytes<SIGNED_A, SIGNED_B>(sums, a, b)
-// The same of 16 rows and 16 columns of halves, bf16 or f16, with sums of f32: see multiply_halves. The
-// matrices that the lanes of a warp name the rows of, transposed: see load_matrices.
+// Product of 16 rows and 16 columns of halves, bf16 or f16, with sums of f32: see multiply_halves.
+// Loads the matrices whose rows the lanes of a warp name, transposed: see load_matrices.
 #define KVD_MULTIPLY_HALVES(IS_BF16, sums, a, b) kvd::multiply_halves<IS_BF16>(sums, a, b)
 #define KVD_LOAD_MATRICES(words, row) kvd::load_matrices(words, row)
-// Tested in the CPU lane only: sizes that the host promised.
+// Tested in the emulator only: sizes that the host promised.
 #define KVD_EXPECT(condition) ((void)0)
-// A condition that full tiles of a long sequence do not meet, or hardly ever: what is behind it is laid
-// out of the way.
+// A condition that full tiles of a long sequence hardly ever meet: its branch is laid out of the way.
 #define KVD_RARELY(condition) __builtin_expect(!!(condition), 0)
 // Keeps a word in a register, where the compiler would compute it anew for every tile.
 #define KVD_KEEP(word) asm volatile("" : "+r"(word))
@@ -60,7 +59,7 @@ KVD_DEVICE void copy_async16(void* shared, const void* global) {
     const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
 }
-// The same of the first `bytes`, at most 16; zeros for the others.
+// Copies the first `bytes`, at most 16; zeros for the others.
 KVD_DEVICE void copy_async16(void* shared, const void* global, unsigned bytes) {
     const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes)
@@ -100,9 +99,9 @@ KVD_DEVICE void multiply_bytes(int32_t (&sums)[4], const uint32_t (&a)[4], const
 }
 #undef KVD_MMA
 
-// The same of halves (PTX ISA "Matrix Fragments for mma.m16n8k16"). Lane `4 g + t` holds of A rows `g`
-// (words 0, 2) and `g + 8` (1, 3), columns `2 t, 2 t + 1` (0, 1) and `8 + 2 t, 9 + 2 t` (2, 3); of B
-// column `g`, rows as A's columns; of the sums what multiply_bytes says.
+// Product of halves (PTX ISA "Matrix Fragments for mma.m16n8k16"). Lane `4 g + t` holds of A rows
+// `g` (words 0, 2) and `g + 8` (1, 3), columns `2 t, 2 t + 1` (0, 1) and `8 + 2 t, 9 + 2 t` (2, 3);
+// of B column `g`, rows as A's columns; the sums as in multiply_bytes.
 #define KVD_MMA(type)                                                                              \
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                            \
                  ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"            \
@@ -132,13 +131,13 @@ KVD_DEVICE void load_matrices(uint32_t (&words)[4], const uint8_t* row) {
 KVD_DEVICE uint32_t bytes_of(uint32_t low, uint32_t high, unsigned which) {
     return __byte_perm(low, high, which);
 }
-// The same where no digit is above 7, which nothing then sees to.
+// For digits of at most 7, which the caller ensures.
 KVD_DEVICE uint32_t bytes_at(uint32_t low, uint32_t high, unsigned which) {
     uint32_t bytes;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(which));
     return bytes;
 }
-// A word, `by` of its bits further down, of which the low five bits count; what falls out comes in above.
+// Rotates a word right by the low five bits of `by`.
 KVD_DEVICE uint32_t rotated(uint32_t word, unsigned by) { return __funnelshift_r(word, word, by); }
 // The low byte of a word `times` a number below 256, plus a sum.
 KVD_DEVICE uint32_t low_byte(uint32_t word, uint32_t times, uint32_t sum) {
@@ -170,13 +169,14 @@ KVD_DEVICE uint16_t f16_bits_below(float value) { return __half_as_ushort(__floa
 KVD_DEVICE uint16_t bf16_bits(float value) {
     return __bfloat16_as_ushort(__float2bfloat16_rn(value));
 }
-// `e^x` of what is not far above 0: within 2^-22 of it, and 2^-24 of `x` more; 0 where it is no normal number.
+// `e^x` for `x` up to slightly above 0: within 2^-22 of it, and 2^-24 of `x` more; 0 where it is not a
+// normal number.
 KVD_DEVICE float exp_near(float x) {
     float power;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * 1.44269504f));
     return power;
 }
-// The largest in a warp of what is not negative.
+// The largest of a warp's values, none of which is negative.
 KVD_DEVICE float warp_max_magnitude(float value) {
     return __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(value)));
 }
@@ -215,8 +215,8 @@ KVD_DEVICE uint32_t e4m3_word(uint16_t codes) {
     return word;
 }
 #endif
-// Each rounded by itself, as on the host: pages are the same bytes whoever writes them. What the
-// compiler may fuse is not.
+// Each is rounded by itself, as on the host, so pages have the same bytes from either. Plain operators may
+// be fused.
 KVD_DEVICE float times(float a, float b) { return __fmul_rn(a, b); }
 KVD_DEVICE float plus(float a, float b) { return __fadd_rn(a, b); }
 KVD_DEVICE float minus(float a, float b) { return __fsub_rn(a, b); }

@@ -1,6 +1,6 @@
 // Codes under one step per head, entropy coded by class of coefficient (docs/adr/0005-grid-codec.md,
-// docs/format.md "Sides"): `(code - bias) * step`, and what the codes do not hold as outliers. Always
-// Huffman codes: huffman.cuh has decoded the tile. CPU reference: kvd-codec/src/quantizer/grid.rs.
+// docs/format.md "Sides"): `(code - bias) * step`, and outliers. Always Huffman codes: huffman.cuh has
+// decoded the tile. CPU reference: kvd-codec/src/quantizer/grid.rs.
 #pragma once
 
 #include "outlier.cuh"
@@ -97,7 +97,7 @@ struct Grid {
     }
 };
 
-// With products of codes: what is taken from the codes of a run is taken, as integers, from the sums.
+// With products of codes: the bias of a run's codes is subtracted from the sums, as integers.
 template <>
 struct Tensor<Grid> : Grid {
     static constexpr bool SIGNED = false;
@@ -149,8 +149,8 @@ struct Tensor<Grid> : Grid {
         return lane_head(tile.lanes).step * sum;
     }
 
-    // Adds what the codes of tokens `mine` and the next do not hold to their scores; the warp's eight
-    // tokens begin at `first`.
+    // Adds the outliers of tokens `mine` and the next to their scores; the warp's eight tokens begin at
+    // `first`.
     KVD_DEVICE static void add_rests(const SideShape& side, const Tile& tile, const float* query,
                                      unsigned first, unsigned mine, float (&scores)[2]) {
         const float step = lane_head(tile.lanes).step;
@@ -163,9 +163,9 @@ struct Tensor<Grid> : Grid {
                      });
     }
 
-    // Of values a decoded row has the coded channels, run after run; the others are numbered behind
-    // them. By place its channel, and above it what is taken from its codes, a byte each; places by channel,
-    // a byte each; coded ones.
+    // A decoded row of values has the coded channels, run after run; the others are numbered behind
+    // them. By place its channel, and above it the bias of its codes, a byte each; places by
+    // channel, a byte each; coded ones.
     KVD_DEVICE static unsigned place_bytes(const SideShape& side) { return 3 * side.dim + 4; }
     KVD_DEVICE static uint16_t* by_place(uint32_t* places) {
         return reinterpret_cast<uint16_t*>(places);

@@ -36,26 +36,26 @@ struct StreamRun {
     uint32_t entries;
     uint32_t index_bits;
     uint32_t per_entry;
-    // The same for a single symbol, where an entry holds several, and codes of a symbol.
+    // For a single symbol, where an entry holds several, and codes of a symbol.
     uint32_t single;
     uint32_t single_bits;
     uint32_t per_symbol;
     // Codes under one top-up, and the bits that they need.
     uint32_t per_word;
     uint32_t need;
-    // Low bits of a code that follow its symbol as they are; what is taken from a code.
+    // Low bits of a code that follow its symbol as they are; the bias of a code.
     uint32_t raw_bits;
     int32_t bias;
     uint32_t unused[3];
 };
 
-// What precedes the runs of a head; after them come, for values of a grid, `bias << 16 | place` of every
-// channel, and the tables.
+// Header before the runs of a head; after them come, for values of a grid, `bias << 16 | place` of
+// every channel, and the tables.
 struct LaneHead {
     uint32_t runs;
     // Bytes of lengths per chunk: 4 when outliers follow the codes.
     uint32_t length_bytes;
-    // What a code of 1 is worth, of a grid.
+    // Value of a code of 1, for a grid.
     float step;
     uint32_t channels;
 };
@@ -107,7 +107,7 @@ KVD_DEVICE Chunk chunk_of(const LaneHead& head, const uint8_t* codes, const uint
 // lanes of the chunk have come.
 struct LaneReader {
     const uint8_t* from;
-    // Bytes from `from` on: the end of the words, and what is not yet asked for.
+    // Bytes from `from` on: the end of the words, and the first that is not yet requested.
     unsigned end;
     unsigned asked;
     // Shared memory, and in it: the ring, the next word, and the end of the piece that it is in.
@@ -118,7 +118,7 @@ struct LaneReader {
     // The chunk's lanes, and those of them before this one.
     uint32_t all;
     uint32_t below;
-    // They end at bit 31; where the next one is, of which what is above the low byte means nothing.
+    // They end at bit 31; the place of the next one (only its low byte counts).
     uint32_t bits;
     uint32_t place;
 
@@ -203,7 +203,8 @@ struct Source {
     static constexpr bool EVEN = EVEN_WORDS;
     // Whether codes take two bytes.
     static constexpr bool WIDE = WIDE_CODES;
-    // What is read from: shared memory, or where tables are too large for it. Where runs and tables begin.
+    // Source: shared memory, or global memory for tables that are too large for it. Beginning of
+    // runs and tables.
     const uint8_t* memory;
     unsigned lanes;
 
@@ -237,8 +238,8 @@ struct Quads {
     }
 };
 
-// What a run's steps have in common: codes of an entry, codes under a top-up, whether low bits follow
-// a symbol.
+// Facts common to a run's steps: codes of an entry, codes under a top-up, whether low bits follow a
+// symbol.
 template <class Source, unsigned PER_ENTRY, unsigned PER_WORD, bool RAW>
 struct Coding {
     static constexpr unsigned ENTRIES = CODE_GROUP / PER_ENTRY;

@@ -281,7 +281,7 @@ struct Tensor<Hybrid> : Hybrid {
         }
     };
 
-    // The same of any.
+    // For any shape.
     struct AnyKeys {
         const SideShape& side;
         const Tile& tile;

@@ -288,7 +288,7 @@ struct LookupOrder {
     KVD_DEVICE unsigned steps() const { return 2 * chunks; }
     KVD_DEVICE unsigned slot(unsigned quad) const { return quad; }
 
-    // What byte `at` of the word at `slot` is; a code that no row has for nothing.
+    // Meaning of byte `at` of the word at `slot`; for nothing, a code that no row has.
     KVD_DEVICE Term term(unsigned slot, unsigned at) const {
         const unsigned lane = slot % CODE_GROUP;
         const unsigned word = slot / CODE_GROUP;
@@ -303,7 +303,7 @@ struct LookupOrder {
         return {(fours * CODE_GROUP + lane) * CODE_GROUP + code, byte - code * bytes()};
     }
 
-    // What queries are for the word at `slot`: `value(term)`, nothing where no row has a code.
+    // Query values for the word at `slot`: `value(term)`, nothing where no row has a code.
     template <class Value>
     KVD_DEVICE void fold(unsigned slot, float (&values)[CODE_GROUP], Value value) const {
 #pragma unroll
@@ -425,7 +425,7 @@ struct LookupOrder {
         }
     }
 
-    // The same of any codes, a byte at a time.
+    // For any codes, a byte at a time.
     template <class Use>
     KVD_DEVICE void each_of_any(const Codes& codes, unsigned token, Use use) const {
 #pragma unroll 1
@@ -447,10 +447,10 @@ struct LookupOrder {
     }
 };
 
-// Of a level in two bytes the low one counts so much of the high one.
+// The low one of a level's two bytes counts 1/256 of the high one.
 KVD_DEVICE float byte_worth(unsigned byte) { return byte % 2 == 0 ? 1.0f : 1.0f / 256.0f; }
 
-// What sides with such codes have in common.
+// Base of the sides with such codes.
 template <class Side>
 struct LookedUp : Side {
     static constexpr bool SIGNED = true;

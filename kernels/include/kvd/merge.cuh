@@ -12,7 +12,7 @@ constexpr unsigned MERGE_THREADS = 128;
 constexpr uint32_t COEFFICIENTS = 1u << 31;
 
 struct MergeParameters {
-    // Of `attend`: `[partials, dim]` and `{m, l}` of each.
+    // Results of `attend`: `[partials, dim]` and `{m, l}` of each.
     const float* out;
     const float* stats;
     // Row `r` has the partial results `partials[ends[r - 1]..ends[r]]`.

@@ -66,8 +66,8 @@ struct Scores<Halves<Side, IS_KEY>, ROWS> {
         }
     }
 
-    // Eight tokens of each warp; a lane has sums of two of one row, and values of one token. Lanes whose
-    // row is none of the unit's have another's words: what they sum is not used.
+    // Eight tokens of each warp; a lane has sums of two of one row, and values of one token. Lanes without
+    // a row in the unit have another's words; their sums are not used.
     KVD_DEVICE void tile(const AttendShared<ROWS>& shared, const SideShape& side,
                          const Tile& tile) const {
         const unsigned first = warp_index() * STEP_COLUMNS;
@@ -75,7 +75,7 @@ struct Scores<Halves<Side, IS_KEY>, ROWS> {
         const uint32_t* of_query = words + 4 * mine;
         const unsigned lanes_of_all = Key::steps(banks.dim) * ROWS * CODE_GROUP;
         const uint32_t* thirds = words + 4 * lanes_of_all + 2 * mine;
-        // Of two chains: a product waits for the one before it.
+        // Two chains, because a product waits for the one before it.
         float sums[2][4] = {};
         const auto add = [&](unsigned step, unsigned chain, const uint32_t(&values)[2]) {
             const unsigned lanes = step * ROWS * CODE_GROUP;
@@ -112,12 +112,12 @@ struct Sums<Halves<Side, IS_KEY>, ROWS> {
     using Value = Halves<Side, IS_KEY>;
     using Parts = typename Value::Parts;
     static constexpr unsigned SUMS_OF_ROW = 0;
-    // Of sixteen channels, of a warp: two blocks of eight.
+    // Sixteen channels of a warp: two blocks of eight.
     static constexpr unsigned UNIT = 2 * STEP_COLUMNS;
     static constexpr unsigned UNITS = HALF_DIM_MAX / UNIT / ATTEND_WARPS;
 
     Banks banks;
-    // Of two neighbouring channels of each block.
+    // Two neighbouring channels of each block.
     float out[UNITS][2][2];
     // The first channel of this warp, and its units.
     unsigned first;

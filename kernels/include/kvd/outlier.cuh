@@ -1,7 +1,8 @@
-// What Huffman codes do not hold: places in a chunk and what is missing there, in words of 12 bits of
-// way and 4 bits of rest (docs/format.md "Sides", grid; CPU reference: kvd-codec/src/huffman/streams/outlier.rs).
-// Sixteen lanes read sixteen words at a time into a list in shared memory; what finds no room there is
-// read word after word where it lies, by whoever needs it.
+// Values that Huffman codes do not hold: places in a chunk and the missing differences, as words of
+// 12 bits of distance and 4 bits of difference (docs/format.md "Sides", grid; CPU reference:
+// kvd-codec/src/huffman/streams/outlier.rs). Sixteen lanes read sixteen words at a time into a list
+// in shared memory; words that do not fit there are read one by one where they lie, by the thread
+// that needs them.
 #pragma once
 
 #include "huffman.cuh"

@@ -1,6 +1,6 @@
-// What host and kernels agree on: the block table, the units of work, and where the parts of a
+// Data that host and kernels agree on: the block table, the units of work, and where the parts of a
 // page's tile lie. Reads nothing itself. Mirrored by crates/kvd-cuda/src/abi.rs (same fields, same
-// order); the page format is docs/format.md, the table design section 7.
+// order); the page format is docs/format.md.
 #pragma once
 
 #include "device.cuh"
@@ -63,8 +63,8 @@ struct SideShape {
     // Bytes of a decoded chunk.
     uint32_t chunk_bytes;
     // Codes looked up as bytes (lookup.cuh): all entries, from `AttendParameters::tables` on; those in
-    // shared memory, how often each stands there (a power of two, as its logarithm), the bytes of one
-    // (0 where codes are not looked up so), and what a byte of 1 is worth.
+    // shared memory, how often each stands there (a power of two, as its logarithm), the bytes of one (0 if
+    // codes are not looked up so), and the value of a byte of 1.
     uint64_t entries;
     uint32_t entry_count;
     uint32_t entry_copies;
@@ -106,7 +106,7 @@ struct PageEntry {
     uint32_t unused;
 };
 
-// What one thread block does: up to `ROWS` query rows over some pages of one KV head.
+// The work of one thread block: up to `ROWS` query rows over some pages of one KV head.
 struct Unit {
     SideShape key;
     SideShape value;
@@ -129,7 +129,7 @@ struct Unit {
 
 struct AttendParameters {
     const uint8_t* arena;
-    // What `SideShape::table` counts from.
+    // Base of `SideShape::table`.
     const uint8_t* tables;
     const PageEntry* pages;
     const Unit* units;
@@ -192,8 +192,7 @@ struct Tile {
     // Rows of the tile that may be read as numbers.
     unsigned from;
     unsigned to;
-    // Whether its codes are Huffman codes, and then: the decoded tile, runs and tables, and what the
-    // codes do not hold.
+    // Whether it has Huffman codes; then the decoded tile, runs and tables, and the outliers.
     bool coded;
     const uint8_t* decoded;
     const uint8_t* lanes;

@@ -134,7 +134,7 @@ struct Tensor<Polar> : LookedUp<Polar> {
 
     KVD_DEVICE static unsigned scaled_slot(const SideShape&, unsigned quad) { return quad; }
 
-    // Queries times the step of a pair, and what a byte counts: the four of a slot are its cosine's and its
+    // Queries times the step of a pair, and the unit of a byte: the four of a slot are its cosine's and its
     // sine's.
     KVD_DEVICE static void scale(const SideShape& side, const Tile& tile, const float* query,
                                  unsigned slot, float (&values)[CODE_GROUP], float&) {

@@ -41,7 +41,7 @@ struct Scores<Tensor<Side>, ROWS> {
     using Digits = Factor<ROWS>;
     static constexpr bool FEW = Digits::FEW;
     static constexpr bool SCALES_STEPS = ScalesSums<Key>::value;
-    // Rows of which a lane has the zero points' part, of one token.
+    // Rows whose zero points' part a lane has, of one token.
     static constexpr unsigned ZERO_ROWS = (ROWS + CODE_GROUP - 1) / CODE_GROUP;
     // Quads of a row that a lane cuts where that is done for every tile: up to 256 terms.
     static constexpr unsigned KEPT = 2;
@@ -53,12 +53,12 @@ struct Scores<Tensor<Side>, ROWS> {
         float of[2];
     };
 
-    // What one of its whole numbers is worth, what goes into every score, and what sums begin with.
+    // Value of one whole number, offset of every score, and initial sums.
     float* units;
     float* bases;
     int32_t* starts;
     uint32_t* digits;
-    // Words from what is kept of a tile to what is of the next.
+    // Words from one tile's data to the next tile's.
     unsigned copy;
     // Where the digits of this lane's quads go, if channels have other scales in every tile: of few rows
     // those of the first, else the slot.
@@ -282,7 +282,7 @@ struct Scores<Tensor<Side>, ROWS> {
         multiply<true, Key::SIGNED>(sums, of_query, words);
     }
 
-    // What the sums begin with: what is taken from the codes.
+    // Initial sums: the bias that is subtracted from the codes.
     KVD_DEVICE Products<FEW> first_sums() const {
         Products<FEW> sums = {};
         if (!Key::BIASED) {
@@ -319,8 +319,8 @@ struct Scores<Tensor<Side>, ROWS> {
         finish(shared, side, tile, sums);
     }
 
-    // The same of tiles that are worked on together, of groups (bit_groups.cuh): the queries' digits of a step
-    // are loaded once.
+    // For several tiles at once, of groups (bit_groups.cuh): the queries' digits of a step are
+    // loaded once.
     template <unsigned TILES>
     KVD_DEVICE void groups(const AttendShared<ROWS>& shared, const SideShape& side,
                            const Tile (&tile)[TILES]) const {
@@ -384,7 +384,7 @@ struct Scores<Tensor<Side>, ROWS> {
         *reinterpret_cast<Two*>(shared.sums + row * TILE_TOKENS + token) = {{scores[0], scores[1]}};
     }
 
-    // The same of tiles that are worked on together, where the sums of every step are scaled.
+    // For several tiles at once, where the sums of every step are scaled.
     template <unsigned TILES>
     KVD_DEVICE void chosen(const AttendShared<ROWS>& shared, const SideShape& side,
                            const Tile (&tile)[TILES]) const {
@@ -426,7 +426,7 @@ struct Scores<Tensor<Side>, ROWS> {
         return least(lane_word() + at * CODE_GROUP, ROWS - 1);
     }
 
-    // Leaves scores of a row, of which lanes of their tokens have what zero points add.
+    // Leaves scores of a row; lanes of their tokens have the part of the zero points.
     KVD_DEVICE void put_scaled(const AttendShared<ROWS>& shared, const Tile& tile,
                                const Products<FEW, float>& sums,
                                const float (&zeros)[ZERO_ROWS]) const {

@@ -1,4 +1,4 @@
-// What an attention kernel has in shared memory.
+// Shared memory of an attention kernel.
 #pragma once
 
 #include "tile_scheduler.cuh"
@@ -12,16 +12,16 @@ constexpr unsigned BUFFERS_MAX = 4;
 // How a unit uses its shared memory; `shared_bytes` of kvd-cuda/src/block_table.rs is its size.
 template <int ROWS>
 struct AttendShared {
-    // The unit's queries: where products are on tensor cores, which take their digits, those of the launch,
-    // else a copy with zeros for rows that the unit has not.
+    // The unit's queries: on tensor cores, which take their digits, those of the launch, else a copy with
+    // zeros for rows that the unit does not have.
     const float* query;
     unsigned query_rows;
-    // Scores by part, row and token, of which the first become the weights: who reads one writes it. At the
-    // end, on CUDA cores, sums by row and thread.
+    // Scores by part, row and token; those of the first part become the weights, written by their reader.
+    // At the end, on CUDA cores, sums by row and thread.
     float* sums;
     float* weights;
-    // By how much what was summed before a tile shrinks, by row; on tensor cores how many whole
-    // numbers of the weights are one, by row and set, and their digits, by set.
+    // Factor by which sums before a tile shrink, by row; on tensor cores how many whole numbers of the
+    // weights are one, by row and set, and their digits, by set.
     float* factors;
     float* per_units;
     uint32_t* digits;
@@ -30,8 +30,8 @@ struct AttendShared {
     uint8_t* stops;
     uint8_t* stages;
     uint8_t* coded;
-    // What products on tensor cores need, tiles that are spread before it: of values, of keys, which end
-    // the shared memory.
+    // Tiles unpacked for products on tensor cores, and their other needs: of values, of keys, which
+    // end the shared memory.
     uint8_t* value_spread;
     uint8_t* value_work;
     uint8_t* key_spread;

@@ -1,6 +1,6 @@
-// Scores to weights: the online softmax (Milakov and Gimelshein, 1805.02867), a warp per row and a lane
-// per token. Weights are relative to a score that no later one is much above: only then they, and what was
-// summed up, are made smaller, which is rare, so that a tile takes no maximum and no sum over lanes.
+// Scores to weights: the online softmax (Milakov and Gimelshein, 1805.02867), a warp per row and a lane per
+// token. Weights are relative to a reference score. Only when a later score is much above it, which is
+// rare, are weights and sums scaled down; so a tile takes no maximum and no sum over lanes.
 #pragma once
 
 #include "weights.cuh"
@@ -9,12 +9,12 @@ namespace kvd {
 
 // Scores are kept finite, as on the CPU: huge keys saturate instead of turning into NaN.
 constexpr float SCORE_MAX = 1.0e38f;
-// What weights are relative to where no score was seen, below all.
+// Reference of weights before any score was seen, below all scores.
 constexpr float SCORE_NONE = -3.0e38f;
 // How much larger than that score another may be: its weight is below 2.
 constexpr float SCORE_ABOVE = 0.693f;
 
-// What query row `row` of a unit sees: the causal rule and the sliding window.
+// Tokens that query row `row` of a unit sees: the causal rule and the sliding window.
 KVD_DEVICE Range visible(const Unit& unit, unsigned row) {
     const unsigned token = (unit.first_row + row) / unit.heads;
     const unsigned position = unit.position > ~0u - 1 - token ? ~0u - 1 : unit.position + token;
@@ -26,10 +26,10 @@ KVD_DEVICE Range visible(const Unit& unit, unsigned row) {
 template <class Value, int ROWS, unsigned PARTS, unsigned TILES>
 struct Softmax {
     static constexpr unsigned OWNED = (ROWS + ATTEND_WARPS - 1) / ATTEND_WARPS;
-    // What weights are relative to, and the sum of those of this lane's tokens.
+    // Reference of the weights, and the sum of the weights of this lane's tokens.
     float reference[OWNED];
     float sum[OWNED];
-    // What a row sees, nothing where the unit has none, and what is added to its scores.
+    // Tokens that a row sees, none where the unit has no such row, and the offset of its scores.
     Range seen[OWNED];
     float offset[OWNED];
     Weights<Value, ROWS, TILES> weights;
@@ -48,8 +48,8 @@ struct Softmax {
         }
     }
 
-    // Turns scores into weights, of tiles that are worked on together, and says by which factor what was
-    // summed so far shrinks. Gains scale the weight of a value, not its part of the sum.
+    // Turns scores of tiles that are worked on together into weights, and gives the factor by which earlier
+    // sums shrink. Gains scale the weight of a value, not its part of the sum.
     KVD_DEVICE void absorb(const AttendParameters& parameters, const Place& place, unsigned token,
                            const AttendShared<ROWS>& shared, const SideShape& side,
                            const Tile (&values)[TILES], const float (&gains)[TILES]) {
@@ -72,8 +72,8 @@ struct Softmax {
                 largest = fmaxf(largest, weight[own][tile]);
             }
             float factor = 1;
-            // Of the difference, which is exact where they are near: a sum is rounded to an ulp of
-            // the reference, and large scores would be more above.
+            // By the difference, which is exact for near scores: a sum is rounded to an ulp of the
+            // reference, and large scores would be more above.
             moves[own] = KVD_BALLOT(largest - reference[own] > SCORE_ABOVE) != 0;
             if (KVD_RARELY(moves[own])) {
                 const float high = warp_max(largest);

@@ -83,7 +83,7 @@ struct FixedPolar {
     }
 };
 
-// Of a pair of sides.
+// Constants of a pair of sides.
 template <class Key, class Value>
 struct Fixed {
     KVD_DEVICE static SideShape key(const SideShape& side) { return Key::of(side); }

@@ -143,7 +143,7 @@ template <class Format>
 struct Halves<Float<Format>> : Float<Format> {
     using Parts = PartsOf<Format>;
     static constexpr bool HAS_SCALE = false;
-    // What a value of a product is worth before it is scaled.
+    // Unit of a product's value before it is scaled.
     static constexpr float CODE_UNIT = 1;
     // Channels of two pieces, lanes of a token, steps of a group.
     static constexpr unsigned PAIR = 2 * COPY_BYTES / Format::BYTES;
@@ -206,7 +206,7 @@ struct Halves<Float<Format>> : Float<Format> {
     KVD_DEVICE static void value_words(const Banks& banks, const SideShape&, const Tile& tile,
                                        const uint8_t* zeros, unsigned channel,
                                        uint32_t (&words)[2][4]) {
-        // Of four neighbouring tokens a lane has two in its first word and two in its second.
+        // A lane has two of four neighbouring tokens in its first word and two in its second.
         const unsigned lane = lane_index();
         const unsigned token = lane / 16 * 16 + lane % 8 / 2 * 4 + lane / 8 % 2 * 2 + lane % 2;
         const bool has_row = token >= tile.from && token < tile.to;
@@ -223,7 +223,7 @@ struct Halves<Float<Format>> : Float<Format> {
 };
 
 #ifdef KVD_E4M3_WORD
-// What an f16 of a code is worth.
+// Unit of a code as f16.
 constexpr float E4M3_UNIT = 1;
 // Four codes as f16, two a word.
 KVD_DEVICE void e4m3_words(uint32_t codes, uint32_t (&words)[2]) {
@@ -350,7 +350,7 @@ struct Halves<Fp8, IS_KEY> : Fp8 {
         }
     }
 
-    // The same of other tiles.
+    // Words of other tiles.
     KVD_DEVICE static void any_words(const SideShape& side, const Tile& tile, unsigned channel,
                                      uint32_t (&words)[2][4]) {
         for (unsigned block = 0; block < 2; block++) {

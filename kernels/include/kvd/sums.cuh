@@ -18,8 +18,8 @@ struct Sums<Tensor<Side>, ROWS> {
     using Digits = Factor<ROWS>;
     static constexpr unsigned SUMS_OF_ROW = 0;
     static constexpr bool FEW = Digits::FEW;
-    // Of eight channels, of a warp: head sizes up to 192, because each takes six registers, or 128, where
-    // codes are looked up and that gives four blocks at once.
+    // Blocks of eight channels of a warp: head sizes up to 192, because each takes six registers,
+    // or 128, where codes are looked up and that gives four blocks at once.
     static constexpr unsigned BLOCKS =
         (Value::LOOKS_UP ? 128 : 192) / STEP_COLUMNS / ATTEND_WARPS;
     // 32 products of two bytes a tile, in 31 bits.
@@ -34,9 +34,9 @@ struct Sums<Tensor<Side>, ROWS> {
     static constexpr unsigned SETS = Value::WEIGHT_SETS;
 
     Products<FEW, typename ScalesSums<Value>::Sum> sums[BLOCKS];
-    // What zero points add, by channel.
+    // Sums that zero points add, by channel.
     float zeros[ZEROS][ROWS];
-    // Of the digits in each word of a product.
+    // Sums of the digits in each word of a product.
     uint32_t digit_sums[DIGITS];
     float per_unit;
     unsigned tiles;
@@ -159,7 +159,7 @@ struct Sums<Tensor<Side>, ROWS> {
         }
     }
 
-    // Of groups (bit_groups.cuh); where there is no second tile, its weights are nothing.
+    // For groups (bit_groups.cuh); where there is no second tile, its weights are zero.
     template <unsigned TILES>
     KVD_DEVICE void absorb_groups(const SideShape& side, const Tile (&tile)[TILES],
                                   const AttendShared<ROWS>& shared) {
@@ -218,7 +218,7 @@ struct Sums<Tensor<Side>, ROWS> {
         }
     }
 
-    // Of any codes.
+    // For any codes.
     KVD_DEVICE void multiply_chosen(const SideShape& side, const Tile& tile,
                                     const uint32_t (&digits)[Digits::WORDS]) {
 #pragma unroll 1
@@ -385,8 +385,8 @@ struct Sums<Tensor<Side>, ROWS> {
         }
     }
 
-    // Adds what was summed up to the sums of the rows, which then shrink by their factor. `step`: what a
-    // code of 1 is worth.
+    // Adds the integer sums to the sums of the rows, which then shrink by their factor. `step`: the value
+    // of a code of 1.
     KVD_DEVICE void flush(const SideShape& side, float step, float factor) {
         int32_t of_digits[DIGITS] = {};
         if (Value::BIASED) {
@@ -416,7 +416,7 @@ struct Sums<Tensor<Side>, ROWS> {
             }
             float& to = out[lane_row() * side.dim + (channel & 0xFFFF)];
             if constexpr (InGroups<Value>::value) {
-                // A low byte comes behind the high one, with which what was there has shrunk.
+                // A low byte comes after the high one, whose product has already scaled the sums.
                 const float value = sum * unit * Value::step_at(side, places, mine);
                 to = Value::is_low(places, mine) ? to + value * factor : (to + value) * factor;
             } else if constexpr (Spreads<Value>::of_runs) {
@@ -434,7 +434,7 @@ struct Sums<Tensor<Side>, ROWS> {
         clear();
     }
 
-    // Leaves nothing in registers, of which decoding needs many.
+    // Leaves nothing in registers, because decoding needs many.
     KVD_DEVICE void settle(const AttendParameters& parameters, const SideShape& side) {
         flush(side, Value::step_of(side, parameters.tables), 1);
     }
@@ -449,7 +449,7 @@ struct Sums<Tensor<Side>, ROWS> {
         }
     }
 
-    // Writes the unit's rows, with what the minima add.
+    // Writes the unit's rows, with the part of the minima.
     KVD_DEVICE void write(const AttendShared<ROWS>& shared, const AttendParameters& parameters,
                           const Unit& unit, const SideShape& side) {
         // Where there was no tile, nothing else came between the places and who reads them.

@@ -36,7 +36,7 @@ constexpr unsigned DIGITS = 3;
 // first four, low ones in rows 8 to 11, and the middle ones of rows `i` and `2 + i` in rows `4 + i` and
 // `12 + i`. More rows take two products: high digits and middle ones, low digits.
 constexpr int FEW_ROWS = 4;
-// Rows of which a lane beyond the first four rows has the middle digits.
+// Rows whose middle digits a lane beyond the first four rows has.
 constexpr unsigned MIDDLE_ROWS = 2;
 // Words of a lane of the first factor, for one step. Of few rows those of one product. Of more: high and
 // middle digits of the first four terms, of the other four, then the low digits of both.
@@ -44,7 +44,7 @@ template <bool FEW>
 constexpr unsigned DIGIT_WORDS = FEW ? 4 : 2 * DIGITS;
 // Bits of a whole number without its sign.
 constexpr unsigned QUERY_BITS = 22;
-// Of weights at first: one bit more has room for those that come later.
+// Bits of weights at first: one more has room for later ones.
 constexpr unsigned WEIGHT_BITS = 22;
 // Weights are whole numbers in the low bits of a float that this was added to, and at most so large.
 constexpr float WHOLE_BASE = 8388608.0f;
@@ -54,7 +54,7 @@ constexpr float WEIGHT_UNIT = 1.0f / (1u << WEIGHT_BITS);
 // Scales that the channels of one token may have.
 constexpr unsigned WEIGHT_SETS_MAX = 4;
 
-// What code 0 stands for, and how far one code is from the next.
+// Value of code 0, and the distance from one code to the next.
 struct Scale {
     float minimum;
     float step;
@@ -64,7 +64,7 @@ struct Scale {
 KVD_DEVICE unsigned lane_row() { return lane_index() / CODE_GROUP; }
 KVD_DEVICE unsigned lane_word() { return lane_index() % CODE_GROUP; }
 
-// The power of two of which no value up to `largest` is more than `2^bits`.
+// A power of two as unit: no value up to `largest` is more than `2^bits` units.
 KVD_DEVICE float unit_of(float largest, unsigned bits) {
     const unsigned exponent = f32_bits(fminf(largest, 3.0e38f)) >> 23;
     return f32_value((most(exponent, bits + 1) + 1 - bits) << 23);
@@ -146,7 +146,7 @@ struct Factor {
             step[word(row, digit, quad)] = cut[digit];
         }
     }
-    // The same where those of row 0 would be from `first` on: less arithmetic, with few rows.
+    // With row 0's digits at `first`: less arithmetic, with few rows.
     KVD_DEVICE static void put_few(uint32_t* first, unsigned row, const uint32_t (&cut)[DIGITS]) {
         uint32_t* mine = first + row * CODE_GROUP * WORDS;
         mine[0] = cut[0];
@@ -164,7 +164,7 @@ struct Factor {
         }
     }
 
-    // Where the words of this lane are. Those whose row is none have another's: what they sum is not used.
+    // Place of this lane's words. Lanes without a row have another's; their sums are not used.
     KVD_DEVICE static const uint32_t* lane(const uint32_t* step) {
         unsigned row = lane_row() % ROWS;
         if (FEW && lane_row() >= FEW_ROWS) {
@@ -192,7 +192,7 @@ struct Factor {
     }
 };
 
-// What another lane has.
+// Value of another lane.
 KVD_DEVICE int32_t of_lane(int32_t sum, unsigned lane) {
     return int32_t(KVD_SHUFFLE(uint32_t(sum), lane));
 }
@@ -372,7 +372,7 @@ struct KeyOrder {
         }
     }
 
-    // The same of any codes.
+    // For any codes.
     template <class Use>
     KVD_DEVICE void each(const Codes& codes, unsigned token, Use use) const {
         if (is_plain(codes)) {
@@ -436,7 +436,7 @@ struct PlainValues {
         split(load32(mine), BYTES ? load32(mine + CODE_GROUP * row) : 0, words);
     }
 
-    // Of four neighbours, the first a multiple of four; rows and codes begin on sixteens.
+    // For four neighbours, the first a multiple of four; rows and codes begin on sixteens.
     KVD_DEVICE void four_words(unsigned position, uint32_t (&words)[4][2]) const {
         const uint8_t* mine = at + position * CODE_GROUP;
         const Four all = *reinterpret_cast<const Four*>(mine);

@@ -1,6 +1,6 @@
-// Where the next tiles of a unit are and which bytes they need, found some at a time: lanes of the first
-// warp look through pages, then each describes a tile. All others only copy what is described, and find
-// spans where that says, so that a tile costs them no arithmetic of layouts.
+// Finds the next tiles of a unit and the bytes that they need, some at a time: lanes of the first warp look
+// through pages, then each describes a tile. The other warps only copy the described bytes and find spans
+// by the description, so a tile costs them no arithmetic of layouts.
 #pragma once
 
 #include "huffman_pipeline.cuh"
@@ -29,7 +29,7 @@ struct alignas(16) StopOf {
     // The token of the tile's first row, which may be one before the page's first.
     uint32_t token;
     uint32_t page_tokens;
-    // Of keys, of values, gains.
+    // Pieces of keys, values and gains.
     Piece piece[PIECES];
 };
 
@@ -227,14 +227,14 @@ struct Stops {
                                   const uint8_t* buffer, unsigned half = 0) {
         return decoder.tile(stop.place, stop.page_tokens, false, buffer, stop.piece + KEYS, half);
     }
-    // How many there are in the page, seen or not: what is not seen of a pair at an end of the seen range is
-    // read and masked.
+    // Tiles in the page, seen or not: an unseen tile of a pair at an end of the seen range is read and
+    // masked.
     KVD_DEVICE static unsigned tiles(const Stop& stop) {
         const unsigned second = (stop.place.tile + 1) * TILE_TOKENS;
         return TILES > 1 && second < stop.page_tokens ? 2 : 1;
     }
 
-    // What the weight of row `row` of a staged tile is multiplied by.
+    // Factor of the weight of row `row` of a staged tile.
     KVD_DEVICE static float gain(const Stop& stop, const uint8_t* buffer, unsigned row) {
         const Piece& gains = stop.piece[PIECES - 1];
         float factor = 1;

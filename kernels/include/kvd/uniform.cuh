@@ -133,9 +133,9 @@ struct alignas(16) QueryQuad {
     float of[CODE_GROUP];
 };
 
-// With products of codes: steps go into what the codes are multiplied with, minima into a sum of their
-// own. Of keys either every channel has a scale, one for all tokens of a tile, or all channels of a token
-// share one; of values all channels of a warp share one (kvd-cuda/src/tensor_core.rs sees to it).
+// With products of codes: steps go into the other factor, minima into a separate sum. For keys either every
+// channel has a scale, one for all tokens of a tile, or all channels of a token share one; for values all
+// channels of a warp share one (kvd-cuda/src/tensor_core.rs ensures it).
 template <class Levels>
 struct Tensor<Uniform<Levels>> : Uniform<Levels> {
     using Side = Uniform<Levels>;
@@ -160,7 +160,7 @@ struct Tensor<Uniform<Levels>> : Uniform<Levels> {
         return KeyOrder(side.dim, side.bits, tile.coded);
     }
 
-    // Four channels of a query; their sum is what a minimum of 1 adds.
+    // Four channels of a query; their sum is the score of a minimum of 1.
     KVD_DEVICE static void fold(const SideShape&, const Tile&, const float* query,
                                 unsigned quad, float (&values)[CODE_GROUP], float& base) {
 #pragma unroll
@@ -215,7 +215,7 @@ struct Tensor<Uniform<Levels>> : Uniform<Levels> {
         return quotient(channel, side.scale_channels);
     }
 
-    // What the codes of a token are scaled by, by set.
+    // Scales of a token's codes, by set.
     KVD_DEVICE static void weight_scales(const SideShape& side, const Tile& tile, unsigned token,
                                          Scale (&scales)[WEIGHT_SETS_MAX]) {
         const unsigned pairs = scale_pairs(side);

@@ -26,7 +26,8 @@ struct InGroups {
 // Runs of a row, and codes whose levels registers hold.
 constexpr unsigned SPREAD_RUNS_MAX = 9;
 constexpr unsigned SPREAD_BITS_REGISTERS = 4;
-// What a warp spreads of a run at once: items of half of the codes that a word of its planes holds.
+// Items of a run that a warp unpacks at once: each is half of the codes that a word of its planes
+// holds.
 constexpr unsigned SPREAD_JOB = 2 * WARP_LANES;
 constexpr unsigned SPREAD_CODES_REGISTERS = 1 << SPREAD_BITS_REGISTERS;
 
@@ -61,8 +62,8 @@ struct SpreadTable {
     }
 };
 
-// Of a position: its coefficient, whether the next one has the low byte of the same, and what a byte of
-// 1 is worth.
+// A position: its coefficient, whether the next one has the low byte of the same, and the value of
+// a byte of 1.
 struct SpreadPosition {
     uint16_t channel;
     uint16_t is_split;
@@ -219,8 +220,8 @@ KVD_DEVICE uint32_t spread_level(const uint32_t (&levels)[4], uint32_t nibbles) 
     return (low & ~upper) | (high & upper);
 }
 
-// What one thread spreads of a run: half of the codes that a word of its planes holds. Words are loaded
-// before bytes are written, which might be anything's.
+// One thread's part of unpacking a run: half of the codes that a word of its planes holds. Words
+// are loaded before bytes are written, since the compiler must assume that they overlap.
 template <unsigned WIDTH, bool IS_KEY>
 KVD_DEVICE void spread_words(const SpreadTo<IS_KEY>& out, const SpreadWords<WIDTH>& words,
                              unsigned at, const uint8_t* levels) {

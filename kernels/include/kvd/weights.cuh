@@ -1,6 +1,6 @@
-// Where the softmax leaves a tile's weights: as floats, and where products of values are on tensor cores
-// as digits, times what a token's codes are scaled by. The lane of a token has both, so that those who
-// multiply only load words. What the minima of groups add is summed here too.
+// Places where the softmax leaves a tile's weights: as floats, and for products of values on tensor cores
+// as digits, times the scales of a token's codes. The lane of a token has both, so the multiplying lanes
+// only load words. The sums of the groups' minima are made here too.
 #pragma once
 
 #include "shared.cuh"
@@ -42,7 +42,7 @@ struct Weights {
     KVD_DEVICE void write(const AttendShared<ROWS>&, unsigned, unsigned) {}
 };
 
-// Of codes without a scale of their token: whole numbers of one unit.
+// Weights of codes without a scale of their token: whole numbers of one unit.
 template <class Side, int ROWS, unsigned TILES, unsigned SETS_OF_SIDE>
 struct DigitWeights {
     static constexpr unsigned SETS = 1;
@@ -69,7 +69,7 @@ struct DigitWeights {
             }
         }
     }
-    // What a tile's zero points are multiplied with: the sum of a row's weights, where its first score stood.
+    // Factor of a tile's zero points: the sum of a row's weights, at the place of its first score.
     KVD_DEVICE static void put_sum(const AttendShared<ROWS>& shared, unsigned row, unsigned tile,
                                    uint32_t whole) {
         const uint32_t sum = warp_total(whole - f32_bits(WHOLE_BASE));
@@ -80,8 +80,9 @@ struct DigitWeights {
     KVD_DEVICE void write(const AttendShared<ROWS>&, unsigned, unsigned) {}
 };
 
-// Of codes with one: a set for each group of channels. Units are found for the largest of a tile, with room
-// for larger ones, and stay until one is beyond or the reference moves.
+// Weights of codes with a scale of their token: a set for each group of channels. Units are chosen
+// for the largest of a tile, with room for larger ones, and stay until one is beyond or the
+// reference moves.
 template <class Side, int ROWS, unsigned TILES>
 struct DigitWeights<Side, ROWS, TILES, WEIGHT_SETS_MAX> {
     static constexpr unsigned SETS = WEIGHT_SETS_MAX;
@@ -192,7 +193,7 @@ struct DigitWeights<Side, ROWS, TILES, WEIGHT_SETS_MAX> {
         return f32_bits(fmaf(product, per_unit, WHOLE_BASE));
     }
 
-    // What the minima add to the sums of a row, where scores stood.
+    // Writes the sums that minima add to a row, at the places of scores.
     KVD_DEVICE void write(const AttendShared<ROWS>& shared, unsigned own, unsigned row) {
 #pragma unroll
         for (unsigned set = 0; set < SETS; set++) {

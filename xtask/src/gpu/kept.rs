@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 /// Bytes of a step's output that the report keeps; the log has all.
 const TAIL_BYTES: usize = 4000;
 const NOT_RUN: &str = "not run yet";
-/// What a run that was ended from outside leaves of the step that it was at.
+/// Outcome of a step during which the run was ended from outside.
 const BEGUN: &str = "begun, not ended";
 
 /// One step of the report.
@@ -23,13 +23,13 @@ pub(super) struct Done {
     pub(super) output: String,
 }
 
-/// What a report is of.
+/// The device and pack that a report describes.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Subject {
     /// Name and driver.
     pub(super) device: String,
     pub(super) date: String,
-    /// What `pack` wrote about the folder; null where nothing is known.
+    /// `pack`'s description of the folder; null if there is none.
     pub(super) pack: Value,
 }
 
@@ -37,7 +37,7 @@ pub(super) struct Subject {
 pub(super) struct Kept {
     pub(super) of: Subject,
     pub(super) steps: Vec<Done>,
-    /// What the benchmark wrote; null where it wrote nothing.
+    /// The benchmark's output; null if there is none.
     pub(super) bench: Value,
     /// Launches of shapes that are not measured.
     pub(super) shapes: Value,
@@ -104,7 +104,7 @@ impl Subject {
         ))
     }
 
-    /// What names of its files begin with, so that those of two GPUs are never one.
+    /// Beginning of the report's file names; it differs between two GPUs.
     fn stem(&self) -> String {
         let name = self.device.split(',').next().unwrap_or("gpu").trim().to_lowercase();
         let letter = |c: char| if c.is_alphanumeric() { c } else { '-' };
@@ -165,7 +165,7 @@ impl Kept {
         figures.iter().try_for_each(|file| put_aside(&self.of.figures(&self.out, file)))
     }
 
-    /// What a step writes, by its file.
+    /// The values that steps write, by file.
     fn figures(&mut self) -> [(&'static str, &mut Value); 3] {
         [
             (FIGURES, &mut self.bench),

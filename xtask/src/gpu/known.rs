@@ -13,7 +13,7 @@ const KNOWN: [Known; 5] = [
     ("h200", &["H200"], &["NVL"]),
 ];
 
-/// What `--device` calls a GPU; none for one that no plan is of.
+/// The name of a GPU for `--device`; none if no plan is made for it.
 pub(super) fn kind(name: &str) -> Option<&'static str> {
     let name = name.to_uppercase();
     let words: Vec<&str> = name.split(|c: char| !c.is_alphanumeric()).collect();

@@ -35,7 +35,7 @@ pub(super) fn run(
     command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log.try_clone()?);
     let mut child = command.process_group(0).spawn()?;
     let ended = wait(&mut child, limit);
-    // What a command leaves behind holds a GPU's memory.
+    // Processes that a command leaves behind hold GPU memory.
     kill_group(child.id());
     let ended = match ended? {
         Some(status) => Ended::By(status),

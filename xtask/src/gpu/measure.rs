@@ -21,7 +21,7 @@ const SMI_LIMIT: Duration = Duration::from_secs(60);
 const ORDER: (&str, &str) = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID");
 /// Tells a step its limit: what it waits for is waited for that long, and no less.
 const STEP_SECONDS: &str = "KVD_GPU_STEP_SECONDS";
-/// What a sanitizer says of a GPU that it does not know.
+/// Messages of a sanitizer that does not know the GPU.
 const REFUSALS: [&str; 2] = ["device not supported", "device is not supported"];
 
 /// Runs the steps that are asked for; where there is no GPU it says so, which `KVD_REQUIRE_GPU=1`
@@ -157,7 +157,7 @@ fn first_visible(visible: &str) -> Option<&str> {
     (is_number || first.starts_with("GPU-")).then_some(first)
 }
 
-/// What a command prints, trimmed.
+/// A command's output, trimmed.
 fn text(command: &mut Command, limit: Duration) -> Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
     let log = tempfile::NamedTempFile::new()?;
@@ -340,7 +340,7 @@ mod tests {
         }
         assert_eq!([&report["benchmark"], &report["shapes"]], [&Value::Null; 2]);
         assert!(found(".md").contains("is NVIDIA H100 80GB HBM3"), "{}", found(".md"));
-        // Of the GPU's own plans it is measured.
+        // With the GPU's own plans it is measured.
         pack("h100");
         let error = run(folder.path(), &smi, &only, &Report).unwrap_err();
         assert_eq!(error.to_string(), "2 steps failed: benchmark,shapes");
@@ -352,7 +352,7 @@ mod tests {
     fn a_hang_loses_nothing_and_a_later_run_goes_on() {
         let (folder, smi) = packed();
         let out = folder.path().join("out");
-        // What the report is while the first step runs is what is left when the machine is taken.
+        // If the machine is taken during the first step, this report is left.
         let copy = format!("cp {0}/test-gpu-*.json {0}/then.json; sleep 60", out.display());
         program(folder.path().join("conformance"), &copy);
         let first = Asked {

@@ -16,13 +16,13 @@ use anyhow::Result;
 use clap::{Args, Subcommand};
 use std::path::{Path, PathBuf};
 
-/// What the benchmark writes.
+/// Output of the benchmark.
 const FIGURES: &str = "figures.json";
-/// What the launches of other shapes write.
+/// Output of the launches of other shapes.
 const SHAPES: &str = "shapes.json";
-/// What the daemon's step writes.
+/// Output of the daemon's step.
 const DAEMON_STORES: &str = "daemon-stores.json";
-/// What the folder says of itself.
+/// Description of the packed folder.
 const PACK: &str = "pack.json";
 
 #[derive(Subcommand)]
@@ -42,7 +42,7 @@ pub(crate) enum Step {
     Run(Asked),
 }
 
-/// What a run is asked for.
+/// Options of a run.
 #[derive(Args, Clone)]
 pub(crate) struct Asked {
     /// These steps alone: conformance, benchmark, shapes, daemon, ipc, memcheck, memcheck-ipc and

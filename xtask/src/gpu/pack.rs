@@ -10,9 +10,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Of `kernels/gpu`.
+/// Scripts of `kernels/gpu` that are packed.
 const SCRIPTS: [&str; 4] = ["baselines.py", "bench.py", "driver.py", "worker.py"];
-/// What may be carried to the machine with the GPU.
+/// Largest folder that can be carried to the machine with the GPU.
 const MOST_BYTES: u64 = 64 << 20;
 /// The reports of runs in the folder itself, which are not carried.
 const REPORTS: &str = "report";
@@ -23,7 +23,7 @@ pub(crate) fn pack(root: &Path, out: &Path, device: &str, report: &Report) -> Re
     if kernels::are_stale(root, &fatbins)? {
         kernels::run(root, report)?;
     }
-    // What was packed before may be of codecs and kernels that are gone.
+    // An earlier pack may hold codecs and kernels that are gone.
     for folder in ["fixtures", "fatbins"].map(|name| out.join(name)) {
         if folder.exists() {
             fs::remove_dir_all(&folder).with_context(|| format!("clear {}", folder.display()))?;
@@ -129,7 +129,7 @@ fn mib(bytes: u64) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
-/// What is said of a folder, or of its archive too, that is too large to be carried.
+/// The warning about a folder, or its archive too, that is too large to be carried.
 fn warning(folder: u64, archive: u64) -> Option<String> {
     let most = mib(MOST_BYTES);
     match (folder > MOST_BYTES, archive > MOST_BYTES) {
@@ -162,7 +162,7 @@ fn pack_daemon(root: &Path, out: &Path, images: &[PathBuf], report: &Report) -> 
     Ok(())
 }
 
-/// Whether a program holds each of these files, of which there is one at least.
+/// Whether a program holds each of these files; there is at least one.
 fn holds(program: &[u8], images: &[PathBuf]) -> Result<bool> {
     for image in images {
         let image = fs::read(image)?;

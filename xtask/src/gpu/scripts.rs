@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Command;
 
-/// What statements of Python print about the scripts, as JSON.
+/// The JSON that Python statements about the scripts print.
 fn python(statements: &str) -> Value {
     let scripts = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kernels/gpu");
     let mut command = Command::new("python3");
@@ -38,7 +38,7 @@ fn the_benchmark_refuses_by_name_what_a_run_refuses_and_by_multiprocessors_what_
         ("h100", "H100 SXM"),
         ("h200", "H200 SXM"),
     ];
-    // Of 132 multiprocessors.
+    // For 132 multiprocessors.
     let mut asked = Vec::new();
     for (name, kind) in known::tests::NAMES {
         asked.extend(plans.map(|(plan, device)| (name, 132, device, kind != Some(plan))));
@@ -52,7 +52,7 @@ fn the_benchmark_refuses_by_name_what_a_run_refuses_and_by_multiprocessors_what_
         "import bench, json\n\
          of = lambda device: {{'device': device, 'multiprocessors': 132}}\n\
          print(json.dumps([bench.refusal(*gpu, of(plan)) for *gpu, plan, _ in {}]))",
-        // Of the words of JSON, Python has those of numbers and texts.
+        // Python reads JSON's numbers and texts, but not its words.
         json!(asked).to_string().replace("true", "True").replace("false", "False")
     );
     let reasons = python(&statements);
@@ -117,7 +117,7 @@ fn a_capture_ends_and_its_graph_goes_whichever_call_is_refused() {
             ("cuStreamBeginCapture_v2", "cuStreamEndCapture"),
             ("cuEventCreate", "cuEventDestroy_v2"),
         ] {
-            // What is refused gives nothing to end.
+            // A refused call begins nothing that has to end.
             let begun = count(begins) - usize::from(*refused == Some(begins));
             assert_eq!(begun, count(ends), "{refused:?}: {calls:?}");
         }

@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-/// What compute-sanitizer looks for.
+/// Tools of compute-sanitizer.
 const SANITIZERS: [&str; 4] = ["memcheck", "racecheck", "initcheck", "synccheck"];
 /// All of them, for `--only`.
 const ALL_SANITIZERS: &str = "sanitizers";
-/// What the report in `--out` has no outcome of, for `--only`.
+/// Value of `--only` for the steps without an outcome in the report of `--out`.
 const REST: &str = "rest";
 /// The first five fit into one command of ten minutes together.
 const CONFORMANCE_LIMIT: Duration = Duration::from_secs(140);
@@ -25,9 +25,9 @@ const SANITIZER_BEGINS: Duration = Duration::from_secs(120);
 
 /// One step.
 pub(super) struct Step {
-    /// What `--only` calls it.
+    /// Name for `--only`.
     pub(super) key: String,
-    /// What the report calls it.
+    /// Name in the report.
     pub(super) name: String,
     pub(super) limit: Duration,
     pub(super) command: Command,
@@ -94,7 +94,7 @@ pub(super) fn all(folder: &Path, figures: impl Fn(&str) -> PathBuf) -> Vec<Step>
             tests(&mut command, filter);
             // A kernel may take a hundred times as long so; what hangs is ended with its step.
             command.env("KVD_GPU_KERNEL_SECONDS", SANITIZER_LIMIT.as_secs().to_string());
-            // What was asked by then is said, and the step ends by itself.
+            // At that time the script reports what it has, and the step ends by itself.
             command.env("KVD_GPU_SECONDS", SANITIZER_BEGINS.as_secs().to_string());
             let key = if half == "ipc" { format!("{tool}-{half}") } else { tool.to_owned() };
             let name = format!("compute-sanitizer {tool}, {name}");

@@ -4,16 +4,16 @@ use super::kept::{Done, Kept, Subject};
 use serde_json::Value;
 use std::fmt::Write;
 
-/// What is said of kernels that reach a goal of stores by themselves.
+/// Note for kernels that reach a goal of stores by themselves.
 const NOT_A_STORE: &str = "not shown: no client gets this";
-/// What no figure stands for.
+/// Stands where there is no figure.
 const NONE: &str = "–";
 /// How many times faster than the best FP16 attention of the run a codec is meant to be.
 const GOALS: [(&str, f64); 5] =
     [("kivi-4", 2.6), ("kivi-2", 3.7), ("vecinfer-2", 4.8), ("kvcomp", 2.5), ("kvd-2", 3.0)];
 /// How many bytes of f16 rows a store kernel is meant to take per second.
 const STORE_GOALS: [(&str, f64); 2] = [("kivi-4", 2e12), ("kvd-2", 150e9)];
-/// What rows as they came are meant to reach of the read bandwidth of the run.
+/// Share of the run's read bandwidth that raw rows are meant to reach.
 const RAW_GOAL: f64 = 0.88;
 
 /// Microseconds of a `{median, best}`.
@@ -70,7 +70,7 @@ pub(super) fn markdown(kept: &Kept) -> String {
     text
 }
 
-/// What the benchmark measured.
+/// Writes the figures of the benchmark.
 fn measured(text: &mut String, bench: &Value) {
     if bench["complete"] == false {
         text.push_str("\n**The benchmark did not come to its end**: this is what it had.\n");
@@ -280,7 +280,7 @@ fn goal_table(text: &mut String, bench: &Value, daemon_stores: &Value) {
         let kernels = rows(bench, "stores").find(of).and_then(store_speed);
         let what = format!("store of {codec}, f16 rows, kernels alone");
         match kernels {
-            // What is not enough by itself is not enough with more to do.
+            // If this alone is not enough, it is not enough with more to do.
             Some(speed) if speed >= wanted => {
                 let [wanted, speed] = [wanted, speed].map(gigabytes);
                 let _ = writeln!(text, "| {what} | {wanted} | {speed} | {NOT_A_STORE} |");
@@ -297,7 +297,7 @@ fn goal_table(text: &mut String, bench: &Value, daemon_stores: &Value) {
     }
 }
 
-/// A goal, and what was measured with whether that meets it.
+/// A goal, the measured figure, and whether that meets it.
 fn goal(text: &mut String, what: &str, goal: &str, measured: Option<(String, bool)>) {
     let (measured, met) = match measured {
         None => (NONE.to_owned(), "not measured"),

@@ -62,7 +62,7 @@ fn write_texts(root: &Path, out: &Path, report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// What is said of a kernel that spills.
+/// The message about a kernel that spills; none if it does not.
 fn spill(usage: &Usage) -> Option<String> {
     let Usage { kernel, target, spill_bytes, .. } = usage;
     (*spill_bytes > 0).then(|| format!("{kernel} spills {spill_bytes} bytes for {target}"))

@@ -41,11 +41,11 @@ const MEMBERS: &[(&str, &[&str])] = &[
     ("xtask", &[]),
 ];
 
-/// What a member may use in its own tests besides.
+/// Further crates that a member may use in its own tests.
 const TESTS: &[(&str, &[&str])] = &[
     // A fake daemon answers the evaluation's client; the real one would be an edge upwards.
     ("kvd-eval", &["kvd-proto"]),
-    // What a daemon compiles is compiled for every GPU.
+    // A daemon compiles kernels for every GPU.
     ("xtask", &["kvd-cuda"]),
     // Descriptors come over a Unix socket.
     ("kvd-cuda", &["kvd-shm"]),
@@ -53,7 +53,7 @@ const TESTS: &[(&str, &[&str])] = &[
     ("kvd-emu", &["kvd-core", "kvd-codec", "kvd-compute", "kvd-cuda", "kvd-client", "kvd"]),
 ];
 
-/// What a member must never reach, not even through others.
+/// Crates that a member must never reach, not even through others.
 const NEVER: &[(&str, &[&str])] = &[
     ("kvd-core", &["tokio", "tonic", "cudarc"]),
     ("kvd-codec", &["tokio", "tonic", "cudarc"]),

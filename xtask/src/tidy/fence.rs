@@ -1,4 +1,4 @@
-//! What must not stand in the code: left-overs, and `unsafe` outside its fence.
+//! Code that must not exist: left-overs, and `unsafe` outside its fence.
 
 use super::Finding;
 use anyhow::{Context, Result};

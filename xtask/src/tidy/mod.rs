@@ -25,7 +25,7 @@ pub(crate) struct Arguments {
     /// Prints the figures of words by crate, and checks nothing.
     #[arg(long)]
     measure: bool,
-    /// Lowers the maxima of xtask/src/tidy/words.toml to what is measured.
+    /// Lowers the maxima of xtask/src/tidy/words.toml to the measured figures.
     #[arg(long)]
     lower: bool,
 }

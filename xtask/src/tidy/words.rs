@@ -37,7 +37,7 @@ pub(super) struct Words {
     tuple_arguments: usize,
 }
 
-/// How many there are of what is counted, for percentages.
+/// Totals of the counted things, for percentages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Totals {
     docs: usize,
@@ -45,7 +45,7 @@ struct Totals {
     types: usize,
 }
 
-/// The maxima of `words.toml`, and what is measured against them.
+/// The maxima of `words.toml`, or the figures that are compared with them.
 #[derive(Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Maxima {
@@ -135,7 +135,7 @@ impl Measured {
         findings
     }
 
-    /// Writes `words.toml` with the lesser of what it has and what is measured.
+    /// Writes `words.toml` with the lesser of its maxima and the measured figures.
     pub(super) fn lower(&self, root: &Path) -> Result<()> {
         let path = root.join(MAXIMA);
         let old: Maxima = toml::from_str(&fs::read_to_string(&path).context(MAXIMA)?)?;

@@ -69,7 +69,7 @@ impl HeadCodec {
             };
             let fitted_for = part.and(calibration).map(Calibration::geometry);
             let binding = SideBinding { geometry, side, layer, part, fitted_for };
-            let bind_quantizer = side_spec.quantizer.spec().bind_side(binding)?;
+            let bind_quantizer = side_spec.quantizer.as_spec().bind_side(binding)?;
             Ok(Some(SideBinder { binding, spec: side_spec, variant, bind_quantizer }))
         });
         let binders: Vec<Option<SideBinder<'_>>> = binders.collect::<Result<_, _>>()?;

@@ -44,7 +44,7 @@ pub struct BitAllocSpec {
 }
 
 impl QuantizerSpec for BitAllocSpec {
-    fn names() -> &'static [&'static str] {
+    fn spec_names() -> &'static [&'static str] {
         &["bitalloc()"]
     }
 
@@ -57,7 +57,7 @@ impl QuantizerSpec for BitAllocSpec {
         id::BITALLOC
     }
 
-    fn validate(&self) -> Result<(), String> {
+    fn check_parameters(&self) -> Result<(), String> {
         if (0.25..=8.0).contains(&self.bits) {
             return Ok(());
         }

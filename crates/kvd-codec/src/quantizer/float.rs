@@ -96,7 +96,7 @@ pub(crate) fn largest_magnitude(rows: &[f32]) -> Result<f32, Unquantizable> {
 }
 
 impl QuantizerSpec for FloatFormat {
-    fn names() -> &'static [&'static str] {
+    fn spec_names() -> &'static [&'static str] {
         &["raw", "f32", "f16", "bf16", "fp8"]
     }
 

@@ -93,7 +93,7 @@ impl CodeClass {
         (2 * self.magnitude as usize + 1).pow(self.group as u32)
     }
 
-    /// The code to store for `code`, and what it cuts off.
+    /// The code to store for `code`, and the difference to it.
     pub(crate) fn cut_code(self, code: i32) -> (u16, i32) {
         cut_to_range(code, self.bias(), self.largest_code())
     }
@@ -110,7 +110,7 @@ fn cut_to_range(code: i32, bias: i32, largest: i32) -> (u16, i32) {
     ((kept + bias) as u16, code - kept)
 }
 
-/// Stored codes and what they cut off, of rows.
+/// Stored codes of rows, and the differences to the codes.
 struct QuantizeGrid<'a> {
     step: f32,
     /// Biases and largest codes, by coefficient.
@@ -173,7 +173,7 @@ pub struct GridSpec {
 }
 
 impl QuantizerSpec for GridSpec {
-    fn names() -> &'static [&'static str] {
+    fn spec_names() -> &'static [&'static str] {
         &["grid()"]
     }
 
@@ -186,7 +186,7 @@ impl QuantizerSpec for GridSpec {
         id::GRID
     }
 
-    fn validate(&self) -> Result<(), String> {
+    fn check_parameters(&self) -> Result<(), String> {
         if (0.25..=10.0).contains(&self.rate) {
             return Ok(());
         }

@@ -378,7 +378,7 @@ impl GroupLevels {
             }
         }
         for (error, step) in errors[..dim].iter_mut().zip(steps.iter()) {
-            // Of an infinite step it is no number.
+            // An infinite step has no finite error.
             *error = if step.is_finite() { *error } else { f32::INFINITY };
         }
     }

@@ -48,7 +48,7 @@ pub struct LloydSpec {
 }
 
 impl QuantizerSpec for LloydSpec {
-    fn names() -> &'static [&'static str] {
+    fn spec_names() -> &'static [&'static str] {
         &["lloyd()"]
     }
 
@@ -61,7 +61,7 @@ impl QuantizerSpec for LloydSpec {
         id::LLOYD
     }
 
-    fn validate(&self) -> Result<(), String> {
+    fn check_parameters(&self) -> Result<(), String> {
         match self.bits {
             1..=8 => Ok(()),
             bits => Err(format!("lloyd b={bits}: must be 1 to 8")),

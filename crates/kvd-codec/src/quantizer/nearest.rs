@@ -156,7 +156,7 @@ pub(super) fn transpose_points<const D: usize>(
     }
 }
 
-/// A batch of points, channel by channel, of which the first `filled` are there.
+/// A batch of points, channel by channel; the first `filled` are present.
 #[derive(Clone, Copy)]
 pub(super) struct PointBatch<'a, const D: usize> {
     pub(super) x: &'a [[f32; BATCH_MAX]; D],
@@ -226,8 +226,8 @@ pub(super) fn scan_candidates<
             scan_registers::<S, D, 1>(simd, candidates(), x, first, places)
         };
     }
-    // What has no sign of a difference: one of minus infinities is NaN, and some machines' least
-    // of a number and NaN is NaN. Both stay until the end.
+    // Scores without an order: a difference of minus infinities is NaN, and on some machines the
+    // minimum of a number and NaN is NaN. Both stay until the end.
     let sound = |score: &f32| *score > f32::NEG_INFINITY;
     if !found.scores[..filled].iter().fold(true, |all, score| all & sound(score)) {
         for lane in 0..filled {

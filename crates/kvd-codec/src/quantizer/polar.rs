@@ -142,7 +142,7 @@ impl Polar {
     fn new(pairing: RopePairing, bits: [u8; 2], scale: RadiusScale) -> Self {
         let [angle, radius] = bits;
         let angle_bits = u32::from(angle);
-        // Of 2^(a+1) directions around the circle the even ones are codes.
+        // Every other one of 2^(a+1) directions around the circle is a code.
         let fine = circle_points(angle_bits + 1);
         // Code 0 points to the negative first axis.
         let directions = fine.iter().step_by(2).map(|[cos, sin]| [-cos, -sin]);
@@ -375,7 +375,7 @@ fn circle_points(bits: u32) -> Vec<[f64; 2]> {
     for _ in 1..bits {
         let [cos, sin] = turns[turns.len() - 1];
         let half_cos = ((1.0 + cos) / 2.0).max(0.0).sqrt();
-        // Of a half turn by its cosine alone; then sin / (2 cos) loses nothing.
+        // Below 0 the cosine alone decides, above it sin / (2 cos) loses nothing.
         let half_sin = if cos < 0.0 { ((1.0 - cos) / 2.0).sqrt() } else { sin / (2.0 * half_cos) };
         turns.push([half_cos, half_sin]);
     }

@@ -27,7 +27,7 @@ pub struct PolarSpec {
 }
 
 impl QuantizerSpec for PolarSpec {
-    fn names() -> &'static [&'static str] {
+    fn spec_names() -> &'static [&'static str] {
         &["polar()"]
     }
 
@@ -51,7 +51,7 @@ impl QuantizerSpec for PolarSpec {
         id::POLAR
     }
 
-    fn validate(&self) -> Result<(), String> {
+    fn check_parameters(&self) -> Result<(), String> {
         let Self { angle: a, radius: r, group } = *self;
         if !(1..=8).contains(&a) || !(1..=8).contains(&r) {
             return Err(format!("polar(a={a},r={r}): a and r must be 1 to 8"));

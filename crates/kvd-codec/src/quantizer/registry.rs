@@ -24,7 +24,7 @@ use std::sync::Arc;
 /// specs have.
 pub(crate) trait QuantizerSpec: fmt::Display {
     /// Names in spec texts, `()` behind those that take arguments.
-    fn names() -> &'static [&'static str]
+    fn spec_names() -> &'static [&'static str]
     where
         Self: Sized;
 
@@ -37,7 +37,7 @@ pub(crate) trait QuantizerSpec: fmt::Display {
     fn page_id(&self, native: DType) -> u8;
 
     /// Checks parameters that no geometry could make valid.
-    fn validate(&self) -> Result<(), String> {
+    fn check_parameters(&self) -> Result<(), String> {
         Ok(())
     }
 
@@ -91,12 +91,12 @@ pub(crate) trait QuantizerSpec: fmt::Display {
         false
     }
 
-    /// What fits it to the coefficients of a side's heads; `None` where nothing is to be fitted.
+    /// Starts its fit to the coefficients of a side's heads; `None` where nothing is to be fitted.
     fn start_fit<'a>(&self, _target: FitTarget<'a>) -> Option<Box<dyn QuantizerFit + 'a>> {
         None
     }
 
-    /// What binds it to the heads of one side of one layer; what heads share is made here.
+    /// Makes the binder of the heads of one side of one layer, and all that these heads share.
     ///
     /// # Errors
     /// When the calibration lacks what it needs.
@@ -113,8 +113,8 @@ macro_rules! register_quantizers {
         }
 
         impl Quantizer {
-            /// What the quantizer says about itself.
-            pub(crate) fn spec(&self) -> &dyn QuantizerSpec {
+            /// Its parameters, as the trait sees them.
+            pub(crate) fn as_spec(&self) -> &dyn QuantizerSpec {
                 match self {
                     $(Self::$name(spec) => spec,)+
                 }
@@ -122,7 +122,7 @@ macro_rules! register_quantizers {
 
             /// Names of all of them in spec texts.
             pub(crate) fn known_names() -> Vec<&'static str> {
-                [$(<$spec>::names(),)+].concat()
+                [$(<$spec>::spec_names(),)+].concat()
             }
 
             /// The quantizer of that name, from what follows it; `None` where none has the name.
@@ -131,7 +131,7 @@ macro_rules! register_quantizers {
                 word: QuantizerWord<'_>,
             ) -> Option<ParseResult<Self>> {
                 let is_named = |name: &&str| name.trim_end_matches("()") == word.name;
-                $(if <$spec>::names().iter().any(is_named) {
+                $(if <$spec>::spec_names().iter().any(is_named) {
                     return Some(<$spec>::parse_spec(cursor, word).map(Self::$name));
                 })+
                 None
@@ -167,32 +167,32 @@ impl Quantizer {
     /// Id in the headers of its pages, of rows that arrive in `native`.
     #[must_use]
     pub fn page_id(&self, native: DType) -> u8 {
-        self.spec().page_id(native)
+        self.as_spec().page_id(native)
     }
 
     /// Number of distinct codes; `None` when floats are stored as they are.
     #[must_use]
     pub fn code_count(&self) -> Option<u32> {
-        self.spec().code_count()
+        self.as_spec().code_count()
     }
 
     /// Bits per value that its fit aims at, everything counted; `None` where the bits follow from
     /// the parameters.
     #[must_use]
     pub fn target_bits(&self) -> Option<f32> {
-        self.spec().target_bits()
+        self.as_spec().target_bits()
     }
 
     /// Whether it takes anything from a calibration.
     #[must_use]
     pub fn is_trained(&self) -> bool {
-        self.spec().is_fitted()
+        self.as_spec().is_fitted()
     }
 }
 
 impl fmt::Display for Quantizer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.spec().fmt(f)
+        self.as_spec().fmt(f)
     }
 }
 

@@ -280,7 +280,7 @@ mod tests {
             for bits in [1, 2, 3, 4, 8] {
                 let by = Uniform::new(UniformStep::Bits(bits), axis, group, (1 << bits) - 1);
                 let whole = [(64, 128), (32, 64), (45, 64), (32, 80)];
-                // Of which some have as many channels as fill registers, and some left.
+                // Some of these head sizes fill registers, others leave a rest.
                 let others = [6, 18, 34, 66, 130, 36].map(|dim| (64, dim));
                 for (tokens, dim) in whole.into_iter().chain(others) {
                     let rows: Vec<f32> = (0..tokens * dim).map(value).collect();

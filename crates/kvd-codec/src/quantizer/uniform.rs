@@ -95,7 +95,7 @@ impl Uniform {
         tokens.div_ceil(self.rows_per_scale(tokens)) * self.row_pairs(dim)
     }
 
-    /// Rows whose groups are cut to their magnitude of rank `floor(clip * n)`; `None` where nothing is cut.
+    /// Rows with groups cut to their magnitude of rank `floor(clip * n)`, where any is to be.
     fn clip_groups(&self, block: RowBlock<'_>) -> Result<Option<Vec<f32>>, Unquantizable> {
         let Some(clip) = self.clip else { return Ok(None) };
         // What is no number must not become one.

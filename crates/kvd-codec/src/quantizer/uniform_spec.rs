@@ -93,7 +93,7 @@ impl UniformSpec {
 }
 
 impl QuantizerSpec for UniformSpec {
-    fn names() -> &'static [&'static str] {
+    fn spec_names() -> &'static [&'static str] {
         &["uniform()"]
     }
 
@@ -112,7 +112,9 @@ impl QuantizerSpec for UniformSpec {
                     let rel = cursor.parse_at(value_start, value, "the range")?;
                     step = Some(UniformStep::Relative(rel));
                 }
-                "clip" => clip = Some(cursor.parse_at(value_start, value, "values that stay")?),
+                "clip" => {
+                    clip = Some(cursor.parse_at(value_start, value, "a part of the values")?)
+                }
                 "g" => group = Some(cursor.parse_at(value_start, value, "values per group")?),
                 "axis" => {
                     axis = Some(match value {
@@ -148,7 +150,7 @@ impl QuantizerSpec for UniformSpec {
         }
     }
 
-    fn validate(&self) -> Result<(), String> {
+    fn check_parameters(&self) -> Result<(), String> {
         match *self {
             Self { step: UniformStep::Bits(b), .. } if !(1..=8).contains(&b) => {
                 Err(format!("uniform b={b}: must be 1 to 8"))

@@ -103,8 +103,8 @@ impl CudaBackend {
     ) -> Option<PlanAddresses> {
         let mut take = |bytes: usize| self.device.take_scratch(bytes as u64);
         let rows = tables.ends.len();
-        // What grows with the stored tokens comes last, so that little moves as they do, and graphs
-        // stay as they are.
+        // Parts that grow with the stored tokens come last, so little moves when they grow, and
+        // graphs stay unchanged.
         Some(PlanAddresses {
             // One piece, so that it comes back by one copy.
             sums: take(rows * (2 * dim + 3) * 4)?,

@@ -40,7 +40,7 @@ struct StoreAddresses {
 }
 
 impl CudaBackend {
-    /// Gives all scratch memory back, and what is held in it.
+    /// Gives all scratch memory back, with the pages held in it.
     pub(super) fn clear_scratch(&mut self) {
         self.device.clear_scratch();
         self.held = ScratchPages { call: self.held.call + 1, ..ScratchPages::default() };

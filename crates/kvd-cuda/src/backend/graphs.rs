@@ -42,7 +42,7 @@ impl LaunchNode {
     }
 }
 
-/// Whose launches they are.
+/// The model and layer that a graph's launches belong to.
 pub(super) type GraphOwner = (ModelId, LayerIndex);
 
 /// A sequence of launches.

@@ -117,10 +117,10 @@ impl CudaBackend {
         Ok((choices, LayerShapes::new(codec, layer, choices.codebook_rooms())))
     }
 
-    /// Whether there are kernels for every layer, and room for what they read.
+    /// Whether there are kernels for every layer, and room for the tables that they read.
     pub(super) fn check_served(&self, codec: &ModelCodec) -> Result<(), BackendError> {
         let rooms = self.layer_memory(codec, |shapes| Ok(shapes.check_heads()?))?;
-        // What a plan foresees is exact but for Huffman tables, which calibrations bring.
+        // A plan's prediction is exact except for Huffman tables, which come with calibrations.
         let has_codes = |spec: &&SideSpec| spec.entropy == EntropyCoding::Huffman;
         let coded = |side: &Side| codec.spec().side_specs(*side).iter().any(has_codes);
         let layers = if Side::BOTH.iter().any(coded) { codec.geometry().layers } else { 0 };

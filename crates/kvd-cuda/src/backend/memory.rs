@@ -149,7 +149,7 @@ impl DeviceMemory {
         self.call_driver(|ordered| ordered.copy_ordered(&copies))
     }
 
-    /// Calls nothing any more, because of what was found.
+    /// Stops all further calls, because of this fault.
     pub(super) fn fail_with(&mut self, why: &str) {
         self.failure.get_or_insert_with(|| why.to_owned());
     }
@@ -164,7 +164,7 @@ impl DeviceMemory {
         self.kept.allocate(bytes).map_err(|full| device_error(ErrorCode::LimitExceeded, full))
     }
 
-    /// Brings what stays to its place, after all kernels that may still read what it held.
+    /// Copies lasting data to its place, after all kernels that may still read the old content.
     pub(super) fn write_table(
         &mut self,
         to: DeviceRange,

@@ -87,7 +87,7 @@ pub enum CudaOpenError {
 /// A GPU as a backend.
 pub struct CudaBackend {
     device: DeviceMemory,
-    /// Encodes and decodes what is copied to it.
+    /// Encodes and decodes rows that are copied to it.
     host: CpuBackend,
     models: HashMap<ModelId, DeviceModel>,
     /// Header of the page that begins at an offset of the arena.
@@ -295,7 +295,7 @@ impl Backend for CudaBackend {
     }
 
     fn place(&mut self, pages: &EncodedPages, to: Extent) {
-        // What the slot held before is gone.
+        // Headers of the slot's earlier pages are stale.
         let stale: Vec<u64> =
             self.headers.range(to.offset..to.end()).map(|(offset, _)| *offset).collect();
         for offset in stale {

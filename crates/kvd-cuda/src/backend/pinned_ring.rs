@@ -100,7 +100,7 @@ impl PinnedRing {
         Ok(())
     }
 
-    /// Starts the copy of what is gathered.
+    /// Starts the copy of the gathered bytes.
     pub(super) fn start_copy(&mut self, driver: &mut dyn Driver) -> Result<(), DriverError> {
         let Some(GatheredRun { start, to, bytes }) = self.run.take() else { return Ok(()) };
         let memory = self.slots[self.at].memory;
@@ -144,7 +144,7 @@ impl PinnedRing {
         before.map_or(Ok(()), |(index, piece)| self.drain_slot(driver, index, piece))
     }
 
-    /// Waits for a slot of bytes from the device and copies what it holds.
+    /// Waits for a slot of bytes from the device and copies its content.
     fn drain_slot(
         &self,
         driver: &mut dyn Driver,

@@ -45,14 +45,14 @@ impl DeviceStreams {
             kernels_ahead: false,
             busy: false,
         };
-        // What was taken before an error is given back by `drop`.
+        // After an error `drop` gives back what was taken.
         ordered.staging.allocate_slots(ordered.driver.as_mut())?;
         ordered.copied = Some(ordered.driver.create_event()?);
         ordered.computed = Some(ordered.driver.create_event()?);
         Ok(ordered)
     }
 
-    /// For what has no place in the streams.
+    /// For calls that have no place in the streams.
     pub(super) fn driver(&self) -> &dyn Driver {
         self.driver.as_ref()
     }
@@ -88,7 +88,7 @@ impl DeviceStreams {
     /// Has copies from now on wait for all kernels so far.
     pub(super) fn follow_kernels(&mut self) -> Result<(), DriverError> {
         if let Some(computed) = self.computed.filter(|_| self.kernels_ahead) {
-            // What is gathered was asked for before.
+            // Gathered copies were requested before this point.
             self.staging.start_copy(self.driver.as_mut())?;
             self.driver.record_event(computed, DeviceStream::Compute)?;
             self.driver.wait_event(DeviceStream::Copy, computed)?;

@@ -28,7 +28,7 @@ const SYMBOLS: [&CStr; 8] = [
 /// A kernel of a graph: stage, function and launch.
 pub(super) type KernelNode<'a> = (u32, sys::CUfunction, KernelLaunch<'a>);
 
-/// A graph, what is launched of it, and its nodes.
+/// A graph, its executable form, and its nodes.
 struct CudaGraph {
     graph: sys::CUgraph,
     executable: sys::CUgraphExec,

@@ -38,7 +38,7 @@ pub enum DriverError {
          device.table_bytes"
     )]
     NoRoom(String),
-    /// No such kernel in what was loaded.
+    /// The loaded modules have no such kernel.
     #[error("no kernel {0} among those loaded; rebuild them with `cargo xtask kernels`")]
     NoKernel(String),
     /// Memory of another process that cannot be opened, or kernels that cannot be loaded; the
@@ -163,7 +163,7 @@ pub trait Driver: Send {
     /// When it is not, or the device has failed.
     fn find_kernel(&mut self, kernel: &str) -> Result<(), DriverError>;
 
-    /// Takes memory, aligned to 256 bytes; what it holds is not defined.
+    /// Takes memory, aligned to 256 bytes; its content is undefined.
     ///
     /// # Errors
     /// When there is none left.
@@ -182,7 +182,7 @@ pub trait Driver: Send {
     /// Gives pinned memory back.
     fn free_pinned(&mut self, memory: PinnedId);
 
-    /// Writes to pinned memory, of which no copy may be under way.
+    /// Writes to pinned memory; no copy from it may be under way.
     fn write_pinned(&mut self, memory: PinnedId, start: u64, bytes: &[u8]);
 
     /// Reads pinned memory, into which no copy may be under way.
@@ -209,7 +209,7 @@ pub trait Driver: Send {
     /// When the device has failed.
     fn record_event(&mut self, event: EventId, stream: DeviceStream) -> Result<(), DriverError>;
 
-    /// Has what is given to a stream from now on wait for an event as it was last recorded.
+    /// Makes later work of a stream wait for an event as it was last recorded.
     ///
     /// # Errors
     /// When the device has failed.

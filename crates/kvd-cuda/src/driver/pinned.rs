@@ -29,7 +29,7 @@ impl PinnedMemory {
             CUresult::CUDA_ERROR_OUT_OF_MEMORY => return Err(DriverError::OutOfPinned(bytes)),
             result => check_call("cuMemHostAlloc", result)?,
         }
-        // What was never written may still be copied to the device, so it is something.
+        // Unwritten bytes may still be copied to the device, so they must be initialized.
         // SAFETY: as many bytes were given.
         unsafe { ptr::write_bytes(memory.cast::<u8>(), 0, bytes as usize) };
         self.0.push((memory.cast(), bytes));
@@ -85,7 +85,7 @@ impl CudaEvents {
         Ok(EventId(self.0.insert_handle(event)))
     }
 
-    /// An event of which other processes may have the handle.
+    /// An event whose handle other processes may have.
     pub(super) fn create_shared_event(
         &mut self,
     ) -> Result<(EventId, [u8; RegionHandle::IPC_BYTES]), DriverError> {

@@ -28,7 +28,7 @@ impl OpenMappings {
         address
     }
 
-    /// A holder goes; what is to be closed for it.
+    /// Removes a holder and returns the mapping that must now be closed.
     pub(super) fn remove_mapping(&mut self, address: u64) -> Option<SharedMapping> {
         let holders = self.0.get_mut(&address)?;
         let shared = holders.pop();

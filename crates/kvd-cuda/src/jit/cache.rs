@@ -21,7 +21,7 @@ const WRITE_MAX: Duration = Duration::from_secs(3600);
 pub(super) enum CacheEntry {
     Image(Vec<u8>),
     Nothing,
-    /// A file that is not what it should be, and why.
+    /// A damaged or foreign file, and why.
     Damaged(PathBuf, String),
 }
 
@@ -120,7 +120,7 @@ fn image_checksum(key: &[u8], image: &[u8]) -> u128 {
     hash.digest128()
 }
 
-/// The image of a file for `key`, or what is wrong with it.
+/// The image of a file for `key`, or the fault of the file.
 fn parse_image<'a>(bytes: &'a [u8], key: &str) -> Result<&'a [u8], &'static str> {
     let rest = bytes.strip_prefix(MAGIC).ok_or("it does not begin as such a file does")?;
     let (len, rest) = rest.split_first_chunk().ok_or("it is cut off")?;

@@ -40,7 +40,7 @@ pub(super) fn headers_hash() -> u128 {
 /// The struct of a side whose products are on tensor cores, and its header: as `attend_*.cu` have
 /// them.
 fn tensor_side(kernel: SideKernel, which: Side) -> (&'static str, String) {
-    let (header, name) = (kernel.header(), kernel.device_struct());
+    let (header, name) = (kernel.header_file(), kernel.device_struct());
     match kernel {
         SideKernel::Fp8 if which == Side::Value => ("mma_f16.cuh", "kvd::Fp8Values".to_owned()),
         SideKernel::F16 | SideKernel::Bf16 | SideKernel::Fp8 => {
@@ -55,7 +55,9 @@ pub(super) fn source_text(sides: PairSource) -> String {
     let kernels = [(sides.keys, Side::Key), (sides.values, Side::Value)];
     let [(key_header, key), (value_header, value)] = match sides.tensor {
         true => kernels.map(|(kernel, which)| tensor_side(kernel, which)),
-        false => kernels.map(|(kernel, _)| (kernel.header(), kernel.device_struct().to_owned())),
+        false => {
+            kernels.map(|(kernel, _)| (kernel.header_file(), kernel.device_struct().to_owned()))
+        }
     };
     let declare = match (sides.huffman, sides.tensor) {
         (true, _) => "KVD_HUFFMAN_ROWS",
@@ -88,7 +90,7 @@ mod tests {
             let short = |text: &str| text.replace("kvd::", "");
             let call = format!("return use({}()", short(kernel.device_struct()));
             assert!(short(any).contains(&call), "{call}");
-            find(kernel.header()).unwrap();
+            find(kernel.header_file()).unwrap();
         }
     }
 

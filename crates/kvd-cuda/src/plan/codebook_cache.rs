@@ -245,7 +245,7 @@ mod tests {
         for books in none.into_iter().chain([any]) {
             assert_eq!(sides_in_registers(99, [Some(books); 2]), [false; 2], "{}", books.dim);
         }
-        // What launch bounds leave counts, and what the occupancy does: fewer rows, more of it.
+        // Registers left by the launch bounds count, and so does occupancy: fewer rows, more of it.
         let slack = [1, 4, 8].map(|rows| register_slack(rows, 128, 0));
         assert_eq!(slack, [56, 17, 1]);
         assert_eq!(register_slack(8, 128, 40), 41);

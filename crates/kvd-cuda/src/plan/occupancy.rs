@@ -1,4 +1,4 @@
-//! How many thread blocks a multiprocessor holds, and what is left beside them.
+//! How many thread blocks a multiprocessor holds, and how much memory they leave.
 
 use super::GpuLimits;
 

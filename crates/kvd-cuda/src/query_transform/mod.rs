@@ -13,7 +13,7 @@ use kvd_core::{LayerIndex, Side};
 pub(crate) const TURN_ROWS: usize = 8;
 /// Threads of a thread block.
 const TURN_THREADS: usize = 128;
-/// Bytes of a step, what it reads apart.
+/// Bytes of a step, without the data that it reads.
 const STEP_BYTES: usize = 16;
 /// Marks a channel that is negated.
 const NEGATED: u32 = 1 << 31;
@@ -21,7 +21,7 @@ const NEGATED: u32 = 1 << 31;
 /// How queries and answers of one layer are turned. Made once per model and layer.
 #[derive(Clone, Debug, Default)]
 pub struct QueryTransforms {
-    /// Steps and what they read: goes to the device as it is.
+    /// Steps and the data that they read, in the device's layout.
     pub steps: Vec<u8>,
     /// Offsets of each KV head's steps: the keys', then the values'.
     heads: Vec<[u64; 2]>,

@@ -4,7 +4,7 @@ use crate::kernel_side::COPY_BYTES;
 use kvd_codec::{ForwardStep, HeadCodec};
 use kvd_core::DType;
 
-/// Bytes of a step, what it reads apart.
+/// Bytes of a step, without the data that it reads.
 pub(super) const STEP_BYTES: usize = 16;
 /// Marks a channel that is negated.
 const NEGATED: u32 = 1 << 31;

@@ -111,7 +111,7 @@ fn unhex(digits: &str) -> Vec<u8> {
     digits.as_bytes().as_chunks::<2>().0.iter().map(|pair| byte(pair).unwrap()).collect()
 }
 
-/// Reads what the worker has left in its memory, and leaves there what it looks for.
+/// Reads the worker's message from its memory, and leaves the one that it looks for.
 pub(crate) fn exchange(backend: &mut dyn Backend, kind: Kind) {
     let (mut worker, OpenedRegion { region, .. }) = Worker::open(backend, kind);
     worker.write(1000, b"queries");

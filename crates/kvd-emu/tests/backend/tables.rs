@@ -119,7 +119,7 @@ fn first_tables_of_a_layer_are_the_hosts_and_its_rows_stay_on_the_device() {
     let rows = 8 * 2 * (64 + 64) * 4;
     assert_eq!(counters("kvcomp"), 240);
     for text in ["kvcomp", "kvcomp-channel"] {
-        // What the host alone makes of the same rows, at the same place.
+        // The tables that the host alone makes from these rows, at this place.
         let mut host = CpuBackend::new(CpuOptions {
             arena_bytes: OPTIONS.arena_bytes,
             prefault: false,

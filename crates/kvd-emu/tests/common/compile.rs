@@ -45,7 +45,7 @@ impl KernelCompiler for MadeUp {
     }
 }
 
-/// A backend with a compiler, and what is seen of both.
+/// A backend with a compiler, and records of both.
 struct Seen {
     backend: CudaBackend,
     watch: Arc<Mutex<Watch>>,
@@ -77,7 +77,7 @@ impl Seen {
         seen
     }
 
-    /// Stores a block and attends to it; what is answered and which kernels were launched.
+    /// Stores a block and attends to it; gives the answer and the launched kernels.
     fn attend(&mut self) -> (Vec<u8>, Vec<String>) {
         self.watch.lock().kernels.clear();
         let part = store(&mut self.backend, suite::codec(self.codec, RopePairing::Half));

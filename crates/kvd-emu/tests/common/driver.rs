@@ -38,7 +38,7 @@ pub(crate) struct EmuDriver {
     /// Memory of a worker that is open.
     shared: BTreeMap<u64, Opened>,
     streams: Streams,
-    /// Events of which others have a handle.
+    /// Events whose handle others have.
     events: BTreeMap<EventId, [u8; RegionHandle::IPC_BYTES]>,
     /// Kernels of each graph, by stage.
     graphs: Vec<Option<Vec<(u32, Work)>>>,
@@ -98,7 +98,7 @@ impl EmuDriver {
         Ok(())
     }
 
-    /// Keeps what is wrong; nothing works from then on.
+    /// Keeps the fault; nothing works from then on.
     fn complain(&self, what: String) {
         let mut watch = self.watch.lock();
         watch.failed = true;

@@ -1,4 +1,4 @@
-//! Stored sequences, kernels run on them, and what they should answer.
+//! Stored sequences, kernels run on them, and the expected answers.
 #![allow(dead_code, reason = "each test file uses its own part")]
 
 pub(crate) mod compare;

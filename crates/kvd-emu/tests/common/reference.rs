@@ -160,7 +160,7 @@ pub(crate) fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
 }
 
-/// Compares an answer with what it should be, row by row.
+/// Compares an answer with the expected one, row by row.
 pub(crate) fn check(answer: &kvd_compute::Attended, wanted: &[Expected], what: &str) {
     let dim = answer.out.len() / 4 / wanted.len();
     let out = floats(&answer.out);

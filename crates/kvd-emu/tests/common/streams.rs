@@ -168,7 +168,7 @@ impl Streams {
         }
     }
 
-    /// Work of which the host does not know that it is done.
+    /// Work that the host does not know to be done.
     fn unseen(&self) -> impl Iterator<Item = &Work> {
         let streams = self.given.iter().zip(self.seen);
         streams.flat_map(|(given, seen)| given[seen..].iter().map(|(work, _)| work))

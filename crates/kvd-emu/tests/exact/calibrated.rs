@@ -94,7 +94,7 @@ fn bit_allocations_on_whole_levels() {
             let row = |side: Side, head: usize, token: usize, channel: usize| {
                 let width = width(is_grouped, dim, channel);
                 let code = token * 7 + channel * 3 + head * 5 + side.index();
-                // What no level is near to is an outlier.
+                // A value far from every level is an outlier.
                 let far = if (token, channel) == (77, 5) { 100.0 } else { 0.0 };
                 level(width, code % (1 << width)) as f32 + far
             };
@@ -114,7 +114,7 @@ fn stages_of_whole_entries() {
     if !is_available() {
         return;
     }
-    // What a row decodes to is a sum of whole entries, whichever are nearest.
+    // A decoded row is a sum of whole entries, whichever are nearest.
     let whole = |calibration: &Calibration| {
         changed(calibration, |kind, _, bytes| {
             if kind == "codebook" {

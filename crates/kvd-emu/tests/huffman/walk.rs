@@ -276,7 +276,7 @@ fn a_decoder_that_is_given_other_words_does_not_agree() {
             |setup: &Setup<'_>, decoder| setup.decode(decoder, words, 64, ThreadOrder::Ascending);
         let codes = decode(&setup, Decoder::Tables);
         assert_eq!(decode(&setup, Decoder::Walk), codes);
-        // The same with two symbols in each other's place.
+        // Swapping two symbols changes the codes.
         let mut nodes = nodes;
         let symbols: Vec<usize> = (0..nodes.len()).filter(|at| nodes[*at][3] == 1).collect();
         let often = |at: &usize| codes.iter().filter(|code| **code == nodes[*at][2] as u16).count();

@@ -51,7 +51,7 @@ fn a_descriptor_of_less_memory_or_no_whole_granules_is_refused_and_the_device_go
         assert_eq!(fixture.memory.held(), [1, 0]);
     }
     assert_eq!(fixture.backend.attend(&plan).unwrap().out, right.out);
-    // What is open is closed with the device.
+    // Open mappings are closed with the device.
     let Fixture { backend, watch, memory, .. } = fixture;
     drop(backend);
     assert_eq!((memory.held(), watch.lock().live), ([0, 0], 0));

@@ -258,7 +258,7 @@ fn a_graph_that_was_changed_in_part_is_given_back() {
     fixture.watch.lock().fail = Fail::Node;
     assert_eq!(ask(&mut fixture, &of(&part, true)), Err(ErrorCode::LimitExceeded));
     assert_eq!(fixture.watch.lock().live, live - 1);
-    // The words that it was made with are not what it would run.
+    // It would run other words than it was made with.
     fixture.watch.lock().fail = Fail::Never;
     for changed in [false, false, true] {
         agree(&mut fixture, changed);
@@ -315,7 +315,7 @@ fn a_model_that_goes_takes_its_graphs_along() {
         let live = fixture.watch.lock().live;
         fixture.backend.backend.unregister(ModelId(1));
         let given_back = live - fixture.watch.lock().live;
-        // The same kernels of a model that comes after it are another sequence.
+        // A later model's launches of these kernels are another sequence.
         let part = write_rows(&mut fixture.backend.backend, "raw", &geometry());
         let launched = fixture.backend.backend.launches().kernels;
         ask(&mut fixture, &super::plan(&part, DType::F32, 2, &[1])).unwrap();

@@ -68,7 +68,7 @@ fn a_device_hashes_and_copies_content_of_every_length_as_the_host_does() {
         let lengths =
             (1..20).map(|values| values * each).chain([8 * 1023, 8 * 1024 + each, 20_000]);
         for (seed, length) in lengths.enumerate() {
-            // What a slice of values may be aligned to.
+            // Alignments that a slice of values may have.
             for shift in [0, 2, 4, 6, 8].into_iter().filter(|shift| shift % each == 0) {
                 let (k, v) =
                     (finite(length, seed), finite(length / each / 3 * each + each, 50 + seed));
@@ -160,7 +160,7 @@ fn rows_of_every_size_and_alignment_go_to_their_places_and_nowhere_else() {
 
 #[test]
 fn the_hash_is_of_the_copy_whatever_a_worker_writes_meanwhile() {
-    // ThreadSanitizer would report what is meant to happen.
+    // ThreadSanitizer would report an intended race.
     if !is_available() || is_sanitized("thread") {
         return;
     }

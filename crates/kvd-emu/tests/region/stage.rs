@@ -184,7 +184,7 @@ fn a_check_of_each_thread_block_is_all_that_a_store_brings_to_the_host() {
     let (rows, writes) = (incoming(&geometry, 70, 0.5), writes(&geometry, 3, 70));
     let (places, _) = fixture.backend.leave(&rows, 0..70).unwrap();
     let backend = &mut fixture.backend.backend;
-    // What comes before is on its way.
+    // Earlier copies are still under way.
     backend.read_region(places.region, 0, &mut [0]).unwrap();
     let seen = || {
         let watch = fixture.watch.lock();

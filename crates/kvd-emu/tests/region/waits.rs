@@ -86,7 +86,7 @@ fn scratch_memory_goes_from_rows_to_encoding_behind_the_kernel_that_reads_it() {
     assert_eq!(stored, wanted);
     // For the headers of pages: the host had not seen the rows written before.
     assert_eq!(waits, 1);
-    // What encoding brings to scratch memory would take the place of rows. The driver does not see
+    // A copy that encoding makes to scratch memory would overwrite rows. The driver does not see
     // which: the kernel finds them by a table.
     let (spoiled, _) = encoded_behind_rows(&rows, Planted::CopiesDoNotWait);
     assert_ne!(spoiled, wanted);

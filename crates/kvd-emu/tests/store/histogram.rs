@@ -121,7 +121,7 @@ fn rows_that_are_no_numbers_leave_counting_to_the_host() {
     if !is_available() {
         return;
     }
-    // Of a side that is counted, and of one that is not: the host leaves out the whole block.
+    // With one counted side and one uncounted side the host leaves out the whole block.
     let text = "k=uniform(b=4,axis=channel)/huffman; v=raw";
     for side in Side::BOTH {
         let mut blocks = Blocks::new([64, 64], DType::F16, text, &[(Rows::Noise, 40); 3]);

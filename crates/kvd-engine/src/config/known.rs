@@ -1,4 +1,4 @@
-//! The closed list of keys: what is not read elsewhere must be known to change nothing.
+//! The closed list of keys: a key that no other module reads must be known to change nothing.
 
 use super::keys::{ConfigKeys, shorten_value};
 use super::{ModelConfig, ModelFamily};

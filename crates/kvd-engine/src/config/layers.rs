@@ -58,7 +58,7 @@ impl LayerKinds {
         };
         let Some(listed) = listed_kinds(keys, count)? else { return Ok(Self { kinds, window }) };
         if listed.contains(&LayerKind::Sliding) && window.is_none() {
-            let reason = "has sliding_attention, but no sliding window is in use: mend \
+            let reason = "has sliding_attention, but no sliding window is in use: correct \
                           sliding_window or use_sliding_window";
             return Err(keys.refuse_key("layer_types", reason));
         }

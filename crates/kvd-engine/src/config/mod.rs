@@ -148,9 +148,9 @@ impl ModelConfig {
     pub fn parse_json(json: &[u8]) -> Result<Self> {
         let file = |reason: String| ModelError::File { file: "config.json".into(), reason };
         let value: Value =
-            serde_json::from_slice(json).map_err(|error| file(format!("is no JSON: {error}")))?;
+            serde_json::from_slice(json).map_err(|error| file(format!("is not JSON: {error}")))?;
         let Value::Object(map) = value else {
-            return Err(file("is no JSON object".to_owned()));
+            return Err(file("is not a JSON object".to_owned()));
         };
         let keys = ConfigKeys::new(&map, "");
         let family = parse_family(keys)?;
@@ -320,7 +320,7 @@ fn parse_heads(
 
 fn parse_bos(keys: ConfigKeys<'_>, vocab_size: usize) -> Result<u32> {
     let bos = keys.read_count("bos_token_id", 0, vocab_size - 1)?.unwrap_or(0);
-    u32::try_from(bos).map_err(|_| keys.refuse_key("bos_token_id", "is no token id"))
+    u32::try_from(bos).map_err(|_| keys.refuse_key("bos_token_id", "is not a token id"))
 }
 
 fn parse_activation(keys: ConfigKeys<'_>) -> Result<ActivationFunction> {

@@ -320,7 +320,8 @@ fn refuse_unread(keys: ConfigKeys<'_>, kind: &str, read: &[&str]) -> Result<()> 
         // No scaling and a factor of 1 are the same.
         let nothing = key == "factor" && value.as_f64() == Some(1.0);
         if !always.contains(&key) && !read.contains(&key) && !nothing {
-            let reason = format!("is no key of rope type {kind:?}; take it out or mend rope_type");
+            let reason =
+                format!("is not a key of rope type {kind:?}; remove it or correct rope_type");
             return Err(keys.refuse_key(key, reason));
         }
     }

@@ -68,7 +68,7 @@ fn absent_keys_and_null_take_the_defaults_of_the_class() {
     assert_eq!(parse(&base("llama")).unwrap().layer_window(1), None);
 }
 
-/// One row for each key that changes the computation: what is refused, and by which name.
+/// One row for each key that changes the computation: the refused value, and the key's name.
 #[test]
 fn what_is_not_computed_is_refused_by_its_key() {
     let yarn = json!({"rope_type": "yarn", "factor": 2.0, "foo": 1});

@@ -2,7 +2,7 @@
 
 use kvd_codec::SampleKind;
 
-/// A calibration that cannot be made from what was given; each says what to do.
+/// A calibration that cannot be made from its input; each error says what to do.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CalibrateError {
@@ -70,12 +70,12 @@ pub enum CalibrateError {
         /// The codec.
         codec: String,
     },
-    /// A dump that does not hold what it should.
+    /// A dump with a wrong or missing tensor.
     #[error("{file}: {problem}")]
     Dump {
         /// The file.
         file: String,
-        /// Which tensor, and what it should be.
+        /// The tensor, and its expected type and shape.
         problem: String,
     },
     /// Several sources whose rows have different shapes.

@@ -106,7 +106,7 @@ impl fmt::Display for WindowChoice {
 impl FromStr for WindowChoice {
     type Err = anyhow::Error;
 
-    /// `own`, or `sink=N,recent=N` where what is left out is 0.
+    /// `own`, or `sink=N,recent=N`; an omitted number is 0.
     fn from_str(text: &str) -> Result<Self> {
         if text.trim() == "own" {
             return Ok(Self::Own);
@@ -119,8 +119,10 @@ impl FromStr for WindowChoice {
                 "recent" => &mut recent,
                 _ => anyhow::bail!("{item:?}: expected own, or sink=N,recent=N"),
             };
-            let tokens: u32 =
-                count.trim().parse().with_context(|| format!("{item:?} is no number of tokens"))?;
+            let tokens: u32 = count
+                .trim()
+                .parse()
+                .with_context(|| format!("{item:?}: expected a number of tokens"))?;
             ensure!(slot.replace(tokens).is_none(), "{} is given twice", name.trim());
         }
         Ok(Self::Same { sink: sink.unwrap_or(0), recent: recent.unwrap_or(0) })
@@ -140,7 +142,7 @@ mod tests {
         assert_eq!(alone, WindowChoice::Same { sink: 0, recent: 128 });
         for (text, part) in [
             ("", "expected"),
-            ("sink=x", "no number"),
+            ("sink=x", "expected a number"),
             ("sink=1,sink=2", "twice"),
             ("tail=3", "sink=N"),
         ] {

@@ -26,7 +26,7 @@ pub(super) fn row_label(block: &EvalBlock, row: &EvalRow) -> String {
     format!("codec {}", index.unwrap_or_default() + 1)
 }
 
-/// Codecs that are no presets and what they are.
+/// Codecs that are not presets, with their specs.
 pub(super) fn codec_legend(block: &EvalBlock) -> Vec<(String, &str)> {
     let rows = block.rows.iter().filter(|row| kvd_codec::find_preset(&row.codec).is_none());
     let named = rows.map(|row| (row_label(block, row), row.codec_spec.as_str()));

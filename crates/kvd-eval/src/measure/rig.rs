@@ -159,7 +159,7 @@ impl<'a> CodecRun<'a> {
         Ok(speed)
     }
 
-    /// Ratios of what is stored, with what the model takes once.
+    /// Ratios of stored bytes, with the bytes that the model takes once.
     pub(crate) async fn storage_ratios(&self, stored: &StoredParts) -> Result<StorageRatios> {
         let description = self.rig.client.describe_model(self.registered.model).await?;
         let model = description.model.context("the daemon's description of a model is empty")?;

@@ -4,7 +4,7 @@ use super::{CleanWindow, KvdAttention, MetricsSource};
 use anyhow::Result;
 use serde::Serialize;
 
-/// Rounds of which the fastest counts: what else the machine does only ever slows one down.
+/// Rounds; the fastest counts, because other load only slows one down.
 pub(super) const ROUNDS: usize = 3;
 
 /// One-token queries per layer of a round.

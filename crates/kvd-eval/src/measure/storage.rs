@@ -27,7 +27,7 @@ pub struct StoredParts {
     pub packed_value_bytes: u64,
 }
 
-/// Size of what is stored, per value (one number of K or V) and against f16.
+/// Stored size, per value (one number of K or V) and relative to f16.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct StorageRatios {
     /// Bits per value of packed blocks, all their bytes counted.

@@ -82,7 +82,7 @@ pub(super) fn slot_choices(
     probe: usize,
     probe_kl: f64,
 ) -> Result<Vec<SlotChoice>> {
-    let base = measured.get(probe).context("the probe is no candidate")?.error.powi(2);
+    let base = measured.get(probe).context("the probe is not among the candidates")?.error.powi(2);
     let choice = |(candidate, m): (usize, &MeasuredSide)| {
         // A probe without any error says nothing of the others; their errors alone rank them.
         let weight = if base > 0.0 { probe_kl / base } else { 1.0 };

@@ -282,7 +282,7 @@ pub struct AttendRequest {
     pub layer: u32,
     #[prost(uint32, tag = "3")]
     pub q_heads: u32,
-    /// Of q and of out.
+    /// Dtype of q and of out.
     #[prost(enumeration = "DType", tag = "4")]
     pub dtype: i32,
     /// 1/sqrt(head_dim_k) when absent.
@@ -338,7 +338,7 @@ pub struct LoadBlocksRequest {
     /// One past the last token; before `start` is INVALID_ARGUMENT.
     #[prost(uint32, tag = "4")]
     pub end: u32,
-    /// Of the reply; unspecified means the model's.
+    /// Dtype of the reply; unspecified means the model's.
     #[prost(enumeration = "DType", tag = "5")]
     pub dtype: i32,
 }
@@ -442,7 +442,7 @@ pub struct ModelStats {
     #[prost(double, tag = "14")]
     pub sampled_row_error_v: f64,
 }
-/// What is held right now, by part.
+/// Bytes held right now, by part.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct StoredBytes {
     /// K and V values in packed blocks, and the bytes that hold them.
@@ -1024,7 +1024,7 @@ pub mod kvd_client {
             req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "Attend"));
             self.inner.unary(req, path, codec).await
         }
-        /// The same, one response for each request in order, without a call set-up per request.
+        /// Attend as a stream: one response per request in order, without a call set-up per request.
         pub async fn attend_stream(
             &mut self,
             request: impl tonic::IntoStreamingRequest<Message = super::AttendRequest>,
@@ -1091,7 +1091,7 @@ pub mod kvd_client {
             req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "SampleQueries"));
             self.inner.unary(req, path, codec).await
         }
-        /// What the daemon holds: pool use and, by model, stored bytes by part.
+        /// Pool use and, by model, stored bytes by part.
         pub async fn get_stats(
             &mut self,
             request: impl tonic::IntoRequest<super::GetStatsRequest>,
@@ -1233,7 +1233,7 @@ pub mod kvd_server {
             >
             + std::marker::Send
             + 'static;
-        /// The same, one response for each request in order, without a call set-up per request.
+        /// Attend as a stream: one response per request in order, without a call set-up per request.
         async fn attend_stream(
             &self,
             request: tonic::Request<tonic::Streaming<super::AttendRequest>>,
@@ -1261,7 +1261,7 @@ pub mod kvd_server {
             tonic::Response<super::SampleQueriesResponse>,
             tonic::Status,
         >;
-        /// What the daemon holds: pool use and, by model, stored bytes by part.
+        /// Pool use and, by model, stored bytes by part.
         async fn get_stats(
             &self,
             request: tonic::Request<super::GetStatsRequest>,

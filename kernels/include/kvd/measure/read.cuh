@@ -10,7 +10,7 @@ constexpr unsigned READ_THREADS = 128;
 // Loads that a thread has under way.
 constexpr unsigned READ_DEPTH = 8;
 
-// What one load brings.
+// Bytes of one load.
 struct alignas(16) Quad {
     uint32_t words[4];
 };

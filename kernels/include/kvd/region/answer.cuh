@@ -16,7 +16,7 @@ KVD_DEVICE uint16_t saturated_bits(float value, uint32_t dtype) {
 }
 
 struct AnswerParameters {
-    // Of `merge`: `[rows, 2, dim]`, and `{lse, weights, of them those of coefficients}`.
+    // Results of `merge`: `[rows, 2, dim]`, and `{lse, weights, of them those of coefficients}`.
     const float* sums;
     const float* results;
     const TurnUnit* units;

@@ -1,5 +1,5 @@
-// What copies share: loads under way, and what a thread block says in one word of the values that
-// it has read.
+// Code that copies share: loads under way, and a thread block's word about the values that it has
+// read.
 #pragma once
 
 #include "query_transform.cuh"

@@ -1,7 +1,6 @@
-// K and V of a worker's memory to a copy of the daemon's own. A word is read once: what is tested
-// for numbers and hashed (crates/kvd-compute/src/cpu/content.rs) is what is kept, whatever the
-// worker writes meanwhile. A thread block takes a run of words. Shared memory: a sum and a place of
-// each thread.
+// K and V of a worker's memory to a copy of the daemon's own. A word is read once, so the word that is
+// checked and hashed (crates/kvd-compute/src/cpu/content.rs) is the word that is kept, whatever the worker
+// writes meanwhile. A thread block takes a run of words. Shared memory: a sum and a place of each thread.
 #pragma once
 
 #include "block.cuh"
@@ -16,11 +15,11 @@ struct StageSide {
     // A whole number of values.
     uint64_t bytes;
     uint32_t blocks;
-    // What `from` is aligned to: 8, 4 or 2.
+    // Alignment of `from`: 8, 4 or 2.
     uint32_t align;
 };
 
-// Of a thread block's words.
+// Result for a thread block's words.
 struct StageCheck {
     uint64_t sum;
     // Index of the first value of the side that is not finite.
@@ -73,7 +72,7 @@ KVD_DEVICE unsigned word_values(uint32_t dtype) { return dtype == 0 ? 2 : 4; }
 // Which of a word's values is the first that is not finite; behind the last where all are.
 KVD_DEVICE unsigned bad_value(uint64_t word, uint32_t dtype) {
     const unsigned count = word_values(dtype);
-    // Of the highest value first; f32 and bf16 have the same.
+    // Exponent of the highest value; f32 and bf16 have the same.
     uint64_t exponent = dtype == 1 ? 0x7C00000000000000 : 0x7F80000000000000;
     unsigned first = count;
     for (unsigned at = count; at > 0; at--) {
@@ -90,7 +89,7 @@ KVD_DEVICE uint64_t mixed_word(uint64_t word, uint64_t place) {
     return mixed ^ mixed >> 31;
 }
 
-// What a thread has seen of a side.
+// A thread's findings about a side.
 struct Stager {
     StageSide side;
     // Where its words begin: K has the odd places, V the even ones.

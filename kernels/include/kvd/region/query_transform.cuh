@@ -1,6 +1,6 @@
-// Rows of one head through the steps of its side's transform, by one thread block: queries into
-// coefficient space, sums of values out of it (kvd-codec/src/transform.rs). A step is four words, then
-// what it reads: kind, a number, an offset from the head's first step in bytes, and a float. Host side:
+// Rows of one head through the steps of its side's transform, by one thread block: queries into coefficient
+// space, sums of values out of it (kvd-codec/src/transform.rs). A step is four words (kind, a number, an
+// offset from the head's first step in bytes, a float), then its data. Host side:
 // crates/kvd-cuda/src/query_transform/.
 #pragma once
 
@@ -15,7 +15,7 @@ constexpr unsigned TURN_STEP_WORDS = 4;
 
 // Rows of one query and KV head, counted over query tokens and the query heads that share it.
 struct TurnUnit {
-    // Of the keys' steps, of the values', in bytes.
+    // Offsets of the keys' steps and of the values', in bytes.
     uint64_t fold;
     uint64_t unfold;
     // Index in the batch of the query's first token; first query head.
@@ -33,7 +33,7 @@ enum class Turn : uint32_t {
     End = 0,
     // Times a factor, f32 per channel.
     Scale = 1,
-    // A mean, f32 per channel: what a query meets is summed, sums of values get it back.
+    // A mean, f32 per channel: its product with a query is summed, sums of values get it back.
     Mean = 2,
     // Walsh-Hadamard of blocks of that many channels, times the float.
     Hadamard = 3,
@@ -114,7 +114,7 @@ KVD_DEVICE void turn_matrix(const Turned& of, const float* columns) {
     }
 }
 
-// What rows meet of a mean, added to their marks: a warp per row.
+// Products of rows with a mean, added to their marks: a warp per row.
 struct MeetMean {
     KVD_DEVICE static void step(const Turned& of, const float* mean) {
         for (unsigned row = warp_index(); row < of.count; row += TURN_THREADS / WARP_LANES) {

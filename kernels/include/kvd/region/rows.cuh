@@ -18,7 +18,7 @@ struct RowsUnit {
 
 struct RowsParameters {
     const RowsUnit* units;
-    // What all addresses, rows and strides are multiples of: 16 or 4, since head sizes are even.
+    // Common divisor of all addresses, rows and strides: 16 or 4, since head sizes are even.
     uint32_t align;
     uint32_t unused;
 };

@@ -1,7 +1,7 @@
-// The level nearest to each coefficient over its scale, of as many as the coefficient's width has, the
-// lower of two; what a level lacks by more than the head's bound follows the codes. A warp takes
-// consecutive rows, so that its outliers stand in the order of their places behind those of the warps
-// before it. Reference: kvd-codec/src/quantizer/bitalloc.rs, bit_levels.rs.
+// The level nearest to each coefficient over its scale, among as many as the coefficient's width has, the
+// lower of two. Errors beyond the head's bound follow the codes as outliers. A warp takes consecutive rows,
+// so its outliers stand in the order of their places behind those of the warps before it. Reference:
+// kvd-codec/src/quantizer/bitalloc.rs, bit_levels.rs.
 #pragma once
 
 #include "../bitalloc.cuh"
@@ -23,8 +23,8 @@ struct StoreBitAlloc {
         return below;
     }
 
-    // Quantizes one coefficient in place. Gives how many outliers that makes, none or one, and takes
-    // note where what is lacking has no f16.
+    // Quantizes one coefficient in place. Gives the number of its outliers, none or one, and notes an error
+    // that f16 cannot hold.
     KVD_DEVICE static unsigned quantize(const Work& work, const uint8_t* table, unsigned width,
                                         unsigned at, uint32_t& word, bool& fits) {
         const float x = f32_value(word);

@@ -1,5 +1,5 @@
-// `round(c / step)` for every coefficient, cut to what its class has room for; what is cut off, and what
-// the codes of symbols without one lack, follows the words of each chunk as outliers. Reference:
+// `round(c / step)` for every coefficient, cut to the range of its class. The differences, and those of
+// symbols without a code, follow the words of each chunk as outliers. Reference:
 // kvd-codec/src/quantizer/grid.rs.
 #pragma once
 
@@ -14,7 +14,7 @@ struct StoreGrid {
     static constexpr float MAGIC = 12582912;
     // Lengths of a chunk: words and outliers.
     static constexpr unsigned LENGTH_BYTES = 2 * WORD_BYTES;
-    // A quantized coefficient: what is coded in the low byte, above it what that lacks.
+    // A quantized coefficient: the coded number in the low byte, above it the missing difference.
     static constexpr unsigned REST_AT = 8;
 
     // Quantizes all coefficients in place. Gives whether they all have codes.

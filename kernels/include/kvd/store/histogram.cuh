@@ -1,9 +1,9 @@
-// How often each code stands in pages that are not written yet: what a layer's first Huffman tables are
-// built from (KVComp, 2509.00579 section 3.2). A thread block takes a page as far as its codes, counts
-// them in shared memory, and adds what it found to the counters of its layer and side. Codes are few and
-// skewed, so that lanes would meet in the same counters: each has several, dealt to the threads, in banks
-// of their own where there are as many as lanes. Reference: count_codes of kvd-codec/src/train.rs;
-// host side: crates/kvd-cuda/src/store/histogram.rs.
+// Counts of each code in pages that are not written yet; a layer's first Huffman tables are built from them
+// (KVComp, 2509.00579 section 3.2). A thread block takes a page as far as its codes, counts them in shared
+// memory, and adds its counts to the counters of its layer and side. Codes are few and skewed, so lanes
+// would meet in the same counters: each counter has several copies, dealt to the threads, in banks of their
+// own where there are as many as lanes. Reference: count_codes of kvd-codec/src/train.rs; host side:
+// crates/kvd-cuda/src/store/histogram.rs.
 #pragma once
 
 #include "page.cuh"
@@ -34,7 +34,7 @@ struct CountCodes {
     }
 };
 
-// Of a side whose codes nobody counts: its rows are looked at all the same.
+// For a side whose codes nobody counts: its rows are checked all the same.
 struct CountNothing {
     template <class Stage>
     KVD_DEVICE static unsigned store(const Work&) {
@@ -42,9 +42,9 @@ struct CountNothing {
     }
 };
 
-// Of what is counted, the first counter says how many pages have rows with values that are no numbers:
-// their block has no say, nor has any other page of it, so that the host counts instead. Others follow,
-// a layer's, by side and variant. A page that its quantizer has no codes for counts nothing.
+// The first counter counts pages whose rows have values that are not finite: no page of their block
+// counts, so that the host counts instead. The counters of a layer follow, by side and variant. A
+// page that its quantizer has no codes for counts nothing.
 template <class Quantizer>
 KVD_DEVICE void count_page(const StoreParameters& parameters, unsigned char* shared) {
     const StoreUnit unit = parameters.units[block_index()];

@@ -29,7 +29,8 @@ struct CodeRun {
     // Units, by symbol and low bits; the symbol that is coded for each, 0 where all have a code.
     uint32_t units;
     uint32_t substitutes;
-    // Codes of a symbol, and below what they are without their low bits; what a missing one counts as.
+    // Codes of a symbol, and below that codes without their low bits; the number that a missing one counts
+    // as.
     uint32_t group;
     uint32_t levels;
     uint32_t missing;
@@ -40,16 +41,16 @@ struct CodeRun {
     uint32_t unused;
 };
 
-// What precedes the runs of a head.
+// Header before the runs of a head.
 struct CodeHead {
     uint32_t runs;
-    // Of a grid: its step; `bias | largest << 16` of each channel, bytes from `steps` on.
+    // For a grid: its step; `bias | largest << 16` of each channel, bytes from `steps` on.
     float step;
     uint32_t cuts;
     uint32_t unused;
 };
 
-// What all threads have in common while they encode a chunk.
+// State that all threads share while they encode a chunk.
 struct ChunkPlan {
     const uint8_t* tables;
     const CodeHead* head;

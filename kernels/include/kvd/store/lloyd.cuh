@@ -9,7 +9,7 @@
 namespace kvd {
 
 struct StoreLloyd {
-    // The sum of squares: eight sums side by side, then what is left.
+    // The sum of squares: eight sums side by side, then the rest.
     KVD_DEVICE static double squares(const Work& work, unsigned token) {
         const unsigned whole = work.dim / 8 * 8;
         double sums[8] = {};

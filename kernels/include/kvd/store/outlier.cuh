@@ -1,7 +1,7 @@
-// What Huffman codes do not hold, as words of 16 bits behind those of the codes (docs/format.md, "Sides":
-// grid): how many places on, and what is missing there. A warp takes consecutive places: it counts its
-// words first, and writes them when it knows how many there are before and where the last of them is.
-// Reference: kvd-codec/src/huffman/streams/outlier.rs.
+// Values that Huffman codes do not hold, as words of 16 bits behind those of the codes
+// (docs/format.md, "Sides", grid): the distance and the missing difference. A warp takes
+// consecutive places: it counts its words first, and writes them when it knows how many there are
+// before and where the last of them is. Reference: kvd-codec/src/huffman/streams/outlier.rs.
 #pragma once
 
 #include "../outlier.cuh"
@@ -58,8 +58,8 @@ struct OutlierWriter {
         }
     }
 
-    // What a warp finds among its places: the first and the last, and the words that it takes, without
-    // those that lead to the first.
+    // A warp's outliers: the first and the last place, and the words that they take, without those
+    // that lead to the first.
     unsigned first;
     unsigned last;
     unsigned words;

@@ -29,7 +29,7 @@ struct StoreShared {
     }
 };
 
-// `unit` is this thread block's; what is made keeps it by reference.
+// `unit` is this thread block's; the result keeps it by reference.
 KVD_DEVICE Work work_of(const StoreParameters& parameters, const StoreUnit& unit,
                         const StoreShared& part) {
     return {unit.side,

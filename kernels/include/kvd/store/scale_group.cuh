@@ -1,4 +1,4 @@
-// Groups of coefficients that share a scale, and what they span. Values of a group of a usual shape stay in
+// Groups of coefficients that share a scale, and their range. Values of a group of a usual shape stay in
 // registers from the walk for their extremes to the one for their codes. Reference:
 // kvd-codec/src/quantizer/ranges.rs.
 #pragma once
@@ -10,7 +10,7 @@ namespace kvd {
 // Values of a group that registers hold.
 constexpr unsigned HELD = 32;
 
-// What shares a pair.
+// Values that share a scale pair.
 struct Group {
     unsigned row;
     unsigned pair;
@@ -62,7 +62,7 @@ struct Group {
         }
     }
 
-    // The same for this thread's part, where all threads share the group.
+    // For this thread's part, where all threads share the group.
     template <class Use>
     KVD_DEVICE void each_of_thread(Use use) const {
         for (Walk walk(width(), thread_index(), STORE_THREADS); walk.row < height(); walk.next()) {
@@ -194,7 +194,7 @@ struct Extremes {
         return is_empty ? 0 : most(magnitude_bits(low), magnitude_bits(high));
     }
 
-    // Of all threads, where none has NaN.
+    // Combines all threads, where none has NaN.
     KVD_DEVICE void meet(const Work& work) {
         low = from_ordered(~block_most(~ordered(low), work.slots));
         high = from_ordered(block_most(ordered(high), work.slots));

@@ -1,7 +1,7 @@
 // The end of a page: gains, padding, header, and the XXH3-64 of the whole page with the checksum's own
-// eight bytes zero (docs/format.md "Page"; the hash is that of github.com/Cyan4973/xxHash, seed 0). Sums
-// of stripes do not depend on one another, so that a thread takes a lane of a kilobyte; eight threads
-// fold what they found. CPU reference: kvd-codec/src/page.rs.
+// eight bytes zero (docs/format.md "Page"; the hash is that of github.com/Cyan4973/xxHash, seed 0). Sums of
+// stripes are independent, so a thread takes a lane of a kilobyte; eight threads fold the results. CPU
+// reference: kvd-codec/src/page.rs.
 #pragma once
 
 #include "work.cuh"
@@ -58,7 +58,7 @@ KVD_DEVICE uint64_t mix16(const uint8_t* at, unsigned key) {
     return fold_product(load64(at) ^ secret(key), load64(at + 8) ^ secret(key + 8));
 }
 
-// Of 17 to 128 bytes: pairs of sixteens from both ends.
+// Hash of 17 to 128 bytes: pairs of sixteens from both ends.
 KVD_DEVICE uint64_t hash_short(const uint8_t* page, unsigned len) {
     uint64_t sum = len * XXH_PRIME64_1;
     for (unsigned pair = 0; pair <= (len - 1) / 32; pair++) {
@@ -68,7 +68,7 @@ KVD_DEVICE uint64_t hash_short(const uint8_t* page, unsigned len) {
     return avalanche(sum);
 }
 
-// Of 129 to 240 bytes.
+// Hash of 129 to 240 bytes.
 KVD_DEVICE uint64_t hash_middle(const uint8_t* page, unsigned len) {
     uint64_t sum = len * XXH_PRIME64_1;
     for (unsigned at = 0; at < 8; at++) {
@@ -81,7 +81,7 @@ KVD_DEVICE uint64_t hash_middle(const uint8_t* page, unsigned len) {
     return avalanche(sum + mix16(page + len - 16, 136 - 17));
 }
 
-// What a stripe adds to a lane.
+// The sum that a stripe adds to a lane.
 KVD_DEVICE uint64_t stripe_sum(const uint8_t* stripe, unsigned lane, unsigned key) {
     const uint64_t keyed = load64(stripe + 8 * lane) ^ secret(key + 8 * lane);
     return load64(stripe + 8 * (lane ^ 1)) + uint64_t(uint32_t(keyed)) * (keyed >> 32);
@@ -100,7 +100,7 @@ KVD_DEVICE uint64_t first_sum(unsigned lane) {
     }
 }
 
-// Of more than 240 bytes. All threads take part; the result is the first's. `sums` are
+// Hash of more than 240 bytes. All threads take part; the result is the first's. `sums` are
 // `STORE_THREADS` numbers of shared memory.
 KVD_DEVICE uint64_t hash_long(const uint8_t* page, unsigned len, uint64_t* sums) {
     const unsigned lane = thread_index() % XXH_LANES;

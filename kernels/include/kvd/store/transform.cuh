@@ -1,7 +1,7 @@
-// From rows as they came to the coefficients that are quantized (docs/format.md "Transforms"): a warp
-// takes rows, four at a time, through all steps of its side. A step is four words, then what it reads:
-// kind, a number, an offset from the side's first step in bytes, and a float. Host side:
-// crates/kvd-cuda/src/store/steps.rs; reference: kvd-codec/src/transform.rs, rotation.rs, gain.rs.
+// From raw rows to the coefficients that are quantized (docs/format.md "Transforms"): a warp takes rows,
+// four at a time, through all steps of its side. A step is four words (kind, a number, an offset from the
+// side's first step in bytes, a float), then its data. Host side: crates/kvd-cuda/src/store/steps.rs;
+// reference: kvd-codec/src/transform.rs, rotation.rs, gain.rs.
 #pragma once
 
 #include "work.cuh"

@@ -36,7 +36,7 @@ KVD_DEVICE bool serves(float step, float wanted, float absmax) {
     return coarse(step, wanted) <= coarsest(absmax);
 }
 
-// What the groups say of their page, each thread's of its own.
+// Facts about the page from its groups, each thread's from its own.
 struct Fit {
     uint32_t largest = 0;
     float coarse = 0;

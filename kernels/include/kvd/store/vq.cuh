@@ -1,5 +1,5 @@
-// The nearest codebook entry of each sub-vector, the least `|c|^2 / 2 - x c`, ties to the lower index;
-// a stage takes what the one before left. A thread per sub-vector, neighbours at the same position, so
+// The nearest codebook entry of each sub-vector, the least `|c|^2 / 2 - x c`, ties to the lower index; a
+// stage takes the residual of the one before. A thread per sub-vector, neighbours at the same position, so
 // that they read the same entry. Reference: kvd-codec/src/quantizer/vq.rs, nearest.rs.
 #pragma once
 

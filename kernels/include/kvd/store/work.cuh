@@ -1,7 +1,6 @@
-// One page that is being written by one thread block: what the host says of it, its coefficients as
-// words that become codes in place, and reductions over the block. Mirrored by
-// crates/kvd-cuda/src/store/abi.rs; kvd-codec/src/encode.rs is the same on the host, and pages are the same
-// bytes.
+// One page that is being written by one thread block: the host's description, its coefficients as words
+// that become codes in place, and reductions over the block. Mirrored by crates/kvd-cuda/src/store/abi.rs;
+// kvd-codec/src/encode.rs does the same on the host, with the same bytes of pages.
 #pragma once
 
 #include "../codes.cuh"
@@ -17,7 +16,7 @@ constexpr unsigned WARP_ROWS = 4;
 // `StoreUnit::words` of a page whose coefficients are in shared memory.
 constexpr uint64_t IN_SHARED = ~uint64_t(0);
 
-// Of huffman.cuh.
+// Defined in huffman.cuh.
 struct CodeHead;
 
 // A page to write.
@@ -27,22 +26,22 @@ struct StoreUnit {
     uint64_t rows;
     // Where the page goes, as an offset from `StoreParameters::pages`, aligned to 16.
     uint64_t page;
-    // What transforms read, from `StoreParameters::steps` on.
+    // Offset of the transforms' data, from `StoreParameters::steps` on.
     uint64_t steps;
-    // What the quantizer reads beside its table, in the same place: what its header says.
+    // Offset there of the quantizer's data beside its table: what its header says.
     uint64_t norms;
     // Runs and tables of Huffman codes (huffman.cuh), in the same place.
     uint64_t codes;
     // Coefficients, in words from `StoreParameters::words` on, or `IN_SHARED`.
     uint64_t words;
     uint32_t tokens;
-    // Of rows: 0 f32, 1 f16, 2 bf16.
+    // Dtype of rows: 0 f32, 1 f16, 2 bf16.
     uint32_t dtype;
     uint32_t is_value;
     // The first 20 bytes of the page's header, without a flag for gains.
     uint32_t header[5];
-    // Uniform: a level's part of what a group spans. Floats and VQ: the largest magnitude that has a
-    // code. Bit allocation: what a level may lack.
+    // Uniform: a level's part of a group's range. Floats and VQ: the largest magnitude that has a code. Bit
+    // allocation: the largest error of a level without an outlier.
     float limit;
     // Median length of rows; 0 where no row is raised.
     float median;
@@ -55,7 +54,7 @@ struct StoreUnit {
 
 struct StoreParameters {
     const uint8_t* arena;
-    // What `SideShape::table` counts from.
+    // Base of `SideShape::table`.
     const uint8_t* tables;
     const uint8_t* steps;
     const StoreUnit* units;
@@ -94,7 +93,7 @@ struct Work {
     const uint8_t* steps;
     const float* norms;
     const CodeHead* codes;
-    // What offsets of tables of Huffman codes count from.
+    // Base of the offsets of tables of Huffman codes.
     const uint8_t* constants;
     // Shared: a number for each thread; a word for each warp; `WARP_ROWS` rows for each; a shift per row.
     uint64_t* sums;
@@ -106,7 +105,7 @@ struct Work {
         return f32_value(words[token * stride + channel]);
     }
 
-    // What asks for the place of a page's parts.
+    // A tile that stands for the page, to ask for the places of its parts.
     KVD_DEVICE Tile page() const {
         Tile tile = {};
         tile.page_tokens = tokens;
@@ -115,7 +114,7 @@ struct Work {
     }
 };
 
-// What a quantizer says of a page that it has no codes for; its payload may well be empty.
+// A quantizer's answer for a page that it has no codes for; a payload may well be empty.
 constexpr unsigned NO_CODES = ~0u;
 
 // The largest word of all threads. Every thread of the block calls it.

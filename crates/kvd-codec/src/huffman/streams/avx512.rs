@@ -326,7 +326,7 @@ impl WordWriter {
         self.given += streams.count_ones() as usize;
     }
 
-    /// Puts words to their places, of which the first is at `start`.
+    /// Puts words to their places; the first place is at `start`.
     #[inline(always)]
     fn hand_out(&mut self, log: &WordLog, start: usize, out: &mut Vec<u8>) {
         out.resize(start + size_of::<u16>() * self.taken, 0);
@@ -340,7 +340,7 @@ impl WordWriter {
         self.given = 0;
     }
 
-    /// Writes what is left and returns how many words there are.
+    /// Writes the remaining words and returns their number.
     #[inline(always)]
     fn write_rest(mut self, log: &mut WordLog, start: usize, out: &mut Vec<u8>) -> usize {
         self.log_words(self.by.avx512f._mm512_test_epi32_mask(self.filled, self.filled), log);

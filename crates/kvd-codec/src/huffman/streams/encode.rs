@@ -80,7 +80,7 @@ impl StreamWriter {
         }
     }
 
-    /// Writes whole words; what is left of a reservoir is less than one.
+    /// Writes whole words; less than one is left in a reservoir.
     #[inline(always)]
     fn flush_words(&mut self) {
         for (stream, next) in self.next.iter_mut().enumerate() {
@@ -236,7 +236,7 @@ impl QuadStep {
     }
 }
 
-/// Looks up the symbols of the first streams, none of which lacks a code.
+/// Looks up the symbols of the first streams; each has a code.
 fn look_up(
     table: &StreamTable,
     rows: &[u16],
@@ -255,7 +255,7 @@ fn look_up(
     }
 }
 
-/// By itself, so that what it uses stays in registers: most of the time goes here.
+/// A separate function, so that its variables stay in registers: most of the time goes here.
 #[inline(never)]
 fn look_up_in<const GROUP: usize, const BATCH: usize>(
     table: &StreamTable,

@@ -37,7 +37,7 @@ use whole::PairTable;
 
 /// Streams of a chunk.
 pub(crate) const STREAMS: usize = 16;
-/// Tokens of a chunk; the last of a page has what is left.
+/// Tokens of a chunk; the last of a page has the rest.
 pub const CHUNK_TOKENS: usize = 64;
 /// Codes of a quad.
 pub(crate) const QUAD: usize = 4;

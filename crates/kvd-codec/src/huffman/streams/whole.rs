@@ -43,7 +43,7 @@ impl BitWriter {
         self.filled += length;
     }
 
-    /// Writes all bits, and moves on by whole words; what is left is less than one.
+    /// Writes all bits, and moves on by whole words; less than one is left.
     #[inline(always)]
     fn flush_words(&mut self, words: &mut [u8]) {
         if let Some(to) = words.get_mut(self.next..self.next + HELD_BYTES) {

@@ -11,5 +11,5 @@ typedef unsigned int uint32_t;
 typedef unsigned long long uint64_t;
 typedef unsigned long long uintptr_t;
 
-// Of <math.h>, which CUDA's compiler brings along and NVRTC does not.
+// Functions of <math.h>, which CUDA's compiler brings along and NVRTC does not.
 #define INFINITY (__int_as_float(0x7F800000))

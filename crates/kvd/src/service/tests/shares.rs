@@ -92,6 +92,8 @@ async fn the_device_is_free_soon_after_the_caller_of_a_long_attend_left() {
         assert!(!giant.is_finished());
         giant.abort();
         let began = Instant::now();
+        // Once it is gone, what it held has been given back.
+        assert!(giant.await.is_err_and(|error| error.is_cancelled()));
         bench.idle().await;
         let took = began.elapsed();
         // Of milliseconds, on a machine that does something else as well; all of it takes seconds.

@@ -293,11 +293,11 @@ fn check_slices(
     region: &Region,
     slices: &[v1::RegionSlice],
 ) -> Result<u64, ServiceError> {
+    let bytes = slices.iter().fold(0u64, |sum, slice| sum.saturating_add(slice.bytes));
+    check_size(service, bytes)?;
     for slice in slices {
         check(region, slice.offset, slice.bytes)?;
     }
-    let bytes = slices.iter().fold(0u64, |sum, slice| sum.saturating_add(slice.bytes));
-    check_size(service, bytes)?;
     Ok(bytes)
 }
 
