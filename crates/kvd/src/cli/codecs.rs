@@ -62,7 +62,8 @@ struct Row {
     bits_per_value: f64,
     /// f16 bytes over bytes held, one sequence with its windows, by its tokens.
     saving: Vec<Saving>,
-    loss: Loss,
+    /// As the page has it; none before the preset was measured.
+    loss: Option<Loss>,
     /// Processor time per token and KV head, nanoseconds; with --speed.
     attend_ns: Option<f64>,
 }
@@ -109,8 +110,9 @@ pub(super) fn text(args: &CodecsArgs) -> Result<String, CliError> {
 fn rows() -> Vec<Row> {
     let row = |preset: &Preset| {
         let spec = resolve_spec(preset.name).expect("a test parses every preset");
-        let loss = loss(QUALITY_PAGE, preset.name).expect("a test looks every preset up");
-        let bits_per_value = implied_bits(&spec).unwrap_or(loss.bits_per_value);
+        let loss = loss(QUALITY_PAGE, preset.name);
+        let bits_per_value = implied_bits(&spec).or(loss.map(|loss| loss.bits_per_value));
+        let bits_per_value = bits_per_value.expect("a test looks every preset up");
         let saving = |tokens| Saving { tokens, ratio: saving(&spec, bits_per_value, tokens) };
         Row {
             name: preset.name,
@@ -216,8 +218,11 @@ fn comparison(report: &Report) -> String {
         Column::text("codec", cells(&|row| row.name.to_owned())),
         Column::numbers("x 2k", cells(&|row| ratio(row, 0))),
         Column::numbers("x 32k", cells(&|row| ratio(row, 1))),
-        Column::numbers("ppl %", cells(&|row| format!("{:+.2}", percent(row)))),
-        Column::numbers("KL nats", cells(&|row| format!("{:.5}", row.loss.kl_nats.max(0.0)))),
+        Column::numbers("ppl %", cells(&|row| measured_text(row, percent_text))),
+        Column::numbers(
+            "KL nats",
+            cells(&|row| measured_text(row, |loss| format!("{:.5}", loss.kl_nats.max(0.0)))),
+        ),
         Column::text("calibrate", cells(&calibration)),
     ];
     if report.timed.is_some() {
@@ -255,10 +260,15 @@ fn comparison(report: &Report) -> String {
     text
 }
 
-/// What is printed of a change that rounds to nothing has no sign.
-fn percent(row: &Row) -> f64 {
-    let percent = row.loss.perplexity_change_percent;
-    if percent.abs() < 0.005 { 0.0 } else { percent }
+/// A figure of a preset's loss; a dash before it was measured.
+fn measured_text(row: &Row, text: impl Fn(&Loss) -> String) -> String {
+    row.loss.as_ref().map_or_else(|| "-".to_owned(), text)
+}
+
+/// A change that rounds to nothing has no sign.
+fn percent_text(loss: &Loss) -> String {
+    let percent = loss.perplexity_change_percent;
+    format!("{:+.2}", if percent.abs() < 0.005 { 0.0 } else { percent })
 }
 
 /// Name, spec, stored bits, source and summary of every preset.
@@ -323,12 +333,19 @@ mod tests {
         }
     }
 
+    /// Presets that docs/quality.md does not have yet; `kvd codecs` has dashes for them.
+    const UNMEASURED: [&str; 1] = ["oscar-2"];
+
     #[test]
     fn losses_are_those_of_the_page_and_bits_near_what_specs_say() {
         for preset in presets() {
-            let loss = loss(QUALITY_PAGE, preset.name);
-            let loss = loss.unwrap_or_else(|| panic!("docs/quality.md has no {}", preset.name));
             let spec = resolve_spec(preset.name).unwrap();
+            let loss = loss(QUALITY_PAGE, preset.name);
+            assert_eq!(loss.is_none(), UNMEASURED.contains(&preset.name), "{}", preset.name);
+            let Some(loss) = loss else {
+                assert!(implied_bits(&spec).is_some(), "{}: its bits depend on data", preset.name);
+                continue;
+            };
             if let Some(bits) = implied_bits(&spec) {
                 let apart = (bits - loss.bits_per_value).abs();
                 assert!(apart < 0.02, "{}: {bits}, {loss:?}", preset.name);
