@@ -1,6 +1,7 @@
 //! Second moments of samples and the principal-axis transforms made from them
 //! (`docs/adr/0005-grid-codec.md`).
 
+use crate::row_block::RowBlock;
 use crate::simd::dispatch_simd;
 use nalgebra::{DMatrix, SymmetricEigen};
 use pulp::{Simd, WithSimd};
@@ -103,6 +104,24 @@ pub(crate) fn query_axes(rows: &[f32], queries: &[f32], dim: usize) -> Vec<f64> 
     let root = multiply_matrices(&scaled, &vectors.transpose());
     let moment = multiply_matrices(&multiply_matrices(&root, &second_moment(rows, dim)), &root);
     row_major(&multiply_matrices(&eigenvector_rows(moment), &root))
+}
+
+/// Each value times the root of what the queries make of its key, `(kᵀ E[q qᵀ] k)^½`: the second
+/// moment of the result is that of the values, weighted by their scores.
+pub(crate) fn weigh_values(keys: RowBlock<'_>, queries: &[f32], values: RowBlock<'_>) -> Vec<f32> {
+    let moment = second_moment(queries, keys.dim);
+    let mut weighted = values.rows.to_vec();
+    let rows = weighted.chunks_exact_mut(values.dim).zip(keys.rows.chunks_exact(keys.dim));
+    for (value, key) in rows {
+        let met = |column: &[f64]| -> f64 {
+            column.iter().zip(key).map(|(entry, x)| entry * f64::from(*x)).sum()
+        };
+        let columns = moment.as_slice().chunks_exact(keys.dim);
+        let score: f64 = columns.zip(key).map(|(column, x)| met(column) * f64::from(*x)).sum();
+        let weight = score.max(0.0).sqrt();
+        value.iter_mut().for_each(|x| *x = (f64::from(*x) * weight) as f32);
+    }
+    weighted
 }
 
 #[cfg(test)]

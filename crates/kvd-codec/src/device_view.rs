@@ -3,11 +3,10 @@
 //! pages.
 
 use crate::page::{PageHeader, id};
-use crate::quantizer::HeadQuantizer;
 use crate::quantizer::float::largest_finite;
 use crate::row_block::LayerSide;
 use crate::transform::{TransformStep, hadamard_norm};
-use crate::{HeadCodec, ModelCodec};
+use crate::{HeadCodec, ModelCodec, UniformLevels};
 
 /// One step from a row to its coefficients, in place. Every number is rounded by itself: no product
 /// is fused with a sum.
@@ -105,21 +104,13 @@ impl HeadCodec {
     /// octant, then the reach of each pair, where its step is the calibration's.
     #[must_use]
     pub fn polar_bounds(&self) -> Option<(&[[f32; 2]], &[f32])> {
-        match &self.quantizer {
-            HeadQuantizer::Polar(polar) => Some(polar.encode_bounds()),
-            _ => None,
-        }
+        self.quantizer.polar_bounds()
     }
 
-    /// Uniform levels: a step's part of what a group spans.
+    /// How its groups get uniform levels, where they do.
     #[must_use]
-    pub fn level_part(&self) -> Option<f32> {
-        match &self.quantizer {
-            HeadQuantizer::Uniform(side) => Some(side.level_fraction()),
-            HeadQuantizer::Symmetric(side) => Some(side.base.level_fraction()),
-            HeadQuantizer::Hybrid(side) => Some(side.base.level_fraction()),
-            _ => None,
-        }
+    pub fn uniform_levels(&self) -> Option<UniformLevels> {
+        self.quantizer.uniform_levels()
     }
 }
 

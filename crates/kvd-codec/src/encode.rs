@@ -6,10 +6,8 @@ use crate::gain;
 use crate::huffman::streams::{self, CHUNK_TOKENS, CodeRows, CodeTables, StreamTable};
 use crate::page::{self, HEADER_BYTES, PageHeader, id};
 use crate::quantizer::bind::HeadPlace;
-use crate::quantizer::float::{self, largest_magnitude};
-use crate::quantizer::uniform::TileLayout;
-use crate::quantizer::uniform::Uniform;
-use crate::quantizer::{HeadCodec, HeadQuantizer, Unquantizable};
+use crate::quantizer::float;
+use crate::quantizer::{CodeShape, HeadCodec, PayloadRows, Unquantizable};
 use crate::row_block::RowBlock;
 use kvd_core::{DType, Side};
 
@@ -111,20 +109,6 @@ struct CheckedRows<'a> {
     absmax: f32,
 }
 
-impl EncodeScratch {
-    /// The coefficients of rows.
-    fn transform_rows<'a>(&'a mut self, side: &HeadCodec, rows: &'a [f32]) -> &'a [f32] {
-        transform_rows(side, rows, &mut self.coefficients, &mut self.gains)
-    }
-}
-
-/// The codec of a head, and whether it holds keys or values.
-#[derive(Clone, Copy)]
-struct CodecSide<'a> {
-    codec: &'a HeadCodec,
-    side: Side,
-}
-
 fn append_payload(
     (side, of, dtype): (&HeadCodec, Side, DType),
     input: CheckedRows<'_>,
@@ -133,62 +117,44 @@ fn append_payload(
     out: &mut Vec<u8>,
 ) -> Result<PageBytes, Unquantizable> {
     let CheckedRows { rows, absmax } = input;
-    if let HeadQuantizer::Float(dtype) = side.quantizer {
-        let coefficients = scratch.transform_rows(side, rows);
-        float::encode_rows(dtype, coefficients, out)?;
-        let codes = (rows.len() * dtype.size_bytes()) as u64;
-        return Ok(PageBytes { codes, ..PageBytes::default() });
+    let (dim, tokens) = (side.dim(), rows.len() / side.dim());
+    let EncodeScratch { coefficients, symbols, scales, gains, table_version } = scratch;
+    let coefficients = transform_rows(side, rows, coefficients, gains);
+    let block = RowBlock { rows: coefficients, dim };
+    let as_they_are = side.is_identity() && side.gain.is_none();
+    let payload = PayloadRows {
+        block,
+        absmax: as_they_are.then_some(absmax),
+        side: of,
+        limit: rows.len() * dtype.size_bytes(),
+        fixed_width: matches!(stage, EntropyCoder::Fixed),
+    };
+    if let Some(parts) = side.quantizer.append_payload(payload, symbols, out) {
+        return parts;
     }
-    if let HeadQuantizer::Grid(grid) = &side.quantizer {
-        let coefficients = scratch.transform_rows(side, rows);
-        let start = out.len();
-        let raw = rows.len() * dtype.size_bytes();
-        let offsets = grid.append_payload(coefficients, raw, out)?;
-        let codes = (out.len() - start) as u64 - offsets;
-        return Ok(PageBytes { offsets, codes, ..PageBytes::default() });
-    }
-    if let HeadQuantizer::BitAlloc(bitalloc) = &side.quantizer {
-        let coefficients = scratch.transform_rows(side, rows);
-        let start = out.len();
-        let raw = rows.len() * dtype.size_bytes();
-        let scales = bitalloc.append_payload(coefficients, raw, out)?;
-        let codes = (out.len() - start) as u64 - scales;
-        return Ok(PageBytes { scales, codes, ..PageBytes::default() });
-    }
-    if let (HeadQuantizer::Uniform(uniform), EntropyCoder::Fixed) = (&side.quantizer, stage) {
-        return append_fixed_uniform(
-            uniform,
-            CodecSide { codec: side, side: of },
-            CheckedRows { rows, absmax },
-            scratch,
-            out,
-        );
-    }
-    fill_codes(side, rows, scratch)?;
-    let mut parts = PageBytes { scales: scratch.scales.len() as u64, ..PageBytes::default() };
-    out.extend_from_slice(&scratch.scales);
-    let per_row = side.quantizer.symbols_per_row(side.dim());
+    symbols.clear();
+    scales.clear();
+    side.quantizer.quantize_rows(block, symbols, scales)?;
+    let mut parts = PageBytes { scales: scales.len() as u64, ..PageBytes::default() };
+    out.extend_from_slice(scales);
+    let CodeShape { per_row, bits } = side.quantizer.code_shape(dim);
+    let layout = CodeLayout::new(of, tokens, per_row, bits);
     let mut codes_at = out.len();
     match stage {
-        EntropyCoder::Fixed => {
-            let (tokens, bits) = (rows.len() / side.dim(), side.quantizer.code_bits());
-            bits::pack_codes(&CodeLayout::new(of, tokens, per_row, bits), &scratch.symbols, out);
-        }
+        EntropyCoder::Fixed => bits::pack_codes(&layout, symbols, out),
         EntropyCoder::Huffman { table, version, prior } => {
-            let (tokens, codes_from) = (rows.len() / side.dim(), out.len());
+            let codes_from = out.len();
             let lengths = 2 * tokens.div_ceil(CHUNK_TOKENS);
             parts.offsets = lengths as u64;
             codes_at += lengths;
-            let codes = PageCodes { of, side, symbols: &scratch.symbols, per_row };
+            let codes = PageCodes { of, side, symbols, per_row };
             codes.append_huffman(table, out);
-            scratch.table_version = version;
-            let bits = side.quantizer.code_bits();
-            let fixed = CodeLayout::new(of, tokens, per_row, bits).size_bytes();
+            *table_version = version;
             if version != 0
-                && takes_too_much(out.len() - codes_at, fixed)
+                && takes_too_much(out.len() - codes_at, layout.size_bytes())
                 && codes.replace_if_shorter(prior, codes_from, out)
             {
-                scratch.table_version = 0;
+                *table_version = 0;
             }
         }
     }
@@ -248,34 +214,6 @@ impl PageCodes<'_> {
     }
 }
 
-/// Uniform codes of fixed width; `absmax` is the largest magnitude of `rows`.
-fn append_fixed_uniform(
-    uniform: &Uniform,
-    head: CodecSide<'_>,
-    input: CheckedRows<'_>,
-    scratch: &mut EncodeScratch,
-    out: &mut Vec<u8>,
-) -> Result<PageBytes, Unquantizable> {
-    let CheckedRows { rows, absmax } = input;
-    let CodecSide { codec: side, side: of } = head;
-    let (tokens, dim) = (rows.len() / side.dim(), side.dim());
-    let coefficients = transform_rows(side, rows, &mut scratch.coefficients, &mut scratch.gains);
-    let as_they_are = side.is_identity() && side.gain.is_none();
-    let absmax = if as_they_are { absmax } else { largest_magnitude(coefficients)? };
-    let start = out.len();
-    let layout = CodeLayout::new(of, tokens, dim, uniform.code_bits());
-    uniform.append_page(
-        absmax,
-        RowBlock { rows: coefficients, dim },
-        TileLayout { layout: &layout, side: of },
-        &mut scratch.symbols,
-        out,
-    )?;
-    let scales = uniform.scale_bytes(tokens, dim) as u64;
-    let codes = (out.len() - start) as u64 - scales;
-    Ok(PageBytes { scales, codes, ..PageBytes::default() })
-}
-
 /// Fills `scratch` with the codes and scales of `rows`.
 fn fill_codes(
     side: &HeadCodec,
@@ -285,12 +223,8 @@ fn fill_codes(
     scratch.symbols.clear();
     scratch.scales.clear();
     let coefficients = transform_rows(side, rows, &mut scratch.coefficients, &mut scratch.gains);
-    side.quantizer.quantize_rows(
-        coefficients,
-        side.dim(),
-        &mut scratch.symbols,
-        &mut scratch.scales,
-    )
+    let block = RowBlock { rows: coefficients, dim: side.dim() };
+    side.quantizer.quantize_rows(block, &mut scratch.symbols, &mut scratch.scales)
 }
 
 /// The codes of `rows`.

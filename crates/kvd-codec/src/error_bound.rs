@@ -17,11 +17,12 @@
 use crate::attention_error::{self, ErrorSum, PageScores};
 use crate::encode::{self, PagePlan};
 use crate::model::EncodedBlock;
-use crate::quantizer::HeadQuantizer;
 use crate::quantizer::bind::HeadPlace;
+use crate::quantizer::float::FloatRows;
 use crate::row_block::LayerSide;
 use crate::{BlockRows, CodecError, HeadCodec, ModelCodec, PageReader, RowSpace, resolve_spec};
 use kvd_core::{Geometry, LayerIndex, Side};
+use std::sync::Arc;
 
 /// Below the codec itself and above raw floats, most compact first.
 const RUNGS: [&str; 2] = ["uniform(b=4,g=32,axis=token)", "fp8"];
@@ -147,7 +148,7 @@ impl ModelCodec {
             steps: Vec::new(),
             gain: None,
             query_metric: false,
-            quantizer: HeadQuantizer::Float(self.geometry().dtype),
+            quantizer: Arc::new(FloatRows(self.geometry().dtype)),
             variant: head.variant,
             trained_tables: false,
             trained_run: head.trained_run,

@@ -1,17 +1,15 @@
 //! Fits what a codec needs to samples of a model's K and V.
 
 use crate::calibration::SideCalibration;
-use crate::fit_bitalloc;
-use crate::fit_grid::{self, GridHead};
-use crate::fit_vq::VqFit;
+use crate::fit_grid::GridHead;
 use crate::gain;
 use crate::outliers::InlierRows;
-use crate::quantizer::polar::PairLayout;
 use crate::rotation::RandomRotation;
+use crate::row_block::RowBlock;
 use crate::transform::TransformStep;
 use crate::{
-    Calibration, CalibrationError, CodecError, CodecSpec, Quantizer, Samples, SideSpec, Transform,
-    VqSpec, covariance,
+    Calibration, CalibrationError, CodecError, CodecSpec, Samples, SideSpec, Transform, VqSpec,
+    covariance,
 };
 use half::f16;
 use kvd_core::{Geometry, LayerIndex, Side};
@@ -79,6 +77,25 @@ pub fn fit_calibration(
     Ok(Calibration { geometry: geometry.clone(), seed, parts })
 }
 
+/// The side of a model whose quantizer is fitted.
+#[derive(Clone, Copy)]
+pub(crate) struct FitTarget<'a> {
+    pub(crate) geometry: &'a Geometry,
+    pub(crate) side: Side,
+    pub(crate) transforms: &'a [Transform],
+    pub(crate) seed: u64,
+}
+
+/// Fits a quantizer to the coefficients of a side's heads.
+pub(crate) trait QuantizerFit {
+    /// Takes the next head: those of layer 0, then of layer 1 and so on.
+    fn add_head(&mut self, head: HeadFit<'_>) -> Result<(), CalibrationError>;
+
+    /// Stores what was fitted, once every head was added.
+    fn store_tensors(self: Box<Self>, fitted: &mut SideCalibration)
+    -> Result<(), CalibrationError>;
+}
+
 fn fit_side(
     geometry: &Geometry,
     (side, side_spec): (Side, &SideSpec),
@@ -87,62 +104,24 @@ fn fit_side(
     one_more: &mut dyn FnMut(),
 ) -> Result<SideCalibration, CalibrationError> {
     let mut fitted = SideCalibration::new(side, side_spec.fitted_text());
-    let mut vq = match side_spec.quantizer {
-        Quantizer::Vq(spec) => Some(VqFit::new(spec, geometry, side, seed)),
-        _ => None,
-    };
-    let mut grid_heads = Vec::new();
+    let transforms = &side_spec.transforms[..];
+    let target = FitTarget { geometry, side, transforms, seed };
+    let mut quantizer = side_spec.quantizer.as_spec().start_fit(target);
     for layer in 0..geometry.layers {
         for head in 0..geometry.kv_heads as usize {
             let place = HeadIndex { layer, side, head };
-            let dim = geometry.head_dim(side);
-            let head = HeadFit::new(place, samples, dim)?;
-            let head = head.fit_transforms(&side_spec.transforms, &mut fitted)?;
-            if let Quantizer::Polar { group: None, .. } = side_spec.quantizer {
-                let radii =
-                    PairLayout::new(geometry.rope_pairing).largest_radii(&head.rows, head.dim);
-                fitted.radius.extend(radii.ok_or_else(|| place.out_of_range())?);
-            }
-            if let Some(vq) = &mut vq {
-                vq.add_head(place, &head.rows)?;
-            }
-            if side_spec.quantizer.fits_coefficients() {
-                grid_heads.push(head.cross_fitted(&side_spec.transforms)?);
+            let head = HeadFit::new(place, samples, transforms)?;
+            let head = head.fit_transforms(transforms, &mut fitted)?;
+            if let Some(quantizer) = &mut quantizer {
+                quantizer.add_head(head)?;
             }
             one_more();
         }
     }
-    fitted.codebooks = vq.map(VqFit::into_codebooks);
-    match side_spec.quantizer {
-        Quantizer::Grid { rate } => {
-            fitted.grid = Some(fit_grid::fit_grid(
-                geometry,
-                fit_grid::FittedGains { side, gains: &fitted.gain },
-                rate,
-                &grid_heads,
-            )?);
-        }
-        Quantizer::BitAlloc { bits } => {
-            let matrix_is_last =
-                matches!(side_spec.transforms.last(), Some(Transform::Pca | Transform::QueryPca));
-            let budget = fit_bitalloc::BitBudget { bits, permute: matrix_is_last };
-            let allocated = fit_bitalloc::fit_bits(geometry, side, budget, &grid_heads)?;
-            permute_rows(&mut fitted.matrix, geometry.head_dim(side), &allocated.orders);
-            fitted.bitalloc = Some(allocated.tensors);
-        }
-        _ => {}
+    if let Some(quantizer) = quantizer {
+        quantizer.store_tensors(&mut fitted)?;
     }
     Ok(fitted)
-}
-
-/// Brings the rows of every head's matrix into its order; without matrices there is nothing to do.
-fn permute_rows(matrices: &mut [f16], dim: usize, orders: &[Vec<usize>]) {
-    for (matrix, order) in matrices.chunks_exact_mut(dim * dim).zip(orders) {
-        let rows = matrix.to_vec();
-        for (row, from) in matrix.chunks_exact_mut(dim).zip(order) {
-            row.copy_from_slice(&rows[from * dim..][..dim]);
-        }
-    }
 }
 
 /// The head that is being fitted.
@@ -168,15 +147,16 @@ impl HeadIndex {
 }
 
 /// Samples of one head on their way through its transforms.
-struct HeadFit<'a> {
-    place: HeadIndex,
-    dim: usize,
+pub(crate) struct HeadFit<'a> {
+    pub(crate) place: HeadIndex,
+    pub(crate) dim: usize,
     /// As sampled, but for rows far beyond all others.
     raw: Cow<'a, [f32]>,
-    rows: Vec<f32>,
+    pub(crate) rows: Vec<f32>,
     /// Values of `rows` that transforms are fitted on: all but those held out, at the end.
     fitted: usize,
-    /// Likewise; folded only where `qpca` looks at them.
+    /// Likewise: queries of keys; under `sveig` values by what their keys score. Mapped only where
+    /// a transform looks at them.
     queries: Cow<'a, [f32]>,
     steps: Vec<TransformStep>,
     /// Step of the head's grid in relation to other heads, when the transforms decide it.
@@ -184,14 +164,23 @@ struct HeadFit<'a> {
 }
 
 impl<'a> HeadFit<'a> {
-    fn new(place: HeadIndex, samples: &'a Samples, dim: usize) -> Result<Self, CalibrationError> {
+    fn new(
+        place: HeadIndex,
+        samples: &'a Samples,
+        transforms: &[Transform],
+    ) -> Result<Self, CalibrationError> {
         let HeadIndex { layer, side, head } = place;
+        let dim = samples.geometry().head_dim(side);
         let raw = samples.rows(LayerIndex(layer), side, head);
         if raw.is_empty() {
             return Err(CalibrationError::NoSamples { layer, side, head });
         }
         let queries = match side {
             Side::Key => InlierRows::new(samples.queries(LayerIndex(layer), head), dim).rows,
+            Side::Value if transforms.contains(&Transform::ScoredAxes) => {
+                let scored = scored_values(samples, layer, head)?;
+                Cow::Owned(InlierRows::new(&scored, dim).rows.into_owned())
+            }
             Side::Value => Cow::Borrowed(&[][..]),
         };
         let raw = InlierRows::new(raw, dim).rows;
@@ -253,6 +242,16 @@ impl<'a> HeadFit<'a> {
                 TransformStep::Offset { mean }
             }
             Transform::Pca => self.store_matrix(&covariance::principal_axes(rows, dim), fitted)?.0,
+            Transform::QueryAxes => {
+                let axes = covariance::principal_axes(&self.folded_queries()?, dim);
+                self.store_matrix(&axes, fitted)?.0
+            }
+            Transform::ScoredAxes => {
+                let mut scored = self.queries.to_vec();
+                // Linear, as no step before it takes a mean.
+                self.steps.iter().for_each(|step| step.transform_rows(&mut scored, dim));
+                self.store_matrix(&covariance::principal_axes(&scored, dim), fitted)?.0
+            }
             Transform::QueryPca => {
                 let axes = covariance::query_axes(rows, &self.folded_queries()?, dim);
                 let (step, scale) = self.store_matrix(&axes, fitted)?;
@@ -308,7 +307,10 @@ impl<'a> HeadFit<'a> {
     /// The head's rows as rows to come will be: each mapped by transforms that were fitted on the
     /// other parts alone. The spreads and the rate that a grid is fitted to must be theirs; rows
     /// that axes were made from fit them better.
-    fn cross_fitted(self, transforms: &[Transform]) -> Result<GridHead, CalibrationError> {
+    pub(crate) fn cross_fitted(
+        self,
+        transforms: &[Transform],
+    ) -> Result<GridHead, CalibrationError> {
         let (place, dim) = (self.place, self.dim);
         let part = self.raw.len() / dim / FOLDS * dim;
         if part == 0 {
@@ -331,6 +333,24 @@ impl<'a> HeadFit<'a> {
         }
         Ok(GridHead { coefficients, weight: self.weight })
     }
+}
+
+/// The values of a head, each by what the queries make of its key.
+fn scored_values(samples: &Samples, layer: u32, head: usize) -> Result<Vec<f32>, CalibrationError> {
+    let rows = |side| samples.rows(LayerIndex(layer), side, head);
+    let [key_dim, value_dim] = Side::BOTH.map(|side| samples.geometry().head_dim(side));
+    let (keys, values) = (rows(Side::Key), rows(Side::Value));
+    let queries = InlierRows::new(samples.queries(LayerIndex(layer), head), key_dim).rows;
+    if queries.is_empty() {
+        return Err(CalibrationError::NoQueries { layer, head });
+    }
+    if keys.len() / key_dim != values.len() / value_dim {
+        return Err(CalibrationError::Shape(format!(
+            "layer {layer} head {head} has other tokens in its keys than in its values"
+        )));
+    }
+    let keys = RowBlock { rows: keys, dim: key_dim };
+    Ok(covariance::weigh_values(keys, &queries, RowBlock { rows: values, dim: value_dim }))
 }
 
 fn mean_row(rows: &[f32], dim: usize) -> Vec<f32> {

@@ -1,11 +1,11 @@
 //! Fits a side's bit allocation: widths, levels, scales and bounds
 //! (`docs/adr/0006-bit-allocation.md`).
 
-use crate::CalibrationError;
-use crate::calibration::BitAllocTensors;
+use crate::calibration::{BitAllocTensors, SideCalibration};
+use crate::fit::{FitTarget, HeadFit, QuantizerFit};
 use crate::fit_grid::{GridHead, HeadSamples, layer_heads};
 use crate::quantizer::bit_levels::{BitLevels, LEVELS, WIDTH_MAX, levels_at};
-use crate::{levels, lloyd};
+use crate::{CalibrationError, Transform, levels, lloyd};
 use half::f16;
 use kvd_core::{Geometry, Side};
 use std::collections::BinaryHeap;
@@ -27,11 +27,56 @@ const GROUP: usize = 16;
 /// Share of coefficients that may be outliers on the samples: 48 bits each, 0.003 bits per value.
 const OUTLIERS: f64 = 1.0 / 16384.0;
 
+/// The heads of a side on their way to a bit allocation.
+pub(crate) struct BitAllocFit<'a> {
+    target: FitTarget<'a>,
+    /// Bits per coefficient.
+    bits: f32,
+    heads: Vec<GridHead>,
+}
+
+impl<'a> BitAllocFit<'a> {
+    pub(crate) fn new(target: FitTarget<'a>, bits: f32) -> Self {
+        Self { target, bits, heads: Vec::new() }
+    }
+}
+
+impl QuantizerFit for BitAllocFit<'_> {
+    fn add_head(&mut self, head: HeadFit<'_>) -> Result<(), CalibrationError> {
+        self.heads.push(head.cross_fitted(self.target.transforms)?);
+        Ok(())
+    }
+
+    fn store_tensors(
+        self: Box<Self>,
+        fitted: &mut SideCalibration,
+    ) -> Result<(), CalibrationError> {
+        let FitTarget { geometry, side, transforms, .. } = self.target;
+        // Its rows can take any order.
+        let permute = transforms.last().is_some_and(Transform::is_matrix);
+        let budget = BitBudget { bits: self.bits, permute };
+        let allocated = fit_bits(geometry, side, budget, &self.heads)?;
+        permute_rows(&mut fitted.matrix, geometry.head_dim(side), &allocated.orders);
+        fitted.bitalloc = Some(allocated.tensors);
+        Ok(())
+    }
+}
+
+/// Brings the rows of every head's matrix into its order; without matrices there is nothing to do.
+fn permute_rows(matrices: &mut [f16], dim: usize, orders: &[Vec<usize>]) {
+    for (matrix, order) in matrices.chunks_exact_mut(dim * dim).zip(orders) {
+        let rows = matrix.to_vec();
+        for (row, from) in matrix.chunks_exact_mut(dim).zip(order) {
+            row.copy_from_slice(&rows[from * dim..][..dim]);
+        }
+    }
+}
+
 /// The result of a fit: the tensors, and per head the order of its coefficients.
-pub(crate) struct FittedBits {
-    pub(crate) tensors: BitAllocTensors,
+struct FittedBits {
+    tensors: BitAllocTensors,
     /// Per head, the coefficient of the samples that becomes coefficient `i`.
-    pub(crate) orders: Vec<Vec<usize>>,
+    orders: Vec<Vec<usize>>,
 }
 
 /// A layer's levels and their error of a unit variance, by width.
@@ -42,16 +87,16 @@ struct LayerLevels {
 
 /// The bits that a side may spend.
 #[derive(Clone, Copy)]
-pub(crate) struct BitBudget {
+struct BitBudget {
     /// Bits per coefficient.
-    pub(crate) bits: f32,
+    bits: f32,
     /// Whether the fit may order a head's coefficients by spread.
-    pub(crate) permute: bool,
+    permute: bool,
 }
 
 /// Allocates `bits` bits per coefficient over all heads of a side. `heads` are those of layer 0,
 /// then those of layer 1 and so on; where `permute`, a head's widest coefficients come first.
-pub(crate) fn fit_bits(
+fn fit_bits(
     geometry: &Geometry,
     side: Side,
     budget: BitBudget,

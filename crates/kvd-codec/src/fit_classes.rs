@@ -302,7 +302,7 @@ mod tests {
                 tables.map(|(table, class)| StreamTable::new(table, class.symbol_grouping()));
             let grid = grid::Grid::new(side, 0.05, &tensors.classes, tables.collect());
             let mut bytes = Vec::new();
-            let lengths = grid.append_payload(&rows, usize::MAX, &mut bytes).unwrap();
+            let lengths = grid.append_chunks(&rows, usize::MAX, &mut bytes).unwrap();
             let taken = 8.0 * (bytes.len() as u64 - lengths) as f64;
             // Lanes leave 16 bits over at most, in 20 chunks.
             let most = bits as f64 * 1.02 + 20.0 * 16.0 * 16.0;

@@ -2,7 +2,8 @@
 //! (`docs/adr/0005-grid-codec.md`).
 
 use crate::CalibrationError;
-use crate::calibration::GridTensors;
+use crate::calibration::{GridTensors, SideCalibration};
+use crate::fit::{FitTarget, HeadFit, QuantizerFit};
 use crate::fit_classes::LayerClasses;
 use crate::huffman::streams::{CHUNK_TOKENS, QUAD, STREAMS};
 use crate::page::{HEADER_BYTES, PAGE_ALIGN};
@@ -28,6 +29,37 @@ pub(crate) struct GridHead {
     pub(crate) weight: Option<f64>,
 }
 
+/// The heads of a side on their way to a grid.
+pub(crate) struct GridFit<'a> {
+    target: FitTarget<'a>,
+    /// Bits per value that pages should take.
+    rate: f32,
+    heads: Vec<GridHead>,
+}
+
+impl<'a> GridFit<'a> {
+    pub(crate) fn new(target: FitTarget<'a>, rate: f32) -> Self {
+        Self { target, rate, heads: Vec::new() }
+    }
+}
+
+impl QuantizerFit for GridFit<'_> {
+    fn add_head(&mut self, head: HeadFit<'_>) -> Result<(), CalibrationError> {
+        self.heads.push(head.cross_fitted(self.target.transforms)?);
+        Ok(())
+    }
+
+    fn store_tensors(
+        self: Box<Self>,
+        fitted: &mut SideCalibration,
+    ) -> Result<(), CalibrationError> {
+        let FitTarget { geometry, side, .. } = self.target;
+        let gains = FittedGains { side, gains: &fitted.gain };
+        fitted.grid = Some(fit_grid(geometry, gains, self.rate, &self.heads)?);
+        Ok(())
+    }
+}
+
 /// A head's samples as the coder needs them.
 pub(crate) struct HeadSamples<'a> {
     pub(crate) rows: Vec<&'a [f32]>,
@@ -46,14 +78,14 @@ struct GridTrial {
 
 /// A side, and the median row lengths of its heads under `gain`; empty without.
 #[derive(Clone, Copy)]
-pub(crate) struct FittedGains<'a> {
-    pub(crate) side: Side,
-    pub(crate) gains: &'a [f32],
+struct FittedGains<'a> {
+    side: Side,
+    gains: &'a [f32],
 }
 
 /// Finds the finest step at which the samples take at most `rate` bits per value, pages and
 /// stream lengths counted. `heads` are those of layer 0, then those of layer 1 and so on.
-pub(crate) fn fit_grid(
+fn fit_grid(
     geometry: &Geometry,
     fitted: FittedGains<'_>,
     rate: f32,

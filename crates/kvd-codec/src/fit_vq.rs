@@ -1,13 +1,12 @@
 //! Fits a side's codebooks: which sub-vectors each is made from, and its residual stages.
 
-use crate::calibration::SideCodebooks;
-use crate::fit::HeadIndex;
+use crate::calibration::{SideCalibration, SideCodebooks};
+use crate::fit::{FitTarget, HeadFit, HeadIndex, QuantizerFit};
 use crate::kmeans::{self, SplitMix64};
 use crate::levels;
 use crate::quantizer::vq::Codebook;
 use crate::{CalibrationError, CodebookScope, VqSpec};
 use half::f16;
-use kvd_core::{Geometry, Side};
 use std::sync::Arc;
 
 /// Sub-vectors that k-means looks at for a codebook,
@@ -28,19 +27,16 @@ pub(crate) struct VqFit {
 }
 
 impl VqFit {
-    pub(crate) fn new(spec: VqSpec, geometry: &Geometry, side: Side, seed: u64) -> Self {
+    pub(crate) fn new(spec: VqSpec, target: FitTarget<'_>) -> Self {
+        let FitTarget { geometry, side, seed, .. } = target;
         let (layers, kv_heads) = (geometry.layers, geometry.kv_heads as usize);
         let shape = spec.tensor_shape(geometry, side);
         Self { spec, seed, layers, kv_heads, shape, books: Vec::new(), pool: Vec::new() }
     }
 
-    /// Takes the rows of the next head, `[n, head_dim]`: heads of layer 0, then of layer 1 and
-    /// so on. Fits the codebooks whose last head this is.
-    pub(crate) fn add_head(
-        &mut self,
-        place: HeadIndex,
-        rows: &[f32],
-    ) -> Result<(), CalibrationError> {
+    /// Takes the rows of the next head, `[n, head_dim]`. Fits the codebooks whose last head this
+    /// is.
+    fn add_rows(&mut self, place: HeadIndex, rows: &[f32]) -> Result<(), CalibrationError> {
         let dim = usize::from(self.spec.dim);
         let last_head = place.head + 1 == self.kv_heads;
         let sharers = match self.spec.scope {
@@ -65,11 +61,6 @@ impl VqFit {
             self.fit_codebook(place, pool, &mut rng)?;
         }
         Ok(())
-    }
-
-    /// The side's codebooks, once every head was added.
-    pub(crate) fn into_codebooks(self) -> SideCodebooks {
-        SideCodebooks::new(self.shape, self.books)
     }
 
     fn points_max(&self) -> usize {
@@ -118,6 +109,20 @@ impl VqFit {
             }
             self.books.push(Arc::new(book));
         }
+        Ok(())
+    }
+}
+
+impl QuantizerFit for VqFit {
+    fn add_head(&mut self, head: HeadFit<'_>) -> Result<(), CalibrationError> {
+        self.add_rows(head.place, &head.rows)
+    }
+
+    fn store_tensors(
+        self: Box<Self>,
+        fitted: &mut SideCalibration,
+    ) -> Result<(), CalibrationError> {
+        fitted.codebooks = Some(SideCodebooks::new(self.shape, self.books));
         Ok(())
     }
 }

@@ -1,17 +1,8 @@
 //! Stored bits of a side that follow from its spec alone, without encoding anything.
 
-use crate::bits::CodeLayout;
 use crate::gain::gain_bytes;
 use crate::page::{HEADER_BYTES, page_bytes};
-use crate::quantizer::float::E4M3_SCALE_BYTES;
-use crate::quantizer::hybrid::Hybrid;
-use crate::quantizer::lloyd::LloydMax;
-use crate::quantizer::polar::Polar;
-use crate::quantizer::symmetric::Symmetric;
-use crate::quantizer::uniform::Uniform;
-use crate::{
-    CHUNK_TOKENS, EntropyCoding, FloatFormat, Quantizer, SideSpec, Transform, UniformMode,
-};
+use crate::{CHUNK_TOKENS, EntropyCoding, SideSpec, Transform};
 use kvd_core::{Geometry, Side};
 use std::fmt;
 
@@ -61,16 +52,16 @@ impl SideSpec {
     pub fn implied_bits(&self, geometry: &Geometry, side: Side) -> ImpliedBits {
         let (tokens, dim) = (geometry.block_tokens as usize, geometry.head_dim(side));
         let gains = if self.transforms.contains(&Transform::Gain) { gain_bytes(tokens) } else { 0 };
-        let scales = self.quantizer.scale_bytes(tokens, dim) + gains;
+        let scales = self.quantizer.as_spec().scale_bytes(tokens, dim) + gains;
         let (codes, offsets, header) = match self.entropy {
             EntropyCoding::Huffman => {
                 // A grid counts outliers as well as words.
-                let grid = matches!(self.quantizer, Quantizer::Grid { .. });
-                let lengths = if grid { 4 } else { 2 } * tokens.div_ceil(CHUNK_TOKENS);
+                let outliers = self.quantizer.code_count().is_none();
+                let lengths = if outliers { 4 } else { 2 } * tokens.div_ceil(CHUNK_TOKENS);
                 (None, lengths, HEADER_BYTES)
             }
             EntropyCoding::None => {
-                let codes = self.code_bytes(geometry, side);
+                let codes = self.quantizer.as_spec().code_bytes(geometry, side);
                 (Some(codes), 0, page_bytes(scales + codes) - scales - codes)
             }
         };
@@ -80,44 +71,6 @@ impl SideSpec {
             scales: per_value(scales),
             offsets: per_value(offsets),
             header: per_value(header),
-        }
-    }
-
-    /// Bytes of the fixed-width codes, or of the floats, of a full block.
-    fn code_bytes(&self, geometry: &Geometry, side: Side) -> usize {
-        let (tokens, dim) = (geometry.block_tokens as usize, geometry.head_dim(side));
-        if let Quantizer::Float(format) = self.quantizer
-            && let Some(dtype) = format.stored_dtype(geometry.dtype)
-        {
-            return tokens * dim * dtype.size_bytes();
-        }
-        if let Quantizer::BitAlloc { bits } = self.quantizer {
-            // The mean over the side's heads, outliers apart.
-            return (f64::from(bits) * (tokens * dim) as f64 / 8.0) as usize;
-        }
-        let codes = self.quantizer.code_count().expect("only floats and grids have no alphabet");
-        let per_row = self.quantizer.codes_per_row(dim);
-        let bits = u32::BITS - (codes - 1).leading_zeros();
-        CodeLayout::new(side, tokens, per_row, bits).size_bytes()
-    }
-}
-
-impl Quantizer {
-    /// Bytes of scales in a page.
-    fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
-        match *self {
-            Self::Float(FloatFormat::E4M3) => E4M3_SCALE_BYTES,
-            Self::Float(_) | Self::Vq { .. } | Self::Grid { .. } | Self::BitAlloc { .. } => 0,
-            Self::Uniform { step, axis, group, mode } => {
-                let base = Uniform::new(step, axis, group, (step.level_count() - 1) as u16);
-                match mode {
-                    UniformMode::Asym => base.scale_bytes(tokens, dim),
-                    UniformMode::Sym => Symmetric { base }.scale_bytes(tokens, dim),
-                    UniformMode::Hybrid => Hybrid { base }.scale_bytes(tokens, dim),
-                }
-            }
-            Self::Polar { group, .. } => Polar::scale_bytes(group, tokens, dim),
-            Self::Lloyd { .. } => LloydMax::scale_bytes(tokens),
         }
     }
 }

@@ -36,6 +36,7 @@ mod model;
 mod outliers;
 mod page;
 mod parse;
+mod payload_sizes;
 mod policy;
 mod preset;
 mod quantizer;
@@ -70,21 +71,25 @@ pub use implied::ImpliedBits;
 pub use levels::level_unit;
 pub use model::{BlockRows, EncodedBlock, ModelCodec, PageBytes};
 pub use page::{HEADER_BYTES, PAGE_ALIGN, Page, PageHeader, page_bytes};
+pub use payload_sizes::PayloadSizes;
 pub use policy::SpecOverride;
 pub use preset::{Preset, find_preset, named_preset, presets, resolve_spec};
-pub use quantizer::bitalloc::{BitAlloc, OutlierResidual, WidthRun};
-pub use quantizer::grid::Grid;
-pub use quantizer::stored::StoredLayout;
+pub use quantizer::bitalloc::{BitAlloc, BitAllocSpec, OutlierResidual, WidthRun};
+pub use quantizer::grid::{Grid, GridSpec};
+pub use quantizer::lloyd::LloydSpec;
+pub use quantizer::polar_spec::PolarSpec;
+pub use quantizer::registry::Quantizer;
+pub use quantizer::stored::{StoredLayout, UniformGroups};
+pub use quantizer::uniform_spec::{
+    GroupAxis, UniformLevels, UniformMode, UniformSpec, UniformStep,
+};
 pub use quantizer::vq::{Codebook, VectorQuantizer};
-pub use quantizer::{HeadCodec, HybridLayout, UniformGroups};
+pub use quantizer::{HeadCodec, HybridLayout};
 pub use queries::LayerQueries;
 pub use reader::{FixedCodes, PageReader, RowSpace};
 pub use row_block::LayerSide;
 pub use samples::{SampleKind, Samples, SetAside};
 pub use simd::{RegisterWidth, limit_width};
-pub use spec::{
-    CodecSpec, EntropyCoding, FloatFormat, GroupAxis, Quantizer, SideSpec, Transform, UniformMode,
-    UniformStep,
-};
+pub use spec::{CodecSpec, EntropyCoding, FloatFormat, SideSpec, Transform};
 pub use train::CodeCounts;
 pub use vq_spec::{CodebookScope, VqSpec};

@@ -7,10 +7,9 @@
 //! override  = ( "k" | "v" ) "[" where *( "," where ) "]=" side
 //! where     = ( "layer=" | "head=" ) n [ "-" n ]
 //! side      = [ transform *( "+" transform ) "/" ] quantizer [ ( "/" | "+" ) "huffman" ]
-//! transform = "smooth" | "norm" | "hadamard" | "mean" | "gain" | "pca" | "qpca"
-//!           | "rotate" [ "(seed=" n ")" ]
+//! transform = a name of `Transform`, "rotate" with or without "(seed=" n ")"
 //! quantizer = "raw" | "f32" | "f16" | "bf16" | "fp8"
-//!           | "uniform(" ( "b=" n | "rel=" x ) ",axis=" axis [ ",g=" n ] [ ",mode=" mode ] ")"
+//!           | "uniform(" ( "b=" n | "rel=" x ) ",axis=" axis *( "," more of `UniformSpec` ) ")"
 //!           | "polar(a=" n ",r=" n [ ",g=" n ] ")" | "lloyd(b=" n ")"
 //!           | "vq(d=" n ",b=" n [ ",stages=" n ] [ ",scope=" scope ] ")"
 //!           | "grid(rate=" x ")" | "bitalloc(b=" x ")"
@@ -21,21 +20,20 @@
 //! Arguments stand in any order; spaces, line ends and comments from `#` to the end of a line are
 //! allowed between tokens.
 
-mod quantizers;
-
-use crate::{
-    CodebookScope, CodecSpec, EntropyCoding, FloatFormat, GroupAxis, Quantizer, SideSpec,
-    SpecError, SpecOverride, Transform, UniformMode, UniformStep, VqSpec,
-};
+use crate::{CodecSpec, EntropyCoding, Quantizer, SideSpec, SpecError, SpecOverride, Transform};
 use kvd_core::Side;
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
-type ParseResult<T> = Result<T, SpecError>;
+pub(crate) type ParseResult<T> = Result<T, SpecError>;
 
-const TRANSFORMS: &str = "smooth, norm, hadamard, rotate, mean, gain, pca or qpca";
-const QUANTIZERS: &str =
-    "raw, f32, f16, bf16, fp8, uniform(), vq(), polar(), lloyd(), grid() or bitalloc()";
+/// Names as an error lists them: `raw, f32 or vq()`.
+fn join_names(names: &[&str]) -> String {
+    match names {
+        [others @ .., last] if !others.is_empty() => format!("{} or {last}", others.join(", ")),
+        _ => names.concat(),
+    }
+}
 
 impl FromStr for CodecSpec {
     type Err = SpecError;
@@ -159,11 +157,18 @@ impl SpecItems {
 }
 
 /// An argument in parentheses: where it stands, its name and its text.
-struct Argument<'a> {
-    start: usize,
-    name: &'a str,
-    value_start: usize,
-    value: &'a str,
+pub(crate) struct Argument<'a> {
+    pub(crate) start: usize,
+    pub(crate) name: &'a str,
+    pub(crate) value_start: usize,
+    pub(crate) value: &'a str,
+}
+
+/// The name of a quantizer, and where it stands.
+#[derive(Clone, Copy)]
+pub(crate) struct QuantizerWord<'a> {
+    pub(crate) start: usize,
+    pub(crate) name: &'a str,
 }
 
 /// The words that were expected: their kind and a list.
@@ -173,17 +178,16 @@ struct ExpectedWords<'a> {
     known: &'a str,
 }
 
-/// The syntax of a quantizer with one number.
+/// The only argument of a quantizer, a number.
 #[derive(Clone, Copy)]
-struct SingleArgument<'a> {
-    quantizer: &'a str,
-    /// Name of the argument.
-    argument: &'a str,
+pub(crate) struct SingleArgument<'a> {
+    pub(crate) argument: &'a str,
     /// The quantity that it counts.
-    what: &'a str,
+    pub(crate) what: &'a str,
 }
 
-struct SpecCursor<'a> {
+/// A text on its way to a codec.
+pub(crate) struct SpecCursor<'a> {
     text: &'a str,
     /// Byte offset of what comes next.
     at: usize,
@@ -203,7 +207,7 @@ impl<'a> SpecCursor<'a> {
         self.text[..at].chars().filter(|c| *c != BYTE_ORDER_MARK).count()
     }
 
-    fn fail_at<T>(&self, at: usize, message: impl Into<String>) -> ParseResult<T> {
+    pub(crate) fn fail_at<T>(&self, at: usize, message: impl Into<String>) -> ParseResult<T> {
         Err(SpecError { position: self.char_position(at), message: message.into() })
     }
 
@@ -266,7 +270,12 @@ impl<'a> SpecCursor<'a> {
         self.parse_at(start, word, what)
     }
 
-    fn parse_at<N: FromStr>(&self, start: usize, word: &str, what: &str) -> ParseResult<N> {
+    pub(crate) fn parse_at<N: FromStr>(
+        &self,
+        start: usize,
+        word: &str,
+        what: &str,
+    ) -> ParseResult<N> {
         word.parse()
             .or_else(|_| self.fail_at(start, format!("{word:?} is not a number; expected {what}")))
     }
@@ -322,24 +331,16 @@ impl<'a> SpecCursor<'a> {
         let mut transforms = Vec::new();
         let quantizer = loop {
             let (start, word) = self.parse_word("a transform or a quantizer")?;
-            let transform = match word {
-                "smooth" => Transform::Smooth,
-                "hadamard" => Transform::Hadamard,
-                "mean" => Transform::Mean,
-                "pca" => Transform::Pca,
-                "qpca" => Transform::QueryPca,
-                "norm" => Transform::Norm,
-                "gain" => Transform::Gain,
-                "rotate" => self.parse_rotate()?,
-                _ if transforms.is_empty() && self.peek_char() != Some('+') => {
+            let transform = match Transform::ALL.into_iter().find(|known| known.name() == word) {
+                Some(Transform::Rotate { .. }) => self.parse_rotate()?,
+                Some(transform) => transform,
+                None if transforms.is_empty() && self.peek_char() != Some('+') => {
                     break self.parse_quantizer(start, word)?;
                 }
-                _ => {
-                    return self.unknown_word(
-                        start,
-                        word,
-                        ExpectedWords { what: "transform", known: TRANSFORMS },
-                    );
+                None => {
+                    let known = join_names(&Transform::ALL.map(Transform::name));
+                    let expected = ExpectedWords { what: "transform", known: &known };
+                    return self.unknown_word(start, word, expected);
                 }
             };
             transforms.push(transform);
@@ -365,47 +366,14 @@ impl<'a> SpecCursor<'a> {
         }
     }
 
-    fn parse_quantizer(&mut self, start: usize, word: &str) -> ParseResult<Quantizer> {
-        let format = match word {
-            "raw" => FloatFormat::Native,
-            "f32" => FloatFormat::F32,
-            "f16" => FloatFormat::F16,
-            "bf16" => FloatFormat::BF16,
-            "fp8" => FloatFormat::E4M3,
-            "uniform" => return self.parse_uniform(start),
-            "vq" => return self.parse_vq(start),
-            "grid" => {
-                return self.parse_single(
-                    start,
-                    SingleArgument { quantizer: "grid", argument: "rate", what: "bits per value" },
-                    |rate| Quantizer::Grid { rate },
-                );
-            }
-            "bitalloc" => {
-                return self.parse_single(
-                    start,
-                    SingleArgument {
-                        quantizer: "bitalloc",
-                        argument: "b",
-                        what: "bits per coefficient",
-                    },
-                    |bits| Quantizer::BitAlloc { bits },
-                );
-            }
-            "polar" => return self.parse_polar(start),
-            "lloyd" => return self.parse_lloyd(start),
-            _ => {
-                return self.unknown_word(
-                    start,
-                    word,
-                    ExpectedWords { what: "quantizer", known: QUANTIZERS },
-                );
-            }
-        };
-        Ok(Quantizer::Float(format))
+    fn parse_quantizer(&mut self, start: usize, name: &str) -> ParseResult<Quantizer> {
+        Quantizer::parse_named(self, QuantizerWord { start, name }).unwrap_or_else(|| {
+            let known = join_names(&Quantizer::known_names());
+            self.unknown_word(start, name, ExpectedWords { what: "quantizer", known: &known })
+        })
     }
 
-    fn parse_arguments(&mut self) -> ParseResult<Vec<Argument<'a>>> {
+    pub(crate) fn parse_arguments(&mut self) -> ParseResult<Vec<Argument<'a>>> {
         self.expect_char('(')?;
         let mut arguments: Vec<Argument<'a>> = Vec::new();
         loop {
@@ -437,14 +405,14 @@ impl<'a> SpecCursor<'a> {
         Ok(Transform::Rotate { seed })
     }
 
-    /// A quantizer with a single number: its name, the argument's name, and the number's unit.
-    fn parse_single(
+    /// The number of a quantizer that takes a single one.
+    pub(crate) fn parse_single<N: FromStr>(
         &mut self,
-        start: usize,
+        word: QuantizerWord<'_>,
         syntax: SingleArgument<'_>,
-        make: fn(f32) -> Quantizer,
-    ) -> ParseResult<Quantizer> {
-        let SingleArgument { quantizer, argument, what } = syntax;
+    ) -> ParseResult<N> {
+        let SingleArgument { argument, what } = syntax;
+        let QuantizerWord { start: word_start, name: quantizer } = word;
         let mut number = None;
         for Argument { start, name, value_start, value } in self.parse_arguments()? {
             if name != argument {
@@ -453,8 +421,8 @@ impl<'a> SpecCursor<'a> {
             number = Some(self.parse_at(value_start, value, what)?);
         }
         match number {
-            Some(number) => Ok(make(number)),
-            None => self.fail_at(start, format!("{quantizer} needs {argument}=")),
+            Some(number) => Ok(number),
+            None => self.fail_at(word_start, format!("{quantizer} needs {argument}=")),
         }
     }
 }

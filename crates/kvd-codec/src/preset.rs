@@ -18,7 +18,7 @@ pub struct Preset {
     pub choose_when: &'static str,
 }
 
-static PRESETS: [Preset; 25] = [
+static PRESETS: [Preset; 26] = [
     Preset {
         name: "raw",
         spec_text: "k=raw; v=raw",
@@ -161,6 +161,15 @@ static PRESETS: [Preset; 25] = [
         source: "vLLM's turboquant_3bit_nc (vllm pull request 38479)",
         summary: "rotated keys at 8 Gaussian levels and their norms, 3 bit values per token",
         choose_when: "3 bits, no calibration, rotated",
+    },
+    Preset {
+        name: "oscar-2",
+        spec_text: "k=qeig+hadamard/uniform(b=2,g=128,axis=token,clip=0.96); \
+                    v=sveig+hadamard/uniform(b=2,g=128,axis=token,clip=0.92); \
+                    sink=64; recent=256",
+        source: "OSCAR (arXiv 2605.17757), 2 bit, groups of 128, clip .96 and .92",
+        summary: "axes of queries and of scored values, rotated, clipped 2 bit per token",
+        choose_when: "you compare with OSCAR",
     },
     Preset {
         name: "kvd-4",

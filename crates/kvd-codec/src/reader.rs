@@ -1,6 +1,6 @@
 //! Pages back to rows.
 
-use crate::bits::{self, CodeLayout};
+use crate::bits::CodeLayout;
 use crate::gain::RowGains;
 use crate::huffman::streams::CodeTables;
 use crate::huffman::streams::{self, CHUNK_TOKENS, StreamCodes, StreamLayout, StreamTable};
@@ -8,10 +8,10 @@ use crate::page::{Page, PageHeader, id};
 use crate::quantizer::bitalloc::BitAlloc;
 use crate::quantizer::bitalloc::{CodedRows, PayloadCodes};
 use crate::quantizer::grid::Grid;
+use crate::quantizer::stored::StoredLayout;
 use crate::quantizer::uniform::ScaleRow;
-use crate::quantizer::vq::CODES_PER_ROW_MAX;
-use crate::quantizer::{HeadQuantizer, PageScales};
-use crate::row_block::LayerSide;
+use crate::quantizer::{CodeShape, PageScales, SymbolRows};
+use crate::row_block::{LayerSide, RowBlockMut};
 use crate::{HeadCodec, ModelCodec, PageError};
 use kvd_core::{DType, LayerIndex, Side};
 use std::ops::Range;
@@ -61,18 +61,6 @@ pub struct FixedCodes<'a> {
     pub codes: &'a [u8],
 }
 
-/// Codes of one row, and what dequantizing keeps between rows.
-struct RowBuffer {
-    symbols: [u16; CODES_PER_ROW_MAX],
-    scale: ScaleRow,
-}
-
-impl RowBuffer {
-    fn new() -> Self {
-        Self { symbols: [0; CODES_PER_ROW_MAX], scale: ScaleRow::default() }
-    }
-}
-
 impl<'a> PageReader<'a> {
     /// Opens exactly one page. The header must agree with the place and the codec; the checksum
     /// is tested by [`PageReader::verify_checksum`].
@@ -111,15 +99,15 @@ impl<'a> PageReader<'a> {
             check_field("gains", 1, 0)?;
         }
         let version = header.table_version;
-        let payload = match head_side.quantizer {
+        let payload = match head_side.stored_layout() {
             _ if raw => rows_payload(dtype, &page, dim)?,
-            HeadQuantizer::Float(dtype) => rows_payload(dtype, &page, dim)?,
-            HeadQuantizer::Grid(ref grid) => {
+            StoredLayout::Float(dtype) => rows_payload(dtype, &page, dim)?,
+            StoredLayout::Grid(grid) => {
                 let (runs, tables) = (&grid.runs[..], &grid.tables[..]);
                 let layout = stream_layout(&page, (dim, true), CodeTables { runs, tables });
                 PagePayload::Grid { grid, streams: streams::split_chunks(layout, page.payload())? }
             }
-            HeadQuantizer::BitAlloc(ref bitalloc) => bitalloc_payload(bitalloc, &page)?,
+            StoredLayout::BitAlloc(bitalloc) => bitalloc_payload(bitalloc, &page)?,
             _ if huffman => {
                 let table = model.huffman_table(LayerSide { layer, side }, head_side, version);
                 let table = table.ok_or(PageError::Table(version))?;
@@ -292,14 +280,8 @@ impl<'a> PageReader<'a> {
                 Ok(())
             }
             PagePayload::Fixed { scales, layout, codes } => {
-                let quantizer = &self.side.quantizer;
-                let mut buffer = RowBuffer::new();
-                let symbols = &mut buffer.symbols[..layout.per_row()];
-                let scales = PageScales { bytes: scales, tokens };
-                for (row, out) in (first..end).zip(out.chunks_exact_mut(dim)) {
-                    bits::unpack_row(&layout, codes, row, symbols);
-                    quantizer.dequantize_row(scales, row, symbols, &mut buffer.scale, out);
-                }
+                let page = FixedCodes { layout, scales, codes };
+                self.side.quantizer.decode_fixed(page, first, RowBlockMut { rows: out, dim });
                 Ok(())
             }
             PagePayload::Grid { grid, streams } => grid.decode_rows(&streams, first..end, out),
@@ -328,11 +310,12 @@ impl<'a> PageReader<'a> {
             let tokens = streams.chunk(index).tokens;
             streams.decode_chunk(index, &mut symbols[..tokens * per_row])?;
             let first = index * CHUNK_TOKENS;
-            for row in wanted.start.max(first)..wanted.end.min(first + tokens) {
-                let symbols = &symbols[(row - first) * per_row..][..per_row];
-                let out = &mut out[(row - wanted.start) * dim..][..dim];
-                self.side.quantizer.dequantize_row(scales, row, symbols, &mut scale, out);
-            }
+            let rows = wanted.start.max(first)..wanted.end.min(first + tokens);
+            let symbols = &symbols[(rows.start - first) * per_row..(rows.end - first) * per_row];
+            let out = &mut out[(rows.start - wanted.start) * dim..(rows.end - wanted.start) * dim];
+            let codes = SymbolRows { first: rows.start, symbols };
+            let out = RowBlockMut { rows: out, dim };
+            self.side.quantizer.dequantize_rows(scales, codes, &mut scale, out);
         }
         Ok(())
     }
@@ -362,8 +345,8 @@ fn fixed_payload<'a>(side: &HeadCodec, page: &Page<'a>) -> Result<PagePayload<'a
     let tokens = usize::from(page.header().tokens);
     let payload = page.payload();
     let scale_bytes = side.quantizer.scale_bytes(tokens, side.dim());
-    let per_row = side.quantizer.symbols_per_row(side.dim());
-    let layout = CodeLayout::new(page.header().side, tokens, per_row, side.quantizer.code_bits());
+    let CodeShape { per_row, bits } = side.quantizer.code_shape(side.dim());
+    let layout = CodeLayout::new(page.header().side, tokens, per_row, bits);
     check_field("payload_len", payload.len(), scale_bytes + layout.size_bytes())?;
     let (scales, codes) = payload.split_at(scale_bytes);
     Ok(PagePayload::Fixed { scales, layout, codes })
@@ -376,7 +359,7 @@ fn bitalloc_payload<'a>(
 ) -> Result<PagePayload<'a>, PageError> {
     let tokens = page.header().tokens.into();
     let parts = bitalloc.split_payload(
-        PayloadCodes { payload: page.payload(), codes: bitalloc.code_bytes(tokens) },
+        PayloadCodes { payload: page.payload(), codes: bitalloc.run_bytes(tokens) },
         tokens,
     )?;
     let (codes, outliers) = parts;
@@ -394,7 +377,7 @@ fn huffman_payload<'a>(
         .payload()
         .split_at_checked(side.quantizer.scale_bytes(tokens, side.dim()))
         .ok_or(PageError::Payload("it ends inside the scales"))?;
-    let per_row = side.quantizer.symbols_per_row(side.dim());
+    let per_row = side.quantizer.code_shape(side.dim()).per_row;
     let coding = CodeTables {
         runs: std::slice::from_ref(&side.trained_run),
         tables: std::slice::from_ref(table),

@@ -83,7 +83,7 @@ impl Samples {
     }
 
     /// Appends queries (`[tokens, head_dim_k]`, after RoPE) of any query head that shares the KV
-    /// head; only `qpca` looks at them.
+    /// head; of transforms that look at them ([`crate::Transform::reads_queries`]).
     ///
     /// # Errors
     /// As [`Samples::push`].

@@ -1,7 +1,17 @@
 //! Parameters of vector quantization, and what follows from them: bits, codebooks, bytes.
 
-use kvd_core::{Geometry, Side};
+use crate::CodecError;
+use crate::fit::{FitTarget, QuantizerFit};
+use crate::fit_vq::VqFit;
+use crate::page::id;
+use crate::parse::{Argument, ParseResult, QuantizerWord, SpecCursor};
+use crate::quantizer::HeadQuantizer;
+use crate::quantizer::bind::{HeadBinder, SideBinding, mismatch_error};
+use crate::quantizer::registry::QuantizerSpec;
+use crate::quantizer::vq::VectorQuantizer;
+use kvd_core::{DType, Geometry, Side};
 use std::fmt;
+use std::sync::Arc;
 
 /// Sub-vectors that one codebook serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -106,9 +116,41 @@ impl VqSpec {
         let (stages, dim) = (usize::from(self.stages), usize::from(self.dim));
         [layers, heads, positions, stages, self.entry_count(), dim]
     }
+}
 
-    /// Checks parameters that no geometry could make valid.
-    pub(crate) fn validate(&self) -> Result<(), String> {
+impl QuantizerSpec for VqSpec {
+    fn spec_names() -> &'static [&'static str] {
+        &["vq()"]
+    }
+
+    fn parse_spec(cursor: &mut SpecCursor<'_>, word: QuantizerWord<'_>) -> ParseResult<Self> {
+        let (mut dim, mut bits) = (None, None);
+        let (mut stages, mut scope) = (1, CodebookScope::Head);
+        for Argument { start, name, value_start, value } in cursor.parse_arguments()? {
+            match name {
+                "d" => dim = Some(cursor.parse_at(value_start, value, "channels")?),
+                "b" => bits = Some(cursor.parse_at(value_start, value, "bits")?),
+                "stages" => stages = cursor.parse_at(value_start, value, "stages")?,
+                "scope" => match CodebookScope::from_name(value) {
+                    Some(known) => scope = known,
+                    None => {
+                        return cursor.fail_at(value_start, "scope is model, layer, head or group");
+                    }
+                },
+                _ => return cursor.fail_at(start, format!("vq has no argument {name:?}")),
+            }
+        }
+        match (dim, bits) {
+            (Some(dim), Some(bits)) => Ok(Self { dim, bits, stages, scope }),
+            _ => cursor.fail_at(word.start, "vq needs d= and b="),
+        }
+    }
+
+    fn page_id(&self, _native: DType) -> u8 {
+        id::VQ
+    }
+
+    fn check_parameters(&self) -> Result<(), String> {
         if !matches!(self.dim, 1..=16) || !matches!(self.bits, 1..=16) {
             return Err(format!("{self}: d must be 1 to 16 and b 1 to 16"));
         }
@@ -121,8 +163,7 @@ impl VqSpec {
         Ok(())
     }
 
-    /// Checks the parameters against a head size.
-    pub(crate) fn check_head_dim(&self, dim: usize) -> Result<(), String> {
+    fn check_head_dim(&self, dim: usize) -> Result<(), String> {
         if dim.is_multiple_of(usize::from(self.dim)) {
             return Ok(());
         }
@@ -133,6 +174,45 @@ impl VqSpec {
             self.dim,
             divisors.join(", ")
         ))
+    }
+
+    fn code_count(&self) -> Option<u32> {
+        Some(1 << self.bits.min(16))
+    }
+
+    fn codes_per_row(&self, dim: usize) -> usize {
+        dim / usize::from(self.dim) * usize::from(self.stages)
+    }
+
+    fn is_fitted(&self) -> bool {
+        true
+    }
+
+    fn start_fit<'a>(&self, target: FitTarget<'a>) -> Option<Box<dyn QuantizerFit + 'a>> {
+        Some(Box::new(VqFit::new(*self, target)))
+    }
+
+    fn bind_side<'a>(&self, side: SideBinding<'a>) -> Result<HeadBinder<'a>, CodecError> {
+        let SideBinding { geometry, side: which, layer, part, .. } = side;
+        let Some(books) = part.and_then(|part| part.codebooks.as_ref()) else {
+            return Err(mismatch_error(format!("{which} has no codebooks")));
+        };
+        let (spec, want) = (*self, self.tensor_shape(geometry, which));
+        if books.shape() != want {
+            let text = format!(
+                "{which} has codebooks of shape [layers, kv_heads, positions, stages, entries, \
+                 channels] = {:?}, {spec} wants {want:?}",
+                books.shape()
+            );
+            return Err(mismatch_error(text));
+        }
+        Ok(Box::new(move |index, hash| {
+            let head = index % geometry.kv_heads as usize;
+            let of_head = books.of_head(layer.0 as usize, head);
+            let vq = VectorQuantizer::new(geometry.head_dim(which), &spec, of_head);
+            vq.books().for_each(|book| book.update_hash(hash));
+            Ok(Arc::new(vq) as Arc<dyn HeadQuantizer>)
+        }))
     }
 }
 

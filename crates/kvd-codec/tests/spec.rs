@@ -2,8 +2,9 @@
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 use kvd_codec::{
-    CodebookScope, CodecSpec, EntropyCoding, FloatFormat, GroupAxis, Quantizer, SideSpec,
-    SpecOverride, Transform, UniformMode, UniformStep, VqSpec, resolve_spec,
+    CodebookScope, CodecSpec, EntropyCoding, FloatFormat, GridSpec, GroupAxis, LloydSpec,
+    PolarSpec, Quantizer, SideSpec, SpecOverride, Transform, UniformMode, UniformSpec, UniformStep,
+    VqSpec, resolve_spec,
 };
 use kvd_core::Side;
 use proptest::prelude::*;
@@ -18,9 +19,12 @@ fn quantizer() -> impl Strategy<Value = Quantizer> {
     let axis = prop::sample::select(vec![GroupAxis::Channel, GroupAxis::Token, GroupAxis::Block]);
     let group = proptest::option::of(1u16..);
     let mode = prop::sample::select(vec![UniformMode::Asym, UniformMode::Sym, UniformMode::Hybrid]);
-    let uniform = (step, axis, group, mode).prop_map(|(step, axis, group, mode)| {
+    let clip = proptest::option::of(0.001f32..0.999);
+    let uniform = (step, axis, group, mode, clip).prop_map(|(step, axis, group, mode, clip)| {
         let group = group.filter(|_| axis != GroupAxis::Block);
-        Quantizer::Uniform { step, axis, group, mode }
+        let takes_clip = axis == GroupAxis::Token && mode == UniformMode::Asym;
+        let clip = clip.filter(|_| takes_clip);
+        Quantizer::Uniform(UniformSpec { step, axis, group, mode, clip })
     });
     use CodebookScope::{Group, Head, Layer, Model};
     let scope = prop::sample::select(vec![Model, Layer, Head, Group]);
@@ -32,15 +36,15 @@ fn quantizer() -> impl Strategy<Value = Quantizer> {
     });
     let vq = prop_oneof![vq, (1u8..=16).prop_map(|bits| VqSpec::new(1, bits))];
     let vq = vq.prop_map(Quantizer::Vq);
-    let grid = (0.25f32..=10.0).prop_map(|rate| Quantizer::Grid { rate });
+    let grid = (0.25f32..=10.0).prop_map(|rate| Quantizer::Grid(GridSpec { rate }));
     let polar = (1u8..=8, 1u8..=8, proptest::option::of(1u16..))
-        .prop_map(|(angle, radius, group)| Quantizer::Polar { angle, radius, group });
-    let lloyd = (1u8..=8).prop_map(|bits| Quantizer::Lloyd { bits });
+        .prop_map(|(angle, radius, group)| Quantizer::Polar(PolarSpec { angle, radius, group }));
+    let lloyd = (1u8..=8).prop_map(|bits| Quantizer::Lloyd(LloydSpec { bits }));
     prop_oneof![float, uniform, vq, grid, polar, lloyd]
 }
 
 fn side() -> impl Strategy<Value = SideSpec> {
-    use Transform::{Hadamard, Mean, Norm, Pca, QueryPca, Rotate, Smooth};
+    use Transform::{Hadamard, Mean, Norm, Pca, QueryAxes, QueryPca, Rotate, ScoredAxes, Smooth};
     let transforms = prop::sample::select(vec![
         vec![],
         vec![Smooth],
@@ -49,6 +53,8 @@ fn side() -> impl Strategy<Value = SideSpec> {
         vec![Hadamard, Smooth],
         vec![Mean, Pca],
         vec![Mean, QueryPca],
+        vec![QueryAxes, Hadamard],
+        vec![ScoredAxes, Hadamard],
         vec![Smooth, Mean, Hadamard],
         vec![Norm, Rotate { seed: 0 }],
         vec![Rotate { seed: u64::MAX }],

@@ -3,9 +3,12 @@
 use crate::abi::SideShape;
 use crate::codebook_table::{CodebookRoom, TableWriter};
 use crate::huffman_tables::HeadStreams;
+use crate::kernel_table::HUFFMAN_PAIRS;
+pub use crate::kernel_table::SideKernel;
+pub(crate) use crate::kernel_table::{KERNELS, RUNS_MAX};
 use crate::lookup::{self, ALL_ENTRIES, LookupEntries};
 use crate::unpack::{self, BitAllocation};
-use kvd_codec::{CodeLayout, GroupAxis, HeadCodec, StoredLayout, StreamTable, UniformMode};
+use kvd_codec::{CodeLayout, GroupAxis, HeadCodec, StoredLayout, StreamTable, UniformGroups};
 use kvd_core::{DType, Geometry, RopePairing, Side};
 
 /// Tokens of a tile.
@@ -18,61 +21,8 @@ pub(crate) const LINE_BYTES: usize = 128;
 const CODE_BITS_MAX: u32 = 16;
 /// Every plane of a tile that is not full may end inside a byte.
 const PLANES_MAX: usize = 8;
-/// Runs of a bit allocation: `BitAlloc::RUNS_MAX` of `bitalloc.cuh`.
-pub(crate) const RUNS_MAX: usize = 9;
 /// Smallest word of a hybrid group.
 const WORD_BYTES_MIN: usize = 4;
-
-/// The kernel of one side: a struct of `kernels/include/kvd`, numbered as `Kind` of `any.cuh`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[repr(u32)]
-pub enum SideKernel {
-    /// Rows in f32.
-    F32 = 0,
-    /// Rows in f16.
-    F16 = 1,
-    /// Rows in bf16.
-    Bf16 = 2,
-    /// FP8 e4m3.
-    Fp8 = 3,
-    /// Equidistant levels between minimum and maximum.
-    Uniform = 4,
-    /// Equidistant levels around zero.
-    Symmetric = 5,
-    /// Either of them, group by group.
-    Hybrid = 6,
-    /// Vector quantization.
-    Vq = 7,
-    /// Angle and radius of channel pairs.
-    Polar = 8,
-    /// The best levels for turned rows.
-    Lloyd = 9,
-    /// A width for every coefficient.
-    BitAlloc = 10,
-    /// One step, codes by class of coefficient.
-    Grid = 11,
-}
-
-/// Kernels, whose numbers are below this.
-pub(crate) const KERNELS: usize = SideKernel::ALL.len();
-
-/// The pairs that have kernels of their own (`kernels/attend_*.cu`).
-const PAIRS: [(SideKernel, SideKernel); 10] = [
-    (SideKernel::F32, SideKernel::F32),
-    (SideKernel::F16, SideKernel::F16),
-    (SideKernel::Bf16, SideKernel::Bf16),
-    (SideKernel::Fp8, SideKernel::Fp8),
-    (SideKernel::Uniform, SideKernel::Uniform),
-    (SideKernel::Hybrid, SideKernel::Hybrid),
-    (SideKernel::Vq, SideKernel::Vq),
-    (SideKernel::Polar, SideKernel::Uniform),
-    (SideKernel::Lloyd, SideKernel::Uniform),
-    (SideKernel::BitAlloc, SideKernel::BitAlloc),
-];
-
-/// Pairs that have a kernel ahead of time where one side holds Huffman codes.
-const HUFFMAN_PAIRS: [(SideKernel, SideKernel); 2] =
-    [(SideKernel::Uniform, SideKernel::Uniform), (SideKernel::Grid, SideKernel::Grid)];
 
 /// Query rows that one thread block can take, by kernel.
 pub(crate) const ROWS: [u32; 3] = [1, 4, 8];
@@ -137,78 +87,6 @@ pub(crate) fn rows_of(rows: u32) -> u32 {
     ROWS.into_iter().find(|most| rows <= *most).unwrap_or(ROWS[2])
 }
 
-impl SideKernel {
-    /// Each of them, at its number.
-    pub const ALL: [Self; Self::Grid as usize + 1] = [
-        Self::F32,
-        Self::F16,
-        Self::Bf16,
-        Self::Fp8,
-        Self::Uniform,
-        Self::Symmetric,
-        Self::Hybrid,
-        Self::Vq,
-        Self::Polar,
-        Self::Lloyd,
-        Self::BitAlloc,
-        Self::Grid,
-    ];
-
-    /// Its part of a kernel's name.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::F16 => "f16",
-            Self::Bf16 => "bf16",
-            Self::Fp8 => "fp8",
-            Self::Uniform => "uniform",
-            Self::Symmetric => "symmetric",
-            Self::Hybrid => "hybrid",
-            Self::Vq => "vq",
-            Self::Polar => "polar",
-            Self::Lloyd => "lloyd",
-            Self::BitAlloc => "bitalloc",
-            Self::Grid => "grid",
-        }
-    }
-
-    /// Whether keys of this kernel with values of that one have a kernel of their own, where codes
-    /// have a fixed width; the others share a slower one.
-    #[must_use]
-    pub fn pairs_with(self, values: Self) -> bool {
-        PAIRS.contains(&(self, values))
-    }
-
-    /// Spans of a tile.
-    fn tile_spans(self) -> usize {
-        match self {
-            Self::Grid => 0,
-            Self::F32 | Self::F16 | Self::Bf16 | Self::Vq => 1,
-            Self::Fp8 | Self::Uniform | Self::Symmetric | Self::Polar | Self::Lloyd => 2,
-            Self::Hybrid => 3,
-            Self::BitAlloc => RUNS_MAX,
-        }
-    }
-
-    pub(crate) fn of_rows(dtype: DType) -> Self {
-        match dtype {
-            DType::F32 => Self::F32,
-            DType::F16 => Self::F16,
-            DType::BF16 => Self::Bf16,
-        }
-    }
-
-    /// Bytes of a float row's value.
-    fn value_bytes(self) -> Option<usize> {
-        match self {
-            Self::F32 => Some(4),
-            Self::F16 | Self::Bf16 => Some(2),
-            _ => None,
-        }
-    }
-}
-
 /// A shape with what every kernel reads.
 fn base_shape(kernel: SideKernel, dim: usize, bits: u32) -> SideShape {
     SideShape {
@@ -233,18 +111,16 @@ pub(crate) fn rows_shape(dtype: DType, dim: usize) -> SideShape {
 /// The shape of a page that stands in for another, by the quantizer of its header: rows in a
 /// dtype, FP8, or `uniform(b=4,g=32,axis=token)` (docs/format.md, "Fallback").
 pub(crate) fn fallback_shape(quantizer: u8, dim: usize) -> Option<(SideKernel, SideShape)> {
-    Some(match quantizer {
-        0 => (SideKernel::F32, rows_shape(DType::F32, dim)),
-        1 => (SideKernel::F16, rows_shape(DType::F16, dim)),
-        2 => (SideKernel::Bf16, rows_shape(DType::BF16, dim)),
-        3 => (SideKernel::Fp8, base_shape(SideKernel::Fp8, dim, 8)),
-        16 => {
-            let scale_channels = dim.min(32) as u32;
-            let shape = base_shape(SideKernel::Uniform, dim, 4);
-            (SideKernel::Uniform, SideShape { scale_channels, ..shape })
+    let kernel = SideKernel::of_page(quantizer)?;
+    let shape = match kernel {
+        SideKernel::F32 | SideKernel::F16 | SideKernel::Bf16 => base_shape(kernel, dim, 0),
+        SideKernel::Fp8 => base_shape(kernel, dim, 8),
+        SideKernel::Uniform => {
+            SideShape { scale_channels: dim.min(32) as u32, ..base_shape(kernel, dim, 4) }
         }
         _ => return None,
-    })
+    };
+    Some((kernel, shape))
 }
 
 /// How a head's pages are read.
@@ -290,12 +166,10 @@ pub(crate) struct LayerTables {
 
 /// Whether a side's codes can be multiplied in groups as they lie in pages of so many tokens.
 pub(crate) fn in_groups((side, which): (&HeadCodec, Side), tokens: u32) -> bool {
-    match side.stored_layout() {
-        StoredLayout::BitAlloc { runs, levels, scales } => {
-            unpack::takes_groups((which, tokens), BitAllocation { runs: &runs, levels, scales })
-        }
-        _ => false,
-    }
+    let Some(bitalloc) = side.bitalloc() else { return false };
+    let (levels, scales) = (bitalloc.level_values(), bitalloc.scales());
+    let runs = &bitalloc.run_numbers();
+    unpack::takes_groups((which, tokens), BitAllocation { runs, levels, scales })
 }
 
 /// How a head's pages are read, where both sides can be [in groups](in_groups) so. What kernels
@@ -327,25 +201,20 @@ pub(crate) fn head_shapes(
     Ok(HeadShapes { kernel, fixed, versions: shapes.collect(), current })
 }
 
-/// The kernel and shape of equidistant levels.
-fn uniform_shape(
-    (mode, bits, (axis, group)): (UniformMode, u32, (GroupAxis, Option<usize>)),
-    dim: usize,
-) -> (SideKernel, SideShape) {
+/// The shape of equidistant levels.
+fn uniform_shape(kernel: SideKernel, groups: &UniformGroups, dim: usize) -> SideShape {
     let page = Geometry::BLOCK_TOKENS_MAX as usize;
-    let kernel = match mode {
-        UniformMode::Asym => SideKernel::Uniform,
-        UniformMode::Sym => SideKernel::Symmetric,
-        UniformMode::Hybrid => SideKernel::Hybrid,
-    };
-    let (tokens, channels) = match axis {
-        GroupAxis::Channel => (group.unwrap_or(page), 1),
-        GroupAxis::Token => (1, group.unwrap_or(dim).min(dim)),
+    let (tokens, channels) = match groups.axis {
+        GroupAxis::Channel => (groups.group.unwrap_or(page), 1),
+        GroupAxis::Token => (1, groups.group.unwrap_or(dim).min(dim)),
         GroupAxis::Block => (page, dim),
     };
-    let mut shape = base_shape(kernel, dim, bits);
-    (shape.scale_tokens, shape.scale_channels) = (tokens as u32, channels as u32);
-    (kernel, shape)
+    SideShape {
+        scale_tokens: tokens as u32,
+        scale_channels: channels as u32,
+        top: groups.top.into(),
+        ..base_shape(kernel, dim, groups.bits)
+    }
 }
 
 /// The shape of pages of a bit allocation; its tables are appended.
@@ -377,31 +246,24 @@ fn page_shape(
 ) -> Result<(SideKernel, SideShape), &'static str> {
     let dim = side.dim();
     let page = Geometry::BLOCK_TOKENS_MAX as usize;
-    let (kernel, shape) = match side.stored_layout() {
-        StoredLayout::Float(dtype) => (SideKernel::of_rows(dtype), rows_shape(dtype, dim)),
-        StoredLayout::E4m3 => (SideKernel::Fp8, base_shape(SideKernel::Fp8, dim, 8)),
-        StoredLayout::Uniform { mode, bits, top, axis, group } => {
-            let groups = (axis, group);
-            let (kernel, shape) = uniform_shape((mode, bits, groups), dim);
-            (kernel, SideShape { top: top.into(), ..shape })
-        }
+    let kernel = SideKernel::of_head(side)?;
+    let shape = match side.stored_layout() {
+        StoredLayout::Float(dtype) => rows_shape(dtype, dim),
+        StoredLayout::E4m3 | StoredLayout::Grid(_) => base_shape(kernel, dim, 8),
+        StoredLayout::Uniform(groups) => uniform_shape(kernel, &groups, dim),
         StoredLayout::Codebooks(vq) => {
             let bits = (vq.stage_codebook(0, 0).entries().len() / vq.dim()).ilog2();
-            let mut shape = base_shape(SideKernel::Vq, dim, bits);
+            let mut shape = base_shape(kernel, dim, bits);
             shape.book_dim = vq.dim() as u32;
             shape.stages = vq.stages() as u32;
             shape.sets = if vq.is_grouped() { vq.positions() as u32 } else { 1 };
             TableWriter::new(tables, &mut shape).append_codebooks(vq, which, room);
-            lookup::append_lookup(
-                LookupEntries::from_codebooks(vq),
-                tables,
-                &mut shape,
-                room.bytes,
-            );
-            (SideKernel::Vq, shape)
+            let entries = LookupEntries::from_codebooks(vq);
+            lookup::append_lookup(entries, tables, &mut shape, room.bytes);
+            shape
         }
         StoredLayout::Polar { angle_bits, radius_bits, group, steps, directions, pairing } => {
-            let mut shape = base_shape(SideKernel::Polar, dim, angle_bits + radius_bits);
+            let mut shape = base_shape(kernel, dim, angle_bits + radius_bits);
             shape.scale_tokens = group.unwrap_or(page) as u32;
             shape.angle_bits = angle_bits;
             shape.interleaved = u32::from(pairing == RopePairing::Interleaved);
@@ -410,25 +272,20 @@ fn page_shape(
                 .append_floats(steps);
             let entries = LookupEntries::from_polar(shape.bits, directions);
             lookup::append_lookup(entries, tables, &mut shape, ALL_ENTRIES);
-            (SideKernel::Polar, shape)
+            shape
         }
         StoredLayout::Lloyd { bits, levels } => {
-            let mut shape = base_shape(SideKernel::Lloyd, dim, bits);
+            let mut shape = base_shape(kernel, dim, bits);
             TableWriter::new(tables, &mut shape).append_floats(levels);
-            lookup::append_lookup(
-                LookupEntries::from_levels(levels),
-                tables,
-                &mut shape,
-                ALL_ENTRIES,
-            );
-            (SideKernel::Lloyd, shape)
+            let entries = LookupEntries::from_levels(levels);
+            lookup::append_lookup(entries, tables, &mut shape, ALL_ENTRIES);
+            shape
         }
-        StoredLayout::BitAlloc { runs, levels, scales } => {
-            let allocation = BitAllocation { runs: &runs, levels, scales };
-            let shape = bit_alloc_shape(dim, (which, grouped), allocation, tables)?;
-            (SideKernel::BitAlloc, shape)
+        StoredLayout::BitAlloc(bitalloc) => {
+            let (levels, scales) = (bitalloc.level_values(), bitalloc.scales());
+            let allocation = BitAllocation { runs: &bitalloc.run_numbers(), levels, scales };
+            bit_alloc_shape(dim, (which, grouped), allocation, tables)?
         }
-        StoredLayout::Grid(_) => (SideKernel::Grid, base_shape(SideKernel::Grid, dim, 8)),
         _ => return Err("of another quantizer"),
     };
     if kernel != SideKernel::BitAlloc && shape.bits > CODE_BITS_MAX {

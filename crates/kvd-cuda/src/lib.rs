@@ -19,6 +19,7 @@ mod finish;
 mod huffman_tables;
 mod jit;
 mod kernel_side;
+mod kernel_table;
 mod late_pairs;
 mod layer_memory;
 mod lookup;

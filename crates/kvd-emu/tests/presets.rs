@@ -144,6 +144,7 @@ presets! {
     polar_4_2 "polar-4+2" "polar_uniform" None,
     turbo_4 "turbo-4" "lloyd_uniform" Some("turbo4"),
     turbo_3 "turbo-3" "lloyd_uniform" None,
+    oscar_2 "oscar-2" "uniform_uniform" None,
     kvd_4 "kvd-4" "huffman_grid_grid" None,
     kvd_3 "kvd-3" "huffman_grid_grid" None,
     kvd_2 "kvd-2" "huffman_grid_grid" None,

@@ -11,7 +11,7 @@
 //! | `n.radius` | f16 `[layers, kv_heads, head_dim / 2]` | largest radii of `polar` |
 //! | `n.mean` | f32 `[layers, kv_heads, head_dim]` | what `mean` takes away |
 //! | `n.gain` | f32 `[layers, kv_heads]` | median length of a row, of `gain` |
-//! | `n.matrix` | f16 `[layers, kv_heads, head_dim, head_dim]` | `pca`, `qpca` |
+//! | `n.matrix` | f16 `[layers, kv_heads, head_dim, head_dim]` | axes of `pca` and the like |
 //! | `n.codebook` | f16 `[layers, kv_heads, positions, stages, 2^b, d]` | VQ entries, see below |
 //! | `n.step` | f32 `[layers, kv_heads]` | step of `grid` |
 //! | `n.class` | u8 `[layers, kv_heads, head_dim]` | class of each coefficient |

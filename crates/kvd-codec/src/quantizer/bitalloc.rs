@@ -9,15 +9,22 @@
 //! row (u16), a coefficient (u16) and what its level lacks (f16). A coefficient whose level is off
 //! by more than the head's bound is an outlier: other data costs bits, never accuracy.
 
-use super::Unquantizable;
-use super::bit_levels::BitLevels;
+use super::bind::{HeadBinder, SideBinding, mismatch_error};
+use super::bit_levels::{BitLevels, LEVELS};
+use super::registry::QuantizerSpec;
 use super::stored::StoredLayout;
-use crate::PageError;
+use super::{HeadQuantizer, PayloadRows, Unquantizable};
 use crate::bits::{self, CodeLayout, TILE_TOKENS};
+use crate::fit::{FitTarget, QuantizerFit};
+use crate::fit_bitalloc::BitAllocFit;
+use crate::page::id;
+use crate::parse::{ParseResult, QuantizerWord, SingleArgument, SpecCursor};
 use crate::simd::dispatch_simd;
+use crate::{CodecError, EntropyCoding, PageBytes, PageError};
 use half::f16;
-use kvd_core::{Geometry, Side};
+use kvd_core::{DType, Geometry, Side};
 use pulp::{Simd, WithSimd};
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -28,6 +35,87 @@ const OUTLIER_BYTES: usize = 6;
 const PADDING: usize = 16;
 
 const DIM_MAX: usize = Geometry::HEAD_DIM_MAX as usize;
+
+/// A bit allocation as a spec asks for it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BitAllocSpec {
+    /// Mean bits per coefficient over the side's layers and heads.
+    pub bits: f32,
+}
+
+impl QuantizerSpec for BitAllocSpec {
+    fn spec_names() -> &'static [&'static str] {
+        &["bitalloc()"]
+    }
+
+    fn parse_spec(cursor: &mut SpecCursor<'_>, word: QuantizerWord<'_>) -> ParseResult<Self> {
+        let syntax = SingleArgument { argument: "b", what: "bits per coefficient" };
+        Ok(Self { bits: cursor.parse_single(word, syntax)? })
+    }
+
+    fn page_id(&self, _native: DType) -> u8 {
+        id::BITALLOC
+    }
+
+    fn check_parameters(&self) -> Result<(), String> {
+        if (0.25..=8.0).contains(&self.bits) {
+            return Ok(());
+        }
+        Err(format!("bitalloc b={}: must be 0.25 to 8 bits per coefficient", self.bits))
+    }
+
+    fn check_entropy(&self, entropy: EntropyCoding) -> Result<(), String> {
+        match entropy {
+            EntropyCoding::None => Ok(()),
+            EntropyCoding::Huffman => {
+                Err("bitalloc takes no /huffman: its codes have fixed widths".to_owned())
+            }
+        }
+    }
+
+    fn code_count(&self) -> Option<u32> {
+        None
+    }
+
+    /// The mean over the side's heads, outliers apart.
+    fn code_bytes(&self, geometry: &Geometry, side: Side) -> usize {
+        let values = geometry.block_tokens as usize * geometry.head_dim(side);
+        (f64::from(self.bits) * values as f64 / 8.0) as usize
+    }
+
+    fn is_fitted(&self) -> bool {
+        true
+    }
+
+    fn start_fit<'a>(&self, target: FitTarget<'a>) -> Option<Box<dyn QuantizerFit + 'a>> {
+        Some(Box::new(BitAllocFit::new(target, self.bits)))
+    }
+
+    fn bind_side<'a>(&self, side: SideBinding<'a>) -> Result<HeadBinder<'a>, CodecError> {
+        let which = side.side;
+        let part = side.part.and_then(|part| part.bitalloc.as_ref());
+        let levels = part.and_then(|part| part.layer_levels(side.layer.0 as usize));
+        let (Some(part), Some(levels)) = (part, levels.map(Arc::new)) else {
+            return Err(mismatch_error(format!("{which} has no bit allocation")));
+        };
+        let dim = side.geometry.head_dim(which);
+        Ok(Box::new(move |index, hash| {
+            let (widths, bound) = (&part.widths[index * dim..][..dim], part.bounds[index]);
+            let scales = &part.scales[index * dim..][..dim];
+            hash.update(widths);
+            scales.iter().chain([&bound]).for_each(|x| hash.update(&x.to_le_bytes()));
+            levels.values().iter().for_each(|x| hash.update(&x.to_le_bytes()));
+            let bound = BitAlloc::new(which, widths, (scales, bound), Arc::clone(&levels));
+            Ok(Arc::new(bound) as Arc<dyn HeadQuantizer>)
+        }))
+    }
+}
+
+impl fmt::Display for BitAllocSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "bitalloc(b={})", self.bits)
+    }
+}
 
 /// A head's widths, scales and bound, and the levels it shares with the heads of its layer.
 #[derive(Clone, Debug)]
@@ -105,16 +193,22 @@ impl BitAlloc {
         Self { side, runs: width_runs(widths), scales: scales.to_vec(), levels, bound }
     }
 
-    /// The layout by which kernels read pages.
-    pub(super) fn stored_layout(&self) -> StoredLayout<'_> {
-        let runs = self.runs.iter().map(|run| [run.first, run.len, run.width]).collect();
-        StoredLayout::BitAlloc { runs, levels: self.levels.values(), scales: &self.scales }
-    }
-
     /// The runs of a row, in the order of coefficients and of their codes in a page.
     #[must_use]
     pub fn runs(&self) -> &[WidthRun] {
         &self.runs
+    }
+
+    /// First coefficient, length and width of each run.
+    #[must_use]
+    pub fn run_numbers(&self) -> Vec<[usize; 3]> {
+        self.runs.iter().map(|run| [run.first, run.len, run.width]).collect()
+    }
+
+    /// The levels of all widths, those of width 1 first, up to width 8.
+    #[must_use]
+    pub fn level_values(&self) -> &[f32] {
+        self.levels.values()
     }
 
     /// The levels of a run's codes, for coefficients of unit scale.
@@ -180,13 +274,8 @@ impl BitAlloc {
     }
 
     /// Bytes of the codes of a page.
-    pub(crate) fn code_bytes(&self, tokens: usize) -> usize {
+    pub(crate) fn run_bytes(&self, tokens: usize) -> usize {
         self.runs.iter().map(|run| self.run_layout(run, tokens).size_bytes()).sum()
-    }
-
-    /// Bytes kept from the calibration: a scale and a width per coefficient, and the bound.
-    pub(crate) fn calibration_bytes(&self) -> u64 {
-        5 * self.scales.len() as u64 + 4
     }
 
     /// Where the codes of a run lie.
@@ -197,7 +286,7 @@ impl BitAlloc {
 
     /// Appends codes and outliers of `rows` (`[tokens, dim]`) and returns the bytes of the
     /// outliers. A page that outliers make larger than `limit` bytes is unquantizable.
-    pub(crate) fn append_payload(
+    fn append_runs(
         &self,
         rows: &[f32],
         limit: usize,
@@ -205,7 +294,7 @@ impl BitAlloc {
     ) -> Result<u64, Unquantizable> {
         let dim = self.scales.len();
         let tokens = rows.len() / dim;
-        let room = limit.saturating_sub(self.code_bytes(tokens)) / OUTLIER_BYTES;
+        let room = limit.saturating_sub(self.run_bytes(tokens)) / OUTLIER_BYTES;
         let (mut symbols, mut outliers) = (Vec::new(), Vec::new());
         for run in &self.runs {
             symbols.resize(tokens * run.len, 0);
@@ -318,6 +407,42 @@ impl BitAlloc {
     }
 }
 
+impl HeadQuantizer for BitAlloc {
+    fn page_id(&self) -> u8 {
+        id::BITALLOC
+    }
+
+    fn stored_layout(&self) -> StoredLayout<'_> {
+        StoredLayout::BitAlloc(self)
+    }
+
+    fn code_bytes(&self, _side: Side, tokens: usize, _dim: usize) -> usize {
+        self.run_bytes(tokens)
+    }
+
+    fn append_payload(
+        &self,
+        rows: PayloadRows<'_>,
+        _symbols: &mut Vec<u16>,
+        out: &mut Vec<u8>,
+    ) -> Option<Result<PageBytes, Unquantizable>> {
+        let start = out.len();
+        Some(self.append_runs(rows.block.rows, rows.limit, out).map(|scales| {
+            let codes = (out.len() - start) as u64 - scales;
+            PageBytes { scales, codes, ..PageBytes::default() }
+        }))
+    }
+
+    fn shared_bytes(&self) -> u64 {
+        2 * LEVELS as u64
+    }
+
+    /// A scale and a width per coefficient, and the bound.
+    fn calibration_bytes(&self) -> u64 {
+        5 * self.scales.len() as u64 + 4
+    }
+}
+
 /// Codes of the coefficients of a run, and those whose level is too far off.
 struct QuantizeRun<'a> {
     by: &'a BitAlloc,
@@ -400,9 +525,9 @@ mod tests {
             let scales: Vec<f32> = (0..dim).map(|i| 0.2 + i as f32 * 0.01).collect();
             let bitalloc = BitAlloc::new(side, &widths, (&scales, bound), levels());
             let mut out = Vec::new();
-            let outliers = bitalloc.append_payload(rows, usize::MAX, &mut out).unwrap() as usize;
-            prop_assert_eq!(out.len(), bitalloc.code_bytes(tokens) + outliers);
-            let (codes, outliers) = out.split_at(bitalloc.code_bytes(tokens));
+            let outliers = bitalloc.append_runs(rows, usize::MAX, &mut out).unwrap() as usize;
+            prop_assert_eq!(out.len(), bitalloc.run_bytes(tokens) + outliers);
+            let (codes, outliers) = out.split_at(bitalloc.run_bytes(tokens));
             let mut back = vec![0f32; dim * (tokens - first)];
             bitalloc.decode_rows(CodedRows { codes, outliers }, (tokens, first), &mut back);
             for (a, b) in rows[first * dim..].iter().zip(&back) {
@@ -418,7 +543,7 @@ mod tests {
         ) {
             let scales = vec![1.0; widths.len()];
             let side = BitAlloc::new(Side::Key, &widths, (&scales, 1.0), levels());
-            let codes = side.code_bytes(4);
+            let codes = side.run_bytes(4);
             let payload = &bytes[..codes + count * OUTLIER_BYTES];
             let mut out = vec![0f32; widths.len() * 4];
             if let Ok((codes, outliers)) = side.split_payload(PayloadCodes { payload, codes }, 4) {
@@ -431,17 +556,11 @@ mod tests {
     fn what_no_outlier_can_hold_is_unquantizable() {
         let side = BitAlloc::new(Side::Key, &[4, 0], (&[1.0, 1.0], 1.0), levels());
         for bad in [f32::NAN, f32::INFINITY, 1e6] {
-            assert!(
-                side.append_payload(&[bad, 0.0], usize::MAX, &mut Vec::new()).is_err(),
-                "{bad}"
-            );
-            assert!(
-                side.append_payload(&[0.0, bad], usize::MAX, &mut Vec::new()).is_err(),
-                "{bad}"
-            );
+            assert!(side.append_runs(&[bad, 0.0], usize::MAX, &mut Vec::new()).is_err(), "{bad}");
+            assert!(side.append_runs(&[0.0, bad], usize::MAX, &mut Vec::new()).is_err(), "{bad}");
         }
         // Two outliers take 12 bytes, the codes one.
-        assert!(side.append_payload(&[50.0, 50.0], 13, &mut Vec::new()).is_ok());
-        assert!(side.append_payload(&[50.0, 50.0], 12, &mut Vec::new()).is_err());
+        assert!(side.append_runs(&[50.0, 50.0], 13, &mut Vec::new()).is_ok());
+        assert!(side.append_runs(&[50.0, 50.0], 12, &mut Vec::new()).is_err());
     }
 }

@@ -3,10 +3,20 @@
 //! Payload of a dtype page: the rows, row-major. Payload of an FP8 page: the scale as f32, then
 //! one byte per coefficient.
 
-use super::Unquantizable;
+use super::bind::{HeadBinder, SideBinding};
+use super::codes::{CodeLoop, CodeSink, MeasuredRows, append_codes};
+use super::registry::{QuantizerSpec, share_quantizer};
+use super::stored::StoredLayout;
+use super::uniform::ScaleRow;
+use super::{CodeShape, HeadQuantizer, PageScales, PayloadRows, Unquantizable};
+use crate::page::id;
+use crate::parse::{ParseResult, QuantizerWord, SpecCursor};
+use crate::row_block::RowBlock;
 use crate::simd::dispatch_simd;
-use kvd_core::DType;
+use crate::{CodecError, FloatFormat, PageBytes};
+use kvd_core::{DType, Geometry, Side};
 use pulp::{Simd, WithSimd};
+use std::fmt;
 
 /// Largest finite e4m3 value.
 const E4M3_MAX: f32 = 448.0;
@@ -85,39 +95,150 @@ pub(crate) fn largest_magnitude(rows: &[f32]) -> Result<f32, Unquantizable> {
     if top.is_finite() { Ok(top) } else { Err(Unquantizable) }
 }
 
-/// FP8 codes of `rows` and the scale that `decode` multiplies with.
-pub(crate) fn encode_e4m3(
-    rows: &[f32],
-    symbols: &mut Vec<u16>,
-    scales: &mut Vec<u8>,
-) -> Result<(), Unquantizable> {
-    let absmax = largest_magnitude(rows)?;
-    // Rounding to 3 mantissa bits adds up to 1/16, which must stay finite.
-    if !(absmax * 1.0625).is_finite() {
-        return Err(Unquantizable);
+impl QuantizerSpec for FloatFormat {
+    fn spec_names() -> &'static [&'static str] {
+        &["raw", "f32", "f16", "bf16", "fp8"]
     }
-    let scale = power_of_two_scale(absmax);
-    let first = symbols.len();
-    symbols.resize(first + rows.len(), 0);
-    dispatch_simd(E4m3 { rows, inverse: scale.recip(), symbols: &mut symbols[first..] });
-    scales.extend(scale.to_le_bytes());
-    Ok(())
-}
 
-struct E4m3<'a> {
-    rows: &'a [f32],
-    inverse: f32,
-    symbols: &'a mut [u16],
-}
-
-impl WithSimd for E4m3<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) {
-        for (symbol, x) in self.symbols.iter_mut().zip(self.rows) {
-            *symbol = e4m3_from_f32(x * self.inverse).into();
+    fn parse_spec(cursor: &mut SpecCursor<'_>, word: QuantizerWord<'_>) -> ParseResult<Self> {
+        match word.name {
+            "raw" => Ok(Self::Native),
+            "f32" => Ok(Self::F32),
+            "f16" => Ok(Self::F16),
+            "bf16" => Ok(Self::BF16),
+            "fp8" => Ok(Self::E4M3),
+            name => cursor.fail_at(word.start, format!("{name:?} is no float format")),
         }
+    }
+
+    fn page_id(&self, native: DType) -> u8 {
+        self.stored_dtype(native).map_or(id::E4M3, id::float_id)
+    }
+
+    fn code_count(&self) -> Option<u32> {
+        (*self == Self::E4M3).then_some(256)
+    }
+
+    fn scale_bytes(&self, _tokens: usize, _dim: usize) -> usize {
+        if *self == Self::E4M3 { E4M3_SCALE_BYTES } else { 0 }
+    }
+
+    fn code_bytes(&self, geometry: &Geometry, side: Side) -> usize {
+        let values = geometry.block_tokens as usize * geometry.head_dim(side);
+        values * self.stored_dtype(geometry.dtype).map_or(1, DType::size_bytes)
+    }
+
+    fn bind_side<'a>(&self, side: SideBinding<'a>) -> Result<HeadBinder<'a>, CodecError> {
+        Ok(match self.stored_dtype(side.geometry.dtype) {
+            Some(dtype) => share_quantizer(FloatRows(dtype)),
+            None => share_quantizer(E4m3),
+        })
+    }
+}
+
+impl fmt::Display for FloatFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Native => "raw",
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::BF16 => "bf16",
+            Self::E4M3 => "fp8",
+        })
+    }
+}
+
+/// Rows in a dtype, no codes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FloatRows(pub(crate) DType);
+
+impl HeadQuantizer for FloatRows {
+    fn page_id(&self) -> u8 {
+        id::float_id(self.0)
+    }
+
+    fn stored_layout(&self) -> StoredLayout<'_> {
+        StoredLayout::Float(self.0)
+    }
+
+    fn code_bytes(&self, _side: Side, tokens: usize, dim: usize) -> usize {
+        tokens * dim * self.0.size_bytes()
+    }
+
+    fn append_payload(
+        &self,
+        rows: PayloadRows<'_>,
+        _symbols: &mut Vec<u16>,
+        out: &mut Vec<u8>,
+    ) -> Option<Result<PageBytes, Unquantizable>> {
+        let codes = (rows.block.rows.len() * self.0.size_bytes()) as u64;
+        let written = encode_rows(self.0, rows.block.rows, out);
+        Some(written.map(|()| PageBytes { codes, ..PageBytes::default() }))
+    }
+}
+
+/// FP8 codes under a scale per page.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct E4m3;
+
+impl HeadQuantizer for E4m3 {
+    fn page_id(&self) -> u8 {
+        id::E4M3
+    }
+
+    fn stored_layout(&self) -> StoredLayout<'_> {
+        StoredLayout::E4m3
+    }
+
+    fn code_shape(&self, dim: usize) -> CodeShape {
+        CodeShape { per_row: dim, bits: 8 }
+    }
+
+    fn scale_bytes(&self, _tokens: usize, _dim: usize) -> usize {
+        E4M3_SCALE_BYTES
+    }
+
+    fn quantize_rows(
+        &self,
+        block: RowBlock<'_>,
+        symbols: &mut Vec<u16>,
+        scales: &mut Vec<u8>,
+    ) -> Result<(), Unquantizable> {
+        append_codes(self, block, symbols, scales)
+    }
+
+    fn dequantize_row(
+        &self,
+        scales: PageScales<'_>,
+        _row: usize,
+        symbols: &[u16],
+        _loaded: &mut ScaleRow,
+        out: &mut [f32],
+    ) {
+        decode_e4m3(scales.bytes, symbols, out);
+    }
+}
+
+impl CodeLoop for E4m3 {
+    #[inline(always)]
+    fn quantize_within<S: Simd>(
+        &self,
+        _: S,
+        rows: MeasuredRows<'_>,
+        into: CodeSink<'_>,
+    ) -> Result<(), Unquantizable> {
+        let MeasuredRows { block, absmax } = rows;
+        // Rounding to 3 mantissa bits adds up to 1/16, which must stay finite.
+        if !(absmax * 1.0625).is_finite() {
+            return Err(Unquantizable);
+        }
+        let scale = power_of_two_scale(absmax);
+        let inverse = scale.recip();
+        for (symbol, x) in into.symbols.iter_mut().zip(block.rows) {
+            *symbol = e4m3_from_f32(x * inverse).into();
+        }
+        into.scales.extend(scale.to_le_bytes());
+        Ok(())
     }
 }
 
@@ -242,7 +363,9 @@ mod tests {
                 let mut rows = [1.0, 2.0, 3.0];
                 rows[at] = bad;
                 let (mut symbols, mut scales) = (Vec::new(), Vec::new());
-                assert!(encode_e4m3(&rows, &mut symbols, &mut scales).is_err(), "{bad} at {at}");
+                let block = RowBlock { rows: &rows, dim: 3 };
+                let result = append_codes(&E4m3, block, &mut symbols, &mut scales);
+                assert!(result.is_err(), "{bad} at {at}");
             }
         }
     }

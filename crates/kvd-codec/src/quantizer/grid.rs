@@ -11,15 +11,24 @@
 //! Payload: per chunk of 64 tokens its words and outliers (u16 each), then the chunks (`streams`).
 //! Classes and tables come from the calibration, so a page holds codes only.
 
-use super::Unquantizable;
-use crate::PageError;
+use super::bind::{HeadBinder, SideBinding, mismatch_error};
+use super::registry::QuantizerSpec;
+use super::stored::StoredLayout;
+use super::{HeadQuantizer, PayloadRows, Unquantizable};
+use crate::calibration::LAYER_TABLE_BYTES;
+use crate::fit::{FitTarget, QuantizerFit};
+use crate::fit_grid::GridFit;
 use crate::huffman::streams::{
     self, CHUNK_TOKENS, StreamCodes, StreamRun, StreamTable, SymbolGrouping,
 };
 use crate::huffman::streams::{CodeRows, CodeTables};
+use crate::page::id;
+use crate::parse::{ParseResult, QuantizerWord, SingleArgument, SpecCursor};
 use crate::simd::dispatch_simd;
-use kvd_core::{Geometry, Side};
+use crate::{CodecError, EntropyCoding, PageBytes, PageError};
+use kvd_core::{DType, Geometry, Side};
 use pulp::{Simd, WithSimd};
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -156,6 +165,87 @@ pub(crate) fn class_runs(classes: &[u8]) -> Vec<StreamRun> {
 /// The tables of one side of one layer, by class; the zero class has none.
 pub(crate) type GridTables = Arc<[StreamTable]>;
 
+/// A grid as a spec asks for it.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GridSpec {
+    /// Bits per value that pages should take on the calibration text, everything counted.
+    pub rate: f32,
+}
+
+impl QuantizerSpec for GridSpec {
+    fn spec_names() -> &'static [&'static str] {
+        &["grid()"]
+    }
+
+    fn parse_spec(cursor: &mut SpecCursor<'_>, word: QuantizerWord<'_>) -> ParseResult<Self> {
+        let syntax = SingleArgument { argument: "rate", what: "bits per value" };
+        Ok(Self { rate: cursor.parse_single(word, syntax)? })
+    }
+
+    fn page_id(&self, _native: DType) -> u8 {
+        id::GRID
+    }
+
+    fn check_parameters(&self) -> Result<(), String> {
+        if (0.25..=10.0).contains(&self.rate) {
+            return Ok(());
+        }
+        Err(format!("grid rate={}: must be 0.25 to 10 bits per value", self.rate))
+    }
+
+    fn check_entropy(&self, entropy: EntropyCoding) -> Result<(), String> {
+        match entropy {
+            EntropyCoding::Huffman => Ok(()),
+            EntropyCoding::None => {
+                Err("grid needs /huffman: its codes have no fixed width".to_owned())
+            }
+        }
+    }
+
+    fn code_count(&self) -> Option<u32> {
+        None
+    }
+
+    fn target_bits(&self) -> Option<f32> {
+        Some(self.rate)
+    }
+
+    fn is_fitted(&self) -> bool {
+        true
+    }
+
+    fn start_fit<'a>(&self, target: FitTarget<'a>) -> Option<Box<dyn QuantizerFit + 'a>> {
+        Some(Box::new(GridFit::new(target, self.rate)))
+    }
+
+    fn bind_side<'a>(&self, side: SideBinding<'a>) -> Result<HeadBinder<'a>, CodecError> {
+        let which = side.side;
+        let Some(grid) = side.part.and_then(|part| part.grid.as_ref()) else {
+            return Err(mismatch_error(format!("{which} has no grid")));
+        };
+        let tables = grid.layer_tables(side.layer.0 as usize);
+        let tables = tables.ok_or_else(|| mismatch_error(format!("{which} has no tables")))?;
+        let tables = tables.into_iter().zip(&CLASSES[1..]);
+        let tables = tables.map(|(table, class)| StreamTable::new(table, class.symbol_grouping()));
+        let tables: GridTables = tables.collect();
+        let dim = side.geometry.head_dim(which);
+        Ok(Box::new(move |index, hash| {
+            let (step, classes) = (grid.steps[index], &grid.classes[index * dim..][..dim]);
+            hash.update(&step.to_le_bytes());
+            hash.update(classes);
+            tables.iter().for_each(|table| hash.update(table.huffman.code_lengths()));
+            let bound = Grid::new(which, step, classes, Arc::clone(&tables));
+            Ok(Arc::new(bound) as Arc<dyn HeadQuantizer>)
+        }))
+    }
+}
+
+impl fmt::Display for GridSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "grid(rate={})", self.rate)
+    }
+}
+
 /// A head's step and classes, and the tables it shares with the other heads of its layer.
 #[derive(Clone, Debug)]
 pub struct Grid {
@@ -215,7 +305,7 @@ impl Grid {
 
     /// Appends lengths and chunks of `rows` (`[tokens, dim]`), at most `limit` bytes; returns the
     /// bytes of the lengths.
-    pub(crate) fn append_payload(
+    pub(crate) fn append_chunks(
         &self,
         rows: &[f32],
         limit: usize,
@@ -289,6 +379,38 @@ impl Grid {
             }
         }
         Ok(())
+    }
+}
+
+impl HeadQuantizer for Grid {
+    fn page_id(&self) -> u8 {
+        id::GRID
+    }
+
+    fn stored_layout(&self) -> StoredLayout<'_> {
+        StoredLayout::Grid(self)
+    }
+
+    fn append_payload(
+        &self,
+        rows: PayloadRows<'_>,
+        _symbols: &mut Vec<u16>,
+        out: &mut Vec<u8>,
+    ) -> Option<Result<PageBytes, Unquantizable>> {
+        let start = out.len();
+        Some(self.append_chunks(rows.block.rows, rows.limit, out).map(|offsets| {
+            let codes = (out.len() - start) as u64 - offsets;
+            PageBytes { offsets, codes, ..PageBytes::default() }
+        }))
+    }
+
+    fn shared_bytes(&self) -> u64 {
+        LAYER_TABLE_BYTES as u64
+    }
+
+    /// A step, and a class per coefficient.
+    fn calibration_bytes(&self) -> u64 {
+        4 + self.classes.len() as u64
     }
 }
 

@@ -7,16 +7,19 @@
 //! way. Scales of a page: the mask (a bit per group, set for symmetric ones, in the order of the
 //! scale rows), then scale rows of all words and all f16 steps.
 
-use super::CodeSink;
+use super::codes::{CodeLoop, CodeSink, MeasuredRows, append_codes};
 use super::ranges::GroupedRows;
 use super::ranges::{group_extremes, largest_magnitudes};
-use super::uniform::{ROUND, ScaleRow, Uniform, UniformGroups, spread_steps};
-use super::{PageScales, Unquantizable, float::largest_magnitude};
+use super::stored::{StoredLayout, UniformGroups};
+use super::uniform::{ROUND, ScaleRow, Uniform, spread_steps};
+use super::uniform_spec::UniformLevels;
+use super::{CodeShape, HeadQuantizer, PageScales, Unquantizable};
+use crate::UniformMode;
+use crate::page::id;
 use crate::row_block::RowBlock;
-use crate::simd::dispatch_simd;
 use half::f16;
 use kvd_core::Geometry;
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 use std::ops::Range;
 
 const DIM_MAX: usize = Geometry::HEAD_DIM_MAX as usize;
@@ -80,79 +83,6 @@ impl Hybrid {
         let word_bytes = values.div_ceil(8).max(WORD_BYTES_MIN);
         let mask_bytes = self.base.page_groups(tokens, dim).div_ceil(8);
         HybridLayout { mask_bytes, word_bytes, row_bytes: pairs * (word_bytes + 2) }
-    }
-
-    pub(crate) fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
-        let layout = self.scale_layout(tokens, dim);
-        let rows = self.base.page_groups(tokens, dim) / self.base.row_pairs(dim);
-        layout.mask_bytes + rows * layout.row_bytes
-    }
-
-    pub(crate) fn quantize_rows(
-        &self,
-        rows: &[f32],
-        dim: usize,
-        symbols: &mut Vec<u16>,
-        scales: &mut Vec<u8>,
-    ) -> Result<(), Unquantizable> {
-        let absmax = largest_magnitude(rows)?;
-        let first = symbols.len();
-        symbols.resize(first + rows.len(), 0);
-        let into = CodeSink { symbols: &mut symbols[first..], scales };
-        dispatch_simd(QuantizeHybrid { by: self, absmax, rows: RowBlock { rows, dim }, into })
-    }
-
-    #[inline(always)]
-    fn quantize_within<S: Simd>(
-        &self,
-        simd: S,
-        absmax: f32,
-        block: RowBlock<'_>,
-        into: CodeSink<'_>,
-    ) -> Result<(), Unquantizable> {
-        let CodeSink { symbols, scales } = into;
-        let RowBlock { rows, dim } = block;
-        let tokens = rows.len() / dim;
-        let layout = self.scale_layout(tokens, dim);
-        let share = self.base.rows_per_scale(tokens) * dim;
-        let mask_at = scales.len();
-        scales.resize(mask_at + layout.mask_bytes, 0);
-        let (pairs, span) = (self.base.row_pairs(dim), self.base.channels_per_pair(dim));
-        let [mut wide, mut even] = [GroupLevels::new(), GroupLevels::new()];
-        let mut ranges = [(); 3].map(|()| vec![0f32; pairs]);
-        let mut symmetric = [0u8; DIM_MAX];
-        let parts = rows.chunks(share).zip(symbols.chunks_mut(share));
-        for (index, (rows, symbols)) in parts.enumerate() {
-            self.fit_groups(
-                simd,
-                RowBlock { rows, dim },
-                absmax,
-                &mut ranges,
-                [&mut wide, &mut even],
-            );
-            wide.sum_errors(dim, span);
-            even.sum_errors(dim, span);
-            for pair in 0..pairs {
-                let channels = pair * span..dim.min((pair + 1) * span);
-                let is_even = even.sums[pair] < wide.sums[pair];
-                if is_even {
-                    wide.copy_channels(&even, channels.clone());
-                } else if !wide.steps[channels.start].is_finite() {
-                    return Err(Unquantizable);
-                }
-                symmetric[channels].fill(u8::from(is_even));
-                let group = index * pairs + pair;
-                scales[mask_at + group / 8] |= u8::from(is_even) << (group % 8);
-            }
-            let into = CodeSink { symbols, scales: &mut *scales };
-            self.append_scale_row(
-                RowBlock { rows, dim },
-                &layout,
-                ChosenModes { levels: &wide, symmetric: &symmetric },
-                into,
-            );
-        }
-        Ok(())
     }
 
     /// Levels and errors of both modes for the groups of `rows`.
@@ -222,9 +152,37 @@ impl Hybrid {
             }
         }
     }
+}
 
-    /// Writes row `row` from its codes; `loaded` keeps the scale row from call to call.
-    pub(crate) fn dequantize_row(
+impl HeadQuantizer for Hybrid {
+    fn page_id(&self) -> u8 {
+        id::HYBRID
+    }
+
+    fn stored_layout(&self) -> StoredLayout<'_> {
+        StoredLayout::Uniform(self.base.groups_of_side(UniformMode::Hybrid))
+    }
+
+    fn code_shape(&self, dim: usize) -> CodeShape {
+        CodeShape { per_row: dim, bits: self.base.code_bits() }
+    }
+
+    fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
+        let layout = self.scale_layout(tokens, dim);
+        let rows = self.base.page_groups(tokens, dim) / self.base.row_pairs(dim);
+        layout.mask_bytes + rows * layout.row_bytes
+    }
+
+    fn quantize_rows(
+        &self,
+        block: RowBlock<'_>,
+        symbols: &mut Vec<u16>,
+        scales: &mut Vec<u8>,
+    ) -> Result<(), Unquantizable> {
+        append_codes(self, block, symbols, scales)
+    }
+
+    fn dequantize_row(
         &self,
         scales: PageScales<'_>,
         row: usize,
@@ -266,22 +224,63 @@ impl Hybrid {
             }
         }
     }
+
+    fn uniform_levels(&self) -> Option<UniformLevels> {
+        Some(self.base.levels_of_groups())
+    }
 }
 
-/// [`Hybrid::quantize_rows`].
-struct QuantizeHybrid<'a> {
-    by: &'a Hybrid,
-    absmax: f32,
-    rows: RowBlock<'a>,
-    into: CodeSink<'a>,
-}
-
-impl WithSimd for QuantizeHybrid<'_> {
-    type Output = Result<(), Unquantizable>;
-
+impl CodeLoop for Hybrid {
     #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
-        self.by.quantize_within(simd, self.absmax, self.rows, self.into)
+    fn quantize_within<S: Simd>(
+        &self,
+        simd: S,
+        rows: MeasuredRows<'_>,
+        into: CodeSink<'_>,
+    ) -> Result<(), Unquantizable> {
+        let MeasuredRows { block: RowBlock { rows, dim }, absmax } = rows;
+        let CodeSink { symbols, scales } = into;
+        let tokens = rows.len() / dim;
+        let layout = self.scale_layout(tokens, dim);
+        let share = self.base.rows_per_scale(tokens) * dim;
+        let mask_at = scales.len();
+        scales.resize(mask_at + layout.mask_bytes, 0);
+        let (pairs, span) = (self.base.row_pairs(dim), self.base.channels_per_pair(dim));
+        let [mut wide, mut even] = [GroupLevels::new(), GroupLevels::new()];
+        let mut ranges = [(); 3].map(|()| vec![0f32; pairs]);
+        let mut symmetric = [0u8; DIM_MAX];
+        let parts = rows.chunks(share).zip(symbols.chunks_mut(share));
+        for (index, (rows, symbols)) in parts.enumerate() {
+            self.fit_groups(
+                simd,
+                RowBlock { rows, dim },
+                absmax,
+                &mut ranges,
+                [&mut wide, &mut even],
+            );
+            wide.sum_errors(dim, span);
+            even.sum_errors(dim, span);
+            for pair in 0..pairs {
+                let channels = pair * span..dim.min((pair + 1) * span);
+                let is_even = even.sums[pair] < wide.sums[pair];
+                if is_even {
+                    wide.copy_channels(&even, channels.clone());
+                } else if !wide.steps[channels.start].is_finite() {
+                    return Err(Unquantizable);
+                }
+                symmetric[channels].fill(u8::from(is_even));
+                let group = index * pairs + pair;
+                scales[mask_at + group / 8] |= u8::from(is_even) << (group % 8);
+            }
+            let into = CodeSink { symbols, scales: &mut *scales };
+            self.append_scale_row(
+                RowBlock { rows, dim },
+                &layout,
+                ChosenModes { levels: &wide, symmetric: &symmetric },
+                into,
+            );
+        }
+        Ok(())
     }
 }
 
@@ -397,7 +396,7 @@ mod tests {
     /// Codes, scales and values of one page.
     fn round_trip(hybrid: &Hybrid, rows: &[f32], dim: usize) -> (Vec<u8>, Vec<f32>) {
         let (mut symbols, mut scales) = (Vec::new(), Vec::new());
-        hybrid.quantize_rows(rows, dim, &mut symbols, &mut scales).unwrap();
+        append_codes(hybrid, RowBlock { rows, dim }, &mut symbols, &mut scales).unwrap();
         let tokens = rows.len() / dim;
         assert_eq!(scales.len(), hybrid.scale_bytes(tokens, dim));
         let mut out = vec![0f32; rows.len()];

@@ -8,13 +8,21 @@
 //! scale is `|c| / |levels of its codes|`, so that a decoded row is as long as the row was; that
 //! is what vLLM's `_nc` presets do after decoding.
 
-use super::CodeSink;
-use super::Unquantizable;
-use super::float::largest_magnitude;
+use super::bind::{HeadBinder, SideBinding};
+use super::codes::{CodeLoop, CodeSink, MeasuredRows, append_codes};
+use super::registry::{QuantizerSpec, share_quantizer};
+use super::stored::StoredLayout;
+use super::uniform::ScaleRow;
+use super::{CodeShape, HeadQuantizer, PageScales, Unquantizable};
+use crate::CodecError;
+use crate::page::id;
+use crate::parse::{ParseResult, QuantizerWord, SingleArgument, SpecCursor};
 use crate::row_block::RowBlock;
-use crate::simd::{count_below, dispatch_simd};
+use crate::simd::count_below;
 use half::f16;
-use pulp::{Simd, WithSimd};
+use kvd_core::DType;
+use pulp::Simd;
+use std::fmt;
 
 /// Intervals of Simpson's rule in a cell.
 const INTERVALS: usize = 128;
@@ -28,6 +36,56 @@ const COUNTED_MAX: usize = 16;
 const SUMS: usize = 8;
 /// Below this an f16 loses digits.
 const F16_NORMAL_MIN: f32 = 6.103_515_6e-5;
+
+/// Bytes of a row's scale.
+const SCALE_BYTES: usize = 2;
+
+/// Levels as a spec asks for them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LloydSpec {
+    /// Bits per coefficient, 1 to 8.
+    pub bits: u8,
+}
+
+impl QuantizerSpec for LloydSpec {
+    fn spec_names() -> &'static [&'static str] {
+        &["lloyd()"]
+    }
+
+    fn parse_spec(cursor: &mut SpecCursor<'_>, word: QuantizerWord<'_>) -> ParseResult<Self> {
+        let bits = cursor.parse_single(word, SingleArgument { argument: "b", what: "bits" })?;
+        Ok(Self { bits })
+    }
+
+    fn page_id(&self, _native: DType) -> u8 {
+        id::LLOYD
+    }
+
+    fn check_parameters(&self) -> Result<(), String> {
+        match self.bits {
+            1..=8 => Ok(()),
+            bits => Err(format!("lloyd b={bits}: must be 1 to 8")),
+        }
+    }
+
+    fn code_count(&self) -> Option<u32> {
+        Some(1 << self.bits.min(16))
+    }
+
+    fn scale_bytes(&self, tokens: usize, _dim: usize) -> usize {
+        SCALE_BYTES * tokens
+    }
+
+    fn bind_side<'a>(&self, side: SideBinding<'a>) -> Result<HeadBinder<'a>, CodecError> {
+        Ok(share_quantizer(LloydMax::new(self.bits, side.geometry.head_dim(side.side))))
+    }
+}
+
+impl fmt::Display for LloydSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "lloyd(b={})", self.bits)
+    }
+}
 
 /// The quantizer of one head size.
 #[derive(Clone, Debug)]
@@ -56,42 +114,71 @@ impl LloydMax {
         Self { bits: bits.into(), levels, bounds }
     }
 
-    pub(crate) fn code_bits(&self) -> u32 {
-        self.bits
+    /// The number of bounds below `x` by halving; there are `2^bits - 1` bounds.
+    #[inline(always)]
+    fn count_bounds_below(&self, x: f32) -> u16 {
+        let mut below = 0;
+        for bit in (0..self.bits).rev() {
+            let half = 1usize << bit;
+            below += if x > self.bounds[below + half - 1] { half } else { 0 };
+        }
+        below as u16
+    }
+}
+
+impl HeadQuantizer for LloydMax {
+    fn page_id(&self) -> u8 {
+        id::LLOYD
     }
 
-    pub(super) fn levels(&self) -> &[f32] {
-        &self.levels
+    fn stored_layout(&self) -> StoredLayout<'_> {
+        StoredLayout::Lloyd { bits: self.bits, levels: &self.levels }
     }
 
-    pub(crate) fn scale_bytes(tokens: usize) -> usize {
-        2 * tokens
+    fn code_shape(&self, dim: usize) -> CodeShape {
+        CodeShape { per_row: dim, bits: self.bits }
     }
 
-    pub(crate) fn quantize_rows(
+    fn scale_bytes(&self, tokens: usize, _dim: usize) -> usize {
+        SCALE_BYTES * tokens
+    }
+
+    fn quantize_rows(
         &self,
-        rows: &[f32],
-        dim: usize,
+        block: RowBlock<'_>,
         symbols: &mut Vec<u16>,
         scales: &mut Vec<u8>,
     ) -> Result<(), Unquantizable> {
-        let absmax = largest_magnitude(rows)?;
-        let first = symbols.len();
-        symbols.resize(first + rows.len(), 0);
-        let into = CodeSink { symbols: &mut symbols[first..], scales };
-        dispatch_simd(QuantizeLloyd { by: self, absmax, rows: RowBlock { rows, dim }, into })
+        append_codes(self, block, symbols, scales)
     }
 
+    fn dequantize_row(
+        &self,
+        scales: PageScales<'_>,
+        row: usize,
+        symbols: &[u16],
+        _loaded: &mut ScaleRow,
+        out: &mut [f32],
+    ) {
+        let bytes = scales.bytes[SCALE_BYTES * row..].first_chunk().copied().unwrap_or_default();
+        let scale = f16::from_le_bytes(bytes).to_f32();
+        let mask = self.levels.len() - 1;
+        for (out, symbol) in out.iter_mut().zip(symbols) {
+            *out = self.levels[usize::from(*symbol) & mask] * scale;
+        }
+    }
+}
+
+impl CodeLoop for LloydMax {
     #[inline(always)]
     fn quantize_within<S: Simd>(
         &self,
         simd: S,
-        absmax: f32,
-        block: RowBlock<'_>,
+        rows: MeasuredRows<'_>,
         into: CodeSink<'_>,
     ) -> Result<(), Unquantizable> {
+        let MeasuredRows { block: RowBlock { rows, dim }, absmax } = rows;
         let CodeSink { symbols, scales } = into;
-        let RowBlock { rows, dim } = block;
         let squared: Vec<f64> = self.levels.iter().map(|x| f64::from(*x) * f64::from(*x)).collect();
         let (mut turned, mut counts) = (vec![0f32; dim], vec![0u32; dim]);
         let parts = rows.chunks(SUMS * dim).zip(symbols.chunks_mut(SUMS * dim));
@@ -131,50 +218,6 @@ impl LloydMax {
             }
         }
         Ok(())
-    }
-
-    /// The number of bounds below `x` by halving; there are `2^bits - 1` bounds.
-    #[inline(always)]
-    fn count_bounds_below(&self, x: f32) -> u16 {
-        let mut below = 0;
-        for bit in (0..self.bits).rev() {
-            let half = 1usize << bit;
-            below += if x > self.bounds[below + half - 1] { half } else { 0 };
-        }
-        below as u16
-    }
-
-    /// Writes row `row` from its codes.
-    pub(crate) fn dequantize_row(
-        &self,
-        scales: &[u8],
-        row: usize,
-        symbols: &[u16],
-        out: &mut [f32],
-    ) {
-        let bytes = scales[2 * row..].first_chunk::<2>().copied().unwrap_or_default();
-        let scale = f16::from_le_bytes(bytes).to_f32();
-        let mask = self.levels.len() - 1;
-        for (out, symbol) in out.iter_mut().zip(symbols) {
-            *out = self.levels[usize::from(*symbol) & mask] * scale;
-        }
-    }
-}
-
-/// [`LloydMax::quantize_rows`].
-struct QuantizeLloyd<'a> {
-    by: &'a LloydMax,
-    absmax: f32,
-    rows: RowBlock<'a>,
-    into: CodeSink<'a>,
-}
-
-impl WithSimd for QuantizeLloyd<'_> {
-    type Output = Result<(), Unquantizable>;
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
-        self.by.quantize_within(simd, self.absmax, self.rows, self.into)
     }
 }
 
@@ -427,7 +470,7 @@ mod tests {
         let row: Vec<f32> = (0..dim).map(|index| index as f32 * 0.005 - 5.0).collect();
         let lloyd = LloydMax::new(4, dim);
         let (mut symbols, mut scales) = (Vec::new(), Vec::new());
-        lloyd.quantize_rows(&row, dim, &mut symbols, &mut scales).unwrap();
+        append_codes(&lloyd, RowBlock { rows: &row, dim }, &mut symbols, &mut scales).unwrap();
         assert_eq!((symbols.len(), scales.len()), (dim, 2));
         let inverse = (dim as f64 / sum_squares(&row)).sqrt() as f32;
         let halved: Vec<u16> = row.iter().map(|x| lloyd.count_bounds_below(x * inverse)).collect();
@@ -447,11 +490,13 @@ mod tests {
         for bits in 1..=4 {
             let lloyd = LloydMax::new(bits, dim);
             let (mut symbols, mut scales) = (Vec::new(), Vec::new());
-            lloyd.quantize_rows(&rows, dim, &mut symbols, &mut scales).unwrap();
-            assert_eq!(scales.len(), LloydMax::scale_bytes(200));
+            append_codes(&lloyd, RowBlock { rows: &rows, dim }, &mut symbols, &mut scales).unwrap();
+            assert_eq!(scales.len(), lloyd.scale_bytes(200, dim));
             let (mut relative, mut out) = (0.0, vec![0f32; dim]);
             for (row, values) in rows.chunks_exact(dim).enumerate() {
-                lloyd.dequantize_row(&scales, row, &symbols[row * dim..][..dim], &mut out);
+                let codes = &symbols[row * dim..][..dim];
+                let scales = PageScales { bytes: &scales, tokens: 200 };
+                lloyd.dequantize_row(scales, row, codes, &mut ScaleRow::default(), &mut out);
                 let length = sum_squares(values);
                 assert!((sum_squares(&out) / length - 1.0).abs() < 2e-3);
                 let off = values.iter().zip(&out).map(|(a, b)| f64::from(a - b).powi(2));
@@ -468,9 +513,11 @@ mod tests {
     fn zeros_are_zeros() {
         let lloyd = LloydMax::new(3, 4);
         let (mut symbols, mut scales) = (Vec::new(), Vec::new());
-        lloyd.quantize_rows(&[0.0; 4], 4, &mut symbols, &mut scales).unwrap();
+        append_codes(&lloyd, RowBlock { rows: &[0.0; 4], dim: 4 }, &mut symbols, &mut scales)
+            .unwrap();
         let mut out = [1f32; 4];
-        lloyd.dequantize_row(&scales, 0, &symbols, &mut out);
+        let scales = PageScales { bytes: &scales, tokens: 1 };
+        lloyd.dequantize_row(scales, 0, &symbols, &mut ScaleRow::default(), &mut out);
         assert_eq!(out, [0.0; 4]);
     }
 }

@@ -3,51 +3,44 @@
 pub(crate) mod bind;
 pub(crate) mod bit_levels;
 pub(crate) mod bitalloc;
+mod codes;
 pub(crate) mod float;
 pub(crate) mod grid;
 pub(crate) mod hybrid;
 pub(crate) mod lloyd;
 pub(crate) mod nearest;
 pub(crate) mod polar;
+pub(crate) mod polar_spec;
 pub(crate) mod ranges;
 mod regions;
+pub(crate) mod registry;
 pub(crate) mod stored;
 pub(crate) mod symmetric;
 mod tiles;
 pub(crate) mod uniform;
+pub(crate) mod uniform_spec;
 pub(crate) mod vq;
 
-use crate::UniformMode;
-use crate::calibration::LAYER_TABLE_BYTES;
+use crate::PageBytes;
+use crate::bits::{self, CodeLayout};
 use crate::huffman::streams::StreamRun;
-use crate::page::id;
-use crate::row_block::RowBlockMut;
+use crate::reader::FixedCodes;
+use crate::row_block::{RowBlock, RowBlockMut};
 use crate::transform::TransformStep;
-use bit_levels::LEVELS;
 use bitalloc::BitAlloc;
 use grid::Grid;
-use hybrid::Hybrid;
 pub use hybrid::HybridLayout;
-use kvd_core::{DType, Geometry};
-use lloyd::LloydMax;
-use polar::Polar;
+use kvd_core::{Geometry, Side};
+use std::fmt;
 use std::sync::Arc;
-use symmetric::Symmetric;
-pub use uniform::UniformGroups;
-use uniform::{ScaleRow, Uniform};
-use vq::VectorQuantizer;
+use stored::{StoredLayout, UniformGroups};
+use uniform::ScaleRow;
+use uniform_spec::UniformLevels;
+use vq::{CODES_PER_ROW_MAX, VectorQuantizer};
 
 /// The page's values do not fit the quantizer; the page falls back to raw floats.
 #[derive(Debug)]
 pub(crate) struct Unquantizable;
-
-/// The destination of quantized rows.
-pub(super) struct CodeSink<'a> {
-    /// One code per value.
-    pub(super) symbols: &'a mut [u16],
-    /// Scales are appended here.
-    pub(super) scales: &'a mut Vec<u8>,
-}
 
 /// The scales of some groups.
 #[derive(Clone, Copy)]
@@ -66,111 +59,151 @@ pub(crate) struct PageScales<'a> {
     pub(crate) tokens: usize,
 }
 
-/// A quantizer bound to a head.
-#[derive(Clone, Debug)]
-pub(crate) enum HeadQuantizer {
-    /// Rows in a dtype, no codes.
-    Float(DType),
-    /// FP8 codes, one scale per page.
-    E4m3,
-    /// Uniform levels, f16 pairs per group.
-    Uniform(Uniform),
-    /// Uniform levels around zero, an f16 per group.
-    Symmetric(Symmetric),
-    /// Either of them, group by group.
-    Hybrid(Hybrid),
-    /// Angle and radius of channel pairs.
-    Polar(Box<Polar>),
-    /// The best levels for turned rows, an f16 per row; shared by the heads of a side.
-    Lloyd(Arc<LloydMax>),
-    /// Codebook indices.
-    Vq(VectorQuantizer),
-    /// One step per head, codes by class.
-    Grid(Box<Grid>),
-    /// Fixed widths and levels per coefficient.
-    BitAlloc(Box<BitAlloc>),
+/// The codes of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CodeShape {
+    /// Codes of one row.
+    pub(crate) per_row: usize,
+    /// Bits of a code of fixed width.
+    pub(crate) bits: u32,
 }
 
-impl HeadQuantizer {
-    /// Bits of a fixed-width code; 0 when rows are stored as floats.
-    pub(crate) fn code_bits(&self) -> u32 {
-        match self {
-            Self::Float(_) | Self::Grid(_) | Self::BitAlloc(_) => 0,
-            Self::E4m3 => 8,
-            Self::Uniform(uniform) => uniform.code_bits(),
-            Self::Symmetric(symmetric) => symmetric.code_bits(),
-            Self::Hybrid(hybrid) => hybrid.base.code_bits(),
-            Self::Polar(polar) => polar.code_bits(),
-            Self::Lloyd(lloyd) => lloyd.code_bits(),
-            Self::Vq(vq) => vq.code_bits(),
-        }
-    }
+impl CodeShape {
+    /// None: the quantizer writes its payload itself.
+    pub(crate) const NONE: Self = Self { per_row: 0, bits: 0 };
+}
 
-    /// Codes of one row.
-    pub(crate) fn symbols_per_row(&self, dim: usize) -> usize {
-        match self {
-            Self::Float(_) | Self::Grid(_) | Self::BitAlloc(_) => 0,
-            Self::E4m3 | Self::Uniform(_) | Self::Symmetric(_) | Self::Hybrid(_) => dim,
-            Self::Lloyd(_) => dim,
-            Self::Polar(_) => dim / 2,
-            Self::Vq(vq) => vq.codes_per_row(),
-        }
+/// Coefficients whose payload is to be written.
+#[derive(Clone, Copy)]
+pub(crate) struct PayloadRows<'a> {
+    pub(crate) block: RowBlock<'a>,
+    /// The largest magnitude, where it is known.
+    pub(crate) absmax: Option<f32>,
+    pub(crate) side: Side,
+    /// Bytes that the rows took before: a payload that is longer serves nobody.
+    pub(crate) limit: usize,
+    /// Whether codes are to have a fixed width.
+    pub(crate) fixed_width: bool,
+}
+
+/// Codes of consecutive rows of a page.
+#[derive(Clone, Copy)]
+pub(crate) struct SymbolRows<'a> {
+    /// The first row.
+    pub(crate) first: usize,
+    /// `[rows, per_row]`.
+    pub(crate) symbols: &'a [u16],
+}
+
+/// A quantizer bound to a head by its calibration: how rows become a payload and back.
+///
+/// A page costs a call or two through the table of functions. Loops over its rows are provided
+/// methods, which every quantizer has compiled for itself (`docs/adr/0028-quantizer-registry.md`).
+pub(crate) trait HeadQuantizer: fmt::Debug + Send + Sync {
+    /// Id in page headers.
+    fn page_id(&self) -> u8;
+
+    /// How pages hold their values, for all that reads pages.
+    fn stored_layout(&self) -> StoredLayout<'_>;
+
+    /// Codes of a row of `dim` channels.
+    fn code_shape(&self, _dim: usize) -> CodeShape {
+        CodeShape::NONE
     }
 
     /// Bytes of scales in a page.
-    pub(crate) fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
-        match self {
-            Self::Float(_) | Self::Vq(_) | Self::Grid(_) | Self::BitAlloc(_) => 0,
-            Self::E4m3 => float::E4M3_SCALE_BYTES,
-            Self::Uniform(uniform) => uniform.scale_bytes(tokens, dim),
-            Self::Symmetric(symmetric) => symmetric.scale_bytes(tokens, dim),
-            Self::Hybrid(hybrid) => hybrid.scale_bytes(tokens, dim),
-            Self::Polar(polar) => Polar::scale_bytes(polar.group(), tokens, dim),
-            Self::Lloyd(_) => LloydMax::scale_bytes(tokens),
+    fn scale_bytes(&self, _tokens: usize, _dim: usize) -> usize {
+        0
+    }
+
+    /// Bytes of the codes of `tokens` rows at a fixed width, or of the rows; 0 where codes have
+    /// none.
+    fn code_bytes(&self, side: Side, tokens: usize, dim: usize) -> usize {
+        match self.code_shape(dim) {
+            CodeShape::NONE => 0,
+            CodeShape { per_row, bits } => {
+                CodeLayout::new(side, tokens, per_row, bits).size_bytes()
+            }
         }
     }
 
-    /// Appends the codes and scales of `rows` (`[tokens, dim]`).
-    pub(crate) fn quantize_rows(
+    /// Appends a payload that is no scales and codes, or scales and codes by a shorter way; `None`
+    /// where the caller makes them by [`HeadQuantizer::quantize_rows`]. `symbols` is scratch.
+    fn append_payload(
         &self,
-        rows: &[f32],
-        dim: usize,
-        symbols: &mut Vec<u16>,
-        scales: &mut Vec<u8>,
+        _rows: PayloadRows<'_>,
+        _symbols: &mut Vec<u16>,
+        _out: &mut Vec<u8>,
+    ) -> Option<Result<PageBytes, Unquantizable>> {
+        None
+    }
+
+    /// Appends the codes and scales of rows.
+    fn quantize_rows(
+        &self,
+        _block: RowBlock<'_>,
+        _symbols: &mut Vec<u16>,
+        _scales: &mut Vec<u8>,
     ) -> Result<(), Unquantizable> {
-        match self {
-            // These write their pages themselves.
-            Self::Float(_) | Self::Grid(_) | Self::BitAlloc(_) => Ok(()),
-            Self::E4m3 => float::encode_e4m3(rows, symbols, scales),
-            Self::Uniform(uniform) => uniform.quantize_rows(rows, dim, symbols, scales),
-            Self::Symmetric(symmetric) => symmetric.quantize_rows(rows, dim, symbols, scales),
-            Self::Hybrid(hybrid) => hybrid.quantize_rows(rows, dim, symbols, scales),
-            Self::Polar(polar) => polar.quantize_rows(rows, dim, symbols, scales),
-            Self::Lloyd(lloyd) => lloyd.quantize_rows(rows, dim, symbols, scales),
-            Self::Vq(vq) => vq.quantize_rows(rows, symbols),
-        }
+        Ok(())
     }
 
     /// Writes row `row` of a page with those scales and codes. Any code gives a value.
-    pub(crate) fn dequantize_row(
+    fn dequantize_row(
+        &self,
+        _scales: PageScales<'_>,
+        _row: usize,
+        _symbols: &[u16],
+        _loaded: &mut ScaleRow,
+        _out: &mut [f32],
+    ) {
+    }
+
+    /// Writes consecutive rows of a page with those scales and codes.
+    fn dequantize_rows(
         &self,
         scales: PageScales<'_>,
-        row: usize,
-        symbols: &[u16],
+        codes: SymbolRows<'_>,
         loaded: &mut ScaleRow,
-        out: &mut [f32],
+        out: RowBlockMut<'_>,
     ) {
-        let bytes = scales.bytes;
-        match self {
-            Self::Float(_) | Self::Grid(_) | Self::BitAlloc(_) => {}
-            Self::E4m3 => float::decode_e4m3(bytes, symbols, out),
-            Self::Uniform(uniform) => uniform.dequantize_row(bytes, row, symbols, loaded, out),
-            Self::Symmetric(sym) => sym.dequantize_row(bytes, row, symbols, loaded, out),
-            Self::Hybrid(hybrid) => hybrid.dequantize_row(scales, row, symbols, loaded, out),
-            Self::Polar(polar) => polar.dequantize_row(bytes, row, symbols, loaded, out),
-            Self::Lloyd(lloyd) => lloyd.dequantize_row(bytes, row, symbols, out),
-            Self::Vq(vq) => vq.dequantize_row(symbols, out),
+        let per_row = self.code_shape(out.dim).per_row;
+        let rows = codes.symbols.chunks_exact(per_row).zip(out.rows.chunks_exact_mut(out.dim));
+        for (row, (symbols, out)) in (codes.first..).zip(rows) {
+            self.dequantize_row(scales, row, symbols, loaded, out);
         }
+    }
+
+    /// Writes rows of a page from `first` on, from codes of fixed width.
+    fn decode_fixed(&self, page: FixedCodes<'_>, first: usize, out: RowBlockMut<'_>) {
+        let FixedCodes { layout, scales, codes } = page;
+        let scales = PageScales { bytes: scales, tokens: layout.tokens() };
+        let (mut loaded, mut buffer) = (ScaleRow::default(), [0; CODES_PER_ROW_MAX]);
+        let symbols = &mut buffer[..layout.per_row()];
+        for (row, out) in (first..).zip(out.rows.chunks_exact_mut(out.dim)) {
+            bits::unpack_row(&layout, codes, row, symbols);
+            self.dequantize_row(scales, row, symbols, &mut loaded, out);
+        }
+    }
+
+    /// How groups get uniform levels, where they do.
+    fn uniform_levels(&self) -> Option<UniformLevels> {
+        None
+    }
+
+    /// Polar codes: see [`HeadCodec::polar_bounds`].
+    fn polar_bounds(&self) -> Option<(&[[f32; 2]], &[f32])> {
+        None
+    }
+
+    /// Bytes of the calibration that the heads of a layer share.
+    fn shared_bytes(&self) -> u64 {
+        0
+    }
+
+    /// Bytes kept from the calibration for the head alone, codebooks apart.
+    fn calibration_bytes(&self) -> u64 {
+        0
     }
 }
 
@@ -183,7 +216,7 @@ pub struct HeadCodec {
     pub(crate) gain: Option<f32>,
     /// Whether equal errors of coefficients are equal errors of scores (`qpca`).
     pub(crate) query_metric: bool,
-    pub(crate) quantizer: HeadQuantizer,
+    pub(crate) quantizer: Arc<dyn HeadQuantizer>,
     /// Index of the head's spec in [`crate::CodecSpec::side_specs`].
     pub(crate) variant: usize,
     /// Whether Huffman tables are built from the blocks themselves.
@@ -204,28 +237,23 @@ impl HeadCodec {
     }
 
     /// Quantizer id in page headers.
-    pub(crate) fn quantizer_id(&self) -> u8 {
-        match self.quantizer {
-            HeadQuantizer::Float(dtype) => id::float_id(dtype),
-            HeadQuantizer::E4m3 => id::E4M3,
-            HeadQuantizer::Uniform(_) => id::UNIFORM,
-            HeadQuantizer::Symmetric(_) => id::SYMMETRIC,
-            HeadQuantizer::Hybrid(_) => id::HYBRID,
-            HeadQuantizer::Polar(_) => id::POLAR,
-            HeadQuantizer::Lloyd(_) => id::LLOYD,
-            HeadQuantizer::Vq(_) => id::VQ,
-            HeadQuantizer::Grid(_) => id::GRID,
-            HeadQuantizer::BitAlloc(_) => id::BITALLOC,
-        }
+    #[must_use]
+    pub fn quantizer_id(&self) -> u8 {
+        self.quantizer.page_id()
+    }
+
+    /// How this head's pages hold their values. Where [`HeadCodec::stream_runs`] names runs, codes
+    /// are Huffman codes and not of a fixed width.
+    #[must_use]
+    pub fn stored_layout(&self) -> StoredLayout<'_> {
+        self.quantizer.stored_layout()
     }
 
     /// How the head's values are grouped, when its levels are uniform.
     #[must_use]
     pub fn uniform_groups(&self) -> Option<UniformGroups> {
-        match &self.quantizer {
-            HeadQuantizer::Uniform(side) => Some(side.groups_of_side(UniformMode::Asym)),
-            HeadQuantizer::Symmetric(side) => Some(side.base.groups_of_side(UniformMode::Sym)),
-            HeadQuantizer::Hybrid(side) => Some(side.base.groups_of_side(UniformMode::Hybrid)),
+        match self.stored_layout() {
+            StoredLayout::Uniform(groups) => Some(groups),
             _ => None,
         }
     }
@@ -233,8 +261,8 @@ impl HeadCodec {
     /// The head's grid, when that is its quantizer.
     #[must_use]
     pub fn grid(&self) -> Option<&Grid> {
-        match &self.quantizer {
-            HeadQuantizer::Grid(grid) => Some(grid),
+        match self.stored_layout() {
+            StoredLayout::Grid(grid) => Some(grid),
             _ => None,
         }
     }
@@ -242,8 +270,8 @@ impl HeadCodec {
     /// The levels of its codes, when each row has a scale.
     #[must_use]
     pub fn lloyd_levels(&self) -> Option<&[f32]> {
-        match &self.quantizer {
-            HeadQuantizer::Lloyd(lloyd) => Some(lloyd.levels()),
+        match self.stored_layout() {
+            StoredLayout::Lloyd { levels, .. } => Some(levels),
             _ => None,
         }
     }
@@ -251,8 +279,8 @@ impl HeadCodec {
     /// The head's bit allocation, when that is its quantizer.
     #[must_use]
     pub fn bitalloc(&self) -> Option<&BitAlloc> {
-        match &self.quantizer {
-            HeadQuantizer::BitAlloc(bitalloc) => Some(bitalloc),
+        match self.stored_layout() {
+            StoredLayout::BitAlloc(bitalloc) => Some(bitalloc),
             _ => None,
         }
     }
@@ -260,49 +288,38 @@ impl HeadCodec {
     /// The runs of its rows, when its pages hold Huffman codes.
     #[must_use]
     pub fn stream_runs(&self) -> Option<&[StreamRun]> {
-        match &self.quantizer {
-            HeadQuantizer::Grid(grid) => Some(&grid.runs),
-            _ => self.trained_tables.then_some(std::slice::from_ref(&self.trained_run)),
+        match self.grid() {
+            Some(grid) => Some(&grid.runs),
+            None => self.trained_tables.then_some(std::slice::from_ref(&self.trained_run)),
         }
     }
 
     /// Whether its codes are e4m3 under one scale per page.
     #[must_use]
     pub fn is_e4m3(&self) -> bool {
-        matches!(self.quantizer, HeadQuantizer::E4m3)
+        matches!(self.stored_layout(), StoredLayout::E4m3)
     }
 
     /// The head's codebooks, when its quantizer is VQ.
     #[must_use]
     pub fn vq(&self) -> Option<&VectorQuantizer> {
-        match &self.quantizer {
-            HeadQuantizer::Vq(vq) => Some(vq),
+        match self.stored_layout() {
+            StoredLayout::Codebooks(vq) => Some(vq),
             _ => None,
         }
     }
 
     /// Bytes of the calibration that the heads of a layer share.
     pub(crate) fn shared_bytes(&self) -> u64 {
-        match self.quantizer {
-            HeadQuantizer::Grid(_) => LAYER_TABLE_BYTES as u64,
-            HeadQuantizer::BitAlloc(_) => 2 * LEVELS as u64,
-            _ => 0,
-        }
+        self.quantizer.shared_bytes()
     }
 
     /// Bytes kept from the calibration for this head alone; codebooks, which heads may share, are
     /// counted by [`vq::codebook_bytes`].
     pub(crate) fn calibration_bytes(&self) -> u64 {
         let factors: u64 = self.steps.iter().map(TransformStep::calibration_bytes).sum();
-        let quantizer = match &self.quantizer {
-            // A step and a class per coefficient.
-            HeadQuantizer::Grid(_) => 4 + self.dim as u64,
-            HeadQuantizer::Polar(polar) => polar.calibration_bytes(),
-            HeadQuantizer::BitAlloc(bitalloc) => bitalloc.calibration_bytes(),
-            _ => 0,
-        };
         let gain = if self.gain.is_some() { 4 } else { 0 };
-        factors + gain + quantizer
+        factors + gain + self.quantizer.calibration_bytes()
     }
 
     /// Whether coefficients are the rows themselves.

@@ -10,17 +10,16 @@
 //! Without, none: the step follows from the pair's largest radius in the calibration, and what
 //! lies beyond is cut to it (the paper's clamp).
 
-use super::CodeSink;
-use super::Unquantizable;
-use super::float::largest_magnitude;
+use super::codes::{CodeLoop, CodeSink, MeasuredRows, append_codes};
 use super::ranges::{append_f16, f16_at_least, step_reciprocal};
 use super::stored::StoredLayout;
 use super::uniform::{ROUND, ScaleRow, check_step};
+use super::{CodeShape, HeadQuantizer, PageScales, Unquantizable};
+use crate::page::id;
 use crate::row_block::RowBlock;
-use crate::simd::dispatch_simd;
 use half::f16;
 use kvd_core::{DType, Geometry, RopePairing};
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 
 const PAIRS_MAX: usize = Geometry::HEAD_DIM_MAX as usize / 2;
 /// Pairs whose codes are made at once.
@@ -30,13 +29,9 @@ const REACH: f32 = 4.0;
 
 /// Which channels form a pair.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct PairLayout(RopePairing);
+pub(super) struct PairLayout(pub(super) RopePairing);
 
 impl PairLayout {
-    pub(crate) fn new(pairing: RopePairing) -> Self {
-        Self(pairing)
-    }
-
     /// Writes first and second channels of all pairs.
     #[inline(always)]
     fn split_pairs(self, row: &[f32], x: &mut [f32], y: &mut [f32]) {
@@ -62,7 +57,7 @@ impl PairLayout {
     }
 
     /// Each pair's largest radius over `rows`, rounded up; `None` when one is beyond f16.
-    pub(crate) fn largest_radii(self, rows: &[f32], dim: usize) -> Option<Vec<f16>> {
+    pub(super) fn largest_radii(self, rows: &[f32], dim: usize) -> Option<Vec<f16>> {
         let mut row = RowPairs::new(dim / 2);
         let mut largest = vec![0f32; dim / 2];
         for values in rows.chunks_exact(dim) {
@@ -155,12 +150,8 @@ impl Polar {
         let octant = fine.len() / 8;
         let halfway = fine.iter().take(octant + 1).skip(1).step_by(2);
         let halfway = halfway.map(|[cos, sin]| [*cos as f32, *sin as f32]).collect();
-        let pairs = PairLayout::new(pairing);
+        let pairs = PairLayout(pairing);
         Self { pairs, angle_bits, radius_bits: radius.into(), scale, directions, halfway }
-    }
-
-    pub(crate) fn code_bits(&self) -> u32 {
-        self.angle_bits + self.radius_bits
     }
 
     /// Tokens that share a pair's step, where the page holds it.
@@ -171,99 +162,9 @@ impl Polar {
         }
     }
 
-    /// Cosine and sine of the directions halfway between two codes of the first octant, and the
-    /// largest radius that the calibration's step of each pair is for: none where pages hold steps.
-    pub(crate) fn encode_bounds(&self) -> (&[[f32; 2]], &[f32]) {
-        match &self.scale {
-            RadiusScale::Page(_) => (&self.halfway, &[]),
-            RadiusScale::Model { reach, .. } => (&self.halfway, reach),
-        }
-    }
-
-    /// The layout by which kernels read pages.
-    pub(super) fn stored_layout(&self) -> StoredLayout<'_> {
-        let steps = match &self.scale {
-            RadiusScale::Page(_) => &[],
-            RadiusScale::Model { steps, .. } => steps.as_slice(),
-        };
-        StoredLayout::Polar {
-            angle_bits: self.angle_bits,
-            radius_bits: self.radius_bits,
-            group: self.group().map(usize::from),
-            steps,
-            directions: &self.directions,
-            pairing: self.pairs.0,
-        }
-    }
-
     /// Bytes of the steps of a page: an f16 per pair and group.
-    pub(crate) fn scale_bytes(group: Option<u16>, tokens: usize, dim: usize) -> usize {
+    pub(super) fn step_bytes(group: Option<u16>, tokens: usize, dim: usize) -> usize {
         group.map_or(0, |group| tokens.div_ceil(usize::from(group)) * dim)
-    }
-
-    /// Bytes kept from the calibration: an f16 per pair.
-    pub(crate) fn calibration_bytes(&self) -> u64 {
-        match &self.scale {
-            RadiusScale::Page(_) => 0,
-            RadiusScale::Model { steps, .. } => 2 * steps.len() as u64,
-        }
-    }
-
-    pub(crate) fn quantize_rows(
-        &self,
-        rows: &[f32],
-        dim: usize,
-        symbols: &mut Vec<u16>,
-        scales: &mut Vec<u8>,
-    ) -> Result<(), Unquantizable> {
-        let absmax = largest_magnitude(rows)?;
-        let first = symbols.len();
-        symbols.resize(first + rows.len() / 2, 0);
-        let into = CodeSink { symbols: &mut symbols[first..], scales };
-        dispatch_simd(QuantizePolar { by: self, absmax, rows: RowBlock { rows, dim }, into })
-    }
-
-    #[inline(always)]
-    fn quantize_within(
-        &self,
-        absmax: f32,
-        block: RowBlock<'_>,
-        into: CodeSink<'_>,
-    ) -> Result<(), Unquantizable> {
-        let CodeSink { symbols, scales } = into;
-        let RowBlock { rows, dim } = block;
-        let mut row = RowPairs::new(dim / 2);
-        let mut buffer = [0f32; PAIRS_MAX];
-        let inverse = &mut buffer[..dim / 2];
-        let share = match &self.scale {
-            RadiusScale::Page(group) => usize::from(*group) * dim,
-            RadiusScale::Model { steps, reach } => {
-                self.check_reach(rows, dim, reach)?;
-                inverse.iter_mut().zip(steps).for_each(|(to, step)| *to = step_reciprocal(*step));
-                rows.len()
-            }
-        };
-        let top = f32::from((1u16 << self.radius_bits) - 1);
-        for (rows, symbols) in rows.chunks(share).zip(symbols.chunks_mut(share / 2)) {
-            if let RadiusScale::Page(_) = self.scale {
-                inverse.fill(0.0);
-                for values in rows.chunks_exact(dim) {
-                    row.load_row(self.pairs, values);
-                    row.raise_largest(inverse);
-                }
-                for largest in inverse.iter_mut() {
-                    let wanted = *largest / top;
-                    *largest = check_step(f16_at_least(wanted), wanted, absmax)?;
-                }
-                append_f16(inverse, scales);
-                inverse.iter_mut().for_each(|step| *step = step_reciprocal(*step));
-            }
-            for (values, symbols) in rows.chunks_exact(dim).zip(symbols.chunks_mut(dim / 2)) {
-                row.load_row(self.pairs, values);
-                self.quantize_row(&row, inverse, top, symbols);
-            }
-        }
-        Ok(())
     }
 
     /// Refuses radii far beyond those of the calibration.
@@ -329,11 +230,48 @@ impl Polar {
         }
         codes
     }
+}
 
-    /// Writes row `row` from its codes; `loaded` keeps the scale row from call to call.
-    pub(crate) fn dequantize_row(
+impl HeadQuantizer for Polar {
+    fn page_id(&self) -> u8 {
+        id::POLAR
+    }
+
+    fn stored_layout(&self) -> StoredLayout<'_> {
+        let steps = match &self.scale {
+            RadiusScale::Page(_) => &[],
+            RadiusScale::Model { steps, .. } => steps.as_slice(),
+        };
+        StoredLayout::Polar {
+            angle_bits: self.angle_bits,
+            radius_bits: self.radius_bits,
+            group: self.group().map(usize::from),
+            steps,
+            directions: &self.directions,
+            pairing: self.pairs.0,
+        }
+    }
+
+    fn code_shape(&self, dim: usize) -> CodeShape {
+        CodeShape { per_row: dim / 2, bits: self.angle_bits + self.radius_bits }
+    }
+
+    fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
+        Self::step_bytes(self.group(), tokens, dim)
+    }
+
+    fn quantize_rows(
         &self,
-        scales: &[u8],
+        block: RowBlock<'_>,
+        symbols: &mut Vec<u16>,
+        scales: &mut Vec<u8>,
+    ) -> Result<(), Unquantizable> {
+        append_codes(self, block, symbols, scales)
+    }
+
+    fn dequantize_row(
+        &self,
+        scales: PageScales<'_>,
         row: usize,
         symbols: &[u16],
         loaded: &mut ScaleRow,
@@ -348,7 +286,8 @@ impl Polar {
             let steps = &mut loaded.steps[..pairs];
             match &self.scale {
                 RadiusScale::Page(_) => {
-                    DType::F16.widen_values(&scales[scale_row * pairs * 2..][..pairs * 2], steps);
+                    let bytes = &scales.bytes[scale_row * pairs * 2..][..pairs * 2];
+                    DType::F16.widen_values(bytes, steps);
                 }
                 RadiusScale::Model { steps: fitted, .. } => steps.copy_from_slice(fitted),
             }
@@ -362,22 +301,69 @@ impl Polar {
             (out[x], out[y]) = (radius * cos, radius * sin);
         }
     }
+
+    fn polar_bounds(&self) -> Option<(&[[f32; 2]], &[f32])> {
+        Some(match &self.scale {
+            RadiusScale::Page(_) => (&self.halfway, &[]),
+            RadiusScale::Model { reach, .. } => (&self.halfway, reach),
+        })
+    }
+
+    /// An f16 per pair.
+    fn calibration_bytes(&self) -> u64 {
+        match &self.scale {
+            RadiusScale::Page(_) => 0,
+            RadiusScale::Model { steps, .. } => 2 * steps.len() as u64,
+        }
+    }
 }
 
-/// [`Polar::quantize_rows`].
-struct QuantizePolar<'a> {
-    by: &'a Polar,
-    absmax: f32,
-    rows: RowBlock<'a>,
-    into: CodeSink<'a>,
-}
-
-impl WithSimd for QuantizePolar<'_> {
-    type Output = Result<(), Unquantizable>;
+impl CodeLoop for Polar {
+    fn row_codes(&self, dim: usize) -> usize {
+        dim / 2
+    }
 
     #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) -> Self::Output {
-        self.by.quantize_within(self.absmax, self.rows, self.into)
+    fn quantize_within<S: Simd>(
+        &self,
+        _: S,
+        rows: MeasuredRows<'_>,
+        into: CodeSink<'_>,
+    ) -> Result<(), Unquantizable> {
+        let MeasuredRows { block: RowBlock { rows, dim }, absmax } = rows;
+        let CodeSink { symbols, scales } = into;
+        let mut row = RowPairs::new(dim / 2);
+        let mut buffer = [0f32; PAIRS_MAX];
+        let inverse = &mut buffer[..dim / 2];
+        let share = match &self.scale {
+            RadiusScale::Page(group) => usize::from(*group) * dim,
+            RadiusScale::Model { steps, reach } => {
+                self.check_reach(rows, dim, reach)?;
+                inverse.iter_mut().zip(steps).for_each(|(to, step)| *to = step_reciprocal(*step));
+                rows.len()
+            }
+        };
+        let top = f32::from((1u16 << self.radius_bits) - 1);
+        for (rows, symbols) in rows.chunks(share).zip(symbols.chunks_mut(share / 2)) {
+            if let RadiusScale::Page(_) = self.scale {
+                inverse.fill(0.0);
+                for values in rows.chunks_exact(dim) {
+                    row.load_row(self.pairs, values);
+                    row.raise_largest(inverse);
+                }
+                for largest in inverse.iter_mut() {
+                    let wanted = *largest / top;
+                    *largest = check_step(f16_at_least(wanted), wanted, absmax)?;
+                }
+                append_f16(inverse, scales);
+                inverse.iter_mut().for_each(|step| *step = step_reciprocal(*step));
+            }
+            for (values, symbols) in rows.chunks_exact(dim).zip(symbols.chunks_mut(dim / 2)) {
+                row.load_row(self.pairs, values);
+                self.quantize_row(&row, inverse, top, symbols);
+            }
+        }
+        Ok(())
     }
 }
 
@@ -443,10 +429,17 @@ mod tests {
         for pairing in [RopePairing::Half, RopePairing::Interleaved] {
             let polar = Polar::with_groups(pairing, [8, 8], 64);
             let (mut symbols, mut scales) = (Vec::new(), Vec::new());
-            polar.quantize_rows(&row, 8, &mut symbols, &mut scales).unwrap();
-            assert_eq!((symbols.len(), scales.len()), (4, Polar::scale_bytes(polar.group(), 1, 8)));
+            append_codes(&polar, RowBlock { rows: &row, dim: 8 }, &mut symbols, &mut scales)
+                .unwrap();
+            assert_eq!((symbols.len(), scales.len()), (4, polar.scale_bytes(1, 8)));
             let mut out = [0f32; 8];
-            polar.dequantize_row(&scales, 0, &symbols, &mut ScaleRow::default(), &mut out);
+            polar.dequantize_row(
+                PageScales { bytes: &scales, tokens: 1 },
+                0,
+                &symbols,
+                &mut ScaleRow::default(),
+                &mut out,
+            );
             for (x, y) in row.iter().zip(&out) {
                 assert!((x - y).abs() < 0.05, "{pairing:?}: {row:?} became {out:?}");
             }
@@ -459,10 +452,16 @@ mod tests {
         let polar = Polar::with_radii(RopePairing::Half, [4, 4], &radii).unwrap();
         let encode = |row: &[f32; 4]| {
             let (mut symbols, mut scales) = (Vec::new(), Vec::new());
-            polar.quantize_rows(row, 4, &mut symbols, &mut scales)?;
+            append_codes(&polar, RowBlock { rows: row, dim: 4 }, &mut symbols, &mut scales)?;
             assert!(scales.is_empty());
             let mut out = [0f32; 4];
-            polar.dequantize_row(&scales, 0, &symbols, &mut ScaleRow::default(), &mut out);
+            polar.dequantize_row(
+                PageScales { bytes: &scales, tokens: 1 },
+                0,
+                &symbols,
+                &mut ScaleRow::default(),
+                &mut out,
+            );
             Ok::<_, Unquantizable>(out)
         };
         assert_eq!(encode(&[10.0, 0.0, 0.0, 2.0]).unwrap(), [5.0, 0.0, 0.0, 1.0]);

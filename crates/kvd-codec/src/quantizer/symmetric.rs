@@ -3,15 +3,17 @@
 //! `b` bits of magnitude and a sign make `2^(b+1) - 1` levels. A scale row holds one f16 step per
 //! group and nothing else; the step is rounded up, so that the error is at most half of it.
 
-use super::CodeSink;
-use super::Unquantizable;
-use super::float::largest_magnitude;
+use super::codes::{CodeLoop, CodeSink, MeasuredRows, append_codes};
 use super::ranges::{append_f16, largest_magnitudes, step_reciprocal};
+use super::stored::StoredLayout;
 use super::uniform::{ROUND, ScaleRow, Uniform, spread_steps};
+use super::uniform_spec::UniformLevels;
+use super::{CodeShape, HeadQuantizer, PageScales, Unquantizable};
+use crate::UniformMode;
+use crate::page::id;
 use crate::row_block::RowBlock;
-use crate::simd::dispatch_simd;
 use kvd_core::Geometry;
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 
 /// A uniform quantizer without zero points.
 #[derive(Clone, Debug)]
@@ -21,57 +23,6 @@ pub(crate) struct Symmetric {
 }
 
 impl Symmetric {
-    pub(crate) fn code_bits(&self) -> u32 {
-        u32::BITS - (2 * u32::from(self.base.top)).leading_zeros()
-    }
-
-    pub(crate) fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
-        2 * self.base.page_groups(tokens, dim)
-    }
-
-    pub(crate) fn quantize_rows(
-        &self,
-        rows: &[f32],
-        dim: usize,
-        symbols: &mut Vec<u16>,
-        scales: &mut Vec<u8>,
-    ) -> Result<(), Unquantizable> {
-        let absmax = largest_magnitude(rows)?;
-        let first = symbols.len();
-        symbols.resize(first + rows.len(), 0);
-        let into = CodeSink { symbols: &mut symbols[first..], scales };
-        dispatch_simd(QuantizeSymmetric { by: self, absmax, rows: RowBlock { rows, dim }, into })
-    }
-
-    #[inline(always)]
-    fn quantize_within(
-        &self,
-        absmax: f32,
-        block: RowBlock<'_>,
-        into: CodeSink<'_>,
-    ) -> Result<(), Unquantizable> {
-        let CodeSink { symbols, scales } = into;
-        let RowBlock { rows, dim } = block;
-        let base = &self.base;
-        let (pairs, span) = (base.row_pairs(dim), base.channels_per_pair(dim));
-        let share = base.rows_per_scale(rows.len() / dim) * dim;
-        let mut buffer = [0f32; Geometry::HEAD_DIM_MAX as usize];
-        let steps = &mut buffer[..pairs];
-        for (rows, symbols) in rows.chunks(share).zip(symbols.chunks_mut(share)) {
-            largest_magnitudes(rows, dim, span, steps);
-            for magnitude in steps.iter_mut() {
-                *magnitude = base.step_for(*magnitude, absmax)?;
-            }
-            append_f16(steps, scales);
-            // From here on the steps' reciprocals.
-            steps.iter_mut().for_each(|step| *step = step_reciprocal(*step));
-            for (row, symbols) in rows.chunks_exact(dim).zip(symbols.chunks_exact_mut(dim)) {
-                self.quantize_row(row, span, steps, symbols);
-            }
-        }
-        Ok(())
-    }
-
     #[inline(always)]
     fn quantize_row(&self, row: &[f32], span: usize, inverse: &[f32], symbols: &mut [u16]) {
         let top = f32::from(self.base.top);
@@ -93,11 +44,38 @@ impl Symmetric {
             }
         }
     }
+}
 
-    /// Writes row `row` from its codes; `loaded` keeps the scale row from call to call.
-    pub(crate) fn dequantize_row(
+impl HeadQuantizer for Symmetric {
+    fn page_id(&self) -> u8 {
+        id::SYMMETRIC
+    }
+
+    fn stored_layout(&self) -> StoredLayout<'_> {
+        StoredLayout::Uniform(self.base.groups_of_side(UniformMode::Sym))
+    }
+
+    fn code_shape(&self, dim: usize) -> CodeShape {
+        let bits = u32::BITS - (2 * u32::from(self.base.top)).leading_zeros();
+        CodeShape { per_row: dim, bits }
+    }
+
+    fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
+        2 * self.base.page_groups(tokens, dim)
+    }
+
+    fn quantize_rows(
         &self,
-        scales: &[u8],
+        block: RowBlock<'_>,
+        symbols: &mut Vec<u16>,
+        scales: &mut Vec<u8>,
+    ) -> Result<(), Unquantizable> {
+        append_codes(self, block, symbols, scales)
+    }
+
+    fn dequantize_row(
+        &self,
+        scales: PageScales<'_>,
         row: usize,
         symbols: &[u16],
         loaded: &mut ScaleRow,
@@ -107,7 +85,7 @@ impl Symmetric {
             (self.base.row_pairs(out.len()), self.base.channels_per_pair(out.len()));
         let scale_row = self.base.scale_row(row);
         if loaded.row != Some(scale_row) {
-            let steps = &scales[scale_row * pairs * 2..][..pairs * 2];
+            let steps = &scales.bytes[scale_row * pairs * 2..][..pairs * 2];
             spread_steps(steps, span, &mut loaded.steps[..out.len()]);
             loaded.row = Some(scale_row);
         }
@@ -116,21 +94,39 @@ impl Symmetric {
             *out = (f32::from(*symbol) - top) * step;
         }
     }
+
+    fn uniform_levels(&self) -> Option<UniformLevels> {
+        Some(self.base.levels_of_groups())
+    }
 }
 
-/// [`Symmetric::quantize_rows`].
-struct QuantizeSymmetric<'a> {
-    by: &'a Symmetric,
-    absmax: f32,
-    rows: RowBlock<'a>,
-    into: CodeSink<'a>,
-}
-
-impl WithSimd for QuantizeSymmetric<'_> {
-    type Output = Result<(), Unquantizable>;
-
+impl CodeLoop for Symmetric {
     #[inline(always)]
-    fn with_simd<S: Simd>(self, _: S) -> Self::Output {
-        self.by.quantize_within(self.absmax, self.rows, self.into)
+    fn quantize_within<S: Simd>(
+        &self,
+        _: S,
+        rows: MeasuredRows<'_>,
+        into: CodeSink<'_>,
+    ) -> Result<(), Unquantizable> {
+        let MeasuredRows { block: RowBlock { rows, dim }, absmax } = rows;
+        let CodeSink { symbols, scales } = into;
+        let base = &self.base;
+        let (pairs, span) = (base.row_pairs(dim), base.channels_per_pair(dim));
+        let share = base.rows_per_scale(rows.len() / dim) * dim;
+        let mut buffer = [0f32; Geometry::HEAD_DIM_MAX as usize];
+        let steps = &mut buffer[..pairs];
+        for (rows, symbols) in rows.chunks(share).zip(symbols.chunks_mut(share)) {
+            largest_magnitudes(rows, dim, span, steps);
+            for magnitude in steps.iter_mut() {
+                *magnitude = base.step_for(*magnitude, absmax)?;
+            }
+            append_f16(steps, scales);
+            // From here on the steps' reciprocals.
+            steps.iter_mut().for_each(|step| *step = step_reciprocal(*step));
+            for (row, symbols) in rows.chunks_exact(dim).zip(symbols.chunks_exact_mut(dim)) {
+                self.quantize_row(row, span, steps, symbols);
+            }
+        }
+        Ok(())
     }
 }

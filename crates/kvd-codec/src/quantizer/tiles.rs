@@ -238,6 +238,7 @@ impl TileEncoder<'_> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::codes::append_codes;
     use super::*;
     use crate::bits;
     use crate::simd::each_width;
@@ -258,7 +259,7 @@ mod tests {
         )
         .unwrap();
         symbols.clear();
-        by.quantize_rows(rows, dim, &mut symbols, &mut want).unwrap();
+        append_codes(by, RowBlock { rows, dim }, &mut symbols, &mut want).unwrap();
         bits::pack_codes(&layout, &symbols, &mut want);
         [page, want]
     }

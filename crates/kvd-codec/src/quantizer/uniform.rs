@@ -6,19 +6,21 @@
 //! group of channels) or the page (block axis: one pair). The minimum is rounded down and the
 //! step up, so the levels cover the group and the error is at most half the stored step.
 
-use super::CodeSink;
-use super::GroupScales;
-use super::Unquantizable;
+use super::codes::{CodeLoop, CodeSink, MeasuredRows, append_codes};
 use super::float::largest_magnitude;
 use super::ranges::GroupedRows;
 use super::ranges::{
     LANES, append_pairs, f16_at_least, f16_at_most, group_extremes, run_extremes, step_reciprocal,
 };
+use super::stored::{StoredLayout, UniformGroups};
 use super::tiles::TileEncoder;
+use super::uniform_spec::UniformLevels;
+use super::{CodeShape, GroupScales, HeadQuantizer, PageScales, PayloadRows, Unquantizable};
 use crate::bits::{self, CodeLayout};
+use crate::page::id;
 use crate::row_block::RowBlock;
 use crate::simd::dispatch_simd;
-use crate::{GroupAxis, UniformMode, UniformStep};
+use crate::{GroupAxis, PageBytes, UniformMode, UniformStep};
 use half::f16;
 use kvd_core::{DType, Geometry, Side};
 use pulp::{Simd, WithSimd};
@@ -39,24 +41,8 @@ pub(crate) struct Uniform {
     pub(super) group: Option<usize>,
     /// Largest code, or magnitude of one.
     pub(super) top: u16,
-}
-
-/// How a uniform side groups its values, for kernels that read its pages themselves.
-///
-/// A scale row is all its minima, where the mode has them, then all its steps, f16;
-/// `docs/format.md` says which tokens and channels share one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct UniformGroups {
-    /// The axis along which values of a group lie.
-    pub axis: GroupAxis,
-    /// Values of a group; `None` is the whole extent of the axis in the page.
-    pub group: Option<usize>,
-    /// Bits of a code.
-    pub bits: u32,
-    /// Where the levels stand.
-    pub mode: UniformMode,
-    /// Largest code; in the symmetric mode the largest magnitude of one, half of the largest code.
-    pub top: u16,
+    /// Part of a group's values that keep their magnitude, where others are cut.
+    pub(super) clip: Option<f32>,
 }
 
 /// One scale row as f32, for the rows that share it.
@@ -78,7 +64,12 @@ impl Default for ScaleRow {
 
 impl Uniform {
     pub(crate) fn new(step: UniformStep, axis: GroupAxis, group: Option<u16>, top: u16) -> Self {
-        Self { step, axis, group: group.map(usize::from), top }
+        Self { step, axis, group: group.map(usize::from), top, clip: None }
+    }
+
+    /// With a part of a group's values that keep their magnitude.
+    pub(super) fn with_clip(self, clip: Option<f32>) -> Self {
+        Self { clip, ..self }
     }
 
     /// Pairs in one scale row.
@@ -104,9 +95,26 @@ impl Uniform {
         tokens.div_ceil(self.rows_per_scale(tokens)) * self.row_pairs(dim)
     }
 
+    /// Rows with groups cut to their magnitude of rank `floor(clip * n)`, where any is to be.
+    fn clip_groups(&self, block: RowBlock<'_>) -> Result<Option<Vec<f32>>, Unquantizable> {
+        let Some(clip) = self.clip else { return Ok(None) };
+        // What is no number must not become one.
+        largest_magnitude(block.rows)?;
+        let (mut rows, mut magnitudes) = (block.rows.to_vec(), Vec::new());
+        let span = self.channels_per_pair(block.dim);
+        for group in rows.chunks_exact_mut(block.dim).flat_map(|row| row.chunks_mut(span)) {
+            magnitudes.clear();
+            magnitudes.extend(group.iter().map(|x| x.abs()));
+            let rank = ((clip * group.len() as f32) as usize).min(group.len() - 1);
+            let most = *magnitudes.select_nth_unstable_by(rank, f32::total_cmp).1;
+            group.iter_mut().for_each(|x| *x = x.clamp(-most, most));
+        }
+        Ok(Some(rows))
+    }
+
     pub(super) fn of_groups(groups: &UniformGroups) -> Self {
         let UniformGroups { axis, group, top, .. } = *groups;
-        Self { step: UniformStep::Bits(groups.bits as u8), axis, group, top }
+        Self { step: UniformStep::Bits(groups.bits as u8), axis, group, top, clip: None }
     }
 
     pub(super) fn groups_of_side(&self, mode: UniformMode) -> UniformGroups {
@@ -116,10 +124,6 @@ impl Uniform {
         };
         let bits = u16::BITS - top.leading_zeros();
         UniformGroups { axis: self.axis, group: self.group, bits, mode, top: self.top }
-    }
-
-    pub(crate) fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
-        self.page_groups(tokens, dim) * 4
     }
 
     /// The scale row of a row of the page.
@@ -142,20 +146,6 @@ impl Uniform {
             GroupAxis::Token => self.group.unwrap_or(dim).min(dim),
             GroupAxis::Block => dim,
         }
-    }
-
-    pub(crate) fn quantize_rows(
-        &self,
-        rows: &[f32],
-        dim: usize,
-        symbols: &mut Vec<u16>,
-        scales: &mut Vec<u8>,
-    ) -> Result<(), Unquantizable> {
-        let absmax = largest_magnitude(rows)?;
-        let first = symbols.len();
-        symbols.resize(first + rows.len(), 0);
-        let into = CodeSink { symbols: &mut symbols[first..], scales };
-        dispatch_simd(QuantizeUniform { by: self, absmax, rows: RowBlock { rows, dim }, into })
     }
 
     /// Appends scales and codes of a page of fixed width; `absmax` is the largest magnitude.
@@ -256,7 +246,7 @@ impl Uniform {
         high: &mut [f32],
         absmax: f32,
     ) -> Result<(), Unquantizable> {
-        let (part, mut all) = (self.level_fraction(), true);
+        let (part, mut all) = (self.step_fraction(), true);
         for (low, high) in low.iter_mut().zip(high) {
             let minimum = f16_at_most(*low);
             let step = f16_at_least((*high - minimum) * part);
@@ -266,8 +256,12 @@ impl Uniform {
         if all { Ok(()) } else { Err(Unquantizable) }
     }
 
+    pub(super) fn levels_of_groups(&self) -> UniformLevels {
+        UniformLevels { step_part: self.step_fraction(), clip: self.clip }
+    }
+
     /// A level's part of what a group spans.
-    pub(crate) fn level_fraction(&self) -> f32 {
+    fn step_fraction(&self) -> f32 {
         match self.step {
             UniformStep::Bits(_) => f32::from(self.top).recip(),
             UniformStep::Relative(rel) => rel,
@@ -277,7 +271,7 @@ impl Uniform {
     /// The step, exactly representable in f16, for a group that spans `range`.
     #[inline(always)]
     pub(super) fn step_for(&self, range: f32, absmax: f32) -> Result<f32, Unquantizable> {
-        let wanted = range * self.level_fraction();
+        let wanted = range * self.step_fraction();
         check_step(f16_at_least(wanted), wanted, absmax)
     }
 
@@ -314,11 +308,71 @@ impl Uniform {
             *symbol = quantize_value(*x, pair, top);
         }
     }
+}
 
-    /// Writes row `row` from its codes; `loaded` keeps the scale row from call to call.
-    pub(crate) fn dequantize_row(
+/// The level nearest to `x`, from a minimum and the reciprocal of a step.
+#[inline(always)]
+fn quantize_value(x: f32, (minimum, inverse): (f32, f32), top: f32) -> u16 {
+    let level = (x - minimum) * inverse;
+    let level = if level < top { level } else { top };
+    // Far below 2^15, which lets the compiler narrow two registers at once.
+    ((level + ROUND).to_bits() & 0x7FFF) as u16
+}
+
+impl HeadQuantizer for Uniform {
+    fn page_id(&self) -> u8 {
+        id::UNIFORM
+    }
+
+    fn stored_layout(&self) -> StoredLayout<'_> {
+        StoredLayout::Uniform(self.groups_of_side(UniformMode::Asym))
+    }
+
+    fn code_shape(&self, dim: usize) -> CodeShape {
+        CodeShape { per_row: dim, bits: self.code_bits() }
+    }
+
+    fn scale_bytes(&self, tokens: usize, dim: usize) -> usize {
+        self.page_groups(tokens, dim) * 4
+    }
+
+    /// Codes of fixed width go straight to where they lie.
+    fn append_payload(
         &self,
-        scales: &[u8],
+        rows: PayloadRows<'_>,
+        symbols: &mut Vec<u16>,
+        out: &mut Vec<u8>,
+    ) -> Option<Result<PageBytes, Unquantizable>> {
+        rows.fixed_width.then(|| {
+            let PayloadRows { block, absmax, side, .. } = rows;
+            let clipped = self.clip_groups(block)?;
+            let absmax = absmax.filter(|_| clipped.is_none());
+            let block = RowBlock { rows: clipped.as_deref().unwrap_or(block.rows), ..block };
+            let absmax = absmax.map_or_else(|| largest_magnitude(block.rows), Ok)?;
+            let (start, tokens) = (out.len(), block.rows.len() / block.dim);
+            let layout = CodeLayout::new(side, tokens, block.dim, self.code_bits());
+            let to = TileLayout { layout: &layout, side };
+            self.append_page(absmax, block, to, symbols, out)?;
+            let scales = self.scale_bytes(tokens, block.dim) as u64;
+            let codes = (out.len() - start) as u64 - scales;
+            Ok(PageBytes { scales, codes, ..PageBytes::default() })
+        })
+    }
+
+    fn quantize_rows(
+        &self,
+        block: RowBlock<'_>,
+        symbols: &mut Vec<u16>,
+        scales: &mut Vec<u8>,
+    ) -> Result<(), Unquantizable> {
+        let clipped = self.clip_groups(block)?;
+        let block = RowBlock { rows: clipped.as_deref().unwrap_or(block.rows), ..block };
+        append_codes(self, block, symbols, scales)
+    }
+
+    fn dequantize_row(
+        &self,
+        scales: PageScales<'_>,
         row: usize,
         symbols: &[u16],
         loaded: &mut ScaleRow,
@@ -327,7 +381,7 @@ impl Uniform {
         let pairs = self.row_pairs(out.len());
         let scale_row = self.scale_row(row);
         if loaded.row != Some(scale_row) {
-            let bytes = &scales[scale_row * pairs * 4..][..pairs * 4];
+            let bytes = &scales.bytes[scale_row * pairs * 4..][..pairs * 4];
             DType::F16.widen_values(&bytes[..pairs * 2], &mut loaded.minima[..pairs]);
             DType::F16.widen_values(&bytes[pairs * 2..], &mut loaded.steps[..pairs]);
             loaded.row = Some(scale_row);
@@ -347,33 +401,24 @@ impl Uniform {
             }
         }
     }
+
+    fn uniform_levels(&self) -> Option<UniformLevels> {
+        Some(self.levels_of_groups())
+    }
 }
 
-/// The level nearest to `x`, from a minimum and the reciprocal of a step.
-#[inline(always)]
-fn quantize_value(x: f32, (minimum, inverse): (f32, f32), top: f32) -> u16 {
-    let level = (x - minimum) * inverse;
-    let level = if level < top { level } else { top };
-    // Far below 2^15, which lets the compiler narrow two registers at once.
-    ((level + ROUND).to_bits() & 0x7FFF) as u16
-}
-
-/// [`Uniform::quantize_rows`].
-struct QuantizeUniform<'a> {
-    by: &'a Uniform,
-    absmax: f32,
-    rows: RowBlock<'a>,
-    into: CodeSink<'a>,
-}
-
-impl WithSimd for QuantizeUniform<'_> {
-    type Output = Result<(), Unquantizable>;
-
+impl CodeLoop for Uniform {
     #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
-        let Self { by, absmax, rows, into: CodeSink { symbols, scales } } = self;
-        let (minima, inverse) = by.fit_group_pairs(simd, absmax, rows, scales)?;
-        by.quantize_all_rows(rows, GroupScales { minima: &minima, inverse: &inverse }, symbols);
+    fn quantize_within<S: Simd>(
+        &self,
+        simd: S,
+        rows: MeasuredRows<'_>,
+        into: CodeSink<'_>,
+    ) -> Result<(), Unquantizable> {
+        let MeasuredRows { block, absmax } = rows;
+        let CodeSink { symbols, scales } = into;
+        let (minima, inverse) = self.fit_group_pairs(simd, absmax, block, scales)?;
+        self.quantize_all_rows(block, GroupScales { minima: &minima, inverse: &inverse }, symbols);
         Ok(())
     }
 }
@@ -458,7 +503,8 @@ mod tests {
                     let mut rows = [0.5; 8];
                     rows[at] = bad;
                     let (mut symbols, mut scales) = (Vec::new(), Vec::new());
-                    let result = uniform.quantize_rows(&rows, 4, &mut symbols, &mut scales);
+                    let block = RowBlock { rows: &rows, dim: 4 };
+                    let result = append_codes(&uniform, block, &mut symbols, &mut scales);
                     assert!(result.is_err(), "{bad} at {at}");
                 }
             }

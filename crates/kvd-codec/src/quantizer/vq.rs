@@ -4,10 +4,14 @@
 //!
 //! Entries are f16; distances and decoded rows use the rounded values.
 
-use super::Unquantizable;
 use super::float::all_within;
 use super::nearest::{BATCH_MAX, SubVectors};
 use super::regions::CandidateRegions;
+use super::stored::StoredLayout;
+use super::uniform::ScaleRow;
+use super::{CodeShape, HeadQuantizer, PageScales, Unquantizable};
+use crate::page::id;
+use crate::row_block::RowBlock;
 use crate::{CodebookScope, HeadCodec, VqSpec};
 use kvd_core::Geometry;
 use std::collections::HashSet;
@@ -169,21 +173,13 @@ impl VectorQuantizer {
         self.books.iter()
     }
 
-    pub(crate) fn code_bits(&self) -> u32 {
-        self.code_bits
-    }
-
-    pub(crate) fn codes_per_row(&self) -> usize {
+    fn codes_per_row(&self) -> usize {
         self.positions * self.stages
     }
 
     /// Appends the codes of `rows` (`[tokens, positions * dim]`): each stage takes the entry
     /// nearest to what the stages before it left.
-    pub(crate) fn quantize_rows(
-        &self,
-        rows: &[f32],
-        symbols: &mut Vec<u16>,
-    ) -> Result<(), Unquantizable> {
+    fn append_entries(&self, rows: &[f32], symbols: &mut Vec<u16>) -> Result<(), Unquantizable> {
         if !all_within(rows, self.reach) {
             return Err(Unquantizable);
         }
@@ -243,7 +239,7 @@ impl VectorQuantizer {
     }
 
     /// Writes the entries of one row's codes; a code has `b` bits, so each names an entry.
-    pub(crate) fn dequantize_row(&self, symbols: &[u16], out: &mut [f32]) {
+    fn copy_row(&self, symbols: &[u16], out: &mut [f32]) {
         let (first, rest) = symbols.split_at(self.positions);
         if self.is_grouped() {
             for (position, (out, code)) in out.chunks_exact_mut(self.dim).zip(first).enumerate() {
@@ -268,6 +264,40 @@ impl VectorQuantizer {
                 out.iter_mut().zip(entry).for_each(|(x, e)| *x += e);
             }
         }
+    }
+}
+
+impl HeadQuantizer for VectorQuantizer {
+    fn page_id(&self) -> u8 {
+        id::VQ
+    }
+
+    fn stored_layout(&self) -> StoredLayout<'_> {
+        StoredLayout::Codebooks(self)
+    }
+
+    fn code_shape(&self, _dim: usize) -> CodeShape {
+        CodeShape { per_row: self.codes_per_row(), bits: self.code_bits }
+    }
+
+    fn quantize_rows(
+        &self,
+        block: RowBlock<'_>,
+        symbols: &mut Vec<u16>,
+        _scales: &mut Vec<u8>,
+    ) -> Result<(), Unquantizable> {
+        self.append_entries(block.rows, symbols)
+    }
+
+    fn dequantize_row(
+        &self,
+        _scales: PageScales<'_>,
+        _row: usize,
+        symbols: &[u16],
+        _loaded: &mut ScaleRow,
+        out: &mut [f32],
+    ) {
+        self.copy_row(symbols, out);
     }
 }
 
@@ -302,9 +332,9 @@ mod tests {
     fn data_far_outside_the_codebook_is_refused() {
         let books = [book([1.0, 0.0, -1.0, 0.5])];
         let vq = VectorQuantizer::new(2, &spec(CodebookScope::Head, 1), &books);
-        assert!(vq.quantize_rows(&[16.0, -16.0], &mut Vec::new()).is_ok());
-        assert!(vq.quantize_rows(&[16.1, 0.0], &mut Vec::new()).is_err());
-        assert!(vq.quantize_rows(&[f32::NAN, 0.0], &mut Vec::new()).is_err());
+        assert!(vq.append_entries(&[16.0, -16.0], &mut Vec::new()).is_ok());
+        assert!(vq.append_entries(&[16.1, 0.0], &mut Vec::new()).is_err());
+        assert!(vq.append_entries(&[f32::NAN, 0.0], &mut Vec::new()).is_err());
     }
 
     #[test]
@@ -312,10 +342,10 @@ mod tests {
         let books = [book([4.0, 0.0, -4.0, 0.0]), book([0.0, 1.0, 0.0, -1.0])];
         let vq = VectorQuantizer::new(4, &spec(CodebookScope::Head, 2), &books);
         let mut codes = vec![9];
-        vq.quantize_rows(&[4.5, -1.0, -4.0, 0.9], &mut codes).unwrap();
+        vq.append_entries(&[4.5, -1.0, -4.0, 0.9], &mut codes).unwrap();
         assert_eq!(codes, [9, 0, 1, 1, 0]);
         let mut out = [0f32; 4];
-        vq.dequantize_row(&codes[1..], &mut out);
+        vq.copy_row(&codes[1..], &mut out);
         assert_eq!(out, [4.0, -1.0, -4.0, 1.0]);
         assert_eq!(vq.stage_codebook(1, 1).entries(), [0.0, 1.0, 0.0, -1.0]);
     }
@@ -326,10 +356,10 @@ mod tests {
         let vq = VectorQuantizer::new(4, &spec(CodebookScope::Group, 1), &books);
         assert!(vq.is_grouped());
         let mut codes = Vec::new();
-        vq.quantize_rows(&[1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 32.0, 2.0], &mut codes).unwrap();
+        vq.append_entries(&[1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 32.0, 2.0], &mut codes).unwrap();
         assert_eq!(codes, [0, 1, 1, 0]);
         let mut out = [0f32; 4];
-        vq.dequantize_row(&codes[2..], &mut out);
+        vq.copy_row(&codes[2..], &mut out);
         assert_eq!(out, [2.0; 4]);
     }
 }

@@ -10,7 +10,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 
 /// The codecs that every shape must survive.
-pub(crate) const SPECS: [&str; 27] = [
+pub(crate) const SPECS: [&str; 28] = [
     "raw",
     "fp8",
     "kivi-4",
@@ -39,6 +39,7 @@ pub(crate) const SPECS: [&str; 27] = [
     "k=vq(d=4,b=4,scope=group); v=hadamard/vq(d=8,b=5,stages=2,scope=model)",
     "kvd-2-fast",
     "k=hadamard/bitalloc(b=3.3); v=mean/bitalloc(b=1)",
+    "oscar-2",
 ];
 
 /// One layer, two KV heads, blocks of 64.

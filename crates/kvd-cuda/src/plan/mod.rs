@@ -21,7 +21,7 @@ use crate::codebook_table::CodebookRoom;
 use crate::late_pairs::LatePairs;
 use crate::store::encoded_on_host;
 use fit::BlockFit;
-use kvd_codec::{CodecSpec, Quantizer, SideSpec};
+use kvd_codec::{CodecSpec, SideSpec};
 use kvd_core::{Geometry, Side};
 
 /// Query rows that a thread block takes at most.
@@ -118,10 +118,10 @@ pub struct KernelPlan {
 /// its preset.
 fn stored_bits(side: &SideSpec, geometry: &Geometry, which: Side) -> f64 {
     let implied = side.implied_bits(geometry, which);
-    let rate = match side.quantizer {
-        Quantizer::Grid { rate } => f64::from(rate),
-        _ => side.quantizer.code_count().map_or(0.0, code_bits),
-    };
+    let rate = side
+        .quantizer
+        .target_bits()
+        .map_or_else(|| side.quantizer.code_count().map_or(0.0, code_bits), f64::from);
     implied.total_bits().unwrap_or(rate + implied.scales + implied.offsets + implied.header)
 }
 

@@ -15,9 +15,8 @@ pub struct StoreUnit {
     pub page: u64,
     /// Offset of the transform's steps in [`StoreParameters::steps`].
     pub steps: u64,
-    /// Offset of what the quantizer reads beside its table, in the same place: of VQ half the
-    /// squared norms of its entries, of a bit allocation the bounds between its levels, of polar
-    /// directions and reach.
+    /// Offset of what the quantizer reads beside its table, in the same place: what its store
+    /// header says.
     pub norms: u64,
     /// Offset of runs and tables of Huffman codes, in the same place.
     pub codes: u64,

@@ -6,7 +6,7 @@ use super::{CodeCounters, CodeOutput, HeadStore, StoreConstants, StoreLaunch, st
 use crate::huffman_tables::SharedMemory;
 use crate::kernel_side::{SideKernel, rows_shape};
 use crate::{LayerShapes, SideShape};
-use kvd_codec::{CodeCounts, ModelCodec};
+use kvd_codec::{CodeCounts, ModelCodec, PayloadSizes};
 use kvd_compute::EncodeSource;
 use kvd_core::{LayerIndex, Side};
 
@@ -146,9 +146,10 @@ fn counters_of(
 /// A side whose codes are not counted: its rows are looked at as they came.
 fn looked_at(codec: &ModelCodec, side: Side, stage: CodeOutput) -> HeadStore {
     let geometry = codec.geometry();
-    let shape: SideShape = rows_shape(geometry.dtype, geometry.head_dim(side));
+    let (dtype, dim) = (geometry.dtype, geometry.head_dim(side));
+    let shape: SideShape = rows_shape(dtype, dim);
     HeadStore {
-        kernel: SideKernel::of_rows(geometry.dtype),
+        kernel: SideKernel::of_rows(dtype),
         side: shape,
         steps: 0,
         norms: 0,
@@ -157,6 +158,6 @@ fn looked_at(codec: &ModelCodec, side: Side, stage: CodeOutput) -> HeadStore {
         limit: 0.0,
         median: 0.0,
         reads_rows: false,
-        runs: Vec::new(),
+        sizes: PayloadSizes::of_rows(dtype, dim),
     }
 }

@@ -14,7 +14,9 @@ pub use plan::{StoreLaunch, StorePlan, StoredPage};
 
 use crate::kernel_side::SideKernel;
 use crate::{LayerShapes, SideShape, layer_memory};
-use kvd_codec::{HeadCodec, ModelCodec, Quantizer, SideSpec, StoredLayout, StreamTable, WidthRun};
+use kvd_codec::{
+    HeadCodec, ModelCodec, PayloadSizes, Quantizer, SideSpec, StoredLayout, StreamTable,
+};
 use kvd_core::{DType, LayerIndex, Side};
 use streams::{StoreConstants, StoreStreams, StreamSizes};
 
@@ -65,8 +67,8 @@ struct HeadStore {
     median: f32,
     /// Whether a step reads whole rows.
     reads_rows: bool,
-    /// Runs of a bit allocation; else empty.
-    runs: Vec<WidthRun>,
+    /// Bytes of scales and codes.
+    sizes: PayloadSizes,
 }
 
 /// How the pages of one layer are written, where kernels do it. Made once per model and layer.
@@ -208,7 +210,7 @@ impl HeadStore {
             limit,
             median: side.gain_median().unwrap_or(0.0),
             reads_rows,
-            runs: side.bitalloc().map_or_else(Vec::new, |bitalloc| bitalloc.runs().to_vec()),
+            sizes: side.payload_sizes(),
         })
     }
 
@@ -219,7 +221,11 @@ impl HeadStore {
         Some(match side.stored_layout() {
             StoredLayout::Float(dtype) => dtype.largest_finite(),
             StoredLayout::E4m3 | StoredLayout::Lloyd { .. } => 0.0,
-            StoredLayout::Uniform { .. } => side.level_part()?,
+            StoredLayout::Uniform(_) => {
+                let levels = side.uniform_levels()?;
+                push(&[levels.clip.unwrap_or(0.0)]);
+                levels.step_part
+            }
             StoredLayout::Codebooks(vq) => {
                 if vq.stages() > vq.dim().min(VQ_STAGES_MAX.into()) {
                     return None;
@@ -237,8 +243,7 @@ impl HeadStore {
                 push(reach);
                 0.0
             }
-            StoredLayout::BitAlloc { .. } => {
-                let bitalloc = side.bitalloc()?;
+            StoredLayout::BitAlloc(bitalloc) => {
                 push(bitalloc.midpoints());
                 bitalloc.outlier_bound()
             }

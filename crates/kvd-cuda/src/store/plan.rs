@@ -4,7 +4,7 @@ use super::sizes::PageSizes;
 use super::{CodeOutput, HeadStore, StoreShapes, StoreUnit, dtype_number};
 use crate::huffman_tables::SharedMemory;
 use crate::kernel_side::{COPY_BYTES, SideKernel, rows_shape};
-use kvd_codec::{HEADER_BYTES, ModelCodec, PageBytes, PageHeader};
+use kvd_codec::{HEADER_BYTES, ModelCodec, PageBytes, PageHeader, PayloadSizes};
 use kvd_compute::EncodeSource;
 use kvd_core::{LayerIndex, Side};
 use std::collections::BTreeMap;
@@ -99,7 +99,7 @@ impl StoreShapes {
             limit: dtype.largest_finite(),
             median: 0.0,
             reads_rows: false,
-            runs: Vec::new(),
+            sizes: PayloadSizes::of_rows(dtype, head.side.dim as usize),
         };
         self.plan_of(codec, blocks, shared, missing, as_rows)
     }

@@ -2,7 +2,7 @@
 
 use super::{CodeOutput, HeadStore};
 use crate::kernel_side::SideKernel;
-use kvd_codec::{CodeLayout, PageBytes, PageHeader, page_bytes};
+use kvd_codec::{PageBytes, PageHeader, page_bytes};
 use kvd_core::{DType, Side};
 
 /// The part sizes of a page that are known before it is written.
@@ -45,34 +45,8 @@ impl HeadStore {
     /// Sizes of a page of `tokens` tokens, each row with a gain where rows may have one. No page of
     /// outliers is larger than its rows in `dtype`.
     pub(super) fn page_sizes(&self, side: Side, tokens: usize, dtype: DType) -> PageSizes {
-        let (dim, shape) = (self.side.dim as usize, &self.side);
-        let layout = |per_row, bits| CodeLayout::new(side, tokens, per_row, bits).size_bytes();
-        let codes = |per_row| layout(per_row, shape.bits);
-        let rows = tokens.div_ceil(shape.scale_tokens as usize);
-        let groups = rows * dim.div_ceil(shape.scale_channels as usize);
-        let (scales, codes) = match self.kernel {
-            SideKernel::F32 => (0, 4 * tokens * dim),
-            SideKernel::F16 | SideKernel::Bf16 => (0, 2 * tokens * dim),
-            SideKernel::Fp8 => (4, codes(dim)),
-            SideKernel::Uniform => (4 * groups, codes(dim)),
-            SideKernel::Symmetric => (2 * groups, codes(dim)),
-            SideKernel::Hybrid => {
-                let share = (shape.scale_tokens as usize).min(tokens);
-                let word = (share * shape.scale_channels as usize).div_ceil(8).max(4);
-                (groups.div_ceil(8) + groups * (word + 2), codes(dim))
-            }
-            SideKernel::Polar => {
-                let has_steps = shape.table_bytes == 8 << shape.angle_bits;
-                (if has_steps { rows * dim } else { 0 }, codes(dim / 2))
-            }
-            SideKernel::Lloyd => (2 * tokens, codes(dim)),
-            SideKernel::BitAlloc => {
-                let runs = self.runs.iter().map(|run| layout(run.len, run.width as u32));
-                (0, runs.sum())
-            }
-            SideKernel::Grid => (0, 0),
-            SideKernel::Vq => (0, codes(dim / shape.book_dim as usize * shape.stages as usize)),
-        };
+        let dim = self.side.dim as usize;
+        let (scales, codes) = (self.sizes.scale_bytes(tokens), self.sizes.code_bytes(side, tokens));
         let gains = if self.median > 0.0 { tokens.div_ceil(2) } else { 0 };
         let as_rows = tokens * dim * dtype.size_bytes();
         let (known, room) = match (self.kernel, &self.stage) {

@@ -11,9 +11,10 @@ use crate::lookup;
 use crate::specialized::{self, polar_table_bytes};
 use crate::unpack;
 use kvd_codec::{
-    CodebookScope, EntropyCoding, FloatFormat, GroupAxis, Quantizer, SideSpec, UniformMode,
+    BitAllocSpec, CodebookScope, EntropyCoding, GroupAxis, LloydSpec, PolarSpec, Quantizer,
+    SideSpec, UniformSpec,
 };
-use kvd_core::{DType, Geometry, Side};
+use kvd_core::{Geometry, Side};
 
 /// The expected products of one side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,14 +53,17 @@ pub(crate) fn expected_kernel(
     rows: u32,
     late: LatePairs,
 ) -> ExpectedKernel {
-    let kernels = specs.map(|spec| kernel_of(spec, geometry.dtype));
+    let kernels = specs.map(|spec| {
+        let kernel = SideKernel::of_page(spec.quantizer.page_id(geometry.dtype));
+        kernel.expect("every page id has a kernel")
+    });
     let grouped = Side::BOTH.iter().all(|side| {
         kernels[side.index()] == SideKernel::BitAlloc
             && unpack::expects_groups((*side, geometry.block_tokens), geometry.head_dim(*side))
     });
     let [key, value] = Side::BOTH.map(|side| {
         let dim = geometry.head_dim(side);
-        expected_shape(specs[side.index()], (side, grouped), dim, geometry.dtype)
+        expected_shape(specs[side.index()], (side, grouped), dim, kernels[side.index()])
     });
     let huffman = specs.iter().any(|spec| spec.entropy == EntropyCoding::Huffman);
     let pair = KernelPair { keys: kernels[0], values: kernels[1], huffman };
@@ -100,33 +104,15 @@ pub(crate) fn expected_kernel(
     }
 }
 
-/// The kernel of a side.
-fn kernel_of(side: &SideSpec, dtype: DType) -> SideKernel {
-    match side.quantizer {
-        Quantizer::Float(FloatFormat::Native) => SideKernel::of_rows(dtype),
-        Quantizer::Float(FloatFormat::F32) => SideKernel::F32,
-        Quantizer::Float(FloatFormat::F16) => SideKernel::F16,
-        Quantizer::Float(FloatFormat::BF16) => SideKernel::Bf16,
-        Quantizer::Float(FloatFormat::E4M3) => SideKernel::Fp8,
-        Quantizer::Uniform { mode: UniformMode::Asym, .. } => SideKernel::Uniform,
-        Quantizer::Uniform { mode: UniformMode::Sym, .. } => SideKernel::Symmetric,
-        Quantizer::Uniform { mode: UniformMode::Hybrid, .. } => SideKernel::Hybrid,
-        Quantizer::Grid { .. } => SideKernel::Grid,
-        Quantizer::Polar { .. } => SideKernel::Polar,
-        Quantizer::Lloyd { .. } => SideKernel::Lloyd,
-        Quantizer::Vq(_) => SideKernel::Vq,
-        Quantizer::BitAlloc { .. } => SideKernel::BitAlloc,
-    }
-}
-
 /// The fields of a side's shape that decide the kernel, before calibration.
 fn expected_shape(
     side: &SideSpec,
     (which, grouped): (Side, bool),
     dim: usize,
-    dtype: DType,
+    kernel: SideKernel,
 ) -> SideShape {
-    let mut shape = SideShape { dim: dim as u32, scale_tokens: 1, sets: 1, ..SideShape::default() };
+    let mut shape = SideShape { scale_tokens: 1, sets: 1, ..SideShape::default() };
+    (shape.kind, shape.dim) = (kernel as u32, dim as u32);
     let page = Geometry::BLOCK_TOKENS_MAX;
     shape.bits = side.quantizer.code_count().map_or(8, |codes| codes.next_power_of_two().ilog2());
     (shape.scale_channels, shape.stages, shape.book_dim) = (1, 1, 1);
@@ -134,9 +120,7 @@ fn expected_shape(
         shape.stride = shape.dim;
     }
     match side.quantizer {
-        Quantizer::Uniform { axis, group, mode, .. } => {
-            let is_hybrid = mode == UniformMode::Hybrid;
-            shape.kind = if is_hybrid { SideKernel::Hybrid } else { SideKernel::Uniform } as u32;
+        Quantizer::Uniform(UniformSpec { axis, group, .. }) => {
             let group = group.map(u32::from);
             (shape.scale_tokens, shape.scale_channels) = match axis {
                 GroupAxis::Channel => (group.unwrap_or(page), 1),
@@ -154,8 +138,7 @@ fn expected_shape(
             shape.entry_bytes = if fits { vq.dim.into() } else { 0 };
             shape.entry_count = if vq.bits <= 8 { 1 << vq.bits } else { 0 };
         }
-        Quantizer::Polar { angle, radius, group } => {
-            shape.kind = SideKernel::Polar as u32;
+        Quantizer::Polar(PolarSpec { angle, radius, group }) => {
             shape.scale_tokens = group.map_or(page, u32::from);
             shape.bits = u32::from(angle) + u32::from(radius);
             shape.angle_bits = angle.into();
@@ -164,24 +147,20 @@ fn expected_shape(
             shape.table_bytes = if group.is_some() { 8 << angle } else { with_steps };
             lookup::expect_all(&mut shape, 4);
         }
-        Quantizer::Lloyd { bits } => {
-            shape.kind = SideKernel::Lloyd as u32;
+        Quantizer::Lloyd(LloydSpec { bits }) => {
             shape.bits = bits.into();
             shape.table_bytes = 4 << bits;
             lookup::expect_all(&mut shape, 2);
         }
-        Quantizer::Grid { .. } => {
-            shape.kind = SideKernel::Grid as u32;
-            shape.stride = shape.dim;
-        }
-        Quantizer::BitAlloc { bits } => {
-            let (kind, dim) = (SideKernel::BitAlloc as u32, shape.dim);
+        Quantizer::Grid(_) => shape.stride = shape.dim,
+        Quantizer::BitAlloc(BitAllocSpec { bits }) => {
+            let (kind, dim) = (shape.kind, shape.dim);
             let bits = (bits * dim as f32).ceil() as u32;
             let spread = unpack::expected_unpack((which, grouped), dim as usize);
             let (scale_tokens, scale_channels) = (1, 1);
             shape = SideShape { kind, dim, bits, scale_tokens, scale_channels, ..spread };
         }
-        Quantizer::Float(_) => shape.kind = kernel_of(side, dtype) as u32,
+        Quantizer::Float(_) => {}
     }
     shape
 }

@@ -44,10 +44,11 @@ pub(super) fn check_counts(
     for side in Side::BOTH {
         let channels = geometry.head_dim(side);
         let (needed, codec) = (ROWS_PER_CHANNEL * channels, || label.to_owned());
-        let has = |transform: Transform| {
-            spec.side_specs(side).iter().any(|variant| variant.transforms.contains(&transform))
+        let variants = spec.side_specs(side);
+        let has = |wanted: fn(&Transform) -> bool| {
+            variants.iter().any(|variant| variant.transforms.iter().any(wanted))
         };
-        if has(Transform::QueryPca)
+        if has(Transform::reads_queries)
             && let Some(FewestQueries { layer, found }) = fewest_queries(samples)
             && found < needed
         {
@@ -55,7 +56,7 @@ pub(super) fn check_counts(
             return Err(CalibrateError::TooFewQueries { codec, layer, found, needed, channels });
         }
         let found = samples.rows(LayerIndex(0), side, 0).len() / channels;
-        if (has(Transform::QueryPca) || has(Transform::Pca)) && found < needed {
+        if has(Transform::is_matrix) && found < needed {
             return Err(CalibrateError::TooFewTokens { codec: codec(), found, needed, channels });
         }
     }

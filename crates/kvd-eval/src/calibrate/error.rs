@@ -6,9 +6,9 @@ use kvd_codec::SampleKind;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CalibrateError {
-    /// `qpca` on rows without queries.
+    /// A transform that looks at queries, and rows without them.
     #[error(
-        "codec {codec} looks at queries (qpca), and the samples have none: a daemon keeps those of \
+        "codec {codec} looks at queries, and the samples have none: a daemon keeps those of \
          models registered with k=raw once they were attended; or use --model, or a --samples file \
          with layer.N.q"
     )]
@@ -16,9 +16,9 @@ pub enum CalibrateError {
         /// The codec.
         codec: String,
     },
-    /// `qpca` on fewer queries than its matrices need.
+    /// Fewer queries than matrices need that look at them.
     #[error(
-        "codec {codec} weighs keys by queries (qpca) and needs at least {needed} for each KV head, \
+        "codec {codec} looks at queries and needs at least {needed} for each KV head, \
          four for each of {channels} channels; layer {layer} has {found}: give more query tokens \
          (layer.N.q of --samples, --tokens of a model; a daemon keeps those that were attended)"
     )]
@@ -36,7 +36,7 @@ pub enum CalibrateError {
     },
     /// Matrices on fewer tokens than they need.
     #[error(
-        "codec {codec} fits matrices (pca, qpca) and needs at least {needed} tokens, four for each \
+        "codec {codec} fits matrices and needs at least {needed} tokens, four for each \
          of {channels} channels; the samples have {found}: give more tokens"
     )]
     TooFewTokens {

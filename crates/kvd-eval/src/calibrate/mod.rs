@@ -112,8 +112,9 @@ fn fit_codecs(
     progress: &RunProgress,
 ) -> Result<Option<Calibration>> {
     for codec in &options.codecs {
-        let keys = codec.spec.side_specs(Side::Key);
-        if !queries && keys.iter().any(|key| key.transforms.contains(&Transform::QueryPca)) {
+        let mut sides = Side::BOTH.into_iter().flat_map(|side| codec.spec.side_specs(side));
+        let looks = sides.any(|side| side.transforms.iter().any(Transform::reads_queries));
+        if looks && !queries {
             return Err(CalibrateError::NoQueries { codec: codec.label.clone() }.into());
         }
         enough::check_counts(&codec.spec, &codec.label, samples)?;

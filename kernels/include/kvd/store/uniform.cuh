@@ -1,6 +1,7 @@
 // Equidistant levels, asymmetric or symmetric: extremes of each group, its minimum and step, then its
 // codes in place of its coefficients, all by the thread that has the group; where a page has few groups,
-// by all threads. The page's largest magnitude is known last, from all extremes. Reference:
+// by all threads. The page's largest magnitude is known last, from all extremes. `norms` has the part of a
+// group's values that are not clipped, 0 where none is. Reference:
 // kvd-codec/src/quantizer/uniform.rs, symmetric.rs.
 #pragma once
 
@@ -102,6 +103,39 @@ struct StoreSymmetric {
     }
 };
 
+// The part of a group's values that keep their magnitude; 0 where all do.
+KVD_DEVICE float clip_part(const Work& work) { return work.norms[0]; }
+
+// Cuts a group to its value of rank `part` by magnitude: largest ones are left out one after another,
+// equal ones together. A group with what is no number stays as it is, and has no levels.
+KVD_DEVICE void clip_group(const Work& work, const Group& group, float part) {
+    const unsigned count = group.width() * group.height();
+    const unsigned rank = least(unsigned(times(part, float(count))), count - 1);
+    uint32_t most_bits = 0xFFFFFFFF;
+    for (unsigned left = count - rank; left > 0;) {
+        uint32_t next = 0;
+        unsigned equal = 0;
+        group.each([&](unsigned token, unsigned channel) {
+            const uint32_t bits = f32_bits(fabsf(work.value(token, channel)));
+            if (bits < most_bits) {
+                equal = bits > next ? 1 : equal + (bits == next);
+                next = most(next, bits);
+            }
+        });
+        if (most_bits == 0xFFFFFFFF && next >= 0x7F800000) {
+            return;
+        }
+        most_bits = next;
+        left -= least(left, equal);
+    }
+    const float limit = f32_value(most_bits);
+    group.each([&](unsigned token, unsigned channel) {
+        uint32_t& word = work.words[token * work.stride + channel];
+        const float x = f32_value(word);
+        word = f32_bits(x < -limit ? -limit : x > limit ? limit : x);
+    });
+}
+
 template <class Levels>
 struct StoreUniform {
     // Levels for a group that spans `of`; of all threads that have them only one `writes`.
@@ -164,6 +198,12 @@ struct StoreUniform {
     KVD_DEVICE static unsigned store(const Work& work) {
         const unsigned pairs = scale_pairs(work.side);
         const unsigned groups = all_scale_rows(work.side, work.page()) * pairs;
+        if (clip_part(work) > 0) {
+            for (unsigned index = thread_index(); index < groups; index += STORE_THREADS) {
+                clip_group(work, Group(work, pairs, index), clip_part(work));
+            }
+            KVD_BARRIER();
+        }
         Fit fit;
         if (groups < FEW_GROUPS) {
             for (unsigned index = 0; index < groups; index++) {

@@ -28,8 +28,7 @@ struct StoreUnit {
     uint64_t page;
     // Offset of the transforms' data, from `StoreParameters::steps` on.
     uint64_t steps;
-    // Offset there of the quantizer's data beside its table: for VQ half the squared norms of its
-    // entries, for a bit allocation the bounds between its levels, for polar directions and reach.
+    // Offset there of the quantizer's data beside its table: what its header says.
     uint64_t norms;
     // Runs and tables of Huffman codes (huffman.cuh), in the same place.
     uint64_t codes;
