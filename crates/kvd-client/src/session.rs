@@ -285,7 +285,10 @@ impl SessionKeeper {
                     self.stream = held.stream;
                     return Ok(());
                 }
-                Ok(Err(error)) if !error.is_retryable() => return Err(error),
+                Ok(Err(error)) if error.code == Some(ErrorCode::UnknownSession) => {
+                    return Err(error);
+                }
+                // A connection that breaks has many codes; the next attempt makes a new one.
                 Ok(Err(error)) => error,
                 Err(_) => ClientError::deadline_exceeded(ATTEMPT_TIME),
             };
