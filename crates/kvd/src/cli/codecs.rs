@@ -344,7 +344,7 @@ mod tests {
     fn losses_are_those_of_the_page_and_bits_near_what_specs_say() {
         for preset in presets() {
             let spec = resolve_spec(preset.name).unwrap();
-            let loss = loss(QUALITY_PAGE, preset.name);
+            let loss = find_loss(QUALITY_PAGE, preset.name);
             assert_eq!(loss.is_none(), UNMEASURED.contains(&preset.name), "{}", preset.name);
             let Some(loss) = loss else {
                 assert!(implied_bits(&spec).is_some(), "{}: its bits depend on data", preset.name);
