@@ -113,7 +113,8 @@ fn only_what_is_idle_is_closed_for_idleness() {
     assert!(b.store.close_idle(b.ns(), id, hour).is_err());
 
     // An append in flight is a use for as long as it lasts.
-    let BegunAppend::Ticket(ticket) = b.store.begin_append(b.ns(), id, LayerIndex(0), 0, 3, 9).unwrap()
+    let BegunAppend::Ticket(ticket) =
+        b.store.begin_append(b.ns(), id, LayerIndex(0), 0, 3, 9).unwrap()
     else {
         panic!("a replay");
     };

@@ -260,8 +260,7 @@ fn request_panels() -> Vec<DashboardPanel> {
             [PanelQuery::rate(RegionCallsTotal, &["payloads"])],
         )
         .explained(RegionCallsTotal),
-        lines("Sessions", "none", [PanelQuery::level(Sessions, &["instance"])])
-            .explained(Sessions),
+        lines("Sessions", "none", [PanelQuery::level(Sessions, &["instance"])]).explained(Sessions),
         lines("Ends of sessions", "ops", [PanelQuery::rate(SessionEndsTotal, &["reason"])])
             .explained(SessionEndsTotal),
         lines(

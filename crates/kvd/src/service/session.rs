@@ -77,7 +77,10 @@ impl Service {
     ///
     /// # Errors
     /// As every call.
-    pub fn list_sessions(&self, call: &CallContext) -> Result<Vec<SessionDescription>, ServiceError> {
+    pub fn list_sessions(
+        &self,
+        call: &CallContext,
+    ) -> Result<Vec<SessionDescription>, ServiceError> {
         self.admit_call(call)?;
         Ok(self.sessions.list_sessions(&call.namespace, Instant::now()))
     }
