@@ -187,18 +187,6 @@ impl SequenceStore {
         Ok(())
     }
 
-    /// Says what a sequence holds. Takes time in proportion to its layers.
-    ///
-    /// # Errors
-    /// [`StoreError::UnknownSequence`].
-    pub fn describe_sequence(
-        &self,
-        ns: &Namespace,
-        id: SequenceId,
-    ) -> Result<SequenceUsage, StoreError> {
-        Ok(listing::measure_usage(&*self.find_entry(ns, id)?))
-    }
-
     /// The model of a sequence.
     ///
     /// # Errors

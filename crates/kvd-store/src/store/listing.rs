@@ -81,9 +81,21 @@ impl SequenceStore {
         self.fork_owned(ns, id, length, Some(Arc::clone(session)))
     }
 
-    /// [`SequenceStore::close_sequence`] of a sequence that no call has named for `idle_min` and that nobody
-    /// appends to. A call that names it comes before, and it stays open, or after, and does not
-    /// find it.
+    /// Says what a sequence holds. Takes time in proportion to its layers.
+    ///
+    /// # Errors
+    /// [`StoreError::UnknownSequence`].
+    pub fn describe_sequence(
+        &self,
+        ns: &Namespace,
+        id: SequenceId,
+    ) -> Result<SequenceUsage, StoreError> {
+        Ok(measure_usage(&*self.find_entry(ns, id)?))
+    }
+
+    /// [`SequenceStore::close_sequence`] of a sequence that no call has named for `idle_min` and
+    /// that nobody appends to. A call that names it comes before, and it stays open, or after, and
+    /// does not find it.
     ///
     /// # Errors
     /// [`StoreError::UnknownSequence`], [`StoreError::NotIdle`], [`StoreError::SequenceBusy`].

@@ -125,7 +125,7 @@ fn key_value(text: &str) -> Result<(String, String), String> {
 }
 
 impl ConfigArgs {
-    fn to_overrides(self) -> ConfigOverrides {
+    fn into_overrides(self) -> ConfigOverrides {
         let short = [
             ("server.listen_tcp", self.listen),
             ("server.listen_unix", self.unix),
@@ -141,7 +141,7 @@ impl ConfigArgs {
     }
 
     fn load_config(self) -> Result<Config, ConfigError> {
-        Config::load(&self.to_overrides())
+        Config::load(&self.into_overrides())
     }
 }
 
@@ -228,7 +228,7 @@ fn run_command(command: CliCommand) -> Result<(), CliError> {
             build_runtime()?.block_on(serve::run_daemon(config.load_config()?))
         }
         CliCommand::Config { print_default: true, .. } => print_text(DEFAULT_TOML),
-        CliCommand::Config { config, .. } => print_text(&config_text(&config.to_overrides())?),
+        CliCommand::Config { config, .. } => print_text(&config_text(&config.into_overrides())?),
         CliCommand::Sequences(command) => {
             print_text(&build_runtime()?.block_on(sequences::run_command(command))?)
         }

@@ -181,6 +181,7 @@ impl Config {
 
     fn validate_raw(raw: &RawConfig) -> Result<Self, ConfigError> {
         let (server, limits, device) = (&raw.server, &raw.limits, &raw.device);
+        let calibration_bytes = limits.calibration_bytes_max;
         let config = Self {
             listen_tcp: parse_address("server.listen_tcp", &server.listen_tcp)?,
             listen_unix: socket_path(&server.listen_unix),
@@ -231,10 +232,7 @@ impl Config {
             tokens_per_sequence_max: sequence_tokens(limits.tokens_per_sequence_max)?,
             sequence_layers_max: sequence_layers(limits.sequence_layers_max)?,
             sequence_views_max: sequence_views(limits.sequence_views_max)?,
-            calibration_bytes_max: to_size(
-                "limits.calibration_bytes_max",
-                limits.calibration_bytes_max,
-            )?,
+            calibration_bytes_max: to_size("limits.calibration_bytes_max", calibration_bytes)?,
             query_sample_bytes_max: limits.query_sample_bytes_max.as_u64(),
             inflight_bytes_max: to_size("limits.inflight_bytes_max", limits.inflight_bytes_max)?,
             connection_bytes_max: limits.connection_bytes_max.as_u64() as usize,

@@ -238,6 +238,7 @@ fn request_panels() -> Vec<DashboardPanel> {
         SessionEndsTotal, SessionSequencesClosedTotal, Sessions, TransportRefusalsTotal,
     };
     let refused = PanelQuery::rate_where(RequestsTotal, r#"code!="OK""#, &["rpc", "code"]);
+    let region_calls = PanelQuery::rate(RegionCallsTotal, &["payloads"]);
     vec![
         lines("Requests by rpc", "reqps", [PanelQuery::rate(RequestsTotal, &["rpc"])])
             .explained(RequestsTotal),
@@ -254,12 +255,7 @@ fn request_panels() -> Vec<DashboardPanel> {
         lines("Regions", "none", [PanelQuery::level(Regions, &["instance"])]).explained(Regions),
         lines("Memory of regions", "bytes", [PanelQuery::level(RegionBytes, &["instance"])])
             .explained(RegionBytes),
-        lines(
-            "Calls through regions",
-            "reqps",
-            [PanelQuery::rate(RegionCallsTotal, &["payloads"])],
-        )
-        .explained(RegionCallsTotal),
+        lines("Calls through regions", "reqps", [region_calls]).explained(RegionCallsTotal),
         lines("Sessions", "none", [PanelQuery::level(Sessions, &["instance"])]).explained(Sessions),
         lines("Ends of sessions", "ops", [PanelQuery::rate(SessionEndsTotal, &["reason"])])
             .explained(SessionEndsTotal),

@@ -211,8 +211,8 @@ fn keys_256<const R: usize, const DP: usize, const KIND: u8, const WIDTH: usize>
                             let at = (pass + d) * per_row + 4 * ($plane * groups + group);
                             for row in 0..R {
                                 let (bytes, at) = (q.bytes.as_ptr(), 2 * (row * q.len + at));
-                                // SAFETY: a row has `2 * q.len` bytes, eight for each group.
                                 let parts =
+                                    // SAFETY: a row has `2 * q.len` bytes, eight for each group.
                                     unsafe { [load_four(bytes, at), load_four(bytes, at + 4)] };
                                 let parts = parts.map(|part| _mm256_set1_epi32(part));
                                 sums[row][0] = add_256(sums[row][0], values[0], parts);
@@ -276,8 +276,8 @@ fn values_256<const R: usize, const DP: usize, const KIND: u8, const WIDTH: usiz
                             for row in 0..R {
                                 let (bytes, at) =
                                     (weights.bytes.as_ptr(), 2 * (row * weights.len + at));
-                                // SAFETY: a row has `2 * weights.len` bytes, eight for each group.
                                 let parts =
+                                    // SAFETY: a row has `2 * weights.len` bytes, eight to a group.
                                     unsafe { [load_four(bytes, at), load_four(bytes, at + 4)] };
                                 let parts = parts.map(|part| _mm256_set1_epi32(part));
                                 sums[row][0] = add_256(sums[row][0], values[0], parts);
