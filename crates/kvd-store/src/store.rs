@@ -15,7 +15,7 @@ use crate::layer::{RangeFit, RememberedRange, SequenceLayer};
 use crate::ledger::{ModelLedger, ModelUsage};
 use crate::pinned::PinnedRange;
 use crate::pool::ArenaPool;
-use crate::sequence::{SequenceEntry, SequenceUsage};
+use crate::sequence::SequenceEntry;
 use crate::session_sequences::SessionSequences;
 use crate::shape::{ModelShape, StoreLimits};
 use crate::view_list::{DiscardedViews, ViewList};
