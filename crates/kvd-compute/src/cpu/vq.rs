@@ -76,7 +76,7 @@ pub(crate) struct VqKeys {
     /// One unit of a score, by row.
     units: Vec<f32>,
     /// See [`alike_factor`]; by row, of the first queries.
-    alikes: Vec<f32>,
+    alike_factors: Vec<f32>,
     /// See [`VqKeys::score_loss`].
     losses: Vec<f32>,
 }
@@ -120,7 +120,7 @@ impl VqKeys {
             spread: Vec::new(),
             parts,
             units: Vec::new(),
-            alikes: Vec::new(),
+            alike_factors: Vec::new(),
             losses: Vec::new(),
         }
     }
@@ -132,7 +132,7 @@ impl VqKeys {
         queries: impl Iterator<Item = &'q [f32]>,
         planes: impl Fn(&[f32], &mut [f32]),
     ) -> bool {
-        let Self { book, parts, units, alikes, losses, .. } = self;
+        let Self { book, parts, units, alike_factors, losses, .. } = self;
         let mut planar = vec![0f32; book.dims * book.per_row];
         parts.clear_rows(planar.len());
         units.clear();
@@ -145,11 +145,11 @@ impl VqKeys {
             let largest = if largest.is_finite() { largest } else { 0.0 };
             let unit = parts.push(simd, &planar, largest, None).unit;
             units.push(unit * book.lookup.scale);
-            if alikes.len() == row {
-                alikes.push(alike_factor(simd, &planar, unit));
+            if alike_factors.len() == row {
+                alike_factors.push(alike_factor(simd, &planar, unit));
                 losses.push(0.0);
             }
-            let loss = rounding_loss(unit * book.lookup.scale, energy) * alikes[row];
+            let loss = rounding_loss(unit * book.lookup.scale, energy) * alike_factors[row];
             losses[row] = losses[row].max(loss);
         }
         finite

@@ -73,7 +73,7 @@ pub(crate) struct UniformKeys {
     /// The share of a score that comes from the minima, by row.
     bases: Vec<f32>,
     /// See [`alike_factor`]; by row, of queries times the first steps.
-    alikes: Vec<f32>,
+    alike_factors: Vec<f32>,
     /// See [`UniformKeys::score_loss`].
     losses: Vec<f32>,
 }
@@ -106,7 +106,7 @@ impl UniformKeys {
             whole: Vec::new(),
             units: Vec::new(),
             bases: Vec::new(),
-            alikes: Vec::new(),
+            alike_factors: Vec::new(),
             losses: vec![0.0; queries.len() / dim],
         })
     }
@@ -130,7 +130,7 @@ impl UniformKeys {
             self.folded = Some(key);
             self.fold_queries(simd, scales, key.1);
             let energy = self.dim as f32 * code_reach(self.groups).powi(2);
-            let rows = self.losses.iter_mut().zip(self.units.iter().zip(&self.alikes));
+            let rows = self.losses.iter_mut().zip(self.units.iter().zip(&self.alike_factors));
             for (loss, (unit, alike)) in rows {
                 *loss = loss.max(rounding_loss(*unit, energy) * alike);
             }
@@ -171,11 +171,11 @@ impl UniformKeys {
                 self.bases.push(row.base + middle_code(self.groups) * row.lost);
             }
         }
-        if self.alikes.is_empty() {
+        if self.alike_factors.is_empty() {
             let mut steps = vec![0f32; self.dim];
             DType::F16.widen_values(scales.steps, &mut steps);
             let rows = self.queries.chunks_exact(self.dim).zip(&self.units);
-            self.alikes.extend(rows.map(|(query, unit)| {
+            self.alike_factors.extend(rows.map(|(query, unit)| {
                 let folded: Vec<f32> = query.iter().zip(&steps).map(|(q, s)| q * s).collect();
                 alike_factor(simd, &folded, *unit)
             }));
@@ -190,7 +190,7 @@ impl UniformKeys {
                 let (largest, total) =
                     (query.iter().fold(0f32, |m, q| m.max(q.abs())), sum_lanes(query));
                 let pushed = self.parts.push(simd, query, largest, Some(total));
-                self.alikes.push(alike_factor(simd, query, pushed.unit));
+                self.alike_factors.push(alike_factor(simd, query, pushed.unit));
                 self.whole.push(RoundedRow { base: total, ..pushed });
             }
         }
