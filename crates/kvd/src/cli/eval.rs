@@ -260,7 +260,7 @@ mod tests {
             ["raw", "kivi-4", "vecinfer-2", "kvd-4", "kvd-2"].map(|name| name.to_owned())
         );
         assert_eq!(codecs(&["--codec", "fp8", "--codec", "fp8"]), ["fp8"]);
-        assert_eq!(codecs(&["--all-presets", "--codec", "fp8"]).len(), 25);
+        assert_eq!(codecs(&["--all-presets", "--codec", "fp8"]).len(), 26);
         assert!(codecs(&["--search", "--budget-bits", "3"]).is_empty());
     }
 }
