@@ -191,9 +191,9 @@ fn shards_and_their_index_must_agree() {
     assert!(error.contains(second) && error.contains("missing"), "{error}");
     let cases: [(&str, &str, &str); 5] = [
         ("model.norm.weight", second, "has no model.norm.weight"),
-        ("model.norm.weight", "../model.safetensors", "no file of this folder"),
-        ("model.norm.weight", "/etc/passwd", "no file of this folder"),
-        ("model.norm.weight", "..", "no file of this folder"),
+        ("model.norm.weight", "../model.safetensors", "not a file of this folder"),
+        ("model.norm.weight", "/etc/passwd", "not a file of this folder"),
+        ("model.norm.weight", "..", "not a file of this folder"),
         ("a.tensor", second, "has no a.tensor"),
     ];
     for (tensor, file, expected) in cases {
