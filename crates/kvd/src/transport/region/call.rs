@@ -345,11 +345,11 @@ fn check_slices(
     region: &WorkerRegion,
     slices: &[v1::RegionSlice],
 ) -> Result<u64, ServiceError> {
-    let bytes = slices.iter().fold(0u64, |sum, slice| sum.saturating_add(slice.bytes));
-    check_size(service, bytes)?;
     for slice in slices {
         check_slice(region, slice.offset, slice.bytes)?;
     }
+    let bytes = slices.iter().fold(0u64, |sum, slice| sum.saturating_add(slice.bytes));
+    check_size(service, bytes)?;
     Ok(bytes)
 }
 

@@ -336,7 +336,7 @@ async fn stores_through_regions_have_the_limits_and_names_of_messages() {
         let fixture = Fixture::new(kind).await;
         let region = fixture.shared(1);
         let sequence = fixture.sequence().await;
-        let send = |tokens: u32, [k, v]: [RegionSlice; 2]| {
+        let send = |worker: &Worker, tokens: u32, [k, v]: [RegionSlice; 2]| {
             let nothing = bytes::Bytes::new();
             let chunk = StoreChunk {
                 sequence,
@@ -347,14 +347,14 @@ async fn stores_through_regions_have_the_limits_and_names_of_messages() {
                 v: nothing,
             };
             tokio::task::block_in_place(|| {
-                region.send_store(chunk, DONE, [k, v])?;
-                region.wait_call(DONE)
+                worker.send_store(chunk, DONE, [k, v])?;
+                worker.wait_call(DONE)
             })
         };
         let slice = |offset, bytes| RegionSlice { offset, bytes };
         let half = u64::from(MESSAGE_BYTES) / 2;
         for (tokens, slices, code) in [
-            (256, [slice(0, half), slice(0, half + 4)], ErrorCode::MessageTooLarge),
+            (256, [slice(0, half), slice(0, half + 4)], ErrorCode::InvalidArgument),
             (
                 20,
                 [slice(MEMORY - 20 * ROW + 4, 20 * ROW), slice(0, 20 * ROW)],
@@ -364,9 +364,14 @@ async fn stores_through_regions_have_the_limits_and_names_of_messages() {
             (20, [slice(0, 20 * ROW), slice(0, 20 * ROW - 4)], ErrorCode::ShapeMismatch),
             (0, [slice(0, 0), slice(0, 0)], ErrorCode::InvalidArgument),
         ] {
-            let refused = send(tokens, slices).unwrap_err();
+            let refused = send(&region, tokens, slices).unwrap_err();
             assert_eq!(refused.code, Some(code), "{refused}");
         }
+        // In a region that has the bytes, but not in one message.
+        let memory = u64::from(MESSAGE_BYTES) * 2;
+        let wide = fixture.worker(&fixture.memories, 3, memory, |options| options).unwrap();
+        let refused = send(&wide, 256, [slice(0, half), slice(half, half + 4)]).unwrap_err();
+        assert_eq!(refused.code, Some(ErrorCode::MessageTooLarge), "{refused}");
         assert_eq!(fixture.memories.stores.lock().staged, 0, "nothing was launched");
         too_many_tokens(&fixture, sequence).await;
         assert_eq!(fixture.memories.stores.lock().staged, 0);
