@@ -67,7 +67,7 @@ pub struct SessionDescription {
     pub name: String,
     /// Since it was begun.
     pub age: Duration,
-    /// StreamState that hold it.
+    /// Streams that hold it.
     pub holders: u32,
     /// Until it ends; none while a stream holds it.
     pub ends_in: Option<Duration>,

@@ -7,7 +7,7 @@ use super::*;
 use proptest::prelude::*;
 use std::fmt::Write as _;
 
-/// RowErrors over the reference's.
+/// Errors over the reference's.
 const SLACK: f64 = 4.0;
 
 /// Answers of a plain implementation in f32: scores, then weights, then sums, one after the other;
@@ -55,7 +55,7 @@ fn plain(
     q.chunks_exact(dim).enumerate().map(one).collect()
 }
 
-/// RowErrors of a row: of its output and of its log-sum-exp.
+/// Errors of a row: of its output and of its log-sum-exp.
 #[derive(Clone, Copy, Debug, Default)]
 struct RowErrors {
     out: f64,
@@ -102,7 +102,7 @@ fn units(
     truth.iter().enumerate().map(one).collect()
 }
 
-/// RowErrors over the reference's by instruction set, of the row where they are largest.
+/// Errors over the reference's by instruction set, of the row where they are largest.
 fn errors(name: &str, dim: u32, kind: HostileInput, ask: Question) -> Vec<(Simd, f64, f64)> {
     let geometry = Geometry { dtype: kind.dtype(), ..geometry(dim) };
     let codec = codec(&geometry, name);
@@ -149,7 +149,7 @@ fn assert_served(name: &str, dim: u32, kind: HostileInput, ask: Question) {
     }
 }
 
-/// RowErrors over the reference's, by kind of data and by instruction set.
+/// Errors over the reference's, by kind of data and by instruction set.
 type ErrorsByKind = Vec<Vec<(Simd, f64)>>;
 
 /// The page `docs/perf/fast-bound.md`, but for what is said there once.
