@@ -165,7 +165,8 @@ fn ended_by_a_sanitizer(test: &str, kernel: &str) -> Option<String> {
         .unwrap();
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success(), "{kernel}: {text}");
-    assert!(text.contains("planted.cu"), "{kernel}: {text}");
+    // The frame on top is the kernel; lines of source are known to builds with debug information.
+    assert!(text.contains(kernel), "{kernel}: {text}");
     Some(text)
 }
 
