@@ -337,19 +337,12 @@ mod tests {
         }
     }
 
-    /// Presets that docs/quality.md does not have yet; `kvd codecs` has dashes for them.
-    const UNMEASURED: [&str; 1] = ["oscar-2"];
-
     #[test]
     fn losses_are_those_of_the_page_and_bits_near_what_specs_say() {
         for preset in presets() {
             let spec = resolve_spec(preset.name).unwrap();
             let loss = find_loss(QUALITY_PAGE, preset.name);
-            assert_eq!(loss.is_none(), UNMEASURED.contains(&preset.name), "{}", preset.name);
-            let Some(loss) = loss else {
-                assert!(implied_bits(&spec).is_some(), "{}: its bits depend on data", preset.name);
-                continue;
-            };
+            let loss = loss.unwrap_or_else(|| panic!("docs/quality.md has no {}", preset.name));
             if let Some(bits) = implied_bits(&spec) {
                 let apart = (bits - loss.bits_per_value).abs();
                 assert!(apart < 0.02, "{}: {bits}, {loss:?}", preset.name);
