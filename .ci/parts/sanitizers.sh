@@ -1,6 +1,7 @@
 # Overruns and races of kernels, planted ones too, show under sanitizers alone. kernels/README.md
 # says what runs under which.
 # guards: kernels crates/kvd-emu crates/kvd-cuda
+# limit: 1800
 set -euo pipefail
 source .ci/lib.sh
 export KVD_REQUIRE_EMU=1 ASAN_OPTIONS=detect_leaks=0
