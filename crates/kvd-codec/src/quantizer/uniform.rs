@@ -223,7 +223,7 @@ impl Uniform {
             let groups = minima.iter().zip(inverse);
             let parts = rows.chunks_exact(span).zip(symbols.chunks_exact_mut(span));
             for ((part, symbols), (minimum, inverse)) in parts.zip(groups) {
-                self.codes_of(part, (*minimum, *inverse), symbols);
+                self.quantize_group(part, *minimum, *inverse, symbols);
             }
             return;
         }
@@ -283,36 +283,36 @@ impl Uniform {
         let pairs = minima.iter().zip(inverse);
         if span == 1 {
             for ((symbol, x), (minimum, inverse)) in symbols.iter_mut().zip(row).zip(pairs) {
-                *symbol = quantize_value(*x, (*minimum, *inverse), top);
+                *symbol = quantize_value(*x, *minimum, *inverse, top);
             }
             return;
         }
         let parts = symbols.chunks_mut(span).zip(row.chunks(span));
         for ((symbols, part), (minimum, inverse)) in parts.zip(pairs) {
-            self.codes_of(part, (*minimum, *inverse), symbols);
+            self.quantize_group(part, *minimum, *inverse, symbols);
         }
     }
 
     /// The codes of values of one group.
     #[inline(always)]
-    fn codes_of(&self, values: &[f32], pair: (f32, f32), symbols: &mut [u16]) {
+    fn quantize_group(&self, values: &[f32], minimum: f32, inverse: f32, symbols: &mut [u16]) {
         let top = f32::from(self.top);
         let (whole, rest) = values.as_chunks::<CODES>();
         let (to, last) = symbols.as_chunks_mut::<CODES>();
         for (symbols, part) in to.iter_mut().zip(whole) {
             for (symbol, x) in symbols.iter_mut().zip(part) {
-                *symbol = quantize_value(*x, pair, top);
+                *symbol = quantize_value(*x, minimum, inverse, top);
             }
         }
         for (symbol, x) in last.iter_mut().zip(rest) {
-            *symbol = quantize_value(*x, pair, top);
+            *symbol = quantize_value(*x, minimum, inverse, top);
         }
     }
 }
 
 /// The level nearest to `x`, from a minimum and the reciprocal of a step.
 #[inline(always)]
-fn quantize_value(x: f32, (minimum, inverse): (f32, f32), top: f32) -> u16 {
+fn quantize_value(x: f32, minimum: f32, inverse: f32, top: f32) -> u16 {
     let level = (x - minimum) * inverse;
     let level = if level < top { level } else { top };
     // Far below 2^15, which lets the compiler narrow two registers at once.

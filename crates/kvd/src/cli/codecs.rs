@@ -62,8 +62,7 @@ struct PresetRow {
     bits_per_value: f64,
     /// f16 bytes over bytes held, one sequence with its windows, by its tokens.
     saving: Vec<PresetSaving>,
-    /// As the page has it; none before the preset was measured.
-    loss: Option<PresetLoss>,
+    loss: PresetLoss,
     /// Processor time per token and KV head, nanoseconds; with --speed.
     attend_ns: Option<f64>,
 }
@@ -111,9 +110,8 @@ pub(super) fn codecs_text(args: &CodecsArgs) -> Result<String, CliError> {
 fn preset_rows() -> Vec<PresetRow> {
     let row = |preset: &Preset| {
         let spec = resolve_spec(preset.name).expect("a test parses every preset");
-        let loss = find_loss(QUALITY_PAGE, preset.name);
-        let bits_per_value = implied_bits(&spec).or(loss.map(|loss| loss.bits_per_value));
-        let bits_per_value = bits_per_value.expect("a test looks every preset up");
+        let loss = find_loss(QUALITY_PAGE, preset.name).expect("a test looks every preset up");
+        let bits_per_value = implied_bits(&spec).unwrap_or(loss.bits_per_value);
         let saving =
             |tokens| PresetSaving { tokens, ratio: memory_saving(&spec, bits_per_value, tokens) };
         PresetRow {
@@ -221,10 +219,10 @@ fn comparison_text(report: &PresetReport) -> String {
         TableColumn::of_text("codec", cells(&|row| row.name.to_owned())),
         TableColumn::of_numbers("x 2k", cells(&|row| ratio(row, 0))),
         TableColumn::of_numbers("x 32k", cells(&|row| ratio(row, 1))),
-        TableColumn::of_numbers("ppl %", cells(&|row| loss_text(row, percent_text))),
+        TableColumn::of_numbers("ppl %", cells(&|row| percent_text(&row.loss))),
         TableColumn::of_numbers(
             "KL nats",
-            cells(&|row| loss_text(row, |loss| format!("{:.5}", loss.kl_nats.max(0.0)))),
+            cells(&|row| format!("{:.5}", row.loss.kl_nats.max(0.0))),
         ),
         TableColumn::of_text("calibrate", cells(&calibration)),
     ];
@@ -261,11 +259,6 @@ fn comparison_text(report: &PresetReport) -> String {
         }
     }
     text
-}
-
-/// A figure of a preset's loss; a dash before it was measured.
-fn loss_text(row: &PresetRow, text: impl Fn(&PresetLoss) -> String) -> String {
-    row.loss.as_ref().map_or_else(|| "-".to_owned(), text)
 }
 
 /// A change that rounds to nothing has no sign.

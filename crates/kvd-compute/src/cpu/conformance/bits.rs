@@ -60,7 +60,7 @@ enum FactorRounding {
 }
 
 impl FactorRounding {
-    fn of(config: KernelConfig, codec: &ModelCodec, name: &str, rows: usize) -> Self {
+    fn of_kernels(config: KernelConfig, codec: &ModelCodec, name: &str, rows: usize) -> Self {
         let config = attend_job::effective_config(config, rows);
         let simd = config.simd;
         let [k, v] = Side::BOTH.map(|side| codec.head_codec(LAYER, side, 0));
@@ -198,7 +198,7 @@ fn compare_levels(backend: &mut CpuBackend, codec: &ModelCodec, name: &str, part
         {
             let config = KernelConfig { simd, precision };
             (backend.simd, backend.precision) = (simd, precision);
-            let way = FactorRounding::of(config, codec, name, group);
+            let way = FactorRounding::of_kernels(config, codec, name, group);
             let mut scores = vec![0f32; tokens * HEADS * group];
             backend.key_scores(&plan, &mut scores).unwrap();
             let answer = backend.attend(&plan).unwrap();
