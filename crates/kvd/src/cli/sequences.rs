@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// Columns of a model's name.
-const NAME_COLUMNS: usize = 18;
+const NAME_COLUMNS: usize = 16;
 
 #[derive(Subcommand)]
 pub(super) enum SequencesCommand {
@@ -234,7 +234,7 @@ mod tests {
         let rows = [info, free].map(|info| sequence_row(&names, info));
         let text = sequence_table(&rows);
         assert!(columns_of(&text) <= COLUMNS, "{} columns:\n{text}", columns_of(&text));
-        assert!(text.contains("…a-3.1-8B-Instruct") && text.contains("  -  "), "{text}");
+        assert!(text.contains("…3.1-8B-Instruct") && text.contains("  -  "), "{text}");
         assert!(
             text.ends_with("\n2 sequences in all; shared blocks are counted for each: 2.0 TiB\n")
         );
