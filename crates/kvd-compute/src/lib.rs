@@ -16,8 +16,10 @@ mod stop;
 mod task;
 
 pub use backend::{
-    Attended, Backend, DeviceInfo, EncodeSource, EncodedPages, HeldPages, IncomingRows, Launches,
-    LoadedRows, ModelBytes, RawTarget,
+    AppendPlan, AppendRows, AppendSteps, Appended, AttendBackend, Attended, Backend, BlockAnswer,
+    DeviceInfo, EncodeSource, EncodedPages, HeldPages, IncomingRows, Launches, LoadedRows,
+    ModelBytes, PageBackend, PlannedBlock, PlannedCopy, PlannedWrite, RawTarget, RegionBackend,
+    ReserveSlot,
 };
 pub use cpu::{
     ArenaError, CodeDecoder, CpuBackend, CpuOptions, EncodeAs, InstructionSet, MultiplyKind,
@@ -25,9 +27,7 @@ pub use cpu::{
 };
 pub use error::BackendError;
 pub use plan::{AttendPlan, LoadPlan, PlanPart, PlanQuery, Source};
-pub use region::{
-    DeviceRegion, OpenedRegion, RegionHandle, RegionPlaces, RegionRows, StagedRows, StagedWrite,
-};
+pub use region::{DeviceRegion, OpenedRegion, RegionHandle, RegionPlaces, RegionRows, StagedRows};
 pub use sampling::Sampling;
 pub use state::PartialState;
 pub use stop::{Slice, Stop, StopReason};

@@ -1,6 +1,6 @@
 //! Memory of a device that a worker shares, as a backend is told of it.
 
-use crate::{BackendError, RawTarget};
+use crate::BackendError;
 use kvd_core::ErrorCode;
 use std::os::fd::OwnedFd;
 
@@ -67,23 +67,12 @@ pub struct RegionRows {
 /// attend. What the worker writes later changes nothing of it.
 #[derive(Debug)]
 pub struct StagedRows {
-    /// Which call of [`crate::Backend::stage`] copied them.
+    /// Which call of [`crate::RegionBackend::stage`] copied them.
     pub call: u64,
     /// [`crate::content_hash`] of them.
     pub content_hash: u64,
-    /// The first value that is NaN or infinite, as [`crate::Backend::check`] names it.
+    /// The first value that is NaN or infinite, as [`crate::AppendSteps::check`] names it.
     pub finite: Result<(), BackendError>,
-}
-
-/// Staged rows that go to a raw slot.
-#[derive(Clone, Copy, Debug)]
-pub struct StagedWrite {
-    /// First token within what is staged.
-    pub source_row: u32,
-    /// Tokens.
-    pub rows: u32,
-    /// Where they go.
-    pub to: RawTarget,
 }
 
 /// The answer of a device that no memory can be shared through.

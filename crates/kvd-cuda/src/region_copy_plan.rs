@@ -2,7 +2,7 @@
 //! what host and kernels agree on, field by field (`kernels/include/kvd/region/{stage,rows}.cuh`).
 
 use bytemuck::{Pod, Zeroable};
-use kvd_compute::{RawTarget, StagedWrite};
+use kvd_compute::{PlannedWrite, RawTarget};
 use kvd_core::{DType, Geometry, Side};
 
 /// Bytes of one word that is hashed.
@@ -155,13 +155,13 @@ impl RowsUnit {
     #[must_use]
     pub fn from_writes(
         geometry: &Geometry,
-        writes: &[StagedWrite],
+        writes: &[PlannedWrite],
         from: [u64; 2],
         arena: u64,
     ) -> Vec<Self> {
         let heads = geometry.kv_heads;
         let mut units = Vec::with_capacity(writes.len() * 2 * heads as usize);
-        for StagedWrite { source_row, rows, to: RawTarget { extent, capacity_rows, first_row } } in
+        for PlannedWrite { source_row, rows, to: RawTarget { extent, capacity_rows, first_row } } in
             writes
         {
             let layout = geometry.raw_layout(*capacity_rows);
@@ -268,8 +268,8 @@ mod tests {
         let to =
             |offset, first_row| RawTarget { extent: extent(offset), capacity_rows: 16, first_row };
         let writes = [
-            StagedWrite { source_row: 0, rows: 3, to: to(4096, 13) },
-            StagedWrite { source_row: 3, rows: 16, to: to(20_480, 0) },
+            PlannedWrite { source_row: 0, rows: 3, to: to(4096, 13) },
+            PlannedWrite { source_row: 3, rows: 16, to: to(20_480, 0) },
         ];
         let units = RowsUnit::from_writes(&geometry, &writes, [0x10_0000, 0x20_0000], 0x100);
         assert_eq!(units.len(), 8);

@@ -10,7 +10,8 @@ mod worker;
 
 use kvd_codec::ModelCodec;
 use kvd_compute::{
-    Backend, IncomingRows, LoadPlan, PlanPart, RawTarget, RegionHandle, RegionRows, Source,
+    AppendSteps, IncomingRows, LoadPlan, PageBackend, PlanPart, RawTarget, RegionBackend,
+    RegionHandle, RegionRows, Source,
 };
 use kvd_core::{Coded, DType, ErrorCode, Extent, Geometry, LayerIndex, ModelId, RopePairing};
 use kvd_cuda::{

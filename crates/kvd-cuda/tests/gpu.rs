@@ -12,7 +12,8 @@ mod suite;
 mod worker;
 
 use kvd_compute::{
-    AttendPlan, Backend, IncomingRows, PlanPart, RawTarget, RegionHandle, RegionPlaces, Source,
+    AppendSteps, AttendBackend, AttendPlan, IncomingRows, PageBackend, PlanPart, RawTarget,
+    RegionBackend, RegionHandle, RegionPlaces, Source,
 };
 use kvd_core::{Extent, ModelId, RopePairing};
 use kvd_cuda::{

@@ -19,8 +19,8 @@ use driver::shared::{Kind, Shared};
 use driver::{EmuDriver, Fail, Planted, Watch};
 use kvd_codec::ModelCodec;
 use kvd_compute::{
-    AttendPlan, Backend, CpuBackend, CpuOptions, EncodeSource, IncomingRows, LoadPlan, PlanPart,
-    RawTarget, RegionHandle, Source,
+    AppendSteps, AttendBackend, AttendPlan, CpuBackend, CpuOptions, EncodeSource, IncomingRows,
+    LoadPlan, PageBackend, PlanPart, RawTarget, RegionBackend, RegionHandle, Source,
 };
 use kvd_core::{Coded, DType, ErrorCode, Extent, LayerIndex, ModelId, RopePairing, Side};
 use kvd_cuda::{

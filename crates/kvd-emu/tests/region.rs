@@ -22,8 +22,8 @@ mod waits;
 use driver::shared::{Kind, Shared};
 use driver::{EmuDriver, Fail, Planted, Watch};
 use kvd_compute::{
-    AttendPlan, Backend, IncomingRows, OpenedRegion, PlanPart, PlanQuery, RawTarget, RegionPlaces,
-    Source,
+    AppendSteps, AttendBackend, AttendPlan, IncomingRows, OpenedRegion, PageBackend, PlanPart,
+    PlanQuery, RawTarget, RegionBackend, RegionPlaces, Source,
 };
 use kvd_core::{Coded, DType, ErrorCode, Extent, Geometry, LayerIndex, ModelId, RopePairing};
 use kvd_cuda::{CudaBackend, CudaOptions};

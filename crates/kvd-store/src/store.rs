@@ -5,6 +5,7 @@
 //! or while an entry drops.
 
 mod listing;
+mod reads;
 
 pub use listing::{SequenceQuery, SequenceSummary};
 
@@ -13,7 +14,6 @@ use crate::append_plan::AppendDraft;
 use crate::error::StoreError;
 use crate::layer::{RangeFit, RememberedRange, SequenceLayer};
 use crate::ledger::{ModelLedger, ModelUsage};
-use crate::pinned::PinnedRange;
 use crate::pool::ArenaPool;
 use crate::sequence::SequenceEntry;
 use crate::session_sequences::SessionSequences;
@@ -21,7 +21,6 @@ use crate::shape::{ModelShape, StoreLimits};
 use crate::view_list::{DiscardedViews, ViewList};
 use dashmap::DashMap;
 use kvd_core::{IdCounter, LayerIndex, ModelId, Namespace, SequenceId};
-use std::ops::{Bound, RangeBounds};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -273,48 +272,6 @@ impl SequenceStore {
         };
         let offered = RememberedRange { start, tokens, content_hash };
         Ok(AppendTicket::new(claim, draft, &self.pool, offered)?)
-    }
-
-    /// Pins tokens of one layer for reading. `length` is how many tokens the read may see, all
-    /// that are stored when absent; `range` lies within them, and an open end means to their end.
-    ///
-    /// # Errors
-    /// [`StoreError::RangeNotStored`] when `length` or `range` reaches past what is stored,
-    /// [`StoreError::InvalidRange`] when `range` ends before it starts.
-    pub fn pin_range(
-        &self,
-        ns: &Namespace,
-        id: SequenceId,
-        layer: LayerIndex,
-        range: impl RangeBounds<u32>,
-        length: Option<u32>,
-    ) -> Result<PinnedRange, StoreError> {
-        let EntryLayer { entry, layer: index } = self.entry_and_layer(ns, id, layer)?;
-        let state = entry.layer_mutex(index).lock();
-        let stored = state.length;
-        let length = length.unwrap_or(stored);
-        if length > stored {
-            return Err(StoreError::RangeNotStored { asked: length, stored });
-        }
-        let start = match range.start_bound() {
-            Bound::Included(&start) => start,
-            Bound::Excluded(&before) => before.saturating_add(1),
-            Bound::Unbounded => 0,
-        };
-        let end = match range.end_bound() {
-            Bound::Included(&last) => last.saturating_add(1),
-            Bound::Excluded(&end) => end,
-            Bound::Unbounded => length.max(start),
-        };
-        if start > end {
-            return Err(StoreError::InvalidRange { start, end });
-        }
-        if end > length {
-            return Err(StoreError::RangeNotStored { asked: end, stored: length });
-        }
-        let views = state.pin_range(&entry.model, start..end);
-        drop(state);
-        Ok(PinnedRange { model: Arc::clone(&entry.model), length, range: start..end, views })
     }
 
     /// Counts what the sequences of a model hold right now; zeros for a model without any.

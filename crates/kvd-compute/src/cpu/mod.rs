@@ -90,9 +90,9 @@ mod unit_queries;
 mod vq;
 
 use crate::{
-    AttendPlan, AttendTask, Attended, Backend, BackendError, DeviceInfo, EncodeSource,
-    EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, RawTarget, Sampling, Source,
-    Stop,
+    AppendSteps, AttendBackend, AttendPlan, AttendTask, Attended, BackendError, DeviceInfo,
+    EncodeSource, EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, PageBackend,
+    RawTarget, RegionBackend, Sampling, Source, Stop,
 };
 pub use arena::ArenaError;
 use arena::HostArena;
@@ -131,7 +131,7 @@ struct RegisteredModel {
     sampling: Sampling,
 }
 
-/// [`Backend`] on the host's processor.
+/// A [`Backend`](crate::Backend) on the host's processor.
 pub struct CpuBackend {
     arena: HostArena,
     models: HashMap<ModelId, RegisteredModel>,
@@ -267,7 +267,7 @@ impl CpuBackend {
     /// not read.
     ///
     /// # Errors
-    /// As [`Backend::attend`].
+    /// As [`AttendBackend::attend`].
     ///
     /// # Panics
     /// When the plan has not one query of one token, or `out` another length.
@@ -322,11 +322,11 @@ impl CpuBackend {
         self.arena.extent_bytes_mut(to).copy_from_slice(bytes);
     }
 
-    /// Encodes blocks as [`Backend::encode`] does, `how` instead of as the host decides, with the
+    /// Encodes blocks as [`AppendSteps::encode`] does, `how` instead of as the host decides, with the
     /// Huffman tables that there are: for a device that has its own [`Sampling`].
     ///
     /// # Errors
-    /// As [`Backend::encode`].
+    /// As [`AppendSteps::encode`].
     pub fn encode_as(
         &mut self,
         model: ModelId,
@@ -392,7 +392,7 @@ impl CpuBackend {
     }
 }
 
-impl Backend for CpuBackend {
+impl PageBackend for CpuBackend {
     fn info(&self) -> DeviceInfo {
         let (simd, threads) = (self.simd.level().name(), self.threads.current_num_threads());
         DeviceInfo {
@@ -419,6 +419,13 @@ impl Backend for CpuBackend {
         })
     }
 
+    fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
+        let codec = self.codec(plan.model)?;
+        raw_slots::load_rows(LayerReader { arena: &self.arena, codec, layer: plan.layer }, plan)
+    }
+}
+
+impl AppendSteps for CpuBackend {
     fn check(&self, model: ModelId, rows: &IncomingRows) -> Result<(), BackendError> {
         raw_slots::check_finite(self.codec(model)?.geometry(), rows)
     }
@@ -473,7 +480,9 @@ impl Backend for CpuBackend {
     fn place(&mut self, pages: &EncodedPages, to: Extent) {
         self.arena.extent_bytes_mut(to).copy_from_slice(&pages.bytes);
     }
+}
 
+impl AttendBackend for CpuBackend {
     fn attend(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError> {
         slices::attend_whole(self, plan)
     }
@@ -485,9 +494,7 @@ impl Backend for CpuBackend {
     ) -> Result<Option<Attended>, BackendError> {
         slices::attend_slice(self, task, stop)
     }
-
-    fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
-        let codec = self.codec(plan.model)?;
-        raw_slots::load_rows(LayerReader { arena: &self.arena, codec, layer: plan.layer }, plan)
-    }
 }
+
+/// The host has no device memory to share.
+impl RegionBackend for CpuBackend {}

@@ -4,9 +4,10 @@
 use bytes::Bytes;
 use kvd_codec::ModelCodec;
 use kvd_compute::{
-    AttendPlan, Attended, Backend, BackendError, DeviceInfo, DeviceRegion, EncodeSource,
-    EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, RawTarget, RegionPlaces,
-    RegionRows, Source, StagedWrite, content_hash,
+    AppendSteps, AttendBackend, AttendPlan, Attended, Backend, BackendError, DeviceInfo,
+    DeviceRegion, EncodeSource, EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes,
+    PageBackend, PlannedWrite, RawTarget, RegionBackend, RegionPlaces, RegionRows, Source,
+    content_hash,
 };
 use kvd_core::{Extent, Geometry, LayerIndex, ModelId};
 use std::ops::Range;
@@ -89,37 +90,52 @@ impl<B: Backend> InPlace<B> {
     }
 }
 
-impl<B: Backend> Backend for InPlace<B> {
-    fn attend(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError> {
-        let answer = self.attend_once(plan)?;
-        for _ in 1..self.repeat {
-            let again = self.attend_once(plan)?;
-            assert_eq!((&again.out, &again.lse), (&answer.out, &answer.lse), "asked again");
-        }
-        Ok(answer)
-    }
-
+impl<B: Backend> PageBackend for InPlace<B> {
     fn info(&self) -> DeviceInfo {
         self.backend.info()
     }
+
     fn supports(&self, codec: &ModelCodec) -> Result<(), BackendError> {
         self.backend.supports(codec)
     }
+
     fn failure(&self) -> Option<&str> {
         self.backend.failure()
     }
+
     fn register(&mut self, model: ModelId, codec: ModelCodec) {
         self.backend.register(model, codec);
     }
+
     fn unregister(&mut self, model: ModelId) {
         self.backend.unregister(model);
     }
+
     fn model_bytes(&self, model: ModelId) -> Result<ModelBytes, BackendError> {
         self.backend.model_bytes(model)
     }
+
+    fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
+        self.backend.load(plan)
+    }
+}
+
+impl<B: Backend> AppendSteps for InPlace<B> {
     fn check(&self, model: ModelId, rows: &IncomingRows) -> Result<(), BackendError> {
         self.backend.check(model, rows)
     }
+
+    fn copy(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        from: &Source,
+        count: u32,
+        to: RawTarget,
+    ) -> Result<(), BackendError> {
+        self.backend.copy(model, layer, from, count, to)
+    }
+
     fn write(
         &mut self,
         model: ModelId,
@@ -139,7 +155,7 @@ impl<B: Backend> Backend for InPlace<B> {
             // The second half first: order is not what the caller promises.
             let half = |source_row: u32, rows: u32| {
                 let to = RawTarget { first_row: to.first_row + done + source_row, ..to };
-                StagedWrite { source_row, rows, to }
+                PlannedWrite { source_row, rows, to }
             };
             let middle = now / 2;
             let halves = [half(middle, now - middle), half(0, middle)];
@@ -148,16 +164,7 @@ impl<B: Backend> Backend for InPlace<B> {
         }
         Ok(())
     }
-    fn copy(
-        &mut self,
-        model: ModelId,
-        layer: LayerIndex,
-        from: &Source,
-        count: u32,
-        to: RawTarget,
-    ) -> Result<(), BackendError> {
-        self.backend.copy(model, layer, from, count, to)
-    }
+
     fn encode(
         &mut self,
         model: ModelId,
@@ -166,10 +173,21 @@ impl<B: Backend> Backend for InPlace<B> {
     ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
         self.backend.encode(model, layer, blocks)
     }
+
     fn place(&mut self, pages: &EncodedPages, to: Extent) {
         self.backend.place(pages, to);
     }
-    fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
-        self.backend.load(plan)
+}
+
+impl<B: Backend> AttendBackend for InPlace<B> {
+    fn attend(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError> {
+        let answer = self.attend_once(plan)?;
+        for _ in 1..self.repeat {
+            let again = self.attend_once(plan)?;
+            assert_eq!((&again.out, &again.lse), (&answer.out, &answer.lse), "asked again");
+        }
+        Ok(answer)
     }
 }
+
+impl<B: Backend> RegionBackend for InPlace<B> {}

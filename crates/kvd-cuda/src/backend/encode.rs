@@ -11,7 +11,7 @@ use crate::{StoreParameters, StoreShapes};
 use bytemuck::Zeroable;
 use kvd_codec::{HEADER_BYTES, ModelCodec, PageBytes, PageHeader};
 use kvd_compute::{
-    Backend, BackendError, EncodeAs, EncodeSource, EncodedPages, HeldPages, Sampling,
+    AppendSteps, BackendError, EncodeAs, EncodeSource, EncodedPages, HeldPages, Sampling,
 };
 use kvd_core::{Extent, LayerIndex, ModelId};
 
@@ -333,7 +333,7 @@ impl CudaBackend {
             }
             at += bytes;
         }
-        // A failure is kept and told to the lane, which then answers no one with success.
+        // A failure is kept and told to the worker, which then answers no one with success.
         let _ = self.device.copy_in(runs);
     }
 }

@@ -1,12 +1,12 @@
-//! [`Backend`] on a GPU: page memory, attention and encoding on the device; what is measured or has
+//! A [`Backend`](kvd_compute::Backend) on a GPU: page memory, attention and encoding on the device; what is measured or has
 //! no store kernel is encoded on the host, which also builds Huffman tables and decodes.
 //!
-//! Runs on the lane's thread. All memory is taken when it is opened, that for tables of layers,
+//! Runs on the device worker's thread. All memory is taken when it is opened, that for tables of layers,
 //! every kernel and pinned memory of the host too (only a driver takes some for itself, for graphs
 //! and for kernels that are compiled late): bytes for the device are copied while kernels run, and
 //! results are waited for by an event, for a bounded time.
 //! After an error that sticks, or work that does not end, nothing is called any more: every answer
-//! is `DEVICE_FAILED`, and [`Backend::failure`] tells the lane.
+//! is `DEVICE_FAILED`, and [`PageBackend::failure`] tells the worker.
 
 mod attend;
 mod encode;
@@ -30,10 +30,10 @@ use encode::ScratchPages;
 use graphs::GraphCache;
 use kvd_codec::{ModelCodec, Page, PageHeader};
 use kvd_compute::{
-    AttendPlan, Attended, Backend, BackendError, CpuBackend, CpuOptions, DeviceInfo, DeviceRegion,
-    EncodeSource, EncodedPages, IncomingRows, Launches, LoadPlan, LoadedRows, ModelBytes,
-    OpenError, OpenedRegion, PlanPart, RawTarget, RegionHandle, RegionPlaces, RegionRows, Source,
-    StagedRows, StagedWrite,
+    AppendSteps, AttendBackend, AttendPlan, Attended, BackendError, CpuBackend, CpuOptions,
+    DeviceInfo, DeviceRegion, EncodeSource, EncodedPages, IncomingRows, Launches, LoadPlan,
+    LoadedRows, ModelBytes, OpenError, OpenedRegion, PageBackend, PlanPart, PlannedWrite,
+    RawTarget, RegionBackend, RegionHandle, RegionPlaces, RegionRows, Source, StagedRows,
 };
 use kvd_core::{Coded, ErrorCode, Extent, LayerIndex, ModelId, Side};
 use layers::DeviceModel;
@@ -177,7 +177,7 @@ impl CudaBackend {
     }
 }
 
-impl Backend for CudaBackend {
+impl PageBackend for CudaBackend {
     fn info(&self) -> DeviceInfo {
         let arena_bytes = self.device.arena_bytes();
         let (description, uuid) = (self.device.description(), self.device.uuid());
@@ -190,10 +190,6 @@ impl Backend for CudaBackend {
 
     fn failure(&self) -> Option<&str> {
         self.device.failure_message()
-    }
-
-    fn launches(&self) -> Launches {
-        self.graphs.launches().clone()
     }
 
     fn register(&mut self, model: ModelId, codec: ModelCodec) {
@@ -217,43 +213,21 @@ impl Backend for CudaBackend {
         self.host.model_bytes(model)
     }
 
-    fn set_queries(
-        &mut self,
-        model: ModelId,
-        layer: LayerIndex,
-        heads: &[Vec<f32>],
-    ) -> Result<(), BackendError> {
-        // Blocks are measured there.
-        self.host.set_queries(model, layer, heads)
+    fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
+        let mut loaded = LoadedRows { k: Vec::new(), v: Vec::new() };
+        for part in &plan.parts {
+            let part = PlanPart { source: self.fetch_slot(&part.source)?, ..part.clone() };
+            let rows = self.host.load(&LoadPlan { parts: vec![part], ..plan.clone() })?;
+            loaded.k.extend(rows.k);
+            loaded.v.extend(rows.v);
+        }
+        Ok(loaded)
     }
+}
 
+impl AppendSteps for CudaBackend {
     fn check(&self, model: ModelId, rows: &IncomingRows) -> Result<(), BackendError> {
         self.host.check(model, rows)
-    }
-
-    fn write(
-        &mut self,
-        model: ModelId,
-        rows: &IncomingRows,
-        source_row: u32,
-        count: u32,
-        to: RawTarget,
-    ) -> Result<(), BackendError> {
-        let geometry = self.model_codec(model)?.geometry().clone();
-        let layout = geometry.raw_layout(to.capacity_rows);
-        let heads = geometry.kv_heads as usize;
-        for (side, bytes) in [(Side::Key, &rows.k), (Side::Value, &rows.v)] {
-            let row_bytes = layout.row_bytes(side) as usize;
-            for head in 0..heads {
-                // From `[tokens, heads, channels]` to rows of one head.
-                let first = source_row as usize * heads + head;
-                let rows = bytes.chunks_exact(row_bytes).skip(first).step_by(heads);
-                let rows = rows.take(count as usize).collect::<Vec<_>>().concat();
-                let at = layout.row_offset(side, head as u64, u64::from(to.first_row));
-                self.device.write_arena(to.extent.offset + at, &rows)?;
-            }
-        }
-        Ok(())
     }
 
     fn copy(
@@ -285,6 +259,49 @@ impl Backend for CudaBackend {
         self.device.copy_arena(rows.collect())
     }
 
+    fn write(
+        &mut self,
+        model: ModelId,
+        rows: &IncomingRows,
+        source_row: u32,
+        count: u32,
+        to: RawTarget,
+    ) -> Result<(), BackendError> {
+        let geometry = self.model_codec(model)?.geometry().clone();
+        let layout = geometry.raw_layout(to.capacity_rows);
+        let heads = geometry.kv_heads as usize;
+        for (side, bytes) in [(Side::Key, &rows.k), (Side::Value, &rows.v)] {
+            let row_bytes = layout.row_bytes(side) as usize;
+            for head in 0..heads {
+                // From `[tokens, heads, channels]` to rows of one head.
+                let first = source_row as usize * heads + head;
+                let rows = bytes.chunks_exact(row_bytes).skip(first).step_by(heads);
+                let rows = rows.take(count as usize).collect::<Vec<_>>().concat();
+                let at = layout.row_offset(side, head as u64, u64::from(to.first_row));
+                self.device.write_arena(to.extent.offset + at, &rows)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn write_staged(
+        &mut self,
+        staged: &StagedRows,
+        writes: &[PlannedWrite],
+    ) -> Result<(), BackendError> {
+        self.write_rows(staged, writes)
+    }
+
+    fn set_queries(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        heads: &[Vec<f32>],
+    ) -> Result<(), BackendError> {
+        // Blocks are measured there.
+        self.host.set_queries(model, layer, heads)
+    }
+
     fn encode(
         &mut self,
         model: ModelId,
@@ -304,7 +321,7 @@ impl Backend for CudaBackend {
         if let Some(held) = pages.held {
             return self.place_held(held, to);
         }
-        // A failure is kept and told to the lane, which then answers no one with success.
+        // A failure is kept and told to the worker, which then answers no one with success.
         if self.device.write_arena(to.offset, &pages.bytes).is_err() {
             return;
         }
@@ -317,7 +334,9 @@ impl Backend for CudaBackend {
             start = end;
         }
     }
+}
 
+impl AttendBackend for CudaBackend {
     fn attend(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError> {
         let mut q = vec![0f32; plan.q.len() / plan.dtype.size_bytes()];
         plan.dtype.widen_values(&plan.q, &mut q);
@@ -332,48 +351,18 @@ impl Backend for CudaBackend {
         self.attend_all(plan)
     }
 
-    fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
-        let mut loaded = LoadedRows { k: Vec::new(), v: Vec::new() };
-        for part in &plan.parts {
-            let part = PlanPart { source: self.fetch_slot(&part.source)?, ..part.clone() };
-            let rows = self.host.load(&LoadPlan { parts: vec![part], ..plan.clone() })?;
-            loaded.k.extend(rows.k);
-            loaded.v.extend(rows.v);
-        }
-        Ok(loaded)
+    fn launches(&self) -> Launches {
+        self.graphs.launches().clone()
     }
+}
 
+impl RegionBackend for CudaBackend {
     fn open_region(
         &mut self,
         handle: RegionHandle,
         bytes: u64,
     ) -> Result<OpenedRegion, BackendError> {
         self.open_memory(handle, bytes)
-    }
-
-    fn attend_in_place(
-        &mut self,
-        plan: &AttendPlan,
-        places: &RegionPlaces,
-        launched: &mut dyn FnMut(),
-    ) -> Result<u64, BackendError> {
-        self.attend_at(plan, places, launched)
-    }
-
-    fn stage(
-        &mut self,
-        model: ModelId,
-        rows: &RegionRows,
-    ) -> Result<Option<StagedRows>, BackendError> {
-        self.stage_rows(model, rows)
-    }
-
-    fn write_staged(
-        &mut self,
-        staged: &StagedRows,
-        writes: &[StagedWrite],
-    ) -> Result<(), BackendError> {
-        self.write_rows(staged, writes)
     }
 
     fn close_region(&mut self, region: DeviceRegion) {
@@ -396,6 +385,23 @@ impl Backend for CudaBackend {
         bytes: &[u8],
     ) -> Result<(), BackendError> {
         self.write_memory(region, offset, bytes)
+    }
+
+    fn attend_in_place(
+        &mut self,
+        plan: &AttendPlan,
+        places: &RegionPlaces,
+        launched: &mut dyn FnMut(),
+    ) -> Result<u64, BackendError> {
+        self.attend_at(plan, places, launched)
+    }
+
+    fn stage(
+        &mut self,
+        model: ModelId,
+        rows: &RegionRows,
+    ) -> Result<Option<StagedRows>, BackendError> {
+        self.stage_rows(model, rows)
     }
 }
 

@@ -4,7 +4,7 @@
 use super::{CudaBackend, THREADS, device_error};
 use crate::driver::KernelLaunch;
 use crate::region_copy_plan::{RowsParameters, RowsUnit, StageCheck, StageParameters};
-use kvd_compute::{BackendError, RawTarget, RegionRows, StagedRows, StagedWrite, content_hash_of};
+use kvd_compute::{BackendError, PlannedWrite, RawTarget, RegionRows, StagedRows, content_hash_of};
 use kvd_core::{DType, ErrorCode, Geometry, ModelId, Side};
 
 /// A copy in scratch memory, until that is given back.
@@ -107,7 +107,7 @@ impl CudaBackend {
     pub(super) fn write_rows(
         &mut self,
         staged: &StagedRows,
-        writes: &[StagedWrite],
+        writes: &[PlannedWrite],
     ) -> Result<(), BackendError> {
         let known = self.held.staged.as_mut().filter(|_| staged.call == self.held.call);
         let Some(RegionCopy { geometry, tokens, rows, units_max, units, written }) = known else {
@@ -116,7 +116,7 @@ impl CudaBackend {
                 "rows are written that are no longer staged",
             ));
         };
-        let past = |write: &StagedWrite| {
+        let past = |write: &PlannedWrite| {
             let ends_after = |first: u32, end: u32| end.checked_sub(write.rows) < Some(first);
             let RawTarget { capacity_rows, first_row, .. } = write.to;
             ends_after(write.source_row, *tokens) || ends_after(first_row, capacity_rows)

@@ -5,7 +5,9 @@ use super::{OPTIONS, blocks, suite};
 use crate::driver::{EmuDriver, Fail, Watch};
 use crate::streams::Pace;
 use kvd_codec::ModelCodec;
-use kvd_compute::{Backend, IncomingRows, PlanPart, RawTarget, Source};
+use kvd_compute::{
+    AppendSteps, AttendBackend, IncomingRows, PageBackend, PlanPart, RawTarget, Source,
+};
 use kvd_core::{Extent, LayerIndex, ModelId, RopePairing};
 use kvd_cuda::{
     CompileError, CompileEvent, CompileReport, CudaBackend, KernelCompiler, KernelSource,

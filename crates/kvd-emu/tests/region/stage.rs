@@ -3,7 +3,7 @@
 
 use super::*;
 use kvd_compute::{
-    BackendError, EncodeSource, EncodedPages, LoadPlan, RegionRows, StagedRows, StagedWrite,
+    BackendError, EncodeSource, EncodedPages, LoadPlan, PlannedWrite, RegionRows, StagedRows,
     content_hash,
 };
 use kvd_cuda::{RowsUnit, StageCheck};
@@ -54,7 +54,7 @@ pub(super) fn incoming(geometry: &Geometry, tokens: u32, seed: f32) -> IncomingR
 }
 
 /// Where an append of `tokens` goes whose first block has `begun` rows already: one slot per block.
-pub(super) fn writes(geometry: &Geometry, begun: u32, tokens: u32) -> Vec<StagedWrite> {
+pub(super) fn writes(geometry: &Geometry, begun: u32, tokens: u32) -> Vec<PlannedWrite> {
     let len = geometry.raw_layout(BLOCK).size_bytes();
     let mut writes = Vec::new();
     let (mut source_row, mut first_row) = (0, begun);
@@ -62,7 +62,7 @@ pub(super) fn writes(geometry: &Geometry, begun: u32, tokens: u32) -> Vec<Staged
         let rows = (BLOCK - first_row).min(tokens - source_row);
         let extent = Extent { offset: 4096 + writes.len() as u64 * len.next_multiple_of(64), len };
         let to = RawTarget { extent, capacity_rows: BLOCK, first_row };
-        writes.push(StagedWrite { source_row, rows, to });
+        writes.push(PlannedWrite { source_row, rows, to });
         (source_row, first_row) = (source_row + rows, 0);
     }
     writes
@@ -71,10 +71,10 @@ pub(super) fn writes(geometry: &Geometry, begun: u32, tokens: u32) -> Vec<Staged
 /// The bytes in the slots of `writes`, as they are stored.
 pub(super) fn stored(
     backend: &mut CudaBackend,
-    writes: &[StagedWrite],
+    writes: &[PlannedWrite],
     dtype: DType,
 ) -> [Vec<u8>; 2] {
-    let part = |write: &StagedWrite| {
+    let part = |write: &PlannedWrite| {
         let RawTarget { extent, capacity_rows, first_row } = write.to;
         let source = Source::Raw { extent, capacity_rows, first_row };
         PlanPart { first_token: write.source_row, rows: write.rows, source }
@@ -85,10 +85,10 @@ pub(super) fn stored(
 }
 
 /// Encodes the blocks that are full, and what their pages decode to.
-fn pages(backend: &mut CudaBackend, writes: &[StagedWrite]) -> (Vec<Vec<u32>>, Vec<u8>) {
+fn pages(backend: &mut CudaBackend, writes: &[PlannedWrite]) -> (Vec<Vec<u32>>, Vec<u8>) {
     let whole = writes.iter().filter(|write| write.to.first_row + write.rows == BLOCK);
     let sources: Vec<_> = whole
-        .map(|StagedWrite { to: RawTarget { extent, capacity_rows, .. }, .. }| EncodeSource {
+        .map(|PlannedWrite { to: RawTarget { extent, capacity_rows, .. }, .. }| EncodeSource {
             extent: *extent,
             capacity_rows: *capacity_rows,
             first_row: 0,
@@ -165,7 +165,7 @@ fn a_store_from_a_region_leaves_the_rows_and_pages_of_one_from_the_host() {
                     let to = RawTarget { first_row: 0, ..writes[0].to };
                     host.write(MODEL, &before, 0, begun, to).unwrap();
                 }
-                for StagedWrite { source_row, rows: count, to } in writes.iter().copied() {
+                for PlannedWrite { source_row, rows: count, to } in writes.iter().copied() {
                     host.write(MODEL, &rows, source_row, count, to).unwrap();
                 }
                 assert_eq!(pages(host, &writes), in_place, "{context}");
@@ -365,13 +365,13 @@ fn staged_rows_are_those_of_the_last_call_until_scratch_memory_serves_another() 
     let short = |extent: Extent| Extent { len: extent.len - 1, ..extent };
     // More tokens than there are, rows that the slot has not, rows that reach past the slot's end,
     // more writes than an append makes.
-    let StagedWrite { to, .. } = writes[0];
+    let PlannedWrite { to, .. } = writes[0];
     for wrong in [
-        StagedWrite { rows: 17, ..writes[0] },
-        StagedWrite { source_row: u32::MAX, ..writes[0] },
-        StagedWrite { to: RawTarget { first_row: 1, ..to }, ..writes[0] },
-        StagedWrite { to: RawTarget { capacity_rows: BLOCK + 1, ..to }, ..writes[0] },
-        StagedWrite { to: RawTarget { extent: short(to.extent), ..to }, ..writes[0] },
+        PlannedWrite { rows: 17, ..writes[0] },
+        PlannedWrite { source_row: u32::MAX, ..writes[0] },
+        PlannedWrite { to: RawTarget { first_row: 1, ..to }, ..writes[0] },
+        PlannedWrite { to: RawTarget { capacity_rows: BLOCK + 1, ..to }, ..writes[0] },
+        PlannedWrite { to: RawTarget { extent: short(to.extent), ..to }, ..writes[0] },
     ] {
         refused(backend.write_staged(&second, &[wrong]), ErrorCode::Internal);
     }

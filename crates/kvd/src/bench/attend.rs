@@ -7,8 +7,8 @@ use super::peaks::KnownPeaks;
 use super::{BenchError, HeadShape, each_set, limits};
 use bytes::Bytes;
 use kvd_compute::{
-    AttendPlan, Attended, Backend, InstructionSet, LoadPlan, MultiplyKind, PlanPart, PlanQuery,
-    Precision, Source,
+    AttendBackend, AttendPlan, Attended, InstructionSet, LoadPlan, MultiplyKind, PageBackend,
+    PlanPart, PlanQuery, Precision, Source,
 };
 use kvd_core::{DType, ProgressLines, Side};
 use serde::Serialize;

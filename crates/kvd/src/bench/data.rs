@@ -5,8 +5,8 @@ use crate::affinity;
 use bytes::Bytes;
 use kvd_codec::{Calibration, CodecSpec, ModelCodec, Samples, fit_calibration};
 use kvd_compute::{
-    Backend, CpuBackend, CpuOptions, EncodeSource, EncodedPages, IncomingRows, InstructionSet,
-    Precision, RawTarget, Source,
+    AppendSteps, CpuBackend, CpuOptions, EncodeSource, EncodedPages, IncomingRows, InstructionSet,
+    PageBackend, Precision, RawTarget, Source,
 };
 use kvd_core::{DType, Extent, Geometry, LayerIndex, ModelId, Side};
 use std::sync::Arc;

@@ -7,7 +7,7 @@ use super::data::{FillOptions, FilledBackend, LAYER, MODEL};
 use super::limits::CallSize;
 use super::measure::{BenchResult, MachineInfo, MeasuredFigure, measure_time};
 use super::{BenchError, HeadShape, each_set, limits};
-use kvd_compute::{AttendPlan, Backend, InstructionSet, LoadPlan, Precision, Source};
+use kvd_compute::{AttendPlan, InstructionSet, LoadPlan, PageBackend, Precision, Source};
 use kvd_core::{DType, ProgressLines};
 use serde::Serialize;
 use std::hint::black_box;

@@ -4,7 +4,8 @@ use super::data::{LAYER, MODEL, draw_rows, fit_codec};
 use super::measure::{BenchResult, MachineInfo, MeasuredFigure, measure_time};
 use super::{BenchError, HeadShape, limits};
 use kvd_compute::{
-    Backend, BackendError, CpuBackend, CpuOptions, EncodeSource, IncomingRows, RawTarget,
+    AppendSteps, BackendError, CpuBackend, CpuOptions, EncodeSource, IncomingRows, PageBackend,
+    RawTarget,
 };
 use kvd_core::{Extent, Geometry, ProgressLines};
 use serde::Serialize;

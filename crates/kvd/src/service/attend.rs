@@ -7,7 +7,6 @@ use kvd_compute::{AttendPlan, AttendTask, PlanPart, PlanQuery, RegionPlaces, fir
 use kvd_core::{DType, ErrorCode, Geometry, SequenceId};
 use kvd_proto::domain::{AttendBatch, AttendQuery};
 use kvd_store::PinnedRange;
-use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
@@ -64,6 +63,12 @@ pub(super) struct ReadKey {
     end: u32,
 }
 
+impl ReadKey {
+    fn count_tokens(&self) -> u32 {
+        self.end - self.start
+    }
+}
+
 /// The read of one query.
 pub(super) struct QueryRead {
     pub(super) key: ReadKey,
@@ -75,10 +80,6 @@ impl QueryRead {
     fn read_nothing(sequence: SequenceId) -> Self {
         let key = ReadKey { sequence, length: 0, start: 0, end: 0 };
         Self { key, position: 0 }
-    }
-
-    fn count_tokens(&self) -> u32 {
-        self.key.end - self.key.start
     }
 }
 
@@ -145,7 +146,7 @@ impl Service {
         mut batch: AttendBatch,
         bytes: u64,
     ) -> Result<PreparedAttend, ServiceError> {
-        let ResolvedReads { mut reads, mut query_errors } =
+        let ResolvedReads { mut reads, pins, mut query_errors } =
             self.resolve_reads(call, &model, &batch)?;
         let parts = self.check_work(&batch, &reads, model.shape.geometry.block_tokens)?;
         let inflight = self.take_bytes(call, bytes + parts * PART_BYTES)?;
@@ -158,8 +159,7 @@ impl Service {
         if let Some(recent) = model.recent_queries.as_ref().filter(|_| !batch.q.is_empty()) {
             recent.offer_batch(&batch);
         }
-        let PlannedQueries { queries, pins } =
-            self.plan_queries(call, &batch, &reads, &mut query_errors)?;
+        let queries = plan_queries(&batch, &reads, &pins);
         query_errors.sort_by_key(|refused| refused.index);
         let query_tokens = batch.query_rows();
         let plan = AttendPlan {
@@ -177,7 +177,7 @@ impl Service {
             model,
             query_tokens,
             query_errors,
-            _pins: pins,
+            _pins: pins.into_values().collect(),
             _inflight: inflight,
             answer: None,
             metrics: self.metrics.clone(),
@@ -214,60 +214,80 @@ impl Service {
         Ok(())
     }
 
-    /// Finds what each query reads, in the batch's order. One that cannot be read fails alone where
-    /// the batch asks for that, and then reads nothing.
+    /// Finds and pins what each query reads, in the batch's order; queries that read the same share
+    /// a pin. One that cannot be read fails alone where the batch asks for that, and then reads
+    /// nothing.
     pub(super) fn resolve_reads(
         &self,
         call: &CallContext,
         model: &RegisteredModel,
         batch: &AttendBatch,
     ) -> Result<ResolvedReads, ServiceError> {
-        let mut query_errors = Vec::new();
-        let mut reads = Vec::with_capacity(batch.queries.len());
+        let mut resolved = ResolvedReads {
+            reads: Vec::with_capacity(batch.queries.len()),
+            pins: HashMap::new(),
+            query_errors: Vec::new(),
+        };
+        let mut blocks_left = self.config.attend_parts_max;
         for (index, query) in (0..).zip(&batch.queries) {
-            reads.push(match self.resolve_query(call, model, batch, query) {
-                Ok(read) => read,
-                Err(error) => {
-                    refuse_query(batch, index, error, &mut query_errors)?;
-                    QueryRead::read_nothing(query.sequence)
-                }
+            let read = self.resolve_query(call, model, batch, query, |key| {
+                // A batch that is over its limit is counted to its end, and pins no more.
+                let blocks = key.count_tokens().div_ceil(model.shape.geometry.block_tokens);
+                let fits = blocks_left >= u64::from(blocks);
+                blocks_left = blocks_left.saturating_sub(blocks.into());
+                fits && blocks > 0 && !resolved.pins.contains_key(&key)
             });
+            match read {
+                Ok(PinnedRead { read, pinned }) => {
+                    if !pinned.range.is_empty() {
+                        resolved.pins.insert(read.key, pinned);
+                    }
+                    resolved.reads.push(read);
+                }
+                Err(error) => {
+                    refuse_query(batch, index, error, &mut resolved.query_errors)?;
+                    resolved.reads.push(QueryRead::read_nothing(query.sequence));
+                }
+            }
         }
-        Ok(ResolvedReads { reads, query_errors })
+        Ok(resolved)
     }
 
+    /// Finds what a query reads, and pins it where `wants_pin`.
     fn resolve_query(
         &self,
         call: &CallContext,
         model: &RegisteredModel,
         batch: &AttendBatch,
         query: &AttendQuery,
-    ) -> Result<QueryRead, ServiceError> {
+        wants_pin: impl FnOnce(ReadKey) -> bool,
+    ) -> Result<PinnedRead, ServiceError> {
         query.check_query()?;
-        let store = &self.shard_of(query.sequence)?.store;
-        let of = store.model_of(&call.namespace, query.sequence)?;
+        let AttendQuery { sequence, kv_length, n_q, .. } = *query;
+        let store = &self.shard_of(sequence)?.store;
+        let of = store.model_of(&call.namespace, sequence)?;
         if of.id != model.shape.id {
-            let message =
-                format!("sequence {} is of model {}, not {}", query.sequence, of.id, batch.model);
+            let message = format!("sequence {sequence} is of model {}, not {}", of.id, batch.model);
             return Err(ServiceError::new(ErrorCode::InvalidArgument, message));
         }
-        // No token is pinned here: this tests and finds the length.
-        let pinned =
-            store.pin_range(&call.namespace, query.sequence, batch.layer, 0..0, query.kv_length)?;
-        let length = pinned.length;
-        let position = match query.position {
-            Some(position) => position,
-            None => length.checked_sub(query.n_q).ok_or_else(|| {
-                let message = format!(
-                    "position is absent and n_q {} exceeds the {length} tokens read",
-                    query.n_q
-                );
-                ServiceError::new(ErrorCode::InvalidArgument, message)
-            })?,
+        let mut read = QueryRead::read_nothing(sequence);
+        let choose = |length: u32| {
+            let position = match query.position {
+                Some(position) => position,
+                None => length.checked_sub(n_q).ok_or_else(|| {
+                    let message = format!(
+                        "position is absent and n_q {n_q} exceeds the {length} tokens read"
+                    );
+                    ServiceError::new(ErrorCode::InvalidArgument, message)
+                })?,
+            };
+            let range = range_to_read(query, length, position, of.geometry.block_tokens);
+            let key = ReadKey { sequence, length, start: range.start, end: range.end };
+            read = QueryRead { key, position };
+            Ok::<_, ServiceError>(if wants_pin(key) { range } else { 0..0 })
         };
-        let Range { start, end } = range_to_read(query, length, position, of.geometry.block_tokens);
-        let key = ReadKey { sequence: query.sequence, length, start, end };
-        Ok(QueryRead { key, position })
+        let pinned = store.pin_chosen(&call.namespace, sequence, batch.layer, kv_length, choose)?;
+        Ok(PinnedRead { read, pinned })
     }
 
     /// Refuses a batch that would hold memory or the device for too long, before anything of it
@@ -281,13 +301,13 @@ impl Service {
         let (mut parts, mut work, mut distinct) = (0u64, 0u64, 0u64);
         let mut seen = HashSet::new();
         for (query, read) in batch.queries.iter().zip(reads) {
-            let blocks = u64::from(read.count_tokens().div_ceil(block_tokens));
+            let blocks = u64::from(read.key.count_tokens().div_ceil(block_tokens));
             parts += blocks;
             if seen.insert(read.key) {
                 distinct += blocks;
             }
             let window = query.sliding_window.map_or(u32::MAX, |w| w.saturating_add(query.n_q));
-            let scores = u64::from(query.n_q) * u64::from(read.count_tokens().min(window));
+            let scores = u64::from(query.n_q) * u64::from(read.key.count_tokens().min(window));
             work = work.saturating_add(scores.saturating_mul(u64::from(batch.q_heads)));
         }
         let check = |what, asked: u64, limit, max: u64| {
@@ -305,75 +325,42 @@ impl Service {
         check("scores to compute", work, "limits.attend_work_max", config.attend_work_max)?;
         Ok(distinct)
     }
-
-    /// Pins and plans each distinct range once; queries that read the same share the parts. A
-    /// sequence that was closed meanwhile fails its query as [`Service::resolve_reads`] does.
-    pub(super) fn plan_queries(
-        &self,
-        call: &CallContext,
-        batch: &AttendBatch,
-        reads: &[QueryRead],
-        query_errors: &mut Vec<RefusedQuery>,
-    ) -> Result<PlannedQueries, ServiceError> {
-        let mut planned = HashMap::<ReadKey, Arc<[PlanPart]>>::with_capacity(reads.len());
-        let mut pins = Vec::with_capacity(reads.len());
-        let mut queries = Vec::with_capacity(reads.len());
-        let nothing: Arc<[PlanPart]> = Arc::new([]);
-        for (index, (query, read)) in (0..).zip(batch.queries.iter().zip(reads)) {
-            let ReadKey { sequence, length, start, end } = read.key;
-            let parts = match planned.entry(read.key) {
-                _ if start == end => nothing.clone(),
-                Entry::Occupied(known) => known.get().clone(),
-                Entry::Vacant(new) => {
-                    let range = start..end;
-                    let namespace = &call.namespace;
-                    let pinned = self.shard_of(sequence).and_then(|shard| {
-                        let store = &shard.store;
-                        Ok(store.pin_range(
-                            namespace,
-                            sequence,
-                            batch.layer,
-                            range,
-                            Some(length),
-                        )?)
-                    });
-                    match pinned {
-                        Ok(pinned) => {
-                            let parts = new.insert(plan::list_parts(&pinned).into()).clone();
-                            pins.push(pinned);
-                            parts
-                        }
-                        Err(error) => {
-                            refuse_query(batch, index, error, query_errors)?;
-                            nothing.clone()
-                        }
-                    }
-                }
-            };
-            // One without tokens has no rows, and was refused.
-            if query.n_q > 0 {
-                queries.push(PlanQuery {
-                    n_q: query.n_q,
-                    position: read.position,
-                    sliding_window: query.sliding_window,
-                    parts,
-                });
-            }
-        }
-        Ok(PlannedQueries { queries, pins })
-    }
 }
 
-/// Queries of a plan, and the pins that keep what they read.
-pub(super) struct PlannedQueries {
-    pub(super) queries: Vec<PlanQuery>,
-    pub(super) pins: Vec<PinnedRange>,
+/// The read of one query, and its pin: of nothing where an earlier one has it.
+struct PinnedRead {
+    read: QueryRead,
+    pinned: PinnedRange,
 }
 
 /// The reads of a batch, query by query, and which queries fail alone.
 pub(super) struct ResolvedReads {
     pub(super) reads: Vec<QueryRead>,
+    /// Of each distinct read that is not empty.
+    pub(super) pins: HashMap<ReadKey, PinnedRange>,
     pub(super) query_errors: Vec<RefusedQuery>,
+}
+
+/// Plans each distinct range once; queries that read the same share the parts.
+pub(super) fn plan_queries(
+    batch: &AttendBatch,
+    reads: &[QueryRead],
+    pins: &HashMap<ReadKey, PinnedRange>,
+) -> Vec<PlanQuery> {
+    let planned: HashMap<ReadKey, Arc<[PlanPart]>> =
+        pins.iter().map(|(key, pinned)| (*key, plan::list_parts(pinned).into())).collect();
+    let nothing: Arc<[PlanPart]> = Arc::new([]);
+    let queries = batch.queries.iter().zip(reads);
+    // One without tokens has no rows, and was refused.
+    let answered = queries.filter(|(query, _)| query.n_q > 0);
+    answered
+        .map(|(query, read)| PlanQuery {
+            n_q: query.n_q,
+            position: read.position,
+            sliding_window: query.sliding_window,
+            parts: planned.get(&read.key).unwrap_or(&nothing).clone(),
+        })
+        .collect()
 }
 
 /// Notes that a query failed, or refuses its batch where that does not ask for single errors.

@@ -1,10 +1,46 @@
 //! From the store's words to the backend's: parts to sources, slots to targets.
 
-use kvd_compute::{EncodeSource, PlanPart, RawTarget, Source, StagedWrite};
-use kvd_store::{PackTask, PinnedRange, PinnedRows, RawSlot, RowExtentRef, RowFormRef, RowWrite};
+use super::RegisteredModel;
+use kvd_compute::{
+    AppendPlan, AppendRows, EncodeSource, PlanPart, PlannedBlock, PlannedCopy, PlannedWrite,
+    RawTarget, Source,
+};
+use kvd_store::{
+    AppendTicket, PackTask, PinnedRange, PinnedRows, RawSlot, RowCopy, RowExtentRef, RowFormRef,
+    RowWrite,
+};
+
+/// What a ticket asks of the device, for rows of that model.
+pub(super) fn plan_append(
+    model: &RegisteredModel,
+    ticket: &AppendTicket,
+    rows: AppendRows,
+) -> AppendPlan {
+    let (layer, tasks) = (ticket.layer(), ticket.pack_tasks());
+    let geometry = &model.shape.geometry;
+    // Only blocks that are packed are measured.
+    let recent = model.recent_queries.as_ref().filter(|_| !tasks.is_empty());
+    AppendPlan {
+        model: model.shape.id,
+        layer,
+        rows,
+        copies: ticket.row_copies().iter().map(plan_copy).collect(),
+        writes: ticket.row_writes().iter().map(plan_write).collect(),
+        blocks: tasks.iter().map(plan_block).collect(),
+        block_bytes: u64::from(geometry.block_tokens) * geometry.token_bytes(),
+        queries: recent.and_then(|recent| recent.take_changed(layer)),
+    }
+}
+
+/// Keeps the queries of a plan that failed for the next one.
+pub(super) fn give_back_queries(model: &RegisteredModel, plan: &AppendPlan) {
+    if let (Some(_), Some(recent)) = (&plan.queries, &model.recent_queries) {
+        recent.give_back(plan.layer);
+    }
+}
 
 /// Where some rows lie.
-pub(super) fn source(extent: &RowExtentRef<'_>) -> Source {
+fn source(extent: &RowExtentRef<'_>) -> Source {
     let first_row = extent.rows.start - extent.origin;
     match extent.form {
         RowFormRef::Raw(slot) => {
@@ -26,23 +62,29 @@ pub(super) fn list_parts(pinned: &PinnedRange) -> Vec<PlanPart> {
     pinned.find_rows().map(part).collect()
 }
 
-/// Rows of a raw slot to write.
-pub(super) fn raw_target(slot: &RawSlot, first_row: u32) -> RawTarget {
+fn raw_target(slot: &RawSlot, first_row: u32) -> RawTarget {
     RawTarget { extent: slot.extent(), capacity_rows: slot.rows(), first_row }
 }
 
-/// Rows of a request that the device has staged, and where they go.
-pub(super) fn staged_write(write: &RowWrite) -> StagedWrite {
-    let to = raw_target(&write.to, write.to_row);
-    StagedWrite { source_row: write.source_row, rows: write.rows, to }
+fn plan_copy(copy: &RowCopy) -> PlannedCopy {
+    PlannedCopy {
+        from: source(&copy.from.borrow()),
+        rows: copy.from.rows.end - copy.from.rows.start,
+        to: raw_target(&copy.to, copy.to_row),
+    }
 }
 
-/// The rows of a block that become pages.
-pub(super) fn encode_source(task: &PackTask) -> EncodeSource {
-    EncodeSource {
+fn plan_write(write: &RowWrite) -> PlannedWrite {
+    let to = raw_target(&write.to, write.to_row);
+    PlannedWrite { source_row: write.source_row, rows: write.rows, to }
+}
+
+fn plan_block(task: &PackTask) -> PlannedBlock {
+    let source = EncodeSource {
         extent: task.from.extent(),
         capacity_rows: task.from.rows(),
         first_row: task.rows.start,
         rows: task.rows.end - task.rows.start,
-    }
+    };
+    PlannedBlock { source, keep: task.keep.as_ref().map(plan_copy), retried: task.retried }
 }

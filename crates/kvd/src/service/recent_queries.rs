@@ -112,6 +112,11 @@ impl RecentQueries {
         let changed = std::mem::take(&mut layer.changed);
         changed.then(|| layer.heads.iter().map(|rows| rows.values.clone()).collect())
     }
+
+    /// Gives queries back that were taken and not used.
+    pub(super) fn give_back(&self, layer: LayerIndex) {
+        self.layers[layer.0 as usize].lock().changed = true;
+    }
 }
 
 #[cfg(test)]
@@ -168,6 +173,8 @@ mod tests {
         assert!(recent.take_changed(LayerIndex(0)).is_none());
         let heads = recent.take_changed(LayerIndex(1)).unwrap();
         assert!(recent.take_changed(LayerIndex(1)).is_none(), "they are taken once");
+        recent.give_back(LayerIndex(1));
+        assert_eq!(recent.take_changed(LayerIndex(1)).as_ref(), Some(&heads));
         for (head, rows) in heads.iter().enumerate() {
             assert_eq!(rows.len(), LayerQueries::MOST * 4);
             // Times 1/sqrt(4).

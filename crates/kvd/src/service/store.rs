@@ -1,12 +1,11 @@
 //! `StoreBlocks`: one range of one layer, from payload to published blocks.
 
 use super::budget::InFlight;
-use super::pack::BlockPacker;
-use super::{CallContext, DeviceShard, RegisteredModel, Service, ServiceError, plan};
+use super::{CallContext, DeviceShard, RegisteredModel, Service, ServiceError, pack, plan};
 use crate::device_worker::DeviceWork;
 use crate::scheduler::JobKind;
-use kvd_compute::{Backend, IncomingRows, RegionRows, StagedRows, Stop, content_hash};
-use kvd_core::{Coded, ErrorCode, Namespace, SequenceId};
+use kvd_compute::{AppendRows, Backend, IncomingRows, RegionRows, Stop, content_hash};
+use kvd_core::{Namespace, SequenceId};
 use kvd_proto::domain::StoreChunk;
 use kvd_store::{AppendClaim, AppendTicket, ArenaPool, BegunAppend, SequenceStore, StoreError};
 use std::sync::Arc;
@@ -29,12 +28,6 @@ struct AdmittedStore<'a> {
     shard: &'a DeviceShard,
     model: Arc<RegisteredModel>,
     inflight: InFlight,
-}
-
-/// Where the rows of a store are.
-enum StoreRows {
-    Host(IncomingRows),
-    Staged(StagedRows),
 }
 
 impl Service {
@@ -80,7 +73,7 @@ impl Service {
             model,
             append: Some(append),
             content_hash: hash,
-            rows: StoreRows::Host(rows),
+            rows,
             _inflight: inflight,
         };
         let reply = shard.worker.ask_device(call, job).await;
@@ -226,7 +219,7 @@ pub(crate) struct StoreJob {
     /// None once it has begun.
     append: Option<AskedAppend>,
     content_hash: u64,
-    rows: StoreRows,
+    rows: IncomingRows,
     _inflight: InFlight,
 }
 
@@ -248,7 +241,8 @@ impl DeviceWork for StoreJob {
             BegunAppend::Replayed { length } => return Ok(Some(StoreReply::of_replay(length))),
             BegunAppend::Ticket(ticket) => ticket,
         };
-        let reply = execute_store(backend, self.store.pool(), &self.model, ticket, &self.rows)?;
+        let rows = AppendRows::Host(self.rows.clone());
+        let reply = execute_store(backend, self.store.pool(), &self.model, ticket, rows)?;
         self.model.metrics.store.record_job(began.elapsed());
         Ok(Some(reply))
     }
@@ -293,8 +287,8 @@ impl DeviceWork for StoreInPlace {
             }
             BegunAppend::Ticket(ticket) => ticket,
         };
-        let reply =
-            execute_store(backend, store.pool(), model, ticket, &StoreRows::Staged(staged))?;
+        let rows = AppendRows::Staged(staged);
+        let reply = execute_store(backend, store.pool(), model, ticket, rows)?;
         model.metrics.store.record_job(began.elapsed());
         Ok(Some(Some(reply)))
     }
@@ -307,40 +301,19 @@ fn execute_store(
     pool: &Arc<ArenaPool>,
     model: &RegisteredModel,
     ticket: AppendTicket,
-    rows: &StoreRows,
+    rows: AppendRows,
 ) -> Result<StoreReply, ServiceError> {
-    let id = model.shape.id;
-    match rows {
-        StoreRows::Host(rows) => backend.check(id, rows)?,
-        StoreRows::Staged(StagedRows { finite: Err(error), .. }) => {
-            return Err(ServiceError::new(error.code(), error.to_string()));
-        }
-        StoreRows::Staged(_) => {}
-    }
-    for copy in ticket.row_copies() {
-        let count = copy.from.rows.end - copy.from.rows.start;
-        let (from, to) =
-            (plan::source(&copy.from.borrow()), plan::raw_target(&copy.to, copy.to_row));
-        backend.copy(id, ticket.layer(), &from, count, to)?;
-    }
-    match rows {
-        StoreRows::Host(rows) => {
-            for write in ticket.row_writes() {
-                let to = plan::raw_target(&write.to, write.to_row);
-                backend.write(id, rows, write.source_row, write.rows, to)?;
-            }
-        }
-        StoreRows::Staged(staged) => {
-            let writes: Vec<_> = ticket.row_writes().iter().map(plan::staged_write).collect();
-            backend.write_staged(staged, &writes)?;
-        }
-    }
-    let packed = BlockPacker { backend, pool, model, ticket: &ticket }.pack_blocks()?;
+    let plan = plan::plan_append(model, &ticket, rows);
+    let mut slots = Vec::new();
+    let appended = backend.append(&plan, &mut |bytes| {
+        let slot = pool.reserve_pages(bytes).ok()?;
+        let extent = slot.extent();
+        slots.push(slot);
+        Some(extent)
+    });
+    let appended = appended.inspect_err(|_| plan::give_back_queries(model, &plan))?;
+    let packed = pack::settle_blocks(model, &ticket, slots, appended);
     let packed_blocks = packed.iter().flatten().count() as u32;
-    // Placing pages has no answer of its own: what a failed device holds is never published.
-    if let Some(reason) = backend.failure() {
-        return Err(ServiceError::new(ErrorCode::DeviceFailed, reason));
-    }
     let stored_tokens = ticket.tokens();
     let length = ticket.commit(packed);
     model.metrics.stored_layer_tokens.increment(u64::from(stored_tokens));

@@ -7,9 +7,9 @@ use crate::service::{CallContext, RegisteredModel, Service, ServiceError, StoreR
 use bytes::Bytes;
 use kvd_codec::ModelCodec;
 use kvd_compute::{
-    AttendPlan, AttendTask, Attended, Backend, BackendError, CpuBackend, CpuOptions, DeviceInfo,
-    EncodeSource, EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, RawTarget, Source,
-    Stop,
+    AppendSteps, AttendBackend, AttendPlan, AttendTask, Attended, Backend, BackendError,
+    CpuBackend, CpuOptions, DeviceInfo, EncodeSource, EncodedPages, IncomingRows, LoadPlan,
+    LoadedRows, ModelBytes, PageBackend, RawTarget, RegionBackend, Source, Stop,
 };
 use kvd_core::{
     DType, ErrorCode, Extent, Geometry, LayerIndex, ModelId, Namespace, RopePairing, SequenceId,
@@ -41,7 +41,7 @@ struct Device {
     failure: Option<&'static str>,
 }
 
-impl Backend for Device {
+impl PageBackend for Device {
     fn info(&self) -> DeviceInfo {
         self.inner.info()
     }
@@ -77,8 +77,25 @@ impl Backend for Device {
         self.inner.model_bytes(model)
     }
 
+    fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
+        self.inner.load(plan)
+    }
+}
+
+impl AppendSteps for Device {
     fn check(&self, model: ModelId, rows: &IncomingRows) -> Result<(), BackendError> {
         self.inner.check(model, rows)
+    }
+
+    fn copy(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        from: &Source,
+        count: u32,
+        to: RawTarget,
+    ) -> Result<(), BackendError> {
+        self.inner.copy(model, layer, from, count, to)
     }
 
     fn write(
@@ -95,17 +112,6 @@ impl Backend for Device {
             return Ok(());
         }
         self.inner.write(model, rows, source_row, count, to)
-    }
-
-    fn copy(
-        &mut self,
-        model: ModelId,
-        layer: LayerIndex,
-        from: &Source,
-        count: u32,
-        to: RawTarget,
-    ) -> Result<(), BackendError> {
-        self.inner.copy(model, layer, from, count, to)
     }
 
     fn encode(
@@ -125,7 +131,9 @@ impl Backend for Device {
     fn place(&mut self, pages: &EncodedPages, to: Extent) {
         self.inner.place(pages, to);
     }
+}
 
+impl AttendBackend for Device {
     fn attend(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError> {
         self.inner.attend(plan)
     }
@@ -138,11 +146,9 @@ impl Backend for Device {
         *self.probe.slices.lock() += 1;
         self.inner.attend_slice(task, stop)
     }
-
-    fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
-        self.inner.load(plan)
-    }
 }
+
+impl RegionBackend for Device {}
 
 /// One layer, one head: a block of 16 tokens takes 512 bytes.
 pub(super) fn geometry() -> Geometry {

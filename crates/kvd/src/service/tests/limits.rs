@@ -1,7 +1,7 @@
 //! Limits of attends and stores, and what goes on beside a busy device.
 
 use super::bench::{Bench, call, chunk};
-use crate::service::attend::PlannedQueries;
+use crate::service::attend::{ResolvedReads, plan_queries};
 use bytes::Bytes;
 use kvd_core::{DType, ErrorCode, LayerIndex, ModelId, SequenceId};
 use kvd_proto::domain::{AttendBatch, AttendQuery, LoadRange, StoreChunk};
@@ -40,12 +40,11 @@ async fn queries_of_the_same_range_are_planned_once() {
     let windowed = AttendQuery { sliding_window: Some(4), ..all };
     let batch = batch(model, vec![all, some, windowed, all]);
     let model = bench.service.find_model(&call(), model).unwrap();
-    let reads = bench.service.resolve_reads(&call(), &model, &batch).unwrap().reads;
+    let ResolvedReads { reads, pins, query_errors } =
+        bench.service.resolve_reads(&call(), &model, &batch).unwrap();
     assert_eq!(bench.service.check_work(&batch, &reads, 16).unwrap(), 10 + 3 + 1);
-    let mut errors = Vec::new();
-    let PlannedQueries { queries, pins } =
-        bench.service.plan_queries(&call(), &batch, &reads, &mut errors).unwrap();
-    assert_eq!((pins.len(), errors.len()), (3, 0));
+    let queries = plan_queries(&batch, &reads, &pins);
+    assert_eq!((pins.len(), query_errors.len()), (3, 0));
     assert!(Arc::ptr_eq(&queries[0].parts, &queries[3].parts));
     assert_eq!(queries.iter().map(|query| query.tokens()).collect::<Vec<_>>(), [160, 40, 4, 160]);
     let reply = bench.service.attend_batch(&call(), batch).await.unwrap();

@@ -73,22 +73,6 @@ async fn a_block_that_cannot_be_encoded_stays_raw_alone_and_for_good() {
 }
 
 #[tokio::test]
-async fn batches_are_bounded_by_bytes() {
-    use crate::service::pack::batch_blocks_of;
-    let geometry = super::bench::geometry();
-    assert_eq!(batch_blocks_of(&geometry), (64 << 20) / 512);
-    let largest = kvd_core::Geometry {
-        kv_heads: 128,
-        head_dim_k: 128,
-        head_dim_v: 128,
-        block_tokens: 1024,
-        ..geometry
-    };
-    largest.validate_fields().unwrap();
-    assert_eq!(batch_blocks_of(&largest), 1);
-}
-
-#[tokio::test]
 async fn stores_that_wait_hold_no_memory_and_refuse_none_another() {
     // Each store is of four raw blocks of 512 bytes: all at once they are more than the pool, and
     // packed they are less.

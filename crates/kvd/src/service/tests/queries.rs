@@ -1,6 +1,7 @@
 //! Single queries of a batch: how much they read, and how they fail.
 
 use super::bench::{Bench, call, spec};
+use crate::service::attend::plan_queries;
 use bytes::Bytes;
 use kvd_core::{DType, ErrorCode, LayerIndex, ModelId, SequenceId};
 use kvd_proto::domain::{AttendBatch, AttendQuery};
@@ -39,9 +40,9 @@ async fn stored(bench: &Bench, tokens: u32) -> (ModelId, SequenceId) {
 async fn planned(bench: &Bench, model: ModelId, query: AttendQuery) -> (usize, u64) {
     let batch = batch(model, vec![query]);
     let model = bench.service.find_model(&call(), model).unwrap();
-    let reads = bench.service.resolve_reads(&call(), &model, &batch).unwrap().reads;
-    let plan = bench.service.plan_queries(&call(), &batch, &reads, &mut Vec::new()).unwrap();
-    (plan.queries[0].parts.len(), plan.queries[0].tokens())
+    let resolved = bench.service.resolve_reads(&call(), &model, &batch).unwrap();
+    let queries = plan_queries(&batch, &resolved.reads, &resolved.pins);
+    (queries[0].parts.len(), queries[0].tokens())
 }
 
 /// Sum of a counter's series.

@@ -2,9 +2,10 @@
 //! byte names it, or by descriptor, which is mapped as it comes out of the daemon's socket.
 
 use kvd_compute::{
-    AttendPlan, Backend, BackendError, CpuBackend, DeviceInfo, DeviceRegion, EncodeSource,
-    EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, OpenedRegion, RawTarget,
-    RegionHandle, RegionPlaces, RegionRows, Source, StagedRows, StagedWrite, content_hash,
+    AppendSteps, AttendBackend, AttendPlan, BackendError, CpuBackend, DeviceInfo, DeviceRegion,
+    EncodeSource, EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, OpenedRegion,
+    PageBackend, PlannedWrite, RawTarget, RegionBackend, RegionHandle, RegionPlaces, RegionRows,
+    Source, StagedRows, content_hash,
 };
 use kvd_core::{ErrorCode, Extent, LayerIndex, ModelId, Side};
 use kvd_shm::RegionMemory;
@@ -135,36 +136,38 @@ impl Device {
     }
 }
 
-impl Backend for Device {
+impl PageBackend for Device {
     fn info(&self) -> DeviceInfo {
         let uuid = (!self.memories.is_processor).then(|| self.uuid.clone());
         DeviceInfo { uuid, ..self.cpu.info() }
     }
+
     fn failure(&self) -> Option<&str> {
         self.failure
     }
+
     fn register(&mut self, model: ModelId, codec: kvd_codec::ModelCodec) {
         self.cpu.register(model, codec);
     }
+
     fn unregister(&mut self, model: ModelId) {
         self.cpu.unregister(model);
     }
+
     fn model_bytes(&self, model: ModelId) -> Result<ModelBytes, BackendError> {
         self.cpu.model_bytes(model)
     }
+
+    fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
+        self.cpu.load(plan)
+    }
+}
+
+impl AppendSteps for Device {
     fn check(&self, model: ModelId, rows: &IncomingRows) -> Result<(), BackendError> {
         self.cpu.check(model, rows)
     }
-    fn write(
-        &mut self,
-        model: ModelId,
-        rows: &IncomingRows,
-        source_row: u32,
-        count: u32,
-        to: RawTarget,
-    ) -> Result<(), BackendError> {
-        self.cpu.write(model, rows, source_row, count, to)
-    }
+
     fn copy(
         &mut self,
         model: ModelId,
@@ -175,6 +178,33 @@ impl Backend for Device {
     ) -> Result<(), BackendError> {
         self.cpu.copy(model, layer, from, count, to)
     }
+
+    fn write(
+        &mut self,
+        model: ModelId,
+        rows: &IncomingRows,
+        source_row: u32,
+        count: u32,
+        to: RawTarget,
+    ) -> Result<(), BackendError> {
+        self.cpu.write(model, rows, source_row, count, to)
+    }
+
+    fn write_staged(
+        &mut self,
+        staged: &StagedRows,
+        writes: &[PlannedWrite],
+    ) -> Result<(), BackendError> {
+        let stores = self.memories.stores.lock();
+        assert_eq!(staged.call, stores.staged, "the rows of another call");
+        let (model, rows) = self.staged.as_ref().expect("staged rows");
+        for write in writes {
+            self.cpu.write(*model, rows, write.source_row, write.rows, write.to)?;
+        }
+        self.failure = stores.lose.then_some("lost");
+        Ok(())
+    }
+
     fn encode(
         &mut self,
         model: ModelId,
@@ -183,15 +213,19 @@ impl Backend for Device {
     ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
         self.cpu.encode(model, layer, blocks)
     }
+
     fn place(&mut self, pages: &EncodedPages, to: Extent) {
         self.cpu.place(pages, to);
     }
+}
+
+impl AttendBackend for Device {
     fn attend(&mut self, plan: &AttendPlan) -> Result<kvd_compute::Attended, BackendError> {
         self.cpu.attend(plan)
     }
-    fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
-        self.cpu.load(plan)
-    }
+}
+
+impl RegionBackend for Device {
     fn open_region(
         &mut self,
         handle: RegionHandle,
@@ -209,6 +243,34 @@ impl Backend for Device {
         let event = no_event.is_none().then_some([name; 64]);
         Ok(OpenedRegion { region: DeviceRegion(name.into()), event, no_event, copied })
     }
+
+    fn close_region(&mut self, region: DeviceRegion) {
+        self.memories.open.lock().retain(|name| u64::from(*name) != region.0);
+        self.regions.remove(&region.0);
+    }
+
+    fn read_region(
+        &mut self,
+        region: DeviceRegion,
+        offset: u64,
+        bytes: &mut [u8],
+    ) -> Result<(), BackendError> {
+        self.memories.counts.lock()[0] += 1;
+        bytes.copy_from_slice(&self.read(region, offset, bytes.len()));
+        Ok(())
+    }
+
+    fn write_region(
+        &mut self,
+        region: DeviceRegion,
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<(), BackendError> {
+        self.memories.counts.lock()[0] += 1;
+        self.put(region, offset, bytes);
+        Ok(())
+    }
+
     fn attend_in_place(
         &mut self,
         plan: &AttendPlan,
@@ -227,6 +289,7 @@ impl Backend for Device {
         self.put(region, places.lse, &lse);
         Ok(attended.stored_bytes_read)
     }
+
     fn stage(
         &mut self,
         model: ModelId,
@@ -252,43 +315,5 @@ impl Backend for Device {
         self.staged = Some((model, rows));
         stores.staged += 1;
         Ok(Some(StagedRows { call: stores.staged, content_hash, finite }))
-    }
-    fn write_staged(
-        &mut self,
-        staged: &StagedRows,
-        writes: &[StagedWrite],
-    ) -> Result<(), BackendError> {
-        let stores = self.memories.stores.lock();
-        assert_eq!(staged.call, stores.staged, "the rows of another call");
-        let (model, rows) = self.staged.as_ref().expect("staged rows");
-        for write in writes {
-            self.cpu.write(*model, rows, write.source_row, write.rows, write.to)?;
-        }
-        self.failure = stores.lose.then_some("lost");
-        Ok(())
-    }
-    fn close_region(&mut self, region: DeviceRegion) {
-        self.memories.open.lock().retain(|name| u64::from(*name) != region.0);
-        self.regions.remove(&region.0);
-    }
-    fn read_region(
-        &mut self,
-        region: DeviceRegion,
-        offset: u64,
-        bytes: &mut [u8],
-    ) -> Result<(), BackendError> {
-        self.memories.counts.lock()[0] += 1;
-        bytes.copy_from_slice(&self.read(region, offset, bytes.len()));
-        Ok(())
-    }
-    fn write_region(
-        &mut self,
-        region: DeviceRegion,
-        offset: u64,
-        bytes: &[u8],
-    ) -> Result<(), BackendError> {
-        self.memories.counts.lock()[0] += 1;
-        self.put(region, offset, bytes);
-        Ok(())
     }
 }

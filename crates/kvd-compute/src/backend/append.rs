@@ -1,0 +1,321 @@
+//! An append on a device: its plan, the order of its steps, and what came of it.
+//!
+//! [`AppendPlan`] is made by the store's side and holds extents, not memory. Its steps have one
+//! order on every device: rows are checked, rows of blocks that are shared are copied, the new ones
+//! written, and blocks that leave the window encoded and moved to their slots.
+
+use super::{EncodeSource, EncodedPages, IncomingRows, ModelBytes, PageBackend, RawTarget};
+use crate::region::no_region_error;
+use crate::{BackendError, Source, StagedRows};
+use kvd_core::{Coded, ErrorCode, Extent, LayerIndex, ModelId};
+use std::time::{Duration, Instant};
+
+/// Rows in the stored precision that are encoded at once: enough for many cores, and a bound on
+/// what lies beside the page memory meanwhile.
+const ENCODE_BATCH_BYTES: u64 = 64 << 20;
+
+/// Where the rows of an append are.
+#[derive(Debug)]
+pub enum AppendRows {
+    /// In memory of the host.
+    Host(IncomingRows),
+    /// On the device, which has copied and checked them.
+    Staged(StagedRows),
+}
+
+/// Rows to bring to a raw slot: copied from raw, decoded from pages.
+#[derive(Clone, Debug)]
+pub struct PlannedCopy {
+    /// Where they lie.
+    pub from: Source,
+    /// How many.
+    pub rows: u32,
+    /// Where they go.
+    pub to: RawTarget,
+}
+
+/// New rows that go to a raw slot.
+#[derive(Clone, Copy, Debug)]
+pub struct PlannedWrite {
+    /// First token within what is appended.
+    pub source_row: u32,
+    /// Tokens.
+    pub rows: u32,
+    /// Where they go.
+    pub to: RawTarget,
+}
+
+/// A block that leaves the window.
+#[derive(Clone, Debug)]
+pub struct PlannedBlock {
+    /// The rows to encode.
+    pub source: EncodeSource,
+    /// Rows that stay raw, to be copied to a slot of their own.
+    pub keep: Option<PlannedCopy>,
+    /// It was offered before and could not be packed then.
+    pub retried: bool,
+}
+
+/// All that a store asks of the device, in the order of its steps.
+#[derive(Debug)]
+pub struct AppendPlan {
+    /// The model.
+    pub model: ModelId,
+    /// The layer.
+    pub layer: LayerIndex,
+    /// The new rows.
+    pub rows: AppendRows,
+    /// Copies to execute before the writes.
+    pub copies: Vec<PlannedCopy>,
+    /// Where the new rows go; no slot's rows meet another's.
+    pub writes: Vec<PlannedWrite>,
+    /// Blocks to pack once the writes are done.
+    pub blocks: Vec<PlannedBlock>,
+    /// Bytes of a whole block in the stored precision.
+    pub block_bytes: u64,
+    /// Recent queries of each head to measure errors by from now on; none where they are the same
+    /// as before.
+    pub queries: Option<Vec<Vec<f32>>>,
+}
+
+/// What became of one block.
+#[derive(Debug)]
+pub enum BlockAnswer {
+    /// Its pages are in the slot that was reserved for them.
+    Packed(EncodedPages),
+    /// It cannot be encoded, and stays raw for good.
+    Refused(BackendError),
+}
+
+/// What came of an append. It becomes visible by the caller's commit.
+#[derive(Debug, Default)]
+pub struct Appended {
+    /// One for each of the plan's blocks, in order; those behind the last stay raw for now.
+    pub blocks: Vec<BlockAnswer>,
+    /// Why blocks behind the last answer could not be encoded, where that is not for want of room.
+    pub encode_error: Option<BackendError>,
+    /// Why pages are not measured by the plan's queries.
+    pub query_error: Option<BackendError>,
+    /// How long packing took; none where there were no blocks.
+    pub packing_time: Option<Duration>,
+    /// Memory that the model takes once, after its blocks were packed.
+    pub model_bytes: Option<ModelBytes>,
+}
+
+/// Reserves a slot for pages of so many bytes; `None` when the pool has no room.
+pub type ReserveSlot<'a> = dyn FnMut(u64) -> Option<Extent> + 'a;
+
+/// The steps of an append, which [`PageBackend::append`] takes in order.
+pub trait AppendSteps {
+    /// Tests that every value is finite, before anything is written.
+    ///
+    /// # Errors
+    /// The first NaN or infinity, or an unknown model.
+    fn check(&self, model: ModelId, rows: &IncomingRows) -> Result<(), BackendError>;
+
+    /// Copies `count` rows into a raw slot; pages are decoded.
+    ///
+    /// # Errors
+    /// When the model is unknown or a page is corrupt.
+    fn copy(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        from: &Source,
+        count: u32,
+        to: RawTarget,
+    ) -> Result<(), BackendError>;
+
+    /// Writes `count` tokens of `rows`, from `source_row` on, into a raw slot.
+    ///
+    /// # Errors
+    /// When the model is unknown.
+    fn write(
+        &mut self,
+        model: ModelId,
+        rows: &IncomingRows,
+        source_row: u32,
+        count: u32,
+        to: RawTarget,
+    ) -> Result<(), BackendError>;
+
+    /// [`AppendSteps::write`] of rows that are staged, to any number of slots, none of which meets
+    /// another.
+    ///
+    /// # Errors
+    /// When they are no longer staged.
+    fn write_staged(
+        &mut self,
+        staged: &StagedRows,
+        writes: &[PlannedWrite],
+    ) -> Result<(), BackendError> {
+        let _ = (staged, writes);
+        Err(no_region_error())
+    }
+
+    /// Measures the errors of a layer's pages by these queries from now on, as
+    /// [`kvd_codec::ModelCodec::set_queries`] does; a device that measures none ignores them.
+    ///
+    /// # Errors
+    /// When the model is unknown or the queries do not fit it.
+    fn set_queries(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        heads: &[Vec<f32>],
+    ) -> Result<(), BackendError> {
+        let _ = (model, layer, heads);
+        Ok(())
+    }
+
+    /// Encodes blocks of one layer; entropy tables are built from them when the layer has none.
+    /// A block that cannot be encoded, even raw, has an error of its own: the others stand.
+    ///
+    /// # Errors
+    /// When the model is unknown or its entropy tables are used up.
+    fn encode(
+        &mut self,
+        model: ModelId,
+        layer: LayerIndex,
+        blocks: &[EncodeSource],
+    ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError>;
+
+    /// Moves encoded pages into their slot, after the call that encoded them and before any other.
+    fn place(&mut self, pages: &EncodedPages, to: Extent);
+}
+
+impl AppendPlan {
+    /// Blocks that are encoded at once at most.
+    #[must_use]
+    pub fn batch_blocks_max(&self) -> usize {
+        let blocks = ENCODE_BATCH_BYTES / self.block_bytes.max(1);
+        usize::try_from(blocks).unwrap_or(usize::MAX).max(1)
+    }
+}
+
+/// Takes the steps of an append.
+pub(super) fn run_append<B: PageBackend + ?Sized>(
+    backend: &mut B,
+    plan: &AppendPlan,
+    reserve: &mut ReserveSlot<'_>,
+) -> Result<Appended, BackendError> {
+    write_plan(backend, plan)?;
+    let mut appended = Appended::default();
+    if !plan.blocks.is_empty() {
+        let began = Instant::now();
+        pack_plan(backend, plan, reserve, &mut appended)?;
+        appended.packing_time = Some(began.elapsed());
+        appended.model_bytes = backend.model_bytes(plan.model).ok();
+    }
+    // Placing pages has no answer of its own: what a failed device holds is never published.
+    match backend.failure() {
+        None => Ok(appended),
+        Some(reason) => {
+            let (code, message) = (ErrorCode::DeviceFailed, reason.to_owned());
+            Err(BackendError::Device { code, message })
+        }
+    }
+}
+
+/// Brings rows to raw slots, if all of the new ones are numbers.
+fn write_plan<B: AppendSteps + ?Sized>(
+    backend: &mut B,
+    plan: &AppendPlan,
+) -> Result<(), BackendError> {
+    match &plan.rows {
+        AppendRows::Host(rows) => backend.check(plan.model, rows)?,
+        AppendRows::Staged(StagedRows { finite: Err(error), .. }) => {
+            let (code, message) = (error.code(), error.to_string());
+            return Err(BackendError::Device { code, message });
+        }
+        AppendRows::Staged(_) => {}
+    }
+    for copy in &plan.copies {
+        backend.copy(plan.model, plan.layer, &copy.from, copy.rows, copy.to)?;
+    }
+    match &plan.rows {
+        AppendRows::Host(rows) => plan.writes.iter().try_for_each(|write| {
+            backend.write(plan.model, rows, write.source_row, write.rows, write.to)
+        }),
+        AppendRows::Staged(staged) => backend.write_staged(staged, &plan.writes),
+    }
+}
+
+/// Packs the plan's blocks in batches, and notes what came of them.
+fn pack_plan<B: PageBackend + ?Sized>(
+    backend: &mut B,
+    plan: &AppendPlan,
+    reserve: &mut ReserveSlot<'_>,
+    appended: &mut Appended,
+) -> Result<(), BackendError> {
+    if let Some(queries) = &plan.queries {
+        // They only measure: an append does not fail for want of them.
+        appended.query_error = backend.set_queries(plan.model, plan.layer, queries).err();
+    }
+    let batch_max = plan.batch_blocks_max();
+    // Where the pool was full, one block finds out at little cost whether it still is.
+    let mut batch = if plan.blocks.iter().any(|block| block.retried) { 1 } else { batch_max };
+    while appended.blocks.len() < plan.blocks.len() {
+        let rest = &plan.blocks[appended.blocks.len()..];
+        let blocks = &rest[..rest.len().min(batch)];
+        if !pack_batch(backend, plan, blocks, reserve, appended)? {
+            break;
+        }
+        batch = batch.saturating_mul(2).min(batch_max);
+    }
+    Ok(())
+}
+
+/// Packs blocks that are encoded together. False when the rest need not be tried.
+fn pack_batch<B: AppendSteps + ?Sized>(
+    backend: &mut B,
+    plan: &AppendPlan,
+    blocks: &[PlannedBlock],
+    reserve: &mut ReserveSlot<'_>,
+    appended: &mut Appended,
+) -> Result<bool, BackendError> {
+    for keep in blocks.iter().filter_map(|block| block.keep.as_ref()) {
+        backend.copy(plan.model, plan.layer, &keep.from, keep.rows, keep.to)?;
+    }
+    let sources: Vec<_> = blocks.iter().map(|block| block.source).collect();
+    let encoded = match backend.encode(plan.model, plan.layer, &sources) {
+        Ok(encoded) => encoded,
+        Err(error) => {
+            appended.encode_error = Some(error);
+            return Ok(false);
+        }
+    };
+    for encoded in encoded {
+        appended.blocks.push(match encoded {
+            Ok(mut pages) => {
+                // A pool without room for one block has none for the rest.
+                let Some(slot) = reserve(pages.size_bytes()) else { return Ok(false) };
+                backend.place(&pages, slot);
+                pages.bytes = Vec::new();
+                BlockAnswer::Packed(pages)
+            }
+            Err(error) => BlockAnswer::Refused(error),
+        });
+    }
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn batch_of(block_bytes: u64) -> usize {
+        let rows = IncomingRows { tokens: 0, k: bytes::Bytes::new(), v: bytes::Bytes::new() };
+        let (copies, writes, blocks) = (Vec::new(), Vec::new(), Vec::new());
+        let (model, layer, rows) = (ModelId(1), LayerIndex(0), AppendRows::Host(rows));
+        AppendPlan { model, layer, rows, copies, writes, blocks, block_bytes, queries: None }
+            .batch_blocks_max()
+    }
+
+    #[test]
+    fn batches_are_bounded_by_bytes() {
+        assert_eq!(batch_of(512), (64 << 20) / 512);
+        // 1024 tokens of 128 heads of 128 channels, K and V in 16 bits.
+        assert_eq!(batch_of(1024 * 128 * 2 * 128 * 2), 1);
+    }
+}
