@@ -68,8 +68,9 @@ pub use huffman::streams::{
     StreamRun, StreamTable,
 };
 pub use implied::ImpliedBits;
+pub use kvd_core::PageBytes;
 pub use levels::level_unit;
-pub use model::{BlockRows, EncodedBlock, ModelCodec, PageBytes};
+pub use model::{BlockRows, EncodedBlock, ModelCodec};
 pub use page::{HEADER_BYTES, PAGE_ALIGN, Page, PageHeader, page_bytes};
 pub use payload_sizes::PayloadSizes;
 pub use policy::SpecOverride;

@@ -9,9 +9,8 @@ use crate::quantizer::float::{all_within, largest_finite, largest_within};
 use crate::quantizer::vq::codebook_bytes;
 use crate::row_block::LayerSide;
 use crate::{Calibration, CodecError, CodecSpec, HeadCodec, LayerQueries};
-use kvd_core::{Geometry, LayerIndex, Side};
+use kvd_core::{Geometry, LayerIndex, PageBytes, Side};
 use std::collections::BTreeMap;
-use std::ops::AddAssign;
 
 /// A codec, a geometry and what calibration gave it: encodes blocks, and serves readers.
 #[derive(Clone, Debug)]
@@ -50,36 +49,6 @@ impl<'a> BlockRows<'a> {
             Side::Value => self.v,
         };
         &rows[head * self.tokens * dim..][..self.tokens * dim]
-    }
-}
-
-/// Where the bytes of pages go.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PageBytes {
-    /// Headers and padding.
-    pub header: u64,
-    /// Codes, or raw floats.
-    pub codes: u64,
-    /// Scales and minima, and outliers kept apart.
-    pub scales: u64,
-    /// Lengths of entropy-coded streams.
-    pub offsets: u64,
-}
-
-impl PageBytes {
-    /// All of them.
-    #[must_use]
-    pub fn total_bytes(&self) -> u64 {
-        self.header + self.codes + self.scales + self.offsets
-    }
-}
-
-impl AddAssign for PageBytes {
-    fn add_assign(&mut self, other: Self) {
-        self.header += other.header;
-        self.codes += other.codes;
-        self.scales += other.scales;
-        self.offsets += other.offsets;
     }
 }
 

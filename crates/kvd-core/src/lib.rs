@@ -11,6 +11,7 @@ mod extent;
 mod geometry;
 mod id;
 mod progress;
+mod stored_bytes;
 
 pub use boot::{BootId, IdCounter, IdSpace, IdsExhausted};
 pub use dtype::{DType, DTypeError};
@@ -19,3 +20,4 @@ pub use extent::Extent;
 pub use geometry::{Geometry, GeometryError, RawLayout, RopePairing, Side};
 pub use id::{LayerIndex, ModelId, Namespace, NamespaceError, SequenceId, SessionId};
 pub use progress::ProgressLines;
+pub use stored_bytes::{PackedBytes, PageBytes, StoredBytes};

@@ -274,13 +274,13 @@ fn rows_that_kernels_encode_stay_on_the_device() {
         let pages = pages.unwrap();
         let measured = index % 16 == 0;
         assert_eq!((pages.held.is_none(), pages.sampled.is_some()), (measured, measured));
-        assert_eq!(pages.parts.total_bytes(), pages.size_bytes());
-        assert_eq!(pages.side_bytes.iter().sum::<u64>(), pages.size_bytes());
+        assert_eq!(pages.packed.parts.total_bytes(), pages.size_bytes());
+        assert_eq!(pages.packed.sides.iter().sum::<u64>(), pages.size_bytes());
         let extent = Extent { offset: 65_536 + 8192 * index as u64, len: pages.size_bytes() };
         backend.place(&pages, extent);
         let source = Source::Pages { extent, ends: pages.page_ends.clone(), first_row: 0 };
         let loaded = load(&mut backend, &PlanPart { source, ..part.clone() });
-        sizes.push((pages.parts, loaded.unwrap()));
+        sizes.push((pages.packed.parts, loaded.unwrap()));
         if index == 18 {
             break;
         }
@@ -316,7 +316,10 @@ fn pages_whose_size_the_kernel_finds_stay_on_the_device() {
         for (index, pages) in encoded.into_iter().enumerate() {
             let pages = pages.unwrap();
             assert_eq!(pages.held.is_none(), index == 0, "{text}");
-            assert_eq!((pages.fallback_pages, pages.parts.total_bytes()), (0, pages.size_bytes()));
+            assert_eq!(
+                (pages.fallback_pages, pages.packed.parts.total_bytes()),
+                (0, pages.size_bytes())
+            );
             let extent = Extent { offset: 65_536 + 8192 * index as u64, len: pages.size_bytes() };
             let copies = watch.lock().copies;
             backend.place(&pages, extent);
@@ -324,7 +327,7 @@ fn pages_whose_size_the_kernel_finds_stay_on_the_device() {
             assert_eq!(watch.lock().copies - copies, usize::from(index > 0), "{text}");
             let source = Source::Pages { extent, ends: pages.page_ends.clone(), first_row: 0 };
             let loaded = load(&mut backend, &PlanPart { source, ..part.clone() });
-            sizes.push((pages.parts, pages.page_ends, loaded.unwrap()));
+            sizes.push((pages.packed.parts, pages.page_ends, loaded.unwrap()));
             if index == 1 {
                 break;
             }

@@ -4,9 +4,8 @@
 //! ([`RowExtent`]), and one sequence's view of a block. No locks: a view belongs to its layer's
 //! mutex; what several sequences share is immutable, set once, or atomic.
 
-use crate::ledger::{PackedBytes, StoredBytes};
 use crate::pool::{FreedSlots, PoolSlot};
-use kvd_core::Extent;
+use kvd_core::{Extent, PackedBytes, StoredBytes};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};

@@ -4,53 +4,9 @@
 //! them, taken off in its drop). A slot that several sequences share has one account, so it is
 //! counted once. No locks: a snapshot taken while others work may mix moments, at rest it is exact.
 
-use std::ops::{AddAssign, SubAssign};
+use kvd_core::{PackedBytes, StoredBytes};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
-
-/// The parts of one packed block; bytes unless said otherwise.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PackedBytes {
-    /// Quantized codes, or their entropy-coded form.
-    pub codes: u64,
-    /// Scales, zero points, norms.
-    pub scales: u64,
-    /// Row and stream offsets.
-    pub offsets: u64,
-    /// Page headers and checksums.
-    pub header: u64,
-    /// Bytes of the K pages.
-    pub key: u64,
-    /// Bytes of the V pages.
-    pub value: u64,
-    /// K and V values that the pages stand for, in number.
-    pub values: u64,
-}
-
-/// All that is held, by part; bytes unless said otherwise.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct StoredBytes {
-    /// K and V values in packed blocks, in number.
-    pub packed_values: u64,
-    /// Pool memory of packed blocks: the four parts below and the rounding to granules.
-    pub packed_bytes: u64,
-    /// Codes of packed blocks.
-    pub code_bytes: u64,
-    /// Scales of packed blocks.
-    pub scale_bytes: u64,
-    /// Offsets of packed blocks.
-    pub offset_bytes: u64,
-    /// Headers of packed blocks.
-    pub header_bytes: u64,
-    /// K and V values held in the stored precision, in number.
-    pub raw_values: u64,
-    /// Pool memory of raw slots, with the rows that are still free and the rounding to granules.
-    pub raw_bytes: u64,
-    /// K pages of packed blocks.
-    pub packed_key_bytes: u64,
-    /// V pages of packed blocks.
-    pub packed_value_bytes: u64,
-}
 
 /// The holdings of all sequences of a model; shared blocks are counted once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -61,97 +17,11 @@ pub struct ModelUsage {
     pub stored: StoredBytes,
 }
 
-const FIELDS: usize = 10;
-
-impl StoredBytes {
-    /// A packed block that takes `reserved_bytes` from the pool.
-    pub(crate) fn count_packed(parts: &PackedBytes, reserved_bytes: u64) -> Self {
-        Self {
-            packed_values: parts.values,
-            packed_bytes: reserved_bytes,
-            code_bytes: parts.codes,
-            scale_bytes: parts.scales,
-            offset_bytes: parts.offsets,
-            header_bytes: parts.header,
-            packed_key_bytes: parts.key,
-            packed_value_bytes: parts.value,
-            ..Self::default()
-        }
-    }
-
-    /// A raw slot that takes `reserved_bytes` and holds `values` values.
-    pub(crate) fn count_raw(values: u64, reserved_bytes: u64) -> Self {
-        Self { raw_values: values, raw_bytes: reserved_bytes, ..Self::default() }
-    }
-
-    fn to_array(self) -> [u64; FIELDS] {
-        [
-            self.packed_values,
-            self.packed_bytes,
-            self.code_bytes,
-            self.scale_bytes,
-            self.offset_bytes,
-            self.header_bytes,
-            self.raw_values,
-            self.raw_bytes,
-            self.packed_key_bytes,
-            self.packed_value_bytes,
-        ]
-    }
-
-    fn from_array(array: [u64; FIELDS]) -> Self {
-        let [
-            packed_values,
-            packed_bytes,
-            code_bytes,
-            scale_bytes,
-            offset_bytes,
-            header_bytes,
-            raw_values,
-            raw_bytes,
-            packed_key_bytes,
-            packed_value_bytes,
-        ] = array;
-        Self {
-            packed_values,
-            packed_bytes,
-            code_bytes,
-            scale_bytes,
-            offset_bytes,
-            header_bytes,
-            raw_values,
-            raw_bytes,
-            packed_key_bytes,
-            packed_value_bytes,
-        }
-    }
-}
-
-impl AddAssign for StoredBytes {
-    fn add_assign(&mut self, other: Self) {
-        let mut sum = self.to_array();
-        for (s, o) in sum.iter_mut().zip(other.to_array()) {
-            *s += o;
-        }
-        *self = Self::from_array(sum);
-    }
-}
-
-impl SubAssign for StoredBytes {
-    fn sub_assign(&mut self, other: Self) {
-        let mut rest = self.to_array();
-        for (r, o) in rest.iter_mut().zip(other.to_array()) {
-            *r -= o;
-        }
-        *self = Self::from_array(rest);
-    }
-}
-
 /// The counters of one model.
 #[derive(Debug, Default)]
 pub(crate) struct ModelLedger {
     sequences: AtomicU64,
-    parts: [AtomicU64; FIELDS],
+    parts: [AtomicU64; StoredBytes::PARTS.len()],
 }
 
 impl ModelLedger {

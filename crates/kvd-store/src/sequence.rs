@@ -9,13 +9,13 @@
 //! drop gives the bytes back.
 
 use crate::layer::SequenceLayer;
-use crate::ledger::{ModelLedger, StoredBytes};
+use crate::ledger::ModelLedger;
 use crate::pool::ArenaPool;
 use crate::session_sequences::SessionSequences;
 use crate::shape::ModelShape;
 use crate::use_times::UseTimes;
 use crate::view_list::DiscardedViews;
-use kvd_core::{LayerIndex, ModelId, SequenceId, SessionId};
+use kvd_core::{LayerIndex, ModelId, SequenceId, SessionId, StoredBytes};
 use parking_lot::{Mutex, RwLock};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -6,8 +6,8 @@
 //! that nobody walks them. No locks: a list belongs to its layer's mutex.
 
 use crate::layer_block::BlockView;
-use crate::ledger::StoredBytes;
 use crate::pool::FreedSlots;
+use kvd_core::StoredBytes;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 

@@ -7,7 +7,8 @@
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a test may fail, and says how full")]
 
 use kvd_core::{
-    BootId, DType, Geometry, IdSpace, LayerIndex, ModelId, Namespace, RopePairing, SequenceId,
+    BootId, DType, Geometry, IdSpace, LayerIndex, ModelId, Namespace, PageBytes, RopePairing,
+    SequenceId,
 };
 use kvd_store::{
     ArenaPool, BegunAppend, ModelShape, PackedBytes, PackedPages, SequenceStore, StoreError,
@@ -119,7 +120,10 @@ impl Growth {
                 let bytes = (size * raw_bytes as f64) as u64;
                 let Ok(reserved) = self.store.pool().reserve_pages(bytes) else { break };
                 let ends = Arc::from([bytes as u32]);
-                let accounting = PackedBytes { codes: bytes, ..PackedBytes::default() };
+                let accounting = PackedBytes {
+                    parts: PageBytes { codes: bytes, ..PageBytes::default() },
+                    ..PackedBytes::default()
+                };
                 packed.push(Some(PackedPages::new(reserved.seal_slot(), ends, accounting)));
             }
             ticket.commit(packed);

@@ -4,8 +4,8 @@ use super::append::run_append;
 use super::{AppendPlan, AppendSteps, Appended, ReserveSlot};
 use crate::{BackendError, LoadPlan};
 use bytes::Bytes;
-use kvd_codec::{CheckedBlock, ModelCodec, PageBytes};
-use kvd_core::{Extent, ModelId};
+use kvd_codec::{CheckedBlock, ModelCodec};
+use kvd_core::{Extent, ModelId, PackedBytes};
 use std::sync::Arc;
 
 /// Description of a device, for logs and `GetServerInfo`.
@@ -65,12 +65,8 @@ pub struct EncodedPages {
     pub held: Option<HeldPages>,
     /// End of each page, in bytes from the first.
     pub page_ends: Arc<[u32]>,
-    /// The bytes of the pages by kind.
-    pub parts: PageBytes,
-    /// The bytes of the pages by side.
-    pub side_bytes: [u64; 2],
-    /// K and V values encoded.
-    pub values: u64,
+    /// The bytes of the pages, and the values encoded.
+    pub packed: PackedBytes,
     /// Pages that could not be quantized and stayed raw.
     pub fallback_pages: u32,
     /// Measured errors; none where this block was not sampled.

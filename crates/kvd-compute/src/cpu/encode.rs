@@ -4,7 +4,7 @@ use crate::cpu::arena::HostArena;
 use crate::cpu::raw_slots::read_block;
 use crate::{BackendError, EncodeSource, EncodedPages, Sampling};
 use kvd_codec::{BlockRows, ModelCodec};
-use kvd_core::{Geometry, LayerIndex, Side};
+use kvd_core::{Geometry, LayerIndex, PackedBytes, Side};
 use rayon::prelude::*;
 use std::cell::Cell;
 
@@ -199,9 +199,11 @@ fn encode_one(
         bytes,
         held: None,
         page_ends: encoded.page_ends.into(),
-        parts: encoded.parts,
-        side_bytes: [encoded.key_bytes, encoded.value_bytes],
-        values: block.tokens as u64 * codec.geometry().values_per_token(),
+        packed: PackedBytes {
+            parts: encoded.parts,
+            sides: [encoded.key_bytes, encoded.value_bytes],
+            values: block.tokens as u64 * codec.geometry().values_per_token(),
+        },
         fallback_pages: encoded.fallback_pages,
         sampled: checked,
     })

@@ -140,7 +140,7 @@ fn store(backend: &mut dyn Backend, ask: &Ask) -> Option<Stored> {
         let mut bytes = Vec::new();
         let wanted = codec.encode_block(LAYER, &block, &mut bytes).unwrap();
         assert_eq!(*encoded.page_ends, *wanted.page_ends, "{text}");
-        assert_eq!(encoded.parts, wanted.parts, "{text}");
+        assert_eq!(encoded.packed.parts, wanted.parts, "{text}");
         assert!(encoded.held.is_some() || encoded.bytes == bytes, "{text}");
         let slot = Extent { offset, len: encoded.size_bytes() };
         offset += slot.len.next_multiple_of(64);

@@ -9,11 +9,11 @@ use crate::driver::{DeviceCopy, KernelLaunch};
 use crate::store::{StoreLaunch, StorePlan, StoredPage};
 use crate::{StoreParameters, StoreShapes};
 use bytemuck::Zeroable;
-use kvd_codec::{HEADER_BYTES, ModelCodec, PageBytes, PageHeader};
+use kvd_codec::{HEADER_BYTES, ModelCodec, PageHeader};
 use kvd_compute::{
     AppendSteps, BackendError, EncodeAs, EncodeSource, EncodedPages, HeldPages, Sampling,
 };
-use kvd_core::{Extent, LayerIndex, ModelId};
+use kvd_core::{Extent, LayerIndex, ModelId, PackedBytes};
 
 /// An encoded block, or why it is none.
 type EncodeResult = Result<EncodedPages, BackendError>;
@@ -293,17 +293,18 @@ impl CudaBackend {
             bytes: Vec::new(),
             held: Some(HeldPages { call: self.held.call, block: self.held.blocks.len() as u32 }),
             page_ends: [].into(),
-            parts: PageBytes::default(),
-            side_bytes: [0; 2],
-            values: u64::from(block.rows) * geometry.values_per_token(),
+            packed: PackedBytes {
+                values: u64::from(block.rows) * geometry.values_per_token(),
+                ..PackedBytes::default()
+            },
             fallback_pages: 0,
             sampled: None,
         };
         let (mut ends, mut end) = (Vec::with_capacity(pages.len()), 0);
         for (_, StoredPage { header, parts, .. }) in &pages {
             let bytes = header.page_bytes() as u64;
-            encoded.parts += *parts;
-            encoded.side_bytes[header.side.index()] += bytes;
+            encoded.packed.parts += *parts;
+            encoded.packed.sides[header.side.index()] += bytes;
             encoded.fallback_pages += u32::from(header.fallback);
             end += bytes as u32;
             ends.push(end);

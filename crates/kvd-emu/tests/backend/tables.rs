@@ -155,7 +155,7 @@ fn first_tables_of_a_layer_are_the_hosts_and_its_rows_stay_on_the_device() {
                 let (pages, wanted) = (pages.as_ref().unwrap(), wanted.as_ref().unwrap());
                 assert!(pages.held.is_some() || pages.bytes == wanted.bytes, "{text}");
                 assert_eq!(pages.page_ends, wanted.page_ends, "{text}");
-                assert_eq!(pages.parts, wanted.parts, "{text}");
+                assert_eq!(pages.packed.parts, wanted.packed.parts, "{text}");
             }
             assert_eq!(backend.failure(), None);
         }

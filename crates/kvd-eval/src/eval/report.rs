@@ -129,12 +129,12 @@ impl ContextBits {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::measure::StoredParts;
+    use kvd_core::StoredBytes;
 
     #[test]
     fn a_longer_context_spreads_windows_and_tables_thinner() {
         let parts =
-            StoredParts { raw_values: 2 * 1000, raw_bytes: 2 * 2000, ..StoredParts::default() };
+            StoredBytes { raw_values: 2 * 1000, raw_bytes: 2 * 2000, ..StoredBytes::default() };
         let storage = StorageRatios {
             bits_per_value: 2.0,
             model_bytes: 500,

@@ -8,8 +8,10 @@
 //!   * attention over the decoded rows the daemon gives back (windows included);
 //!   * attention over the original rows.
 
-use super::{KvdAttention, StoredParts};
+use super::KvdAttention;
+use super::storage::side_bits_since;
 use anyhow::Result;
+use kvd_core::StoredBytes;
 use kvd_engine::{HeadCounts, LayerRecording, ModelConfig, plain};
 use serde::Serialize;
 use std::ops::Range;
@@ -91,7 +93,7 @@ impl CleanWindow {
         mut on_step: impl FnMut(usize),
     ) -> Result<AttentionError> {
         let mut layers = Vec::new();
-        let mut before = StoredParts::default();
+        let mut before = StoredBytes::default();
         for layer in 0..self.layers.len() {
             self.store_rows(kvd, layer, 0..self.first_query).await?;
             let mut sums = LayerSums::default();
@@ -103,8 +105,8 @@ impl CleanWindow {
                 on_step(end - start);
                 start = end;
             }
-            let stored: StoredParts = kvd.stored_bytes().await?.into();
-            let [key_bits, value_bits] = stored.side_bits_since(&before);
+            let stored = kvd.stored_bytes().await?;
+            let [key_bits, value_bits] = side_bits_since(&stored, &before);
             before = stored;
             layers.push(LayerError {
                 codec: (sums.codec / sums.exact).sqrt(),

@@ -14,7 +14,7 @@ pub use attention_error::{AttentionError, LayerError};
 pub use daemon::{DeviceMeans, MetricsSource};
 pub use latency::{CallSummaries, LatencySummary};
 pub use speed::DeviceSpeed;
-pub use storage::{StorageRatios, StoredParts};
+pub use storage::StorageRatios;
 
 pub(crate) use attention_error::CleanWindow;
 pub(crate) use reference::PassageReference;

@@ -1,7 +1,7 @@
 //! One codec, registered with the daemon and taken through the measurements one by one.
 
 use super::daemon::CallTimes;
-use super::storage::{StorageRatios, StoredParts};
+use super::storage::{StorageRatios, storage_ratios};
 use super::through_kvd::StepLatencies;
 use super::{
     AttentionError, CallSummaries, CleanWindow, DeviceMeans, KvdAttention, MetricsSource,
@@ -11,8 +11,8 @@ use super::{DeviceSpeed, speed};
 use crate::progress::RunProgress;
 use anyhow::{Context, Result};
 use bytes::Bytes;
-use kvd_client::{Client, ModelSpec, RegisteredModel, StoredBytes};
-use kvd_core::{Geometry, SequenceId};
+use kvd_client::{Client, ModelSpec, RegisteredModel};
+use kvd_core::{Geometry, SequenceId, StoredBytes};
 use kvd_engine::{
     Continuation, LanguageModel, QualitySums, TextQuality, generate_tokens, teacher_forced,
 };
@@ -127,17 +127,17 @@ impl<'a> CodecRun<'a> {
     pub(crate) async fn run_passages(
         &mut self,
         reference: &PassageReference,
-    ) -> Result<(TextQuality, StoredParts)> {
+    ) -> Result<(TextQuality, StoredBytes)> {
         let (rig, label) = (self.rig, self.label);
         rig.progress.name_step(label, "held-out passages");
         let mut sums = QualitySums::default();
-        let mut stored = StoredParts::default();
+        let mut stored = StoredBytes::default();
         let tick = |tokens| rig.progress.add_steps(tokens);
         for (window, without) in reference.passages.iter().zip(&reference.predictions) {
             let (from, kvd) = (reference.scored_from, &mut self.kvd);
             let run = teacher_forced(rig.model, window, rig.chunk, from, kvd, tick).await?;
             sums.add_window(&run, without);
-            stored.add_sequence(&self.kvd.stored_bytes().await?.into());
+            stored += self.kvd.stored_bytes().await?;
             self.passages.push(self.kvd.next_sequence().await?);
         }
         Ok((sums.mean_quality(), stored))
@@ -160,13 +160,13 @@ impl<'a> CodecRun<'a> {
     }
 
     /// Ratios of stored bytes, with the bytes that the model takes once.
-    pub(crate) async fn storage_ratios(&self, stored: &StoredParts) -> Result<StorageRatios> {
+    pub(crate) async fn storage_ratios(&self, stored: &StoredBytes) -> Result<StorageRatios> {
         let description = self.rig.client.describe_model(self.registered.model).await?;
         let model = description.model.context("the daemon's description of a model is empty")?;
         Ok(StorageRatios {
             fallback_pages: model.fallback_pages,
             over_bound_pages: model.over_bound_pages_k + model.over_bound_pages_v,
-            ..stored.storage_ratios(model.calibration_bytes + model.table_bytes)
+            ..storage_ratios(stored, model.calibration_bytes + model.table_bytes)
         })
     }
 
@@ -199,22 +199,5 @@ impl<'a> CodecRun<'a> {
     async fn close_sequence(&mut self) -> Result<()> {
         let done = self.kvd.next_sequence().await?;
         Ok(self.rig.client.close_sequence(done).await?)
-    }
-}
-
-impl From<StoredBytes> for StoredParts {
-    fn from(stored: StoredBytes) -> Self {
-        Self {
-            packed_values: stored.packed_values,
-            packed_bytes: stored.packed_bytes,
-            code_bytes: stored.code_bytes,
-            scale_bytes: stored.scale_bytes,
-            offset_bytes: stored.offset_bytes,
-            header_bytes: stored.header_bytes,
-            raw_values: stored.raw_values,
-            raw_bytes: stored.raw_bytes,
-            packed_key_bytes: stored.packed_key_bytes,
-            packed_value_bytes: stored.packed_value_bytes,
-        }
     }
 }

@@ -1,31 +1,7 @@
 //! Stored size of the passages, counted by the daemon.
 
-use serde::Serialize;
-
-/// Bytes held, by part, as the daemon reports them; summed over sequences.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct StoredParts {
-    /// K and V values in packed blocks.
-    pub packed_values: u64,
-    /// Bytes of the packed blocks: the four parts below.
-    pub packed_bytes: u64,
-    /// Codes, entropy-coded where the codec does so.
-    pub code_bytes: u64,
-    /// Scales, minima and norms.
-    pub scale_bytes: u64,
-    /// Where rows begin inside an entropy-coded page.
-    pub offset_bytes: u64,
-    /// Page headers and padding.
-    pub header_bytes: u64,
-    /// K and V values in windows and open blocks.
-    pub raw_values: u64,
-    /// Bytes reserved for them.
-    pub raw_bytes: u64,
-    /// `packed_bytes` of keys.
-    pub packed_key_bytes: u64,
-    /// `packed_bytes` of values.
-    pub packed_value_bytes: u64,
-}
+use kvd_core::StoredBytes;
+use serde::{Serialize, Serializer};
 
 /// Stored size, per value (one number of K or V) and relative to f16.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
@@ -57,55 +33,45 @@ pub struct StorageRatios {
     /// Measured pages over the bound that the codec declares, kept with a safer side.
     pub over_bound_pages: u64,
     /// The counts behind these numbers.
-    pub parts: StoredParts,
+    #[serde(serialize_with = "serialize_parts")]
+    pub parts: StoredBytes,
 }
 
-impl StoredParts {
-    /// Adds another sequence.
-    pub(crate) fn add_sequence(&mut self, other: &Self) {
-        self.packed_values += other.packed_values;
-        self.packed_bytes += other.packed_bytes;
-        self.code_bytes += other.code_bytes;
-        self.scale_bytes += other.scale_bytes;
-        self.offset_bytes += other.offset_bytes;
-        self.header_bytes += other.header_bytes;
-        self.raw_values += other.raw_values;
-        self.raw_bytes += other.raw_bytes;
-        self.packed_key_bytes += other.packed_key_bytes;
-        self.packed_value_bytes += other.packed_value_bytes;
-    }
+/// The parts by name.
+fn serialize_parts<S: Serializer>(parts: &StoredBytes, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_map(StoredBytes::PARTS.into_iter().zip(parts.to_array()))
+}
 
-    /// Bits per value of the key and the value pages that came on top of `before`, for a model
-    /// whose K and V rows have the same length.
-    pub(crate) fn side_bits_since(&self, before: &Self) -> [f64; 2] {
-        let values = (self.packed_values - before.packed_values) / 2;
-        let bits = |bytes: u64| 8.0 * bytes as f64 / values.max(1) as f64;
-        [
-            bits(self.packed_key_bytes - before.packed_key_bytes),
-            bits(self.packed_value_bytes - before.packed_value_bytes),
-        ]
-    }
+/// Bits per value of the key and the value pages that came on top of `before`, for a model
+/// whose K and V rows have the same length.
+pub(crate) fn side_bits_since(stored: &StoredBytes, before: &StoredBytes) -> [f64; 2] {
+    let values = (stored.packed_values - before.packed_values) / 2;
+    let bits = |bytes: u64| 8.0 * bytes as f64 / values.max(1) as f64;
+    [
+        bits(stored.packed_key_bytes - before.packed_key_bytes),
+        bits(stored.packed_value_bytes - before.packed_value_bytes),
+    ]
+}
 
-    /// Ratios for a model whose K and V rows have the same length.
-    pub(crate) fn storage_ratios(&self, model_bytes: u64) -> StorageRatios {
-        let bits = |bytes: u64, values: u64| 8.0 * bytes as f64 / values.max(1) as f64;
-        let (packed, values) = (self.packed_values, self.packed_values + self.raw_values);
-        StorageRatios {
-            bits_per_value: bits(self.packed_bytes, packed),
-            bits_per_key_value: bits(self.packed_key_bytes, packed / 2),
-            bits_per_value_value: bits(self.packed_value_bytes, packed / 2),
-            code_bits: bits(self.code_bytes, packed),
-            scale_bits: bits(self.scale_bytes, packed),
-            offset_bits: bits(self.offset_bytes, packed),
-            header_bits: bits(self.header_bytes, packed),
-            raw_values_percent: 100.0 * self.raw_values as f64 / values.max(1) as f64,
-            ratio: 2.0 * values as f64 / (self.packed_bytes + self.raw_bytes).max(1) as f64,
-            model_bytes,
-            model_bits_amortised: bits(model_bytes, values),
-            fallback_pages: 0,
-            over_bound_pages: 0,
-            parts: *self,
-        }
+/// Ratios for a model whose K and V rows have the same length.
+pub(crate) fn storage_ratios(stored: &StoredBytes, model_bytes: u64) -> StorageRatios {
+    let bits = |bytes: u64, values: u64| 8.0 * bytes as f64 / values.max(1) as f64;
+    let (packed, values) = (stored.packed_values, stored.packed_values + stored.raw_values);
+    StorageRatios {
+        bits_per_value: bits(stored.packed_bytes, packed),
+        bits_per_key_value: bits(stored.packed_key_bytes, packed / 2),
+        bits_per_value_value: bits(stored.packed_value_bytes, packed / 2),
+        code_bits: bits(stored.code_bytes, packed),
+        scale_bits: bits(stored.scale_bytes, packed),
+        offset_bits: bits(stored.offset_bytes, packed),
+        header_bits: bits(stored.header_bytes, packed),
+        raw_values_percent: 100.0 * stored.raw_values as f64 / values.max(1) as f64,
+        ratio: 2.0 * values as f64 / (stored.packed_bytes + stored.raw_bytes).max(1) as f64,
+        model_bytes,
+        model_bits_amortised: bits(model_bytes, values),
+        fallback_pages: 0,
+        over_bound_pages: 0,
+        parts: *stored,
     }
 }
 
@@ -115,7 +81,7 @@ mod tests {
 
     #[test]
     fn windows_count_in_the_ratio_but_not_in_the_bits_of_packed_blocks() {
-        let one = StoredParts {
+        let one = StoredBytes {
             packed_values: 1000,
             packed_bytes: 250,
             code_bytes: 200,
@@ -128,8 +94,8 @@ mod tests {
             packed_value_bytes: 100,
         };
         let mut both = one;
-        both.add_sequence(&one);
-        let storage = both.storage_ratios(1100);
+        both += one;
+        let storage = storage_ratios(&both, 1100);
         assert_eq!(storage.bits_per_value, 2.0);
         assert_eq!((storage.bits_per_key_value, storage.bits_per_value_value), (2.4, 1.6));
         let parts = [storage.code_bits, storage.scale_bits, storage.offset_bits];
@@ -139,8 +105,20 @@ mod tests {
     }
 
     #[test]
+    fn the_counts_are_written_by_name() {
+        let parts = StoredBytes { packed_values: 3, raw_bytes: 4, ..StoredBytes::default() };
+        let ratios = StorageRatios { parts, ..StorageRatios::default() };
+        let json = serde_json::to_value(ratios).unwrap();
+        assert_eq!(
+            (&json["parts"]["packed_values"], &json["parts"]["raw_bytes"]),
+            (&3.into(), &4.into())
+        );
+        assert_eq!(json["parts"].as_object().unwrap().len(), StoredBytes::PARTS.len());
+    }
+
+    #[test]
     fn nothing_stored_gives_no_nan() {
-        let storage = StoredParts::default().storage_ratios(0);
+        let storage = storage_ratios(&StoredBytes::default(), 0);
         assert_eq!((storage.bits_per_value, storage.ratio), (0.0, 0.0));
     }
 }

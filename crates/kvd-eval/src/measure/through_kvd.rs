@@ -4,9 +4,9 @@ use super::latency::CallLatencies;
 use anyhow::{Context, Result};
 use bytes::Bytes;
 use kvd_client::{
-    AttendBatch, AttendQuery, AttendStream, Client, LoadRange, StoreChunk, StoreStream, StoredBytes,
+    AttendBatch, AttendQuery, AttendStream, Client, LoadRange, StoreChunk, StoreStream,
 };
-use kvd_core::{DType, LayerIndex, ModelId, SequenceId};
+use kvd_core::{DType, LayerIndex, ModelId, SequenceId, StoredBytes};
 use kvd_engine::{AttentionInput, HeadCounts, LayerAttention};
 use std::time::Instant;
 
@@ -150,7 +150,10 @@ impl KvdAttention {
     /// Bytes that the daemon holds of the sequence.
     pub(crate) async fn stored_bytes(&self) -> Result<StoredBytes> {
         let description = self.client.describe_sequence(self.sequence).await?;
-        description.stored.context("the daemon's description of a sequence has no stored bytes")
+        let stored = description.stored;
+        let stored =
+            stored.context("the daemon's description of a sequence has no stored bytes")?;
+        Ok(stored.into())
     }
 }
 

@@ -13,6 +13,7 @@ mod queries;
 mod sequence;
 mod session;
 mod store;
+mod stored_bytes;
 
 pub use attend::{AttendBatch, AttendQuery, Attended, QueryError};
 pub use call_error::CallError;

@@ -2,11 +2,10 @@
 
 use super::{ForkedSequence, SequenceStore, common_length};
 use crate::error::StoreError;
-use crate::ledger::StoredBytes;
 use crate::sequence::{SequenceEntry, SequenceUsage};
 use crate::session_sequences::SessionSequences;
 use crate::shape::ModelShape;
-use kvd_core::{ModelId, Namespace, SequenceId, SessionId};
+use kvd_core::{ModelId, Namespace, SequenceId, SessionId, StoredBytes};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

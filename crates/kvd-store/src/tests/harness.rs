@@ -15,7 +15,8 @@ use crate::{
 };
 use crate::{PackedPages, RawSlot, RowExtent, RowExtentRef, RowForm, RowFormRef};
 use kvd_core::{
-    BootId, DType, Extent, Geometry, IdSpace, LayerIndex, ModelId, Namespace, RopePairing,
+    BootId, DType, Extent, Geometry, IdSpace, LayerIndex, ModelId, Namespace, PageBytes,
+    RopePairing,
 };
 use kvd_core::{SequenceId, Side};
 use parking_lot::Mutex;
@@ -238,12 +239,13 @@ impl Bench {
         }
         let ends = (1..=pages).map(|p| (p * page) as u32).collect();
         let accounting = PackedBytes {
-            codes: 4 * tokens.len() as u64 * pages,
-            header: PAGE_HEADER * pages,
-            key: page * pages / 2,
-            value: page * pages / 2,
+            parts: PageBytes {
+                codes: 4 * tokens.len() as u64 * pages,
+                header: PAGE_HEADER * pages,
+                ..PageBytes::default()
+            },
+            sides: [page * pages / 2; 2],
             values: tokens.len() as u64 * self.model.geometry.values_per_token(),
-            ..PackedBytes::default()
         };
         Some(PackedPages::new(reserved.seal_slot(), ends, accounting))
     }

@@ -2,8 +2,7 @@
 
 use super::RegisteredModel;
 use kvd_compute::{Appended, BlockAnswer, EncodedPages};
-use kvd_core::Side;
-use kvd_store::{AppendTicket, PackedBytes, PackedPages, ReservedSlot};
+use kvd_store::{AppendTicket, PackedPages, ReservedSlot};
 use std::sync::atomic::Ordering;
 
 /// Takes note of what came of the ticket's blocks; the answers are for its commit. `slots` are
@@ -68,7 +67,7 @@ fn count_pages(model: &RegisteredModel, pages: &EncodedPages) {
     metrics.fallback_pages.increment(u64::from(pages.fallback_pages));
     model.fallback_pages.fetch_add(u64::from(pages.fallback_pages), Ordering::Relaxed);
     let value_bytes = model.shape.geometry.dtype.size_bytes() as u64;
-    metrics.encoded_logical_bytes.increment(pages.values * value_bytes);
+    metrics.encoded_logical_bytes.increment(pages.packed.values * value_bytes);
     metrics.encoded_page_bytes.increment(pages.size_bytes());
     for (side, pages) in pages.over_bound().into_iter().enumerate() {
         metrics.over_bound_pages[side].increment(u64::from(pages));
@@ -82,14 +81,5 @@ fn count_pages(model: &RegisteredModel, pages: &EncodedPages) {
 
 /// Pages that can be read from now on.
 fn seal_pages(slot: ReservedSlot, pages: &EncodedPages) -> PackedPages {
-    let accounting = PackedBytes {
-        codes: pages.parts.codes,
-        scales: pages.parts.scales,
-        offsets: pages.parts.offsets,
-        header: pages.parts.header,
-        key: pages.side_bytes[Side::Key.index()],
-        value: pages.side_bytes[Side::Value.index()],
-        values: pages.values,
-    };
-    PackedPages::new(slot.seal_slot(), pages.page_ends.clone(), accounting)
+    PackedPages::new(slot.seal_slot(), pages.page_ends.clone(), pages.packed)
 }

@@ -6,7 +6,7 @@ use crate::service::{
 use kvd_core::LayerIndex;
 use kvd_proto::domain::CallError;
 use kvd_proto::{domain, v1};
-use kvd_store::{SequenceUsage, StoredBytes};
+use kvd_store::SequenceUsage;
 
 pub(super) fn register_response(model: &RegisteredModel) -> v1::RegisterModelResponse {
     v1::RegisterModelResponse {
@@ -37,7 +37,7 @@ pub(super) fn model_stats(stats: &ModelStats) -> v1::ModelStats {
         name: stats.model.name.clone(),
         codec: stats.model.codec.clone(),
         sequences: stats.usage.sequences,
-        stored: Some(stored_bytes(&stats.usage.stored)),
+        stored: Some(stats.usage.stored.into()),
         calibration_bytes: stats.once.calibration,
         table_bytes: stats.once.tables,
         sampled_error_k,
@@ -68,7 +68,7 @@ pub(super) fn sequence_description(usage: SequenceUsage) -> v1::DescribeSequence
         layer_lengths: usage.layer_lengths,
         packed_blocks: usage.packed_blocks,
         raw_blocks: usage.raw_blocks,
-        stored: Some(stored_bytes(&usage.stored)),
+        stored: Some(usage.stored.into()),
     }
 }
 
@@ -114,19 +114,4 @@ pub(super) fn load_response(piece: LoadPiece) -> v1::LoadBlocksResponse {
         v: piece.v.into(),
     }
     .into()
-}
-
-pub(super) fn stored_bytes(stored: &StoredBytes) -> v1::StoredBytes {
-    v1::StoredBytes {
-        packed_values: stored.packed_values,
-        packed_bytes: stored.packed_bytes,
-        code_bytes: stored.code_bytes,
-        scale_bytes: stored.scale_bytes,
-        offset_bytes: stored.offset_bytes,
-        header_bytes: stored.header_bytes,
-        raw_values: stored.raw_values,
-        raw_bytes: stored.raw_bytes,
-        packed_key_bytes: stored.packed_key_bytes,
-        packed_value_bytes: stored.packed_value_bytes,
-    }
 }

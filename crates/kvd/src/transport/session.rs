@@ -2,7 +2,6 @@
 
 use super::call::wire_status;
 use super::connection::{PeerInfo, ServerPhase};
-use super::convert::stored_bytes;
 use super::stream::{ReplyStream, StreamState, shutting_down};
 use crate::metrics::OpenCount;
 use crate::service::{SequencePage, SessionDescription, SessionLease};
@@ -107,7 +106,7 @@ pub(super) fn sequence_page(page: SequencePage) -> v1::ListSequencesResponse {
         length: sequence.length,
         age_ms: whole_ms(sequence.age),
         idle_ms: whole_ms(sequence.idle),
-        stored: Some(stored_bytes(&sequence.stored)),
+        stored: Some(sequence.stored.into()),
     };
     v1::ListSequencesResponse {
         sequences: page.sequences.into_iter().map(describe).collect(),
