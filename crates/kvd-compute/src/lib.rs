@@ -22,8 +22,9 @@ pub use backend::{
     ReserveSlot,
 };
 pub use cpu::{
-    ArenaError, CodeDecoder, CpuBackend, CpuOptions, EncodeAs, InstructionSet, MultiplyKind,
-    OpenError, Precision, Simd, content_hash, content_hash_of, first_non_finite, multiply_adds,
+    ArenaError, CodeDecoder, CpuBackend, CpuOptions, EncodeAs, InstructionSet, KernelChoice,
+    MultiplyKind, OpenError, Precision, Simd, content_hash, content_hash_of, first_non_finite,
+    list_kernels, multiply_adds,
 };
 pub use error::BackendError;
 pub use plan::{AttendPlan, LoadPlan, PlanPart, PlanQuery, Source};

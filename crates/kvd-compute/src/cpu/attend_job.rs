@@ -1,9 +1,9 @@
 //! The work of attention: a plan with all that it needs to be read, and the units that it is cut
 //! into.
 
-use crate::cpu::int_dot::wants_bytes;
+use crate::cpu::kernel_table::KernelTarget;
 use crate::cpu::row_reader::LayerReader;
-use crate::cpu::simd::{InstructionSet, KernelConfig, Precision, Simd};
+use crate::cpu::simd::{KernelConfig, Precision, Simd};
 use crate::{AttendPlan, PlanPart, PlanQuery, Stop};
 use std::ops::Range;
 
@@ -37,14 +37,9 @@ impl AttendJob<'_> {
     }
 }
 
-/// The precision that is used for units of so many rows: AVX-512 has products of single bytes and
-/// score tables, AVX-VNNI mostly the former and AVX2 without it the latter; AMX multiplies factors
-/// of two bytes in the time of one.
+/// The precision that is used for units of so many rows.
 pub(super) fn effective_precision(config: KernelConfig, rows: usize) -> Precision {
-    let KernelConfig { simd, precision } = config;
-    let has = matches!(simd.vector_set(), InstructionSet::Avx2 | InstructionSet::Avx512);
-    let bytes = has && !wants_bytes(simd, rows);
-    if precision == Precision::Int8 && !bytes { Precision::Fast } else { precision }
+    KernelTarget::new(config, rows).effective_precision()
 }
 
 /// The configuration with [`effective_precision`].

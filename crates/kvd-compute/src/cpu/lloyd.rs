@@ -22,17 +22,18 @@ const LEVEL_ERROR: f32 = 0.5 / TOP;
 /// ones f16 loses as much.
 const ALIKE_TOKENS: usize = 1024;
 
+/// Whether there is a kernel for the side.
+pub(crate) fn takes_side(side: &HeadCodec) -> bool {
+    side.lloyd_levels().is_some_and(|levels| levels.len() <= 256) && side.dim().is_multiple_of(4)
+}
+
 /// The levels as a codebook of two channels, and the factor of each.
 fn level_lookup(
     config: KernelConfig,
     side: &HeadCodec,
     rows: usize,
 ) -> Option<(VqLookup, [f32; BYTES])> {
-    let levels = side.lloyd_levels()?;
-    if levels.len() > 256 || !side.dim().is_multiple_of(4) {
-        return None;
-    }
-    let levels = LevelBytes::on_two_bytes(levels);
+    let levels = LevelBytes::on_two_bytes(side.lloyd_levels()?);
     let factors = std::array::from_fn(|byte| levels.tables[byte].1);
     Some((VqLookup::of_lookup(config.simd, levels.to_lookup(), side.dim(), rows), factors))
 }
@@ -52,12 +53,16 @@ enum LloydKernel {
 }
 
 impl LloydKeys {
-    /// Takes folded queries `[rows, dim]`.
+    /// Takes folded queries `[rows, dim]`; `None` when one is not finite.
     pub(crate) fn new(config: KernelConfig, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
-        let tables =
-            score_tables::TableKeys::of_levels(config, side, queries).map(LloydKernel::Tables);
-        let products = tables.or_else(|| Self::word_keys(config, side, queries))?;
+        let products = Self::word_keys(config, side, queries)?;
         Some(Self { products, largest_scale: 0.0 })
+    }
+
+    /// As [`LloydKeys::new`], with levels that are looked up.
+    pub(crate) fn with_tables(simd: Simd, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
+        let tables = score_tables::TableKeys::of_levels(simd, side, queries)?;
+        Some(Self { products: LloydKernel::Tables(tables), largest_scale: 0.0 })
     }
 
     /// How far rounding may take a score of that row, so far: see
@@ -67,6 +72,11 @@ impl LloydKeys {
             LloydKernel::Words(keys) => keys.score_loss(row) * self.largest_scale,
             LloydKernel::Tables(_) => 0.0,
         }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn has_tables(&self) -> bool {
+        matches!(self.products, LloydKernel::Tables(_))
     }
 
     fn word_keys(config: KernelConfig, side: &HeadCodec, queries: &[f32]) -> Option<LloydKernel> {

@@ -1,11 +1,10 @@
 //! The CPU backend: an arena, the models' codecs, and a fixed pool of threads.
 //!
 //! Data flows one way: `attend` (or `key_scores`) cuts a plan into units (`attend_job`),
-//! `attend_unit` walks over the spans of one (`token_span`, `row_reader`), `side_kernels` picks the
-//! kernels of its sides, and those end in a few products that all share. A folder is one task of a
-//! kernel; a file in it does that with one instruction set (`avx512`, `avx2`, `avx_vnni`, `amx`,
-//! `neon`; `x86` and `simd_*` where several have one source). No other file of this crate holds
-//! unsafe code.
+//! `attend_unit` walks over the spans of one (`token_span`, `row_reader`), `kernel_table` picks
+//! the kernels of its sides, and those end in a few products that all share. A file in a folder
+//! does the folder's task with one instruction set (`avx512`, `avx2`, `avx_vnni`, `amx`, `neon`;
+//! `x86` and `simd_*` where several have one source). Only those files hold unsafe code.
 //!
 //! | a side | kernel | what it multiplies with |
 //! |---|---|---|
@@ -52,6 +51,7 @@ mod huffman;
 mod hybrid;
 mod int_dot;
 mod int_operands;
+mod kernel_table;
 mod key_scores;
 #[cfg_attr(
     not(any(target_arch = "x86_64", target_arch = "aarch64")),
@@ -99,6 +99,7 @@ use arena::HostArena;
 pub use code_decoder::CodeDecoder;
 pub use content_hash::{content_hash, content_hash_of};
 pub use encode::EncodeAs;
+pub use kernel_table::{KernelChoice, list_kernels};
 use kvd_codec::{CodeCounts, ModelCodec};
 use kvd_core::{Extent, LayerIndex, ModelId};
 pub use multiply_kind::MultiplyKind;

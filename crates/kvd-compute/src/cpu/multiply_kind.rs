@@ -2,9 +2,11 @@
 
 use crate::cpu::huffman::StreamTiles;
 use crate::cpu::int_dot::wants_bytes;
-use crate::cpu::side_kernels::{KeyKernel, ValueKernel};
-use crate::cpu::simd::{InstructionSet, KernelConfig, Precision, Simd};
-use kvd_codec::{HeadCodec, ModelCodec};
+use crate::cpu::kernel_table::{
+    KernelTarget, KeyKernelId, ValueKernelId, find_key_kernel, find_value_kernel,
+};
+use crate::cpu::simd::{InstructionSet, KernelConfig, Simd};
+use kvd_codec::ModelCodec;
 use kvd_core::{LayerIndex, Side};
 
 /// The operands of a kernel's multiply instructions.
@@ -45,43 +47,25 @@ impl MultiplyKind {
         layer: LayerIndex,
         rows: usize,
     ) -> [Self; 2] {
-        let head = |side| codec.head_codec(layer, side, 0);
-        let tiles = |side: Side| {
-            let coded = config.precision != Precision::Single && head(side).stream_runs().is_some();
-            coded.then(|| StreamTiles::new(head(side), side)).flatten()
+        let [k, v] = Side::BOTH.map(|side| codec.head_codec(layer, side, 0));
+        let target = KernelTarget::new(config, rows);
+        let [k_tiles, v_tiles] = [(k, Side::Key), (v, Side::Value)]
+            .map(|(head, side)| head.stream_runs().and_then(|_| StreamTiles::new(head, side)));
+        let keys = match find_key_kernel(target, k, k_tiles.as_ref()) {
+            None | Some(KeyKernelId::Fp8) => Self::F32,
+            Some(KeyKernelId::Bf16) => Self::Bf16,
+            Some(KeyKernelId::Nibbles | KeyKernelId::ScoreTables | KeyKernelId::LevelTables) => {
+                Self::Bytes
+            }
+            Some(_) => Self::of_integers(config.simd, rows),
         };
-        let [k, v] = Side::BOTH.map(tiles);
-        let keys = Self::of_keys(config, head(Side::Key), k, rows);
-        [keys, Self::of_values(config, head(Side::Value), v, rows)]
-    }
-
-    fn of_keys(
-        config: KernelConfig,
-        side: &HeadCodec,
-        tiles: Option<StreamTiles>,
-        rows: usize,
-    ) -> Self {
-        let queries = vec![1.0; rows * side.dim()];
-        match KeyKernel::new(config, side, tiles.as_ref(), &queries) {
-            None | Some(KeyKernel::Fp8(_)) => Self::F32,
-            Some(KeyKernel::Bf16(_)) => Self::Bf16,
-            Some(KeyKernel::Nibbles(_) | KeyKernel::Tables(_)) => Self::Bytes,
+        let values = match find_value_kernel(target, v, v_tiles.as_ref()) {
+            None | Some(ValueKernelId::Fp8) => Self::F32,
+            Some(ValueKernelId::Bf16) => Self::Bf16,
+            Some(ValueKernelId::Nibbles) => Self::Bytes,
             Some(_) => Self::of_integers(config.simd, rows),
-        }
-    }
-
-    fn of_values(
-        config: KernelConfig,
-        side: &HeadCodec,
-        tiles: Option<StreamTiles>,
-        rows: usize,
-    ) -> Self {
-        match ValueKernel::new(config, side, tiles.as_ref(), rows) {
-            None | Some(ValueKernel::Fp8(_)) => Self::F32,
-            Some(ValueKernel::Bf16(_)) => Self::Bf16,
-            Some(ValueKernel::Nibbles(_)) => Self::Bytes,
-            Some(_) => Self::of_integers(config.simd, rows),
-        }
+        };
+        [keys, values]
     }
 
     /// The instructions of `int_dot/`.
@@ -101,6 +85,7 @@ impl MultiplyKind {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::simd::Precision;
     use kvd_core::{DType, Geometry, RopePairing};
 
     fn codec(name: &str) -> ModelCodec {

@@ -29,8 +29,21 @@ pub(crate) struct PolarKeys {
     dim: usize,
 }
 
+/// Whether there is a kernel for the side.
+pub(crate) fn takes_side(side: &HeadCodec) -> bool {
+    let StoredLayout::Polar { angle_bits, radius_bits, group, .. } = side.stored_layout() else {
+        return false;
+    };
+    let dim = side.dim();
+    side.stream_runs().is_none()
+        && angle_bits + radius_bits <= 8
+        && (dim / 2).is_multiple_of(4)
+        && int_operands::sums_fit(BYTES * dim / 2, CodeLookup::biased_bytes().largest_value())
+        && group.is_none_or(|group| group.is_multiple_of(TILE))
+}
+
 impl PolarKeys {
-    /// Takes folded queries `[rows, dim]`.
+    /// Takes folded queries `[rows, dim]`; `None` when one is not finite.
     pub(crate) fn new(config: KernelConfig, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
         let StoredLayout::Polar { angle_bits, radius_bits, group, steps, directions, pairing } =
             side.stored_layout()
@@ -38,12 +51,7 @@ impl PolarKeys {
             return None;
         };
         let (dim, bits) = (side.dim(), angle_bits + radius_bits);
-        let fits = side.stream_runs().is_none()
-            && bits <= 8
-            && (dim / 2).is_multiple_of(4)
-            && int_operands::sums_fit(BYTES * dim / 2, CodeLookup::biased_bytes().largest_value());
-        let by_tile = group.is_none_or(|group| group.is_multiple_of(TILE));
-        if !fits || !by_tile || !queries.iter().all(|q| q.is_finite()) {
+        if !queries.iter().all(|q| q.is_finite()) {
             return None;
         }
         let level = |code: usize, axis: usize| {

@@ -2,8 +2,11 @@
 
 use crate::cpu::huffman::{OutlierRest, StreamTiles};
 use crate::cpu::int_dot::{TileCodes, wants_bytes};
+use crate::cpu::kernel_table::{
+    KernelTarget, KeyKernelId, ValueKernelId, find_key_kernel, find_value_kernel,
+};
 use crate::cpu::loss::RoundingLoss;
-use crate::cpu::simd::{KernelConfig, Precision, Simd, per_level};
+use crate::cpu::simd::{KernelConfig, Simd, per_level};
 use crate::cpu::span_scores::{SPAN, SpanScores, TILE};
 use crate::cpu::tile_cursor::{TileCursor, grow_buffer};
 use crate::cpu::{
@@ -36,24 +39,50 @@ impl KeyKernel {
         tiles: Option<&StreamTiles>,
         queries: &[f32],
     ) -> Option<Self> {
-        let exact = fp8::Fp8Keys::new(config.simd, side, queries).map(Self::Fp8);
-        if exact.is_some() || config.precision == Precision::Single {
-            return exact;
+        let target = KernelTarget::new(config, queries.len() / side.dim());
+        match find_key_kernel(target, side, tiles)? {
+            KeyKernelId::Fp8 => fp8::Fp8Keys::new(side, queries).map(Self::Fp8),
+            KeyKernelId::Grid => grid::GridKeys::new(config, side, tiles?, queries).map(Self::Grid),
+            KeyKernelId::BitAlloc => {
+                bitalloc::BitAllocKeys::new(config, side, queries).map(Self::BitAlloc)
+            }
+            KeyKernelId::ScoreTables => {
+                score_tables::TableKeys::of_codebook(config.simd, side, queries).map(Self::Tables)
+            }
+            KeyKernelId::Vq => vq::VqKeys::new(config, side, queries).map(Self::Vq),
+            KeyKernelId::LevelTables => {
+                lloyd::LloydKeys::with_tables(config.simd, side, queries).map(Self::Lloyd)
+            }
+            KeyKernelId::Lloyd => lloyd::LloydKeys::new(config, side, queries).map(Self::Lloyd),
+            KeyKernelId::Polar => polar::PolarKeys::new(config, side, queries).map(Self::Polar),
+            KeyKernelId::ByToken => {
+                by_token::TokenKeys::new(config, side, queries).map(Self::ByToken)
+            }
+            KeyKernelId::Bf16 => bf16::Bf16Keys::new(side, queries).map(Self::Bf16),
+            KeyKernelId::Nibbles => nibbles::NibbleKeys::new(side, queries).map(Self::Nibbles),
+            KeyKernelId::Uniform => {
+                uniform::UniformKeys::new(config, side, queries).map(Self::Uniform)
+            }
         }
-        if let Some(tiles) = tiles.filter(|_| side.grid().is_some()) {
-            return grid::GridKeys::new(config, side, tiles, queries).map(Self::Grid);
+    }
+
+    /// Its row in the table.
+    #[cfg(test)]
+    pub(super) fn kernel_id(&self) -> KeyKernelId {
+        match self {
+            Self::Fp8(_) => KeyKernelId::Fp8,
+            Self::Tables(_) => KeyKernelId::ScoreTables,
+            Self::Vq(_) => KeyKernelId::Vq,
+            Self::Bf16(_) => KeyKernelId::Bf16,
+            Self::Nibbles(_) => KeyKernelId::Nibbles,
+            Self::Uniform(_) => KeyKernelId::Uniform,
+            Self::ByToken(_) => KeyKernelId::ByToken,
+            Self::Grid(_) => KeyKernelId::Grid,
+            Self::BitAlloc(_) => KeyKernelId::BitAlloc,
+            Self::Lloyd(keys) if keys.has_tables() => KeyKernelId::LevelTables,
+            Self::Lloyd(_) => KeyKernelId::Lloyd,
+            Self::Polar(_) => KeyKernelId::Polar,
         }
-        if side.bitalloc().is_some() {
-            return bitalloc::BitAllocKeys::new(config, side, queries).map(Self::BitAlloc);
-        }
-        let tables = score_tables::TableKeys::of_codebook(config, side, queries).map(Self::Tables);
-        let vq = tables.or_else(|| vq::VqKeys::new(config, side, queries).map(Self::Vq));
-        let vq = vq.or_else(|| lloyd::LloydKeys::new(config, side, queries).map(Self::Lloyd));
-        let vq = vq.or_else(|| polar::PolarKeys::new(config, side, queries).map(Self::Polar));
-        let vq = vq.or_else(|| by_token::TokenKeys::new(config, side, queries).map(Self::ByToken));
-        let vq = vq.or_else(|| bf16::Bf16Keys::new(config, side, queries).map(Self::Bf16));
-        let vq = vq.or_else(|| nibbles::NibbleKeys::new(config, side, queries).map(Self::Nibbles));
-        vq.or_else(|| uniform::UniformKeys::new(config, side, queries).map(Self::Uniform))
     }
 
     /// Tiles that one call takes: one where they have scales of their own, or where bytes are
@@ -156,27 +185,41 @@ impl ValueKernel {
         tiles: Option<&StreamTiles>,
         rows: usize,
     ) -> Option<Self> {
-        let exact = fp8::Fp8Values::new(config.simd, side).map(Self::Fp8);
-        if exact.is_some() || config.precision == Precision::Single {
-            return exact;
+        match find_value_kernel(KernelTarget::new(config, rows), side, tiles)? {
+            ValueKernelId::Fp8 => Some(Self::Fp8(fp8::Fp8Values::new(side))),
+            ValueKernelId::Grid => {
+                grid::GridValues::new(config, side, tiles?, rows).map(Self::Grid)
+            }
+            ValueKernelId::BitAlloc => {
+                bitalloc::BitAllocValues::new(config, side, rows).map(Self::BitAlloc)
+            }
+            ValueKernelId::Vq => vq::VqValues::new(config, side, rows).map(Self::Vq),
+            ValueKernelId::Lloyd => lloyd::LloydValues::new(config, side, rows).map(Self::Lloyd),
+            ValueKernelId::Bf16 => bf16::Bf16Values::new(side, rows).map(Self::Bf16),
+            ValueKernelId::Nibbles => {
+                let values = nibbles::NibbleValues::new(side, rows)?;
+                Some(Self::Nibbles(Box::new(values)))
+            }
+            ValueKernelId::Uniform => {
+                let values = values::UniformValues::new(config, side, rows)?;
+                Some(Self::Uniform(Box::new(values)))
+            }
         }
-        if let Some(tiles) = tiles.filter(|_| side.grid().is_some()) {
-            return grid::GridValues::new(config, side, tiles, rows).map(Self::Grid);
+    }
+
+    /// Its row in the table.
+    #[cfg(test)]
+    pub(super) fn kernel_id(&self) -> ValueKernelId {
+        match self {
+            Self::Fp8(_) => ValueKernelId::Fp8,
+            Self::Vq(_) => ValueKernelId::Vq,
+            Self::Bf16(_) => ValueKernelId::Bf16,
+            Self::Nibbles(_) => ValueKernelId::Nibbles,
+            Self::Uniform(_) => ValueKernelId::Uniform,
+            Self::Grid(_) => ValueKernelId::Grid,
+            Self::BitAlloc(_) => ValueKernelId::BitAlloc,
+            Self::Lloyd(_) => ValueKernelId::Lloyd,
         }
-        if side.bitalloc().is_some() {
-            return bitalloc::BitAllocValues::new(config, side, rows).map(Self::BitAlloc);
-        }
-        let vq = vq::VqValues::new(config, side, rows).map(Self::Vq);
-        let vq = vq.or_else(|| lloyd::LloydValues::new(config, side, rows).map(Self::Lloyd));
-        let vq = vq.or_else(|| bf16::Bf16Values::new(config, side, rows).map(Self::Bf16));
-        let vq = vq.or_else(|| {
-            nibbles::NibbleValues::new(config, side, rows)
-                .map(|values| Self::Nibbles(Box::new(values)))
-        });
-        vq.or_else(|| {
-            values::UniformValues::new(config, side, rows)
-                .map(|values| Self::Uniform(Box::new(values)))
-        })
     }
 
     /// Tiles that one call takes: many where they share work, few where bytes are many and the

@@ -4,6 +4,7 @@
 #![allow(unsafe_code)] // Only to call a wrapper after its feature was detected.
 
 use super::OpenError;
+use crate::cpu::int_dot::VECTOR_ROWS;
 use kvd_codec::RegisterWidth;
 #[cfg(target_arch = "aarch64")]
 use std::arch::is_aarch64_feature_detected;
@@ -96,6 +97,36 @@ impl InstructionSet {
         Self::NeonDotprod,
         Self::NeonI8mm,
     ];
+
+    /// The one whose vector registers it has: AMX adds products to AVX-512, AVX-VNNI to AVX2.
+    pub(crate) fn vector_set(self) -> Self {
+        match self {
+            Self::AvxVnni => Self::Avx2,
+            Self::Amx => Self::Avx512,
+            other => other,
+        }
+    }
+
+    /// Whether products with so many rows of a unit are better of bytes, looked up once for all
+    /// rows: AMX takes nothing else. It multiplies eight rows in the time of one, so that few are
+    /// no faster than in vector registers (`docs/perf/cpu.md`).
+    pub(crate) fn wants_bytes(self, rows: usize) -> bool {
+        self == Self::Amx && rows > VECTOR_ROWS
+    }
+
+    /// Whether machines may add products of bf16 to it.
+    pub(crate) fn may_have_bf16(self) -> bool {
+        matches!(self, Self::Avx512 | Self::Amx)
+    }
+
+    /// Whether this program has code for it; those of other architectures are left out.
+    pub(crate) fn is_compiled(self) -> bool {
+        match self {
+            Self::Portable => true,
+            Self::Avx2 | Self::AvxVnni | Self::Avx512 | Self::Amx => cfg!(target_arch = "x86_64"),
+            Self::Neon | Self::NeonDotprod | Self::NeonI8mm => cfg!(target_arch = "aarch64"),
+        }
+    }
 
     /// Name in logs and on the command line.
     #[must_use]
@@ -242,13 +273,9 @@ impl Simd {
         }
     }
 
-    /// The one whose vector registers it has: AMX adds products to AVX-512, AVX-VNNI to AVX2.
+    /// As [`InstructionSet::vector_set`].
     pub(crate) fn vector_set(self) -> InstructionSet {
-        match self.set {
-            InstructionSet::AvxVnni => InstructionSet::Avx2,
-            InstructionSet::Amx => InstructionSet::Avx512,
-            other => other,
-        }
+        self.set.vector_set()
     }
 
     /// Whether registers of 256 bits have products of four bytes.
@@ -308,8 +335,7 @@ fn has_avx512() -> bool {
 /// Whether the machine adds products of bf16 to that set.
 fn has_bf16(set: InstructionSet) -> bool {
     #[cfg(target_arch = "x86_64")]
-    return matches!(set, InstructionSet::Avx512 | InstructionSet::Amx)
-        && is_x86_feature_detected!("avx512bf16");
+    return set.may_have_bf16() && is_x86_feature_detected!("avx512bf16");
     #[cfg(not(target_arch = "x86_64"))]
     let _ = set;
     #[cfg(not(target_arch = "x86_64"))]
@@ -323,20 +349,6 @@ mod skip {
     use std::io::Write;
     use std::sync::Once;
 
-    /// Levels of other architectures are no part of what was compiled.
-    fn is_compiled(set: InstructionSet) -> bool {
-        match set {
-            InstructionSet::Portable => true,
-            InstructionSet::Avx2
-            | InstructionSet::AvxVnni
-            | InstructionSet::Avx512
-            | InstructionSet::Amx => cfg!(target_arch = "x86_64"),
-            InstructionSet::Neon | InstructionSet::NeonDotprod | InstructionSet::NeonI8mm => {
-                cfg!(target_arch = "aarch64")
-            }
-        }
-    }
-
     /// Once for each level in a run of the tests, past what libtest keeps of tests that pass.
     pub(super) fn tell_skipped(set: InstructionSet, has: bool, bf16: bool) {
         static TOLD: [Once; InstructionSet::ALL.len()] =
@@ -348,10 +360,10 @@ mod skip {
             let _ = std::io::stderr().write_all(line.as_bytes());
         };
         let index = InstructionSet::ALL.iter().position(|other| *other == set);
-        if !has && is_compiled(set) {
+        if !has && set.is_compiled() {
             TOLD[index.unwrap()].call_once(|| line(set.name()));
         }
-        if !bf16 && set == InstructionSet::Avx512 && is_compiled(set) {
+        if !bf16 && set == InstructionSet::Avx512 && set.is_compiled() {
             BF16.call_once(|| line("avx512 with bf16"));
         }
     }

@@ -28,17 +28,23 @@ pub(super) struct VqLookup {
     energy: f32,
 }
 
-impl VqLookup {
-    /// The codebook as bytes, for so many rows; `None` where the generic path must do.
-    fn new(simd: Simd, side: &HeadCodec, rows: usize) -> Option<Self> {
-        let vq = side.vq().filter(|vq| vq.stages() == 1 && !vq.is_grouped())?;
+/// Whether there is a kernel for the side, if its entries fit bytes.
+pub(crate) fn takes_side(side: &HeadCodec) -> bool {
+    let vq = side.vq().filter(|vq| vq.stages() == 1 && !vq.is_grouped());
+    vq.is_some_and(|vq| {
         let book: &Codebook = vq.stage_codebook(0, 0);
         let count = book.entries().len() / book.dim();
-        let (dims, per_row) = (book.dim(), side.dim() / book.dim());
         let fits = count.is_power_of_two() && count <= 256;
-        if !fits || !per_row.is_multiple_of(4) {
-            return None;
-        }
+        fits && (side.dim() / book.dim()).is_multiple_of(4)
+    })
+}
+
+impl VqLookup {
+    /// The codebook as bytes, for so many rows; `None` when entries fit none.
+    fn new(simd: Simd, side: &HeadCodec, rows: usize) -> Option<Self> {
+        let book: &Codebook = side.vq()?.stage_codebook(0, 0);
+        let count = book.entries().len() / book.dim();
+        let (dims, per_row) = (book.dim(), side.dim() / book.dim());
         let lookup = CodeLookup::of_entries(dims, count.ilog2(), book.entries())?;
         Some(Self::of_lookup(simd, lookup, per_row, rows))
     }

@@ -68,6 +68,11 @@ fn is_direct(simd: Simd, rows: usize, runs: &[WidthRun]) -> bool {
     }
 }
 
+/// Whether there is a kernel for the side.
+pub(crate) fn takes_side(side: &HeadCodec) -> bool {
+    side.bitalloc().is_some()
+}
+
 impl RunBook {
     /// For a unit of so many rows.
     fn new(simd: Simd, rows: usize, head: &HeadCodec, side: Side) -> Option<Self> {

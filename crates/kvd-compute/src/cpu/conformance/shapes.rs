@@ -201,3 +201,35 @@ fn narrow_uniform_codes_are_multiplied_as_bf16_or_bytes_where_the_machine_can() 
         }
     }
 }
+
+/// Holds the table of kernels to what is built of it.
+fn compare_with_table(codec: &ModelCodec, config: KernelConfig, rows: usize, name: &str) {
+    let config = attend_job::effective_config(config, rows);
+    let target = kernel_table::KernelTarget::new(config, rows);
+    let [k, v] = Side::BOTH.map(|side| codec.head_codec(LAYER, side, 0));
+    let tiles = [(k, Side::Key), (v, Side::Value)].map(|(head, side)| StreamTiles::new(head, side));
+    let [k_tiles, v_tiles] = tiles.each_ref().map(Option::as_ref);
+    let keys = side_kernels::KeyKernel::new(config, k, k_tiles, &vec![1.0; k.dim() * rows]);
+    let values = side_kernels::ValueKernel::new(config, v, v_tiles, rows);
+    let keys = keys.map(|keys| keys.kernel_id());
+    assert_eq!(kernel_table::find_key_kernel(target, k, k_tiles), keys, "{name} {config:?} {rows}");
+    let values = values.map(|values| values.kernel_id());
+    let found = kernel_table::find_value_kernel(target, v, v_tiles);
+    assert_eq!(found, values, "{name} {config:?} {rows}");
+}
+
+#[test]
+fn the_table_of_kernels_names_what_runs() {
+    let others = ["raw", "fp8", "k=lloyd(b=4); v=lloyd(b=4)"];
+    let rounded = ROUNDED.iter().chain(&others).map(|name| (*name, 64));
+    for (name, dim) in rounded.chain(SHAPED.iter().map(|name| (*name, 80))) {
+        let codec = codec(&geometry(dim), name);
+        for simd in Simd::available_levels() {
+            for precision in Precision::ALL {
+                for rows in [1, 5] {
+                    compare_with_table(&codec, KernelConfig { simd, precision }, rows, name);
+                }
+            }
+        }
+    }
+}

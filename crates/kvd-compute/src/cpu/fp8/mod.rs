@@ -10,7 +10,7 @@ pub(super) mod simd_kernels;
 
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use crate::cpu::fp8::simd_kernels::{ByteCodes, ProductScale};
-use crate::cpu::simd::{InstructionSet, Simd};
+use crate::cpu::simd::Simd;
 use crate::cpu::span_scores::{SPAN, SpanScores, TILE};
 use crate::cpu::tile_cursor::TileCursor;
 use kvd_codec::{FixedCodes, HeadCodec};
@@ -20,9 +20,9 @@ const GAIN: f32 = (1u64 << 60) as f32;
 /// Rows of queries or weights that one call handles.
 pub(super) const ROWS: usize = 4;
 
-/// Whether there is a kernel for the side.
-fn has_kernel(simd: Simd, side: &HeadCodec) -> bool {
-    side.is_e4m3() && side.dim().is_multiple_of(4) && simd.vector_set() != InstructionSet::Portable
+/// Whether there is a kernel for the side, where there are vector registers.
+pub(crate) fn takes_side(side: &HeadCodec) -> bool {
+    side.is_e4m3() && side.dim().is_multiple_of(4)
 }
 
 /// The page's scale.
@@ -37,11 +37,10 @@ pub(crate) struct Fp8Keys {
 }
 
 impl Fp8Keys {
-    /// Takes folded queries `[rows, dim]`; `None` where rows must be decoded.
-    pub(crate) fn new(simd: Simd, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
+    /// Takes folded queries `[rows, dim]`; `None` when one is beyond f32.
+    pub(crate) fn new(side: &HeadCodec, queries: &[f32]) -> Option<Self> {
         let queries: Vec<f32> = queries.iter().map(|q| q * GAIN).collect();
-        let fits = has_kernel(simd, side) && queries.iter().all(|q| q.is_finite());
-        fits.then(|| Self { dim: side.dim(), queries })
+        queries.iter().all(|q| q.is_finite()).then(|| Self { dim: side.dim(), queries })
     }
 
     /// Scores all rows against one tile.
@@ -72,9 +71,8 @@ pub(crate) struct Fp8Values {
 }
 
 impl Fp8Values {
-    /// `None` where rows must be decoded.
-    pub(crate) fn new(simd: Simd, side: &HeadCodec) -> Option<Self> {
-        has_kernel(simd, side).then(|| Self { dim: side.dim(), weights: Vec::new() })
+    pub(crate) fn new(side: &HeadCodec) -> Self {
+        Self { dim: side.dim(), weights: Vec::new() }
     }
 
     /// Adds the weighted codes of tiles to `sums` (`[rows, dim]`).

@@ -30,18 +30,16 @@ use kvd_codec::level_unit;
 /// Rows of queries or weights that one call handles: as many as AMX multiplies at once.
 pub(crate) const ROWS: usize = 8;
 /// How many of them vector registers have sums for.
-pub(super) const VECTOR_ROWS: usize = 4;
+pub(crate) const VECTOR_ROWS: usize = 4;
 /// Tiles after which what values sum apart, minima or biases, joins the sums of their codes: those
 /// are never negative, and grown they would lose what is small beside them.
 pub(crate) const SETTLED_TILES: usize = 16;
 /// Added to looked-up values so that bytes are not negative.
 pub(super) const BIAS: i32 = 128;
 
-/// Whether products with so many rows of a unit are better of bytes, looked up once for all rows:
-/// AMX takes nothing else. It multiplies eight rows in the time of one, so that few are no faster
-/// than in vector registers (`docs/perf/cpu.md`).
+/// As [`InstructionSet::wants_bytes`].
 pub(crate) fn wants_bytes(simd: Simd, rows: usize) -> bool {
-    simd.has_amx() && rows > VECTOR_ROWS
+    simd.level().wants_bytes(rows)
 }
 
 /// Whether a code is a byte and its own value.

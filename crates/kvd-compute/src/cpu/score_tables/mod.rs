@@ -8,9 +8,9 @@ pub(super) mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx512;
 
-use crate::cpu::int_dot::{TileCodes, wants_bytes};
+use crate::cpu::int_dot::TileCodes;
 use crate::cpu::row_block::RowBlock;
-use crate::cpu::simd::{InstructionSet, KernelConfig, Precision, Simd};
+use crate::cpu::simd::{InstructionSet, Simd};
 use crate::cpu::span_scores::SpanScores;
 use kvd_codec::HeadCodec;
 
@@ -48,45 +48,52 @@ pub(crate) struct TableKeys {
     pub(super) bases: Vec<f32>,
 }
 
+/// Whether codes of a codebook are looked up.
+pub(crate) fn takes_codebook(side: &HeadCodec) -> bool {
+    codebook_entries(side).is_some_and(|entries| takes_entries(side, entries))
+}
+
+/// Whether codes of levels are looked up.
+pub(crate) fn takes_levels(side: &HeadCodec) -> bool {
+    let levels = side.lloyd_levels();
+    levels.is_some_and(|values| takes_entries(side, RowBlock { values, dim: 1 }))
+}
+
+/// Entries of the one codebook of a side.
+fn codebook_entries(side: &HeadCodec) -> Option<RowBlock<'_>> {
+    let vq = side.vq().filter(|vq| vq.stages() == 1 && !vq.is_grouped())?;
+    let book = vq.stage_codebook(0, 0);
+    Some(RowBlock { values: book.entries(), dim: book.dim() })
+}
+
+fn takes_entries(side: &HeadCodec, entries: RowBlock<'_>) -> bool {
+    // Decoded entropy codes are a byte each.
+    let packed = side.stream_runs().is_none();
+    // Two quads share bytes.
+    let whole = (side.dim() / entries.dim).is_multiple_of(PAIR);
+    packed && whole && entries.values.len() == CODES * entries.dim
+}
+
 impl TableKeys {
-    /// Takes folded queries `[rows, dim]`; `None` where products must do.
-    pub(crate) fn of_codebook(
-        config: KernelConfig,
-        side: &HeadCodec,
-        queries: &[f32],
-    ) -> Option<Self> {
-        let vq = side.vq().filter(|vq| vq.stages() == 1 && !vq.is_grouped())?;
-        let book = vq.stage_codebook(0, 0);
-        // Decoded entropy codes are a byte each, and AVX-VNNI multiplies the bytes of entries in
-        // fewer operations than AVX2 takes to look up what they add.
-        if side.stream_runs().is_some() || config.simd.has_avx_vnni() {
-            return None;
-        }
-        let queries = RowBlock { values: queries, dim: side.dim() };
-        Self::new(config, queries, RowBlock { values: book.entries(), dim: book.dim() })
+    /// Takes folded queries `[rows, dim]` of a side whose [codebook](takes_codebook) it takes;
+    /// `None` when one is not finite.
+    pub(crate) fn of_codebook(simd: Simd, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
+        Self::new(simd, RowBlock { values: queries, dim: side.dim() }, codebook_entries(side)?)
     }
 
-    /// Takes folded queries `[rows, dim]` where each channel has a code, of a level.
-    pub(crate) fn of_levels(
-        config: KernelConfig,
-        side: &HeadCodec,
-        queries: &[f32],
-    ) -> Option<Self> {
-        let levels = side.lloyd_levels().filter(|_| side.stream_runs().is_none())?;
-        let queries = RowBlock { values: queries, dim: side.dim() };
-        Self::new(config, queries, RowBlock { values: levels, dim: 1 })
+    /// Takes folded queries `[rows, dim]` where each channel has a code, of a level;
+    /// [`takes_levels`] says of which sides. `None` when one is not finite.
+    pub(crate) fn of_levels(simd: Simd, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
+        let entries = RowBlock { values: side.lloyd_levels()?, dim: 1 };
+        Self::new(simd, RowBlock { values: queries, dim: side.dim() }, entries)
     }
 
     /// Takes queries `[rows, dim]` and the entries of codes, `[codes, dims]`.
-    fn new(config: KernelConfig, queries: RowBlock<'_>, entries: RowBlock<'_>) -> Option<Self> {
-        let KernelConfig { simd, precision } = config;
+    fn new(simd: Simd, queries: RowBlock<'_>, entries: RowBlock<'_>) -> Option<Self> {
         let RowBlock { values: queries, dim } = queries;
         let RowBlock { values: entries, dim: dims } = entries;
         let (rows, positions) = (queries.len() / dim, dim / dims);
-        let fits = has_kernel(simd) && !wants_bytes(simd, rows);
-        // Two quads share bytes.
-        let fits = fits && entries.len() == CODES * dims && positions.is_multiple_of(PAIR);
-        if !fits || precision != Precision::Int8 || !queries.iter().all(|q| q.is_finite()) {
+        if !queries.iter().all(|q| q.is_finite()) {
             return None;
         }
         let count = positions / QUAD * rows;
@@ -165,9 +172,8 @@ mod tests {
     fn filled(simd: Simd, rows: usize, positions: usize) -> (TableKeys, Vec<f32>, Vec<f32>) {
         let queries: Vec<f32> = (0..rows * positions * DIMS).map(wave).collect();
         let entries: Vec<f32> = (0..CODES * DIMS).map(|i| wave(i * i + 3)).collect();
-        let config = KernelConfig { simd, precision: Precision::Int8 };
         let rows = RowBlock { values: &queries, dim: positions * DIMS };
-        let keys = TableKeys::new(config, rows, RowBlock { values: &entries, dim: DIMS });
+        let keys = TableKeys::new(simd, rows, RowBlock { values: &entries, dim: DIMS });
         (keys.expect("tables"), queries, entries)
     }
 
@@ -266,10 +272,9 @@ mod tests {
             let mut queries: Vec<f32> = (0..positions).map(|i| wave(i * (seed + 1))).collect();
             queries[seed] *= gain;
             let levels: Vec<f32> = (0..CODES).map(|i| wave(i * i + seed)).collect();
-            let config = KernelConfig { simd, precision: Precision::Int8 };
             let rows = RowBlock { values: &queries, dim: positions };
             let levels = RowBlock { values: &levels, dim: 1 };
-            let mut keys = TableKeys::new(config, rows, levels).unwrap();
+            let mut keys = TableKeys::new(simd, rows, levels).unwrap();
             let mut factor = |position| u32::from(factor(simd, &mut keys, 0, position));
             for first in (0..positions / 2).step_by(some) {
                 let low: u32 = (first..first + some).map(&mut factor).sum();
@@ -282,22 +287,17 @@ mod tests {
 
     #[test]
     fn queries_of_nothing_score_nothing_and_others_are_no_tables() {
-        let new = |simd, precision, query: f32, positions: usize| {
-            let queries = vec![query; positions];
-            let queries = RowBlock { values: &queries, dim: positions };
-            let levels = RowBlock { values: &[0.5; CODES], dim: 1 };
-            TableKeys::new(KernelConfig { simd, precision }, queries, levels)
+        let new = |simd, query: f32| {
+            let queries = RowBlock { values: &[query; 8], dim: 8 };
+            TableKeys::new(simd, queries, RowBlock { values: &[0.5; CODES], dim: 1 })
         };
         for simd in levels() {
-            let keys = new(simd, Precision::Int8, 0.0, 8).unwrap();
+            let keys = new(simd, 0.0).unwrap();
             assert_eq!((&keys.units[..], &keys.bases[..]), (&[0.0][..], &[0.0][..]));
             // All codes score alike: no unit, but a base.
-            let keys = new(simd, Precision::Int8, 2.0, 8).unwrap();
+            let keys = new(simd, 2.0).unwrap();
             assert_eq!((&keys.units[..], &keys.bases[..]), (&[0.0][..], &[8.0][..]));
-            assert!(new(simd, Precision::Int8, f32::NAN, 8).is_none());
-            assert!(new(simd, Precision::Int8, 1.0, 4).is_none());
-            assert!(new(simd, Precision::Fast, 1.0, 8).is_none());
+            assert!(new(simd, f32::NAN).is_none());
         }
-        assert!(new(Simd::available_levels()[0], Precision::Int8, 1.0, 8).is_none());
     }
 }

@@ -6,10 +6,9 @@
 //! Codes of up to five bits become bf16 by a table in a register: the code less the middle of all
 //! codes, which is exact. The middle goes into the minimum.
 
-use crate::cpu::int_dot::{TileCodes, VECTOR_ROWS as ROWS, wants_bytes};
+use crate::cpu::int_dot::{TileCodes, VECTOR_ROWS as ROWS};
 use crate::cpu::int_operands::FoldScales;
 use crate::cpu::prefetch::PrefetchBytes;
-use crate::cpu::simd::{KernelConfig, Precision};
 use crate::cpu::span_scores::{SPAN, SpanScores, TILE};
 use crate::cpu::tile_cursor::TileCursor;
 #[cfg(target_arch = "x86_64")]
@@ -37,20 +36,33 @@ pub(super) struct Bf16Levels {
 }
 
 impl Bf16Levels {
-    /// `None` where there is no kernel for the codes, or none is wanted.
-    fn for_groups(config: KernelConfig, rows: usize, groups: UniformGroups) -> Option<Self> {
-        let KernelConfig { simd, precision } = config;
-        let wanted = precision == Precision::Int8 && simd.has_bf16() && !wants_bytes(simd, rows);
-        let fits = groups.mode != UniformMode::Hybrid && groups.bits <= CODES.ilog2();
-        if !wanted || !fits {
-            return None;
-        }
+    fn for_groups(groups: UniformGroups) -> Self {
         let (count, middle) = (1usize << groups.bits, middle_code(groups));
         let zero = if groups.mode == UniformMode::Sym { groups.top.into() } else { middle };
         // Whole or half numbers of at most five bits: the low half of an f32 is zero.
         let level = |code: usize| ((code % count) as f32 - zero).to_bits() >> 16;
-        Some(Self { table: std::array::from_fn(|code| level(code) as u16), middle })
+        Self { table: std::array::from_fn(|code| level(code) as u16), middle }
     }
+}
+
+/// Whether there is a kernel for codes of the side.
+fn takes_codes(groups: UniformGroups) -> bool {
+    groups.mode != UniformMode::Hybrid && groups.bits <= CODES.ilog2()
+}
+
+/// Whether there is a kernel for keys of the side.
+pub(crate) fn takes_keys(side: &HeadCodec) -> bool {
+    let Some(groups) = side.uniform_groups() else { return false };
+    let fits = groups.axis == GroupAxis::Channel && by_tile(groups);
+    fits && side.dim().is_multiple_of(STEP) && takes_codes(groups)
+}
+
+/// Whether there is a kernel for values of the side.
+pub(crate) fn takes_values(side: &HeadCodec) -> bool {
+    let Some(groups) = side.uniform_groups() else { return false };
+    let of = channels_per_pair(groups, side.dim());
+    let fits = groups.axis == GroupAxis::Token && of.is_multiple_of(STEP);
+    fits && side.dim().is_multiple_of(of) && takes_codes(groups)
 }
 
 /// Queries of a unit, folded again for every group of tokens.
@@ -69,15 +81,14 @@ pub(crate) struct Bf16Keys {
 }
 
 impl Bf16Keys {
-    /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(config: KernelConfig, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
+    /// Takes folded queries `[rows, dim]`; `None` when one is not finite.
+    pub(crate) fn new(side: &HeadCodec, queries: &[f32]) -> Option<Self> {
         let (groups, dim) = (side.uniform_groups()?, side.dim());
-        let fits = groups.axis == GroupAxis::Channel && by_tile(groups);
-        if !fits || !dim.is_multiple_of(STEP) || !queries.iter().all(|q| q.is_finite()) {
+        if !queries.iter().all(|q| q.is_finite()) {
             return None;
         }
         let rows = queries.len() / dim;
-        let levels = Bf16Levels::for_groups(config, rows, groups)?;
+        let levels = Bf16Levels::for_groups(groups);
         Some(Self {
             groups,
             factors: vec![0; queries.len()],
@@ -149,14 +160,10 @@ pub(crate) struct Bf16Values {
 }
 
 impl Bf16Values {
-    pub(crate) fn new(config: KernelConfig, side: &HeadCodec, rows: usize) -> Option<Self> {
+    pub(crate) fn new(side: &HeadCodec, rows: usize) -> Option<Self> {
         let (groups, dim) = (side.uniform_groups()?, side.dim());
         let of = channels_per_pair(groups, dim);
-        let fits = groups.axis == GroupAxis::Token && of.is_multiple_of(STEP);
-        if !fits || !dim.is_multiple_of(of) {
-            return None;
-        }
-        let levels = Bf16Levels::for_groups(config, rows, groups)?;
+        let levels = Bf16Levels::for_groups(groups);
         Some(Self {
             groups,
             dim,
@@ -257,10 +264,7 @@ mod tests {
     fn levels(bits: u32, mode: UniformMode) -> Option<Bf16Levels> {
         let top = if mode == UniformMode::Sym { (1 << (bits - 1)) - 1 } else { (1 << bits) - 1 };
         let groups = UniformGroups { axis: GroupAxis::Token, group: Some(32), bits, mode, top };
-        let config = KernelConfig { simd: Simd::detect_widest(), precision: Precision::Int8 };
-        let levels = Bf16Levels::for_groups(config, 4, groups);
-        assert_eq!(levels.is_some(), Simd::detect_widest().has_bf16());
-        levels
+        Simd::detect_widest().has_bf16().then(|| Bf16Levels::for_groups(groups))
     }
 
     /// A tile's codes `[quads, lanes, 4]` in planes of so many bits.

@@ -43,20 +43,25 @@ pub(crate) struct TokenKeys {
     dots: Vec<f32>,
 }
 
+/// Whether there is a kernel for the side.
+pub(crate) fn takes_side(side: &HeadCodec) -> bool {
+    let Some(groups) = side.uniform_groups() else { return false };
+    let dim = side.dim();
+    let span = groups.group.unwrap_or(dim).min(dim);
+    let hybrid = groups.mode == UniformMode::Hybrid;
+    // Signs of a group are one word.
+    let fits = groups.bits <= 8 && !(hybrid && (span > TILE || groups.bits == 8));
+    let whole = dim.is_multiple_of(4)
+        && span.is_multiple_of(4)
+        && int_operands::sums_fit(span, largest_code(groups));
+    groups.axis == GroupAxis::Token && fits && whole
+}
+
 impl TokenKeys {
-    /// Takes folded queries `[rows, dim]`.
+    /// Takes folded queries `[rows, dim]`; `None` when one is not finite.
     pub(crate) fn new(config: KernelConfig, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
         let (groups, dim) = (side.uniform_groups()?, side.dim());
         let span = groups.group.unwrap_or(dim).min(dim);
-        let hybrid = groups.mode == UniformMode::Hybrid;
-        // Signs of a group are one word.
-        let fits = groups.bits <= 8 && !(hybrid && (span > TILE || groups.bits == 8));
-        let whole = dim.is_multiple_of(4)
-            && span.is_multiple_of(4)
-            && int_operands::sums_fit(span, largest_code(groups));
-        if groups.axis != GroupAxis::Token || !fits || !whole {
-            return None;
-        }
         if !queries.iter().all(|q| q.is_finite()) {
             return None;
         }

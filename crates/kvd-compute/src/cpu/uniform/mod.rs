@@ -78,16 +78,21 @@ pub(crate) struct UniformKeys {
     losses: Vec<f32>,
 }
 
+/// Whether there is a kernel for keys of the side.
+pub(crate) fn takes_keys(side: &HeadCodec) -> bool {
+    let Some(groups) = side.uniform_groups() else { return false };
+    let fits = groups.bits <= 8
+        && side.dim().is_multiple_of(4)
+        && int_operands::sums_fit(side.dim(), largest_code(groups));
+    fits && groups.mode != UniformMode::Hybrid && by_tile(groups)
+}
+
 impl UniformKeys {
-    /// Takes folded queries `[rows, dim]`.
+    /// Takes folded queries `[rows, dim]`; `None` when one is not finite.
     pub(crate) fn new(config: KernelConfig, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
         let groups = side.uniform_groups()?;
         let dim = side.dim();
-        let fits = groups.bits <= 8
-            && dim.is_multiple_of(4)
-            && int_operands::sums_fit(dim, largest_code(groups));
-        let fits = fits && groups.mode != UniformMode::Hybrid;
-        if !fits || !by_tile(groups) || !queries.iter().all(|q| q.is_finite()) {
+        if !queries.iter().all(|q| q.is_finite()) {
             return None;
         }
         Some(Self {

@@ -10,7 +10,6 @@
 use crate::cpu::int_dot::{TileCodes, VECTOR_ROWS as ROWS};
 use crate::cpu::int_operands::FoldScales;
 use crate::cpu::prefetch::PrefetchBytes;
-use crate::cpu::simd::{InstructionSet, KernelConfig, Precision};
 use crate::cpu::span_scores::{SPAN, SpanScores, TILE};
 use crate::cpu::tile_cursor::TileCursor;
 use crate::cpu::uniform::minima::{MinimaSums, WeightedTokens};
@@ -39,12 +38,29 @@ const LEAST: f32 = 1e-30;
 /// Tokens whose weights share a unit.
 pub(super) const TOKENS: usize = 16;
 
+/// Whether there is a kernel for keys of the side.
+pub(crate) fn takes_keys(side: &HeadCodec) -> bool {
+    let Some(groups) = side.uniform_groups() else { return false };
+    let fits = groups.axis == GroupAxis::Channel && by_tile(groups);
+    // Blocks of channels lie in one plane of a byte, or codes are made bytes.
+    let width = if groups.bits == 3 { 8 } else { groups.bits as usize };
+    let dim = side.dim();
+    let fits = fits && dim.is_multiple_of(STEP) && (dim * width).is_multiple_of(8 * BLOCK);
+    fits && twice_middle(groups).is_some()
+}
+
+/// Whether there is a kernel for values of the side.
+pub(crate) fn takes_values(side: &HeadCodec) -> bool {
+    let Some(groups) = side.uniform_groups() else { return false };
+    let of = channels_per_pair(groups, side.dim());
+    let fits = groups.axis == GroupAxis::Token && of.is_multiple_of(BLOCK);
+    fits && side.dim().is_multiple_of(of) && twice_middle(groups).is_some()
+}
+
 /// Twice the code around which others are multiplied, the middle of all; `None` where there is no
-/// kernel for the codes, or none is wanted.
-fn twice_middle(config: KernelConfig, groups: UniformGroups) -> Option<u8> {
-    let KernelConfig { simd, precision } = config;
-    let wanted = precision == Precision::Int8 && simd.level() == InstructionSet::Avx2;
-    if !wanted || groups.bits > 4 {
+/// kernel for the codes.
+fn twice_middle(groups: UniformGroups) -> Option<u8> {
+    if groups.bits > 4 {
         return None;
     }
     match groups.mode {
@@ -191,17 +207,13 @@ pub(super) struct KeyFactors<'a> {
 }
 
 impl NibbleKeys {
-    /// Takes folded queries `[rows, dim]`.
-    pub(crate) fn new(config: KernelConfig, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
+    /// Takes folded queries `[rows, dim]`; `None` when one is not finite.
+    pub(crate) fn new(side: &HeadCodec, queries: &[f32]) -> Option<Self> {
         let (groups, dim) = (side.uniform_groups()?, side.dim());
-        let fits = groups.axis == GroupAxis::Channel && by_tile(groups);
-        // Blocks of channels lie in one plane of a byte, or codes are made bytes.
-        let width = if groups.bits == 3 { 8 } else { groups.bits as usize };
-        let fits = fits && dim.is_multiple_of(STEP) && (dim * width).is_multiple_of(8 * BLOCK);
-        if !fits || !queries.iter().all(|q| q.is_finite()) {
+        if !queries.iter().all(|q| q.is_finite()) {
             return None;
         }
-        let middle = twice_middle(config, groups)?;
+        let middle = twice_middle(groups)?;
         let blocks = queries.chunks(ROWS * dim).map(|queries| QueryBlock::new(queries, dim));
         let blocks = blocks.collect();
         Some(Self { groups, middle, dim, blocks, folded: None, zeros: Vec::new() })
@@ -274,15 +286,11 @@ pub(crate) struct NibbleValues {
 }
 
 impl NibbleValues {
-    pub(crate) fn new(config: KernelConfig, side: &HeadCodec, rows: usize) -> Option<Self> {
+    pub(crate) fn new(side: &HeadCodec, rows: usize) -> Option<Self> {
         let (groups, dim) = (side.uniform_groups()?, side.dim());
         let of = channels_per_pair(groups, dim);
-        let fits = groups.axis == GroupAxis::Token && of.is_multiple_of(BLOCK);
-        if !fits || !dim.is_multiple_of(of) {
-            return None;
-        }
         Some(Self {
-            middle: twice_middle(config, groups)?,
+            middle: twice_middle(groups)?,
             groups,
             dim,
             turned: Vec::new(),

@@ -107,25 +107,30 @@ pub(crate) struct UniformValues {
     folded: Vec<RoundingLoss>,
 }
 
+/// Whether there is a kernel for the side.
+pub(crate) fn takes_side(side: &HeadCodec) -> bool {
+    let Some(groups) = side.uniform_groups() else { return false };
+    // The last group may be shorter.
+    let whole = |group: usize| group.is_multiple_of(16) && side.dim().is_multiple_of(16);
+    let fits = match groups.axis {
+        GroupAxis::Token => groups.group.is_none_or(whole),
+        GroupAxis::Channel | GroupAxis::Block => by_tile(groups),
+    };
+    match groups.mode {
+        UniformMode::Asym | UniformMode::Sym => fits && groups.bits <= 8,
+        // Signs of a group are one word, those of a tile.
+        UniformMode::Hybrid => {
+            groups.axis == GroupAxis::Channel && groups.group == Some(TILE) && groups.bits < 8
+        }
+    }
+}
+
 impl UniformValues {
     pub(crate) fn new(config: KernelConfig, side: &HeadCodec, rows: usize) -> Option<Self> {
         let groups = side.uniform_groups()?;
         let dim = side.dim();
-        // The last group may be shorter.
-        let whole = |group: usize| group.is_multiple_of(16) && dim.is_multiple_of(16);
-        let fits = match groups.axis {
-            GroupAxis::Token => groups.group.is_none_or(whole),
-            GroupAxis::Channel | GroupAxis::Block => by_tile(groups),
-        };
-        let fits = match groups.mode {
-            UniformMode::Asym | UniformMode::Sym => fits && groups.bits <= 8,
-            // Signs of a group are one word, those of a tile.
-            UniformMode::Hybrid => {
-                groups.axis == GroupAxis::Channel && groups.group == Some(TILE) && groups.bits < 8
-            }
-        };
         let pairs = dim.div_ceil(channels_per_pair(groups, dim));
-        fits.then(|| Self {
+        Some(Self {
             groups,
             lookup: code_lookup(groups),
             dim,

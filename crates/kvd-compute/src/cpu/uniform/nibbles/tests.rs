@@ -1,7 +1,7 @@
 //! Bytes beside a scalar model of how they are cut, and exact sums of them.
 
 use super::*;
-use crate::cpu::simd::Simd;
+use crate::cpu::simd::{InstructionSet, Simd};
 use kvd_core::DType;
 
 fn has_kernels() -> bool {
