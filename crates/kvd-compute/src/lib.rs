@@ -5,6 +5,7 @@
 //! `cpu/` that are named by an instruction set, or `simd_*` (register loads and stores).
 #![deny(unsafe_code)]
 
+pub mod affinity;
 mod backend;
 mod cpu;
 mod error;

@@ -1,9 +1,8 @@
 //! Which device serves. The processor always can; a GPU is asked for by name, or taken by `auto`
 //! where one can be used. A GPU asked for by name is never replaced in silence.
 
-use crate::affinity;
 use crate::config::{Config, DeviceChoice, KernelCache};
-use kvd_compute::{Backend, CpuBackend, CpuOptions, OpenError};
+use kvd_compute::{Backend, CpuBackend, CpuOptions, OpenError, affinity};
 use kvd_cuda::{
     CompileEvent, CudaBackend, CudaDriver, CudaOpenError, CudaOptions, Driver, GpuDevice, GpuName,
     KERNELS, Nvrtc, ProbeError,
@@ -97,7 +96,11 @@ fn open_cpu(config: &Config) -> Result<Box<dyn Backend>, OpenError> {
         threads: config.threads,
     };
     let cores = if config.pin_threads { affinity::allowed_cores() } else { Vec::new() };
-    let on_start = move |thread| affinity::keep_on_one(&cores, thread);
+    let on_start = move |thread| {
+        if let Err(error) = affinity::keep_on_one(&cores, thread) {
+            tracing::warn!(thread, %error, "compute thread is not kept on a core");
+        }
+    };
     if config.prefault {
         tracing::info!(pool_bytes = config.pool_bytes, "touching the pool's memory");
     }

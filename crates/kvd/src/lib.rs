@@ -7,8 +7,6 @@
 #![forbid(unsafe_code)]
 
 pub mod admin;
-mod affinity;
-pub mod bench;
 pub mod cli;
 pub mod config;
 pub mod daemon;

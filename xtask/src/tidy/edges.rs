@@ -19,10 +19,13 @@ const MEMBERS: &[(&str, &[&str])] = &[
     ("kvd-engine", &["kvd-core"]),
     // Measurement and demonstration are clients like any other.
     ("kvd-eval", &["kvd-core", "kvd-codec", "kvd-client", "kvd-engine"]),
+    // Measures devices and, as a client, daemons that somebody else starts.
+    ("kvd-bench", &["kvd-core", "kvd-codec", "kvd-compute", "kvd-client"]),
     (
         "kvd",
         &[
             "kvd-core",
+            "kvd-bench",
             "kvd-codec",
             "kvd-compute",
             "kvd-cuda",

@@ -1,5 +1,7 @@
 //! `kvd bench`: arguments in, a table or JSON out.
 
+#[cfg(feature = "eval")]
+mod daemon;
 pub(super) mod flags;
 #[cfg(feature = "eval")]
 mod mixed;
@@ -7,16 +9,16 @@ mod tables;
 
 use super::text_args::{codec_text, parse_size};
 use super::{CliError, help};
-#[cfg(feature = "eval")]
-use crate::bench::TransportBench;
-use crate::bench::{
-    AttendBench, BenchResult, CodecBench, HeadShape, MachineInfo, ScoresBench, StoreBench, limits,
-};
 use bytesize::ByteSize;
 use clap::{Args, Subcommand};
 #[cfg(feature = "eval")]
 use flags::up_to;
 use flags::{count_up_to, parse_instruction_set, parse_precision, parse_shape};
+#[cfg(feature = "eval")]
+use kvd_bench::TransportBench;
+use kvd_bench::{
+    AttendBench, BenchResult, CodecBench, HeadShape, MachineInfo, ScoresBench, StoreBench, limits,
+};
 use kvd_compute::{InstructionSet, Precision};
 use kvd_core::Geometry;
 use serde::Serialize;
@@ -244,7 +246,7 @@ pub(super) fn run_bench(command: BenchCommand) -> Result<String, CliError> {
                 storing: args.storing,
                 storing_tokens: args.storing_tokens,
             };
-            report_text(&args.common, bench.measure_all()?, &tables::TRANSPORT)
+            report_text(&args.common, bench.measure_all(daemon::start_daemon)?, &tables::TRANSPORT)
         }
         #[cfg(feature = "eval")]
         BenchCommand::Mixed(args) => mixed::run_mixed(args),
@@ -281,6 +283,7 @@ fn report_text<T: Serialize>(
     sheet: &tables::BenchSheet<T>,
 ) -> Result<String, CliError> {
     let BenchResult { machine, rows } = measured;
+    let machine = MachineInfo { commit: env!("KVD_COMMIT"), ..machine };
     if common.json {
         let report = BenchReport { shape: common.shape.to_string(), machine, rows };
         let text = serde_json::to_string_pretty(&report).map_err(anyhow::Error::from)?;

@@ -2,8 +2,8 @@
 
 use super::table::{TableColumn, render_table, wrap_text};
 use super::{CliError, machine};
-use crate::bench::{AttendBench, BenchResult, HeadShape, find_shape};
 use clap::Args;
+use kvd_bench::{AttendBench, BenchResult, HeadShape, find_shape};
 use kvd_codec::{CodecSpec, Preset, presets, resolve_spec};
 use kvd_compute::Precision;
 use kvd_core::{DType, Geometry, RopePairing, Side};

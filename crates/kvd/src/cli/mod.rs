@@ -24,12 +24,12 @@ mod sessions;
 mod table;
 mod text_args;
 
-use crate::bench::BenchError;
 use crate::config::{Config, ConfigError, ConfigOverrides, DEFAULT_TOML, RawConfig};
 use crate::daemon::BuildError;
 use crate::dashboard;
 use crate::device::DeviceError;
 use clap::{Args, Parser, Subcommand};
+use kvd_bench::BenchError;
 use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;

@@ -3,8 +3,8 @@
 use super::bench::flags::count_up_to;
 use super::table::{CodecLabels, TableColumn, render_table};
 use super::{CliError, text_args};
-use crate::bench::limits;
 use clap::Args;
+use kvd_bench::limits;
 use kvd_codec::{presets, resolve_spec};
 use kvd_core::{DType, Geometry, RopePairing};
 use kvd_cuda::{GpuLimits, KernelPlan, StepWorkload, plan_kernel};

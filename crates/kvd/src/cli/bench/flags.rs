@@ -1,8 +1,8 @@
 //! Parsers of the options of `kvd bench`. A refusal is an error of usage, which names what there is
 //! instead.
 
-use crate::bench::{HeadShape, SHAPES, find_shape};
 use clap::builder::RangedU64ValueParser;
+use kvd_bench::{HeadShape, SHAPES, find_shape};
 use kvd_compute::{CpuBackend, InstructionSet, Precision};
 
 /// At least one of something, and at most so many.

@@ -4,8 +4,8 @@ use super::super::CliError;
 use super::super::table::{TableColumn, render_table};
 use super::super::text_args::codec_text;
 use super::flags::{count_up_to, parse_shape, up_to};
-use crate::bench::{HeadShape, MixedBench, MixedRow, limits};
 use clap::Args;
+use kvd_bench::{HeadShape, MixedBench, MixedRow, limits};
 use kvd_client::Endpoint;
 use std::time::Duration;
 

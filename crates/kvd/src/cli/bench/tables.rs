@@ -2,8 +2,8 @@
 
 use super::super::table::{CodecLabels, TableColumn, render_table, wrap_text};
 #[cfg(feature = "eval")]
-use crate::bench::TransportRow;
-use crate::bench::{AttendRow, CodecRow, HuffmanRow, MeasuredFigure, ScoresRow, StoreRow};
+use kvd_bench::TransportRow;
+use kvd_bench::{AttendRow, CodecRow, HuffmanRow, MeasuredFigure, ScoresRow, StoreRow};
 use std::fmt::Write;
 
 /// How the rows of a benchmark are printed.

@@ -1,8 +1,8 @@
 //! Storing a prefill: check, write into raw slots, encode, place, as a device worker does it.
 
-use super::data::{LAYER, MODEL, draw_rows, fit_codec};
-use super::measure::{BenchResult, MachineInfo, MeasuredFigure, measure_time};
-use super::{BenchError, HeadShape, limits};
+use crate::data::{LAYER, MODEL, draw_rows, fit_codec};
+use crate::measure::{BenchResult, MachineInfo, MeasuredFigure, measure_time};
+use crate::{BenchError, HeadShape, limits};
 use kvd_compute::{
     AppendSteps, BackendError, CpuBackend, CpuOptions, EncodeSource, IncomingRows, PageBackend,
     RawTarget,
@@ -193,7 +193,7 @@ impl StoreBench {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::find_shape;
+    use crate::find_shape;
 
     fn bench(tokens: u32, buffer_bytes: u64) -> StoreBench {
         StoreBench {

@@ -3,7 +3,8 @@
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 /// The cores of this thread; none where the system does not say.
-pub(crate) fn allowed_cores() -> Vec<usize> {
+#[must_use]
+pub fn allowed_cores() -> Vec<usize> {
     let Ok(allowed) = sched_getaffinity(None) else { return Vec::new() };
     (0..CpuSet::MAX_CPU).filter(|core| allowed.is_set(*core)).collect()
 }
@@ -12,20 +13,20 @@ pub(crate) fn allowed_cores() -> Vec<usize> {
 ///
 /// # Errors
 /// When the system refuses, as it does an empty list.
-pub(crate) fn keep_on(cores: impl IntoIterator<Item = usize>) -> rustix::io::Result<()> {
+pub fn keep_on(cores: impl IntoIterator<Item = usize>) -> std::io::Result<()> {
     let mut chosen = CpuSet::new();
     cores.into_iter().for_each(|core| chosen.set(core));
-    sched_setaffinity(None, &chosen)
+    Ok(sched_setaffinity(None, &chosen)?)
 }
 
 /// Keeps compute thread number `thread` on one of `cores`, in turns where there are more threads.
 /// Two that are woken together on one core would otherwise share it until the scheduler looks
-/// again, milliseconds later.
-pub(crate) fn keep_on_one(cores: &[usize], thread: usize) {
-    let Some(core) = cores.get(thread % cores.len().max(1)) else { return };
-    if let Err(error) = keep_on([*core]) {
-        tracing::warn!(thread, core, %error, "compute thread is not kept on a core");
-    }
+/// again, milliseconds later. Without cores it stays where it is.
+///
+/// # Errors
+/// As [`keep_on`].
+pub fn keep_on_one(cores: &[usize], thread: usize) -> std::io::Result<()> {
+    cores.get(thread % cores.len().max(1)).map_or(Ok(()), |core| keep_on([*core]))
 }
 
 #[cfg(test)]
@@ -38,7 +39,7 @@ mod tests {
         for thread in 0..2 * all.len() {
             let pinned = std::thread::scope(|scope| {
                 let run = || {
-                    keep_on_one(&all, thread);
+                    keep_on_one(&all, thread).unwrap();
                     allowed_cores()
                 };
                 scope.spawn(run).join().unwrap()
@@ -50,7 +51,7 @@ mod tests {
     #[test]
     fn no_cores_leave_a_thread_where_it_is() {
         let all = allowed_cores();
-        keep_on_one(&[], 3);
+        keep_on_one(&[], 3).unwrap();
         assert!(keep_on([]).is_err());
         assert_eq!(allowed_cores(), all);
     }

@@ -4,31 +4,36 @@
 //! Every figure is processor time of this process, because machines are shared: runs of different
 //! codecs take turns, and each figure is the median of its turns, with the best beside it. Pages
 //! rotate over a buffer larger than the last-level cache, so that codes come from memory.
+//!
+//! It is below the daemon: whoever measures transports says how one is started
+//! ([`DaemonStarter`]).
+#![forbid(unsafe_code)]
 
 mod attend;
-#[cfg(feature = "eval")]
+#[cfg(feature = "clients")]
 mod beside;
 mod codec;
 mod data;
 pub mod limits;
 mod measure;
-#[cfg(feature = "eval")]
+#[cfg(feature = "clients")]
 mod mixed;
 mod peaks;
 mod scores;
 mod store;
-#[cfg(feature = "eval")]
+#[cfg(feature = "clients")]
 mod transport;
 
 pub use attend::{AttendBench, AttendRow};
 pub use codec::{CodecBench, CodecRow, HuffmanRow};
+pub use data::fit_codec;
 pub use measure::{BenchResult, MachineInfo, MeasuredFigure};
-#[cfg(feature = "eval")]
+#[cfg(feature = "clients")]
 pub use mixed::{MixedBench, MixedRow};
 pub use scores::{ScoresBench, ScoresRow};
 pub use store::{StoreBench, StoreRow};
-#[cfg(feature = "eval")]
-pub use transport::{TransportBench, TransportRow};
+#[cfg(feature = "clients")]
+pub use transport::{BenchedDaemon, DaemonStarter, TransportBench, TransportRow};
 
 use kvd_compute::InstructionSet;
 use kvd_core::{DType, Geometry, RopePairing};
@@ -156,7 +161,7 @@ pub enum BenchError {
 
 impl BenchError {
     /// A failure of `what`, for `map_err`.
-    fn failed_step<E: std::fmt::Display>(what: &str) -> impl FnOnce(E) -> Self + '_ {
+    pub fn failed_step<E: std::fmt::Display>(what: &str) -> impl FnOnce(E) -> Self + '_ {
         move |error| Self::Failed { what: what.to_owned(), reason: error.to_string() }
     }
 

@@ -1,8 +1,8 @@
 //! Encoding and decoding of one side at a time, on one thread and held to one instruction set.
 
-use super::data::{LAYER, NormalValues, bind_codec};
-use super::measure::{BenchResult, MachineInfo, MeasuredFigure, measure_time};
-use super::{BenchError, HeadShape, each_set, limits};
+use crate::data::{LAYER, NormalValues, bind_codec};
+use crate::measure::{BenchResult, MachineInfo, MeasuredFigure, measure_time};
+use crate::{BenchError, HeadShape, each_set, limits};
 use bytes::Bytes;
 use kvd_codec::{
     BlockRows, CodeEncoder, CodecError, CodecSpec, EncodedBlock, ModelCodec, PageError, PageReader,

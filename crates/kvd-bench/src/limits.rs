@@ -2,8 +2,8 @@
 //! memory is taken or threads are started, so that too much is an answer and no machine that stands
 //! still.
 
-use super::{BenchError, HeadShape};
-use crate::affinity;
+use crate::{BenchError, HeadShape};
+use kvd_compute::affinity;
 use kvd_compute::{ArenaError, CpuOptions, OpenError};
 
 /// Compute threads.
@@ -17,19 +17,19 @@ pub const CONTEXT_MAX: u32 = 1 << 24;
 /// Turns.
 pub const ROUNDS_MAX: usize = 100_000;
 /// Calls of a turn of `bench transport`.
-#[cfg(feature = "eval")]
+#[cfg(feature = "clients")]
 pub const CALLS_MAX: usize = 1_000_000;
 /// Writers beside `bench transport`.
-#[cfg(feature = "eval")]
+#[cfg(feature = "clients")]
 pub const WRITERS_MAX: usize = 64;
 /// Tokens that a writer stores at a time, as of one `StoreBlocks` message.
-#[cfg(feature = "eval")]
+#[cfg(feature = "clients")]
 pub const STORING_TOKENS_MAX: u32 = 1 << 16;
 /// Query tokens x stored tokens x query heads of one call: a prefill of 2048 tokens over 131072
 /// with 32 heads. A call that long takes about a minute.
-pub(super) const WORK_MAX: u64 = 1 << 33;
+pub(crate) const WORK_MAX: u64 = 1 << 33;
 /// Queries of one call.
-pub(super) const QUERY_BYTES_MAX: u64 = 256 << 20;
+pub(crate) const QUERY_BYTES_MAX: u64 = 256 << 20;
 /// Book-keeping of a block in plans, at most.
 const BLOCK_BYTES: u64 = 256;
 
@@ -38,7 +38,7 @@ const BLOCK_BYTES: u64 = 256;
 ///
 /// # Errors
 /// When there are more.
-pub(super) fn check_threads(most: usize) -> Result<(), BenchError> {
+pub(crate) fn check_threads(most: usize) -> Result<(), BenchError> {
     let cores = affinity::allowed_cores().len();
     if cores > 0 && most > cores {
         return Err(BenchError::Threads { threads: most, cores });
@@ -48,20 +48,20 @@ pub(super) fn check_threads(most: usize) -> Result<(), BenchError> {
 
 /// The size of one call.
 #[derive(Clone, Copy)]
-pub(super) struct CallSize {
+pub(crate) struct CallSize {
     /// Query tokens of a sequence.
-    pub(super) query_tokens: u64,
+    pub(crate) query_tokens: u64,
     /// Stored tokens of all sequences.
-    pub(super) tokens: u64,
+    pub(crate) tokens: u64,
     /// Sequences.
-    pub(super) batch: u64,
+    pub(crate) batch: u64,
 }
 
 /// Checks how much one call computes, and how many bytes of queries it has.
 ///
 /// # Errors
 /// When it is above [`WORK_MAX`] or [`QUERY_BYTES_MAX`].
-pub(super) fn check_call(shape: &HeadShape, call: CallSize) -> Result<(), BenchError> {
+pub(crate) fn check_call(shape: &HeadShape, call: CallSize) -> Result<(), BenchError> {
     let CallSize { query_tokens, tokens, batch } = call;
     let heads = u64::from(shape.kv_heads) * u64::from(shape.group);
     let within = |what, asked, max| {
@@ -79,7 +79,7 @@ pub(super) fn check_call(shape: &HeadShape, call: CallSize) -> Result<(), BenchE
 ///
 /// # Errors
 /// When the machine has less.
-pub(super) fn check_memory(what: &str, blocks: u64, bytes: u64) -> Result<(), BenchError> {
+pub(crate) fn check_memory(what: &str, blocks: u64, bytes: u64) -> Result<(), BenchError> {
     let bytes = blocks.saturating_mul(bytes.saturating_add(BLOCK_BYTES));
     match available_bytes() {
         Some(available) if bytes > available => {
@@ -107,7 +107,7 @@ fn available_bytes() -> Option<u64> {
 }
 
 /// A backend that could not be opened, in words of a benchmark: it has no configuration.
-pub(super) fn open_error(what: &str) -> impl FnOnce(OpenError) -> BenchError + '_ {
+pub(crate) fn open_error(what: &str) -> impl FnOnce(OpenError) -> BenchError + '_ {
     move |error| match error {
         OpenError::Arena(ArenaError { bytes, source }) => BenchError::Failed {
             what: what.to_owned(),
@@ -120,7 +120,7 @@ pub(super) fn open_error(what: &str) -> impl FnOnce(OpenError) -> BenchError + '
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::find_shape;
+    use crate::find_shape;
 
     #[test]
     fn more_threads_than_cores_are_refused_and_the_cores_named() {

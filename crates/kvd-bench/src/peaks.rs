@@ -1,6 +1,6 @@
 //! The most products that the machine makes, by instruction set: figures are set against them.
 
-use super::measure::{MeasuredFigure, measure_time};
+use crate::measure::{MeasuredFigure, measure_time};
 use kvd_compute::{InstructionSet, MultiplyKind, multiply_adds};
 
 /// Products of the first measurement; the others have as many as take [`LEAST_NS`].
@@ -11,12 +11,12 @@ const LEAST_NS: f64 = 1e6;
 
 /// Peaks that were asked for, measured once each.
 #[derive(Default)]
-pub(super) struct KnownPeaks(Vec<((InstructionSet, MultiplyKind), Option<f64>)>);
+pub(crate) struct KnownPeaks(Vec<((InstructionSet, MultiplyKind), Option<f64>)>);
 
 impl KnownPeaks {
     /// Multiplications with additions that one thread makes in a nanosecond (median); `None` where
     /// that is not measured.
-    pub(super) fn per_ns(&mut self, set: InstructionSet, products: MultiplyKind) -> Option<f64> {
+    pub(crate) fn per_ns(&mut self, set: InstructionSet, products: MultiplyKind) -> Option<f64> {
         let key = (set, products);
         if let Some((_, peak)) = self.0.iter().find(|(known, _)| *known == key) {
             return *peak;
@@ -28,7 +28,7 @@ impl KnownPeaks {
 }
 
 /// Measures such products per nanosecond, with their spread.
-pub(super) fn measure_peak(set: InstructionSet, products: MultiplyKind) -> Option<MeasuredFigure> {
+pub(crate) fn measure_peak(set: InstructionSet, products: MultiplyKind) -> Option<MeasuredFigure> {
     let run = |count| {
         let timed = measure_time(|| multiply_adds(set, products, count));
         Some((timed.cpu_ns, timed.cpu_ns / timed.value? as f64))

@@ -1,7 +1,7 @@
 //! Clocks, medians, and what the machine can read.
 
-use super::peaks::measure_peak;
-use crate::affinity;
+use crate::peaks::measure_peak;
+use kvd_compute::affinity;
 use kvd_compute::{CpuBackend, InstructionSet, MultiplyKind};
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
@@ -20,30 +20,30 @@ pub struct MeasuredFigure {
 
 impl MeasuredFigure {
     /// Figures from runs, at least one.
-    pub(super) fn from_runs(mut runs: Vec<f64>) -> Self {
+    pub(crate) fn from_runs(mut runs: Vec<f64>) -> Self {
         runs.sort_by(f64::total_cmp);
         let at = |part: f64| runs[((runs.len() - 1) as f64 * part).round() as usize];
         Self { median: at(0.5), best: at(0.0), upper_quartile: at(0.75) }
     }
 
     /// Turns nanoseconds for one into how many one nanosecond does.
-    pub(super) fn to_rate(self) -> Self {
+    pub(crate) fn to_rate(self) -> Self {
         let Self { median, best, upper_quartile } = self;
         Self { median: 1.0 / median, best: 1.0 / best, upper_quartile: 1.0 / upper_quartile }
     }
 }
 
 /// The value of a run, and the time that it took.
-pub(super) struct TimedRun<T> {
-    pub(super) value: T,
+pub(crate) struct TimedRun<T> {
+    pub(crate) value: T,
     /// Processor time, nanoseconds.
-    pub(super) cpu_ns: f64,
+    pub(crate) cpu_ns: f64,
     /// Wall time, nanoseconds.
-    pub(super) wall_ns: f64,
+    pub(crate) wall_ns: f64,
 }
 
 /// Runs `run` and measures its time.
-pub(super) fn measure_time<T>(run: impl FnOnce() -> T) -> TimedRun<T> {
+pub(crate) fn measure_time<T>(run: impl FnOnce() -> T) -> TimedRun<T> {
     let clocks = || [ClockId::ProcessCPUTime, ClockId::Monotonic].map(read_clock);
     let before = clocks();
     let value = run();
@@ -80,7 +80,8 @@ pub struct MachineInfo {
     pub cores: usize,
     /// Version of kvd.
     pub version: &'static str,
-    /// Commit it was built from, `-dirty` where sources had changed since; `unknown` without git.
+    /// Commit it was built from, `-dirty` where sources had changed since; `unknown` until the
+    /// program, which knows it, says so.
     pub commit: &'static str,
     /// Bytes per nanosecond that one thread reads from memory.
     pub read_gb_per_s: MeasuredFigure,
@@ -93,7 +94,7 @@ pub struct MachineInfo {
 
 impl MachineInfo {
     /// Pins this process to `threads` cores and looks at the machine; takes about half a second.
-    pub(super) fn inspect_machine(threads: usize) -> Self {
+    pub(crate) fn inspect_machine(threads: usize) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let pinned = pin_threads(threads);
         let best = CpuBackend::instruction_sets().pop().unwrap_or(InstructionSet::Portable);
@@ -103,7 +104,7 @@ impl MachineInfo {
             processor: model.map_or("unknown", |(_, name)| name.trim()).to_owned(),
             cores,
             version: env!("CARGO_PKG_VERSION"),
-            commit: env!("KVD_COMMIT"),
+            commit: "unknown",
             read_gb_per_s: read_speed(),
             multiply_adds_per_ns: measure_peak(best, MultiplyKind::F32)
                 .expect("every set multiplies f32"),

@@ -1,9 +1,9 @@
 //! Synthetic keys, values and queries, and a backend filled with their pages.
 
-use super::{BenchError, HeadShape, limits};
-use crate::affinity;
+use crate::{BenchError, HeadShape, limits};
 use bytes::Bytes;
 use kvd_codec::{Calibration, CodecSpec, ModelCodec, Samples, fit_calibration};
+use kvd_compute::affinity;
 use kvd_compute::{
     AppendSteps, CpuBackend, CpuOptions, EncodeSource, EncodedPages, IncomingRows, InstructionSet,
     PageBackend, Precision, RawTarget, Source,
@@ -11,22 +11,22 @@ use kvd_compute::{
 use kvd_core::{DType, Extent, Geometry, LayerIndex, ModelId, Side};
 use std::sync::Arc;
 
-pub(super) const MODEL: ModelId = ModelId(1);
-pub(super) const LAYER: LayerIndex = LayerIndex(0);
+pub(crate) const MODEL: ModelId = ModelId(1);
+pub(crate) const LAYER: LayerIndex = LayerIndex(0);
 /// Blocks that are encoded; their pages are then repeated.
 const DISTINCT_BLOCKS: usize = 4;
 /// Rows per head that a calibration is fitted on.
 const FIT_ROWS: usize = 2048;
 
 /// Roughly normal values of unit deviation, the same in every run.
-pub(super) struct NormalValues(u64);
+pub(crate) struct NormalValues(u64);
 
 impl NormalValues {
-    pub(super) fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    pub(super) fn draw_value(&mut self) -> f32 {
+    pub(crate) fn draw_value(&mut self) -> f32 {
         let mut sum = 0.0;
         for _ in 0..4 {
             self.0 = self
@@ -39,7 +39,7 @@ impl NormalValues {
         sum * 3f32.sqrt()
     }
 
-    pub(super) fn draw_bytes(&mut self, count: usize, gain: f32) -> Bytes {
+    pub(crate) fn draw_bytes(&mut self, count: usize, gain: f32) -> Bytes {
         let values: Vec<f32> = (0..count).map(|_| self.draw_value() * gain).collect();
         let mut bytes = vec![0; count * DType::F16.size_bytes()];
         DType::F16.narrow_values(&values, &mut bytes);
@@ -48,7 +48,7 @@ impl NormalValues {
 }
 
 /// K and V of `tokens` tokens.
-pub(super) fn draw_rows(geometry: &Geometry, tokens: u32, seed: u64) -> IncomingRows {
+pub(crate) fn draw_rows(geometry: &Geometry, tokens: u32, seed: u64) -> IncomingRows {
     let mut normal = NormalValues::new(seed);
     let count = |side| tokens as usize * geometry.kv_heads as usize * geometry.head_dim(side);
     let k = normal.draw_bytes(count(Side::Key), 1.0);
@@ -57,12 +57,15 @@ pub(super) fn draw_rows(geometry: &Geometry, tokens: u32, seed: u64) -> Incoming
 }
 
 /// A codec bound to a geometry, fitted on normal rows where it needs that.
-pub(super) fn fit_codec(geometry: &Geometry, name: &str) -> Result<ModelCodec, BenchError> {
+///
+/// # Errors
+/// When there is no such codec, or it is not for that geometry.
+pub fn fit_codec(geometry: &Geometry, name: &str) -> Result<ModelCodec, BenchError> {
     let spec = kvd_codec::resolve_spec(name).map_err(BenchError::codec_error(name))?;
     bind_codec(geometry, spec, name)
 }
 
-pub(super) fn bind_codec(
+pub(crate) fn bind_codec(
     geometry: &Geometry,
     spec: CodecSpec,
     name: &str,
@@ -94,30 +97,30 @@ fn calibrate_codec(
 
 /// How a backend is to be filled.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct FillOptions {
-    pub(super) shape: HeadShape,
-    pub(super) block_tokens: u32,
-    pub(super) threads: usize,
-    pub(super) instruction_set: Option<InstructionSet>,
-    pub(super) precision: Precision,
+pub(crate) struct FillOptions {
+    pub(crate) shape: HeadShape,
+    pub(crate) block_tokens: u32,
+    pub(crate) threads: usize,
+    pub(crate) instruction_set: Option<InstructionSet>,
+    pub(crate) precision: Precision,
     /// Fewest bytes of pages.
-    pub(super) buffer_bytes: u64,
+    pub(crate) buffer_bytes: u64,
     /// Fewest blocks.
-    pub(super) blocks: usize,
+    pub(crate) blocks: usize,
 }
 
 /// A backend whose arena is full of one codec's pages.
-pub(super) struct FilledBackend {
-    pub(super) backend: CpuBackend,
-    pub(super) geometry: Geometry,
+pub(crate) struct FilledBackend {
+    pub(crate) backend: CpuBackend,
+    pub(crate) geometry: Geometry,
     /// The blocks, in the order of the arena.
-    pub(super) blocks: Vec<Source>,
-    pub(super) block_bytes: f64,
+    pub(crate) blocks: Vec<Source>,
+    pub(crate) block_bytes: f64,
 }
 
 impl FilledBackend {
     /// Encodes a few blocks and repeats them over the arena.
-    pub(super) fn new(name: &str, fill: FillOptions) -> Result<Self, BenchError> {
+    pub(crate) fn new(name: &str, fill: FillOptions) -> Result<Self, BenchError> {
         let geometry = fill.shape.layer_geometry(fill.block_tokens);
         let raw = geometry.raw_layout(fill.block_tokens).size_bytes();
         limits::check_memory(name, DISTINCT_BLOCKS as u64, 4 * raw)?;
@@ -154,8 +157,11 @@ fn open_backend(bytes: u64, fill: FillOptions, name: &str) -> Result<CpuBackend,
     let slots = DISTINCT_BLOCKS as u64 * geometry.raw_layout(fill.block_tokens).size_bytes();
     let options =
         CpuOptions { arena_bytes: bytes.max(slots), prefault: true, threads: fill.threads };
-    let backend =
-        CpuBackend::starting(options, |i| affinity::keep_on_one(&affinity::allowed_cores(), i));
+    let backend = CpuBackend::starting(options, |thread| {
+        if let Err(error) = affinity::keep_on_one(&affinity::allowed_cores(), thread) {
+            tracing::warn!(thread, %error, "compute thread is not kept on a core");
+        }
+    });
     let mut backend = backend.map_err(limits::open_error(name))?;
     backend.set_precision(fill.precision);
     if let Some(set) = fill.instruction_set {

@@ -1,10 +1,10 @@
 //! Decode attention over pages of each codec, in turns.
 
-use super::data::{FillOptions, FilledBackend, LAYER, MODEL, NormalValues};
-use super::limits::CallSize;
-use super::measure::{BenchResult, MachineInfo, MeasuredFigure, measure_time};
-use super::peaks::KnownPeaks;
-use super::{BenchError, HeadShape, each_set, limits};
+use crate::data::{FillOptions, FilledBackend, LAYER, MODEL, NormalValues};
+use crate::limits::CallSize;
+use crate::measure::{BenchResult, MachineInfo, MeasuredFigure, measure_time};
+use crate::peaks::KnownPeaks;
+use crate::{BenchError, HeadShape, each_set, limits};
 use bytes::Bytes;
 use kvd_compute::{
     AttendBackend, AttendPlan, Attended, InstructionSet, LoadPlan, MultiplyKind, PageBackend,
@@ -265,28 +265,28 @@ impl AttendBench {
 }
 
 /// Queries of so many tokens, the same each time.
-pub(super) fn draw_queries(shape: &HeadShape, tokens: usize) -> Bytes {
+pub(crate) fn draw_queries(shape: &HeadShape, tokens: usize) -> Bytes {
     let heads = shape.kv_heads as usize * shape.group as usize;
     NormalValues::new(42).draw_bytes(tokens * heads * shape.head_dim_k as usize, SCORE_DEVIATION)
 }
 
 /// A sequence of a plan: its blocks, and how many tokens of them it has.
-pub(super) struct CachedSequence<'a> {
-    pub(super) blocks: &'a [Source],
-    pub(super) tokens: u32,
+pub(crate) struct CachedSequence<'a> {
+    pub(crate) blocks: &'a [Source],
+    pub(crate) tokens: u32,
 }
 
 /// Queries of a plan.
-pub(super) struct PlanQueries {
+pub(crate) struct PlanQueries {
     /// Query tokens of each sequence.
-    pub(super) query_tokens: u32,
+    pub(crate) query_tokens: u32,
     /// Tokens of a block of what they read.
-    pub(super) block_tokens: u32,
-    pub(super) q: Bytes,
+    pub(crate) block_tokens: u32,
+    pub(crate) q: Bytes,
 }
 
 /// Makes a plan of queries over sequences.
-pub(super) fn plan_of<'a>(
+pub(crate) fn plan_of<'a>(
     shape: &HeadShape,
     sequences: impl Iterator<Item = CachedSequence<'a>>,
     queries: PlanQueries,
@@ -312,7 +312,7 @@ pub(super) fn plan_of<'a>(
     }
 }
 
-pub(super) fn widen_to_f32(bytes: &Bytes) -> Bytes {
+pub(crate) fn widen_to_f32(bytes: &Bytes) -> Bytes {
     let mut wide = vec![0f32; bytes.len() / 2];
     DType::F16.widen_values(bytes, &mut wide);
     let mut out = vec![0; wide.len() * 4];
@@ -320,7 +320,7 @@ pub(super) fn widen_to_f32(bytes: &Bytes) -> Bytes {
     out.into()
 }
 
-pub(super) fn read_floats(bytes: &[u8]) -> Vec<f64> {
+pub(crate) fn read_floats(bytes: &[u8]) -> Vec<f64> {
     let chunks = bytes.as_chunks::<4>().0.iter();
     chunks.map(|bytes| f64::from(f32::from_le_bytes(*bytes))).collect()
 }
@@ -347,7 +347,7 @@ fn attend_exactly(shape: &HeadShape, q: &[f64], k: &[f64], v: &[f64]) -> Vec<f64
     out
 }
 
-pub(super) fn plan_parts(blocks: &[Source], block_tokens: u32, context: u32) -> Vec<PlanPart> {
+pub(crate) fn plan_parts(blocks: &[Source], block_tokens: u32, context: u32) -> Vec<PlanPart> {
     let part = |(first_token, source): (u32, &Source)| PlanPart {
         first_token,
         rows: block_tokens.min(context - first_token),

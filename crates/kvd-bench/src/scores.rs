@@ -1,12 +1,12 @@
 //! Scores of keys alone, all of them kept, in turns: what a search over keys would compare.
 
-use super::attend::{
+use crate::attend::{
     CachedSequence, PlanQueries, draw_queries, plan_of, plan_parts, read_floats, widen_to_f32,
 };
-use super::data::{FillOptions, FilledBackend, LAYER, MODEL};
-use super::limits::CallSize;
-use super::measure::{BenchResult, MachineInfo, MeasuredFigure, measure_time};
-use super::{BenchError, HeadShape, each_set, limits};
+use crate::data::{FillOptions, FilledBackend, LAYER, MODEL};
+use crate::limits::CallSize;
+use crate::measure::{BenchResult, MachineInfo, MeasuredFigure, measure_time};
+use crate::{BenchError, HeadShape, each_set, limits};
 use kvd_compute::{AttendPlan, InstructionSet, LoadPlan, PageBackend, Precision, Source};
 use kvd_core::{DType, ProgressLines};
 use serde::Serialize;

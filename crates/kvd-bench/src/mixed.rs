@@ -1,8 +1,8 @@
 //! Clients of several kinds at once against a daemon that runs: how long each waits for its answer
 //! beside the others.
 
-use super::data::NormalValues;
-use super::{BenchError, HeadShape};
+use crate::data::NormalValues;
+use crate::{BenchError, HeadShape};
 use kvd_client::{AttendBatch, AttendQuery, Client, ClientError, Endpoint, ModelSpec, StoreChunk};
 use kvd_core::{DType, ErrorCode, LayerIndex, ModelId, SequenceId};
 use serde::Serialize;

@@ -1,19 +1,18 @@
 //! One attend from a client to a daemon in this process and back, by every transport: what the way
 //! costs beside the work. Calls follow one another, as layers of a decode step do.
 
-use super::beside::{BackgroundStores, WriterLoad};
-use super::data::NormalValues;
-use super::limits::CallSize;
-use super::measure::{BenchResult, MachineInfo, MeasuredFigure, measure_time};
-use super::{BenchError, HeadShape, limits};
-use crate::config::{Config, ConfigOverrides};
-use crate::daemon::{Daemon, RunningDaemon};
+use crate::beside::{BackgroundStores, WriterLoad};
+use crate::data::NormalValues;
+use crate::limits::CallSize;
+use crate::measure::{BenchResult, MachineInfo, MeasuredFigure, measure_time};
+use crate::{BenchError, HeadShape, limits};
 use kvd_client::{
     AttendBatch, AttendQuery, AttendStream, Client, Endpoint, ModelSpec, RegionClient,
     RegionOptions, StoreChunk,
 };
 use kvd_core::{DType, LayerIndex, ModelId, ProgressLines, SequenceId};
 use serde::Serialize;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use tokio::runtime::Runtime;
 
@@ -119,10 +118,23 @@ struct TimedCall {
     us: f64,
 }
 
+/// Starts a daemon in this process with these settings, on a runtime.
+pub type DaemonStarter =
+    fn(&Runtime, Vec<(String, String)>) -> Result<Box<dyn BenchedDaemon>, BenchError>;
+
+/// A daemon that is measured.
+pub trait BenchedDaemon {
+    /// Where it listens on TCP.
+    fn tcp_address(&self) -> Option<SocketAddr>;
+
+    /// Ends it, and waits until it has ended.
+    fn drain_daemon(self: Box<Self>, runtime: &Runtime);
+}
+
 /// A daemon in this process, and what tells of progress.
 struct BenchDaemon<'a> {
     runtime: &'a Runtime,
-    running: RunningDaemon,
+    running: Box<dyn BenchedDaemon>,
     sockets: SocketFolder,
     progress: ProgressLines,
 }
@@ -158,11 +170,14 @@ impl SocketFolder {
 }
 
 impl TransportBench {
-    /// Measures every transport.
+    /// Measures every transport to a daemon that `start` starts.
     ///
     /// # Errors
     /// When the daemon cannot start, or refuses a codec.
-    pub fn measure_all(&self) -> Result<BenchResult<TransportRow>, BenchError> {
+    pub fn measure_all(
+        &self,
+        start: DaemonStarter,
+    ) -> Result<BenchResult<TransportRow>, BenchError> {
         for query_tokens in self.query_tokens.iter().copied().map(u64::from) {
             for tokens in self.contexts.iter().copied().map(u64::from) {
                 limits::check_call(&self.shape, CallSize { query_tokens, tokens, batch: 1 })?;
@@ -177,7 +192,7 @@ impl TransportBench {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
         let runtime = runtime.map_err(failed)?;
         let sockets = SocketFolder::new()?;
-        let running = runtime.block_on(start_daemon(&sockets))?;
+        let running = start(&runtime, daemon_settings(&sockets))?;
         let mut rows = Vec::new();
         let measured = self.codecs.len() * self.contexts.len() * self.query_tokens.len();
         let turns = measured * (self.rounds + 1) * WAYS;
@@ -186,7 +201,7 @@ impl TransportBench {
         for codec in &self.codecs {
             rows.extend(self.measure_codec(&daemon, codec)?);
         }
-        runtime.block_on(daemon.running.drain());
+        daemon.running.drain_daemon(&runtime);
         Ok(BenchResult { machine, rows })
     }
 
@@ -196,7 +211,7 @@ impl TransportBench {
         codec: &str,
     ) -> Result<Vec<TransportRow>, BenchError> {
         let runtime = daemon.runtime;
-        let mut ways = runtime.block_on(open_ways(&daemon.running, &daemon.sockets))?;
+        let mut ways = runtime.block_on(open_ways(&*daemon.running, &daemon.sockets))?;
         let Some(TransportWay::Unary(_, client)) = ways.first() else { return Ok(Vec::new()) };
         let client = client.clone();
         let spec = ModelSpec {
@@ -325,20 +340,17 @@ impl TransportBench {
     }
 }
 
-/// A daemon in this process, on sockets of its own.
-async fn start_daemon(sockets: &SocketFolder) -> Result<RunningDaemon, BenchError> {
+/// Settings of a daemon on sockets of its own.
+fn daemon_settings(sockets: &SocketFolder) -> Vec<(String, String)> {
     let text = |path: &Path| path.display().to_string();
-    let flags = [
+    let settings = [
         ("server.listen_tcp", "127.0.0.1:0".to_owned()),
         ("server.listen_unix", text(&sockets.socket_path("grpc"))),
         ("server.listen_region", text(&sockets.socket_path("region"))),
         ("admin.listen", String::new()),
         ("device.threads", "1".to_owned()),
     ];
-    let flags = flags.map(|(key, value)| (key.to_owned(), value)).to_vec();
-    let overrides = ConfigOverrides { file: None, environment: false, flags };
-    let config = Config::load(&overrides).map_err(BenchError::failed_step("configuration"))?;
-    Ok(Daemon::build(config).await.map_err(BenchError::failed_step("daemon"))?.spawn())
+    settings.map(|(key, value)| (key.to_owned(), value)).to_vec()
 }
 
 async fn connect_client(text: String) -> Result<Client, BenchError> {
@@ -352,12 +364,12 @@ fn unix_endpoint(sockets: &SocketFolder) -> String {
 
 /// Every way to it.
 async fn open_ways(
-    running: &RunningDaemon,
+    running: &dyn BenchedDaemon,
     sockets: &SocketFolder,
 ) -> Result<Vec<TransportWay>, BenchError> {
     let failed = || BenchError::failed_step("connect");
     let mut ways = Vec::new();
-    if let Some(address) = running.bound_addresses().tcp {
+    if let Some(address) = running.tcp_address() {
         ways.push(TransportWay::Unary("tcp", connect_client(format!("http://{address}")).await?));
     }
     let unix = connect_client(unix_endpoint(sockets)).await?;

@@ -1,7 +1,7 @@
 //! Stores that go on beside what is measured, as prefills of other requests do.
 
-use super::{BenchError, HeadShape};
-use crate::bench::data::NormalValues;
+use crate::data::NormalValues;
+use crate::{BenchError, HeadShape};
 use bytes::Bytes;
 use kvd_client::{Client, StoreChunk};
 use kvd_core::{LayerIndex, ModelId};
@@ -14,7 +14,7 @@ use tokio::task::JoinHandle;
 const SEQUENCE_TOKENS: u32 = 8192;
 
 /// Writers, each of which stores one chunk after another until all are stopped.
-pub(super) struct BackgroundStores {
+pub(crate) struct BackgroundStores {
     stop: Arc<AtomicBool>,
     stored: Arc<AtomicU64>,
     writers: Vec<JoinHandle<Result<(), BenchError>>>,
@@ -22,12 +22,12 @@ pub(super) struct BackgroundStores {
 
 /// The load of some writers: chunks of a model's first layer.
 #[derive(Clone, Copy)]
-pub(super) struct WriterLoad {
-    pub(super) model: ModelId,
-    pub(super) shape: HeadShape,
-    pub(super) writers: usize,
+pub(crate) struct WriterLoad {
+    pub(crate) model: ModelId,
+    pub(crate) shape: HeadShape,
+    pub(crate) writers: usize,
     /// Tokens of a chunk.
-    pub(super) tokens: u32,
+    pub(crate) tokens: u32,
 }
 
 /// One writer.
@@ -43,7 +43,7 @@ struct ChunkWriter {
 
 impl BackgroundStores {
     /// Starts the writers of a load.
-    pub(super) fn start_writers(runtime: &Runtime, client: &Client, load: WriterLoad) -> Self {
+    pub(crate) fn start_writers(runtime: &Runtime, client: &Client, load: WriterLoad) -> Self {
         let WriterLoad { model, shape, writers, tokens } = load;
         let (stop, stored) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let mut normal = NormalValues::new(7);
@@ -60,12 +60,12 @@ impl BackgroundStores {
     }
 
     /// Tokens stored so far.
-    pub(super) fn stored_tokens(&self) -> u64 {
+    pub(crate) fn stored_tokens(&self) -> u64 {
         self.stored.load(Ordering::Relaxed)
     }
 
     /// Lets all writers end.
-    pub(super) fn stop_writers(self, runtime: &Runtime) -> Result<(), BenchError> {
+    pub(crate) fn stop_writers(self, runtime: &Runtime) -> Result<(), BenchError> {
         self.stop.store(true, Ordering::Relaxed);
         for writer in self.writers {
             runtime.block_on(writer).map_err(BenchError::failed_step("store"))??;
