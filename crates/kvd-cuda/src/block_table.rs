@@ -12,12 +12,13 @@ use crate::PlanError;
 use crate::abi::{AttendUnit, COEFFICIENTS, PageEntry, SideShape};
 use crate::buffers::{BUFFERS_MIN, TileBuffers};
 use crate::codebook_table::split_channels;
-use crate::huffman_tables::{SharedMemory, plan_decoding};
+use crate::huffman_tables::{BlockRoom, SharedMemory, plan_decoding};
 use crate::kernel_side::{
-    COPY_BYTES, KernelPair, KernelVariant, ROWS, SideKernel, TILE_TOKENS, fallback_shape,
-    rows_shape,
+    COPY_BYTES, ChosenKernel, KernelPair, KernelVariant, ROWS, SideKernel, TILE_TOKENS,
+    fallback_shape, rows_shape,
 };
 use crate::late_pairs::LatePairs;
+use crate::page_shapes::TileShape;
 use crate::query_transform::TransformUnit;
 use crate::specialized;
 use crate::tensor_core::{
@@ -376,17 +377,18 @@ impl TableBuilder<'_> {
             split_channels(&mut unit.value, self.options.channel_split, room.bytes);
         }
         let rows = rows_of_kernel(variant, unit.rows);
-        let work = |side, shape| work_bytes((pair, variant), side, shape, rows as usize);
+        let chosen = ChosenKernel { pair, variant };
+        let work = |side, shape| work_bytes(chosen, side, shape, rows as usize);
         let work = [work(Side::Key, &unit.key), work(Side::Value, &unit.value)];
-        let fixed = specialized::specialized_kernel((pair, variant), rows, &unit.key, &unit.value);
+        let fixed = specialized::specialized_kernel(chosen, rows, &unit.key, &unit.value);
         let (units, sizes) = self.units.entry((pair, variant, rows, fixed)).or_default();
         // Runs and Huffman tables stand behind a side's own table.
         let table = |side, shape: &SideShape| {
             let lanes = shape.lane_bytes as usize;
-            table_bytes((pair, variant), side, shape) + lanes.next_multiple_of(COPY_BYTES)
+            table_bytes(chosen, side, shape) + lanes.next_multiple_of(COPY_BYTES)
         };
-        let tiles = tiles_together((pair, variant), rows as usize);
-        let staged = |side, shape| staged_bytes((pair, variant), side, (shape, tokens), rows);
+        let tiles = tiles_together(chosen, rows as usize);
+        let staged = |side, shape| staged_bytes(chosen, side, TileShape { shape, tokens }, rows);
         let needed = [
             staged(Side::Key, &unit.key),
             staged(Side::Value, &unit.value),
@@ -413,13 +415,14 @@ impl TableBuilder<'_> {
         }
         let dim = self.codec.geometry().head_dim(Side::Key);
         for ((pair, variant, rows, fixed), (units, sizes)) in self.units {
+            let chosen = ChosenKernel { pair, variant };
             let [key_stage, value_stage, key_table, value_table, ..] = sizes;
             let [.., key_chunk, value_chunk, key_work, value_work, tile] = sizes;
             let sizes = [key_stage, value_stage, key_table, value_table];
-            let own = fixed_bytes((pair, variant), rows as usize, dim);
+            let own = fixed_bytes(chosen, rows as usize, dim);
             let other = shared_bytes(own, sizes) + key_work + value_work;
-            let (resident, _) = resident_blocks((pair, variant), fixed.is_some());
-            let room = (self.options.shared, resident);
+            let (resident, _) = resident_blocks(chosen, fixed.is_some());
+            let room = BlockRoom { shared: self.options.shared, resident };
             let planned = self.options.chunks.map(|chunks| chunks as usize);
             let (chunks, bytes) = plan_decoding([key_chunk, value_chunk], other, room, planned);
             let buffer = key_stage + value_stage + GAIN_STAGE;

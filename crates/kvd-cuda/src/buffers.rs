@@ -3,7 +3,7 @@
 //! trip is the most that it reads, so there are as many as hide the latency, if they fit beside as
 //! many thread blocks.
 
-use crate::huffman_tables::SharedMemory;
+use crate::huffman_tables::BlockRoom;
 use crate::plan::SHARED_RESERVED;
 
 /// Buffers that every thread block has.
@@ -17,7 +17,7 @@ const PIECE_BYTES: usize = 16;
 /// Shared memory for where the next tiles are, of sides of so many spans, and whether they hold
 /// Huffman codes, which leave less room, of so many tiles together: `Stops` of
 /// `tile_scheduler.cuh`.
-pub(crate) fn tile_stop_bytes(spans: [usize; 2], (huffman, tiles): (bool, usize)) -> usize {
+pub(crate) fn tile_stop_bytes(spans: [usize; 2], huffman: bool, tiles: usize) -> usize {
     // Those of both sides, and gains.
     let pieces = spans[0] + spans[1] + 1;
     let batch = match pieces {
@@ -41,9 +41,9 @@ pub(crate) struct TileBuffers {
 }
 
 impl TileBuffers {
-    /// Buffers of a thread block, where a multiprocessor's registers are enough for `resident` of
-    /// them.
-    pub(crate) fn buffer_count(&self, (shared, resident): (SharedMemory, usize)) -> usize {
+    /// Buffers of a thread block.
+    pub(crate) fn buffer_count(&self, room: BlockRoom) -> usize {
+        let BlockRoom { shared, resident } = room;
         if self.huffman {
             return BUFFERS_MIN;
         }
@@ -60,12 +60,14 @@ impl TileBuffers {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::huffman_tables::SharedMemory;
 
     const HOPPER: SharedMemory =
         SharedMemory { block: 227 << 10, multiprocessor: 228 << 10, under_way: 25 << 10 };
 
     fn buffers(block: usize, tile: usize, shared: SharedMemory) -> usize {
-        TileBuffers { block, buffer: tile + 64, tile, huffman: false }.buffer_count((shared, 4))
+        TileBuffers { block, buffer: tile + 64, tile, huffman: false }
+            .buffer_count(BlockRoom { shared, resident: 4 })
     }
 
     #[test]
@@ -86,6 +88,6 @@ mod tests {
         // One that is alone on its multiprocessor has what a thread block may take.
         assert_eq!(buffers(HOPPER.block, 2048, HOPPER), 2);
         let huffman = TileBuffers { block: 1 << 10, buffer: 1 << 10, tile: 1 << 10, huffman: true };
-        assert_eq!(huffman.buffer_count((HOPPER, 3)), 2);
+        assert_eq!(huffman.buffer_count(BlockRoom { shared: HOPPER, resident: 3 }), 2);
     }
 }

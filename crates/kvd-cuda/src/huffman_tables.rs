@@ -203,7 +203,7 @@ impl HeadStreams<'_> {
 }
 
 /// Upper bound of a side's shared memory for rows of `dim` codes: a chunk, and runs and tables.
-pub(crate) fn expected_bytes(side: Side, (spec, dim): (&SideSpec, usize)) -> [usize; 2] {
+pub(crate) fn expected_bytes(side: Side, spec: &SideSpec, dim: usize) -> [usize; 2] {
     if spec.entropy != EntropyCoding::Huffman {
         return [0, 0];
     }
@@ -250,19 +250,27 @@ pub struct SharedMemory {
     pub under_way: usize,
 }
 
+/// What thread blocks of a kernel have of a multiprocessor.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct BlockRoom {
+    pub(crate) shared: SharedMemory,
+    /// Thread blocks that a multiprocessor's registers are enough for.
+    pub(crate) resident: usize,
+}
+
 /// Chunks of each side that a thread block decodes together, and the shared memory that it takes
 /// for them beside `other` bytes: `planned` where a thread block has room for them, else so that a
-/// multiprocessor, whose registers are enough for `resident` thread blocks, decodes as many as it
-/// can. `chunk_bytes` is of keys and values, 0 for sides of fixed width.
+/// multiprocessor decodes as many as it can. `chunk_bytes` is of keys and values, 0 for sides of fixed width.
 pub(crate) fn plan_decoding(
     chunk_bytes: [usize; 2],
     other: usize,
-    (shared, resident): (SharedMemory, usize),
+    room: BlockRoom,
     planned: Option<usize>,
 ) -> (usize, usize) {
     if chunk_bytes == [0; 2] {
         return (0, 0);
     }
+    let BlockRoom { shared, resident } = room;
     let bytes = |chunks: usize| {
         // Half a warp that has no chunk turns its ring nonetheless.
         let rings = 2 * chunks.max(2) * RING_BYTES;
@@ -288,7 +296,7 @@ mod tests {
     fn chunks_are_those_that_were_planned_where_a_thread_block_has_room() {
         let chunks = |block: usize, planned| {
             let shared = SharedMemory { block, multiprocessor: block + 1024, under_way: 0 };
-            plan_decoding([8 << 10; 2], 1 << 10, (shared, 4), planned).0
+            plan_decoding([8 << 10; 2], 1 << 10, BlockRoom { shared, resident: 4 }, planned).0
         };
         // Alone: two in each of two thread blocks; four in one. Then as many as were planned.
         assert_eq!([140 << 10, 90 << 10].map(|block| chunks(block, None)), [2, 4]);
@@ -296,6 +304,9 @@ mod tests {
         let none = SharedMemory { block: 0, multiprocessor: 0, under_way: 0 };
         // Four have no room.
         assert_eq!(chunks(60 << 10, Some(4)), chunks(60 << 10, None));
-        assert_eq!(plan_decoding([0; 2], 0, (none, 4), Some(2)), (0, 0));
+        assert_eq!(
+            plan_decoding([0; 2], 0, BlockRoom { shared: none, resident: 4 }, Some(2)),
+            (0, 0)
+        );
     }
 }

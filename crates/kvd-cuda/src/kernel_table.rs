@@ -1,6 +1,11 @@
 //! The kernels of a side, one row each: which pages they read, and where they are. A row is found
 //! by the quantizer id of the pages' headers, which codecs say before they are calibrated.
 
+use crate::abi::SideShape;
+use crate::codebook_table::CodebookRoom;
+use crate::page_shapes::{
+    self, ExpectShape, ExpectedPages, PageHead, ShapePages, TileBytes, TileShape,
+};
 use kvd_codec::HeadCodec;
 use kvd_core::DType;
 
@@ -47,6 +52,9 @@ struct KernelRow {
     device_struct: &'static str,
     /// Spans of a tile.
     spans: usize,
+    shape_pages: ShapePages,
+    expect_shape: ExpectShape,
+    tile_bytes: TileBytes,
 }
 
 /// Each kernel, at its number.
@@ -58,6 +66,9 @@ const TABLE: [KernelRow; 12] = [
         header: "float.cuh",
         device_struct: "kvd::Float<kvd::F32>",
         spans: 1,
+        shape_pages: page_shapes::shape_rows,
+        expect_shape: page_shapes::expect_nothing,
+        tile_bytes: page_shapes::tile_of_words,
     },
     KernelRow {
         kernel: SideKernel::F16,
@@ -66,6 +77,9 @@ const TABLE: [KernelRow; 12] = [
         header: "float.cuh",
         device_struct: "kvd::Float<kvd::F16>",
         spans: 1,
+        shape_pages: page_shapes::shape_rows,
+        expect_shape: page_shapes::expect_nothing,
+        tile_bytes: page_shapes::tile_of_halves,
     },
     KernelRow {
         kernel: SideKernel::Bf16,
@@ -74,6 +88,9 @@ const TABLE: [KernelRow; 12] = [
         header: "float.cuh",
         device_struct: "kvd::Float<kvd::Bf16>",
         spans: 1,
+        shape_pages: page_shapes::shape_rows,
+        expect_shape: page_shapes::expect_nothing,
+        tile_bytes: page_shapes::tile_of_halves,
     },
     KernelRow {
         kernel: SideKernel::Fp8,
@@ -82,6 +99,9 @@ const TABLE: [KernelRow; 12] = [
         header: "float.cuh",
         device_struct: "kvd::Fp8",
         spans: 2,
+        shape_pages: page_shapes::shape_fp8,
+        expect_shape: page_shapes::expect_nothing,
+        tile_bytes: page_shapes::tile_of_fp8,
     },
     KernelRow {
         kernel: SideKernel::Uniform,
@@ -90,6 +110,9 @@ const TABLE: [KernelRow; 12] = [
         header: "uniform.cuh",
         device_struct: "kvd::Uniform<kvd::Asymmetric>",
         spans: 2,
+        shape_pages: page_shapes::shape_uniform,
+        expect_shape: page_shapes::expect_uniform,
+        tile_bytes: page_shapes::tile_of_uniform,
     },
     KernelRow {
         kernel: SideKernel::Symmetric,
@@ -98,6 +121,9 @@ const TABLE: [KernelRow; 12] = [
         header: "uniform.cuh",
         device_struct: "kvd::Uniform<kvd::Symmetric>",
         spans: 2,
+        shape_pages: page_shapes::shape_uniform,
+        expect_shape: page_shapes::expect_uniform,
+        tile_bytes: page_shapes::tile_of_symmetric,
     },
     KernelRow {
         kernel: SideKernel::Hybrid,
@@ -106,6 +132,9 @@ const TABLE: [KernelRow; 12] = [
         header: "hybrid.cuh",
         device_struct: "kvd::Hybrid",
         spans: 3,
+        shape_pages: page_shapes::shape_uniform,
+        expect_shape: page_shapes::expect_uniform,
+        tile_bytes: page_shapes::tile_of_hybrid,
     },
     KernelRow {
         kernel: SideKernel::Vq,
@@ -114,6 +143,9 @@ const TABLE: [KernelRow; 12] = [
         header: "vq.cuh",
         device_struct: "kvd::Vq",
         spans: 1,
+        shape_pages: page_shapes::shape_vq,
+        expect_shape: page_shapes::expect_vq,
+        tile_bytes: page_shapes::tile_of_vq,
     },
     KernelRow {
         kernel: SideKernel::Polar,
@@ -122,6 +154,9 @@ const TABLE: [KernelRow; 12] = [
         header: "polar.cuh",
         device_struct: "kvd::Polar",
         spans: 2,
+        shape_pages: page_shapes::shape_polar,
+        expect_shape: page_shapes::expect_polar,
+        tile_bytes: page_shapes::tile_of_polar,
     },
     KernelRow {
         kernel: SideKernel::Lloyd,
@@ -130,6 +165,9 @@ const TABLE: [KernelRow; 12] = [
         header: "lloyd.cuh",
         device_struct: "kvd::Lloyd",
         spans: 2,
+        shape_pages: page_shapes::shape_lloyd,
+        expect_shape: page_shapes::expect_lloyd,
+        tile_bytes: page_shapes::tile_of_lloyd,
     },
     KernelRow {
         kernel: SideKernel::BitAlloc,
@@ -138,6 +176,9 @@ const TABLE: [KernelRow; 12] = [
         header: "bitalloc.cuh",
         device_struct: "kvd::BitAlloc",
         spans: RUNS_MAX,
+        shape_pages: page_shapes::shape_bit_alloc,
+        expect_shape: page_shapes::expect_bit_alloc,
+        tile_bytes: page_shapes::tile_of_bit_alloc,
     },
     KernelRow {
         kernel: SideKernel::Grid,
@@ -146,6 +187,9 @@ const TABLE: [KernelRow; 12] = [
         header: "grid.cuh",
         device_struct: "kvd::Grid",
         spans: 0,
+        shape_pages: page_shapes::shape_grid,
+        expect_shape: page_shapes::expect_grid,
+        tile_bytes: page_shapes::tile_of_grid,
     },
 ];
 
@@ -229,13 +273,24 @@ impl SideKernel {
         TABLE[self as usize].spans
     }
 
-    /// Bytes of a float row's value.
-    pub(crate) fn value_bytes(self) -> Option<usize> {
-        match self {
-            Self::F32 => Some(4),
-            Self::F16 | Self::Bf16 => Some(2),
-            _ => None,
-        }
+    /// Makes the shape of a head's pages, as if its codes had a fixed width.
+    pub(crate) fn shape_pages(
+        self,
+        of: PageHead<'_>,
+        tables: &mut Vec<u8>,
+        room: CodebookRoom,
+    ) -> Result<SideShape, &'static str> {
+        (TABLE[self as usize].shape_pages)(of, tables, room)
+    }
+
+    /// Fills in the fields of a shape that decide the kernel, before calibration.
+    pub(crate) fn expect_shape(self, of: ExpectedPages<'_>, shape: &mut SideShape) {
+        (TABLE[self as usize].expect_shape)(of, shape);
+    }
+
+    /// Shared memory for one tile, bytes.
+    pub(crate) fn tile_bytes(self, tile: TileShape<'_>) -> usize {
+        (TABLE[self as usize].tile_bytes)(tile)
     }
 }
 

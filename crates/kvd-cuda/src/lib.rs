@@ -23,6 +23,7 @@ mod kernel_table;
 mod late_pairs;
 mod layer_memory;
 mod lookup;
+mod page_shapes;
 mod plan;
 mod query_transform;
 mod region_copy_plan;

@@ -2,7 +2,7 @@
 //! has the same ones. Others take any shape, in more instructions.
 
 use crate::abi::SideShape;
-use crate::kernel_side::{KernelPair, KernelVariant, SideKernel};
+use crate::kernel_side::{ChosenKernel, KernelVariant, SideKernel};
 
 /// Channels of their heads, and query rows.
 const DIM: u32 = 128;
@@ -91,7 +91,7 @@ pub(crate) fn polar_table_bytes(angle_bits: u32, dim: u32) -> u32 {
 /// The kernel for units of so many rows whose sides have these shapes, if one has them as
 /// constants.
 pub(crate) fn specialized_kernel(
-    (pair, variant): (KernelPair, KernelVariant),
+    ChosenKernel { pair, variant }: ChosenKernel,
     rows: u32,
     key: &SideShape,
     value: &SideShape,
@@ -112,6 +112,7 @@ pub(crate) fn specialized_kernel(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernel_side::KernelPair;
 
     #[test]
     fn a_shape_that_differs_in_one_constant_has_the_kernel_for_any() {
@@ -125,8 +126,14 @@ mod tests {
             ..SideShape::default()
         };
         let (key, value) = (shape(32, 1), shape(1, 32));
-        let of =
-            |rows, key, value| specialized_kernel((pair, KernelVariant::Own), rows, &key, &value);
+        let of = |rows, key, value| {
+            specialized_kernel(
+                ChosenKernel { pair, variant: KernelVariant::Own },
+                rows,
+                &key,
+                &value,
+            )
+        };
         assert_eq!(of(4, key, value), Some("kvd_attend_kivi4_4"));
         assert_eq!(of(8, key, value), None);
         for (key, value) in [
@@ -139,14 +146,30 @@ mod tests {
             assert_eq!(of(4, key, value), None, "{key:?} {value:?}");
         }
         let huffman = KernelPair { huffman: true, ..pair };
-        assert_eq!(specialized_kernel((huffman, KernelVariant::Own), 4, &key, &value), None);
-        assert_eq!(specialized_kernel((pair, KernelVariant::Any), 4, &key, &value), None);
+        assert_eq!(
+            specialized_kernel(
+                ChosenKernel { pair: huffman, variant: KernelVariant::Own },
+                4,
+                &key,
+                &value
+            ),
+            None
+        );
+        assert_eq!(
+            specialized_kernel(ChosenKernel { pair, variant: KernelVariant::Any }, 4, &key, &value),
+            None
+        );
         // Tables that shared memory has in part.
         let lloyd = KernelPair { keys: SideKernel::Lloyd, ..pair };
         let levels = SideShape { dim: 128, bits: 4, entry_bytes: 2, sets: 1, ..key };
         let of = |entry_count| {
             let key = SideShape { entry_count, ..levels };
-            specialized_kernel((lloyd, KernelVariant::Own), 4, &key, &shape(1, 128))
+            specialized_kernel(
+                ChosenKernel { pair: lloyd, variant: KernelVariant::Own },
+                4,
+                &key,
+                &shape(1, 128),
+            )
         };
         assert_eq!((of(16), of(8)), (Some("kvd_attend_turbo4_4"), None));
     }

@@ -4,11 +4,12 @@
 use crate::abi::SideShape;
 use crate::buffers::tile_stop_bytes;
 use crate::kernel_side::{
-    COPY_BYTES, KernelPair, KernelVariant, LINE_BYTES, ROWS, SideKernel, TILE_TOKENS, rows_of,
-    stage_bytes,
+    COPY_BYTES, ChosenKernel, KernelPair, KernelVariant, LINE_BYTES, ROWS, SideKernel, TILE_TOKENS,
+    rows_of,
 };
 use crate::late_pairs::LatePairs;
 use crate::lookup;
+use crate::page_shapes::TileShape;
 use kvd_core::{Geometry, Side};
 
 mod expected;
@@ -49,7 +50,7 @@ const HALF_GROUP: usize = 64;
 const DECODED: [(SideKernel, SideKernel); 1] = [(SideKernel::Grid, SideKernel::Uniform)];
 
 /// Whether a kernel of a pair multiplies codes on tensor cores.
-pub(crate) fn uses_tensor_cores((pair, variant): (KernelPair, KernelVariant)) -> bool {
+pub(crate) fn uses_tensor_cores(ChosenKernel { pair, variant }: ChosenKernel) -> bool {
     match variant {
         KernelVariant::Own | KernelVariant::Groups => {}
         KernelVariant::Late => return true,
@@ -99,17 +100,19 @@ pub(crate) fn multiplies_late(pair: KernelPair) -> bool {
 }
 
 /// Whether products of a side are of bytes.
-fn multiplies_bytes((pair, variant): (KernelPair, KernelVariant), side: Side) -> bool {
+fn multiplies_bytes(ChosenKernel { pair, variant }: ChosenKernel, side: Side) -> bool {
     let kernel = if side == Side::Key { pair.keys } else { pair.values };
-    uses_tensor_cores((pair, variant)) && tensor_factor(kernel, side) == Some(TensorFactor::Bytes)
+    uses_tensor_cores(ChosenKernel { pair, variant })
+        && tensor_factor(kernel, side) == Some(TensorFactor::Bytes)
 }
 
 /// Tiles that it works on together for so many query rows: `TILES` of `tile_scheduler.cuh`.
-pub(crate) fn tiles_together((pair, variant): (KernelPair, KernelVariant), rows: usize) -> usize {
+pub(crate) fn tiles_together(ChosenKernel { pair, variant }: ChosenKernel, rows: usize) -> usize {
     let allocated = [pair.keys, pair.values].contains(&SideKernel::BitAlloc);
     let spreads = allocated && variant != KernelVariant::Groups;
     let alone = pair.huffman && rows > FEW_ROWS;
-    let both = Side::BOTH.iter().all(|side| multiplies_bytes((pair, variant), *side));
+    let both =
+        Side::BOTH.iter().all(|side| multiplies_bytes(ChosenKernel { pair, variant }, *side));
     if both && !spreads && !alone { 2 } else { 1 }
 }
 
@@ -121,10 +124,10 @@ fn is_half(shape: &SideShape) -> bool {
 /// Whether it makes bytes of that side's codes first, or takes them in groups, and what of the
 /// table for it stands in shared memory.
 pub(crate) fn spread_table(
-    (pair, variant): (KernelPair, KernelVariant),
+    ChosenKernel { pair, variant }: ChosenKernel,
     shape: &SideShape,
 ) -> Option<usize> {
-    let spreads = uses_tensor_cores((pair, variant)) && shape.spread_row > 0;
+    let spreads = uses_tensor_cores(ChosenKernel { pair, variant }) && shape.spread_row > 0;
     spreads.then_some(shape.spread_table as usize)
 }
 
@@ -134,18 +137,14 @@ fn is_grouped(shape: &SideShape) -> bool {
 }
 
 /// Whether it looks codes of that side up as bytes.
-pub(crate) fn looks_up((pair, variant): (KernelPair, KernelVariant), side: Side) -> bool {
+pub(crate) fn looks_up(ChosenKernel { pair, variant }: ChosenKernel, side: Side) -> bool {
     let kernel = if side == Side::Key { pair.keys } else { pair.values };
     let looked_up = matches!(kernel, SideKernel::Vq | SideKernel::Polar | SideKernel::Lloyd);
-    looked_up && uses_tensor_cores((pair, variant))
+    looked_up && uses_tensor_cores(ChosenKernel { pair, variant })
 }
 
 /// Shared memory of what it looks up of a side, bytes: of Huffman codes what stands behind apart.
-pub(crate) fn table_bytes(
-    kernel: (KernelPair, KernelVariant),
-    side: Side,
-    shape: &SideShape,
-) -> usize {
+pub(crate) fn table_bytes(kernel: ChosenKernel, side: Side, shape: &SideShape) -> usize {
     let bytes = match spread_table(kernel, shape) {
         Some(bytes) => bytes,
         None if looks_up(kernel, side) => lookup::table_bytes(shape),
@@ -165,7 +164,7 @@ pub(crate) fn choose_variant(
         let fits = late.has_pair(pair) && fits_late(pair, key, value);
         return if fits { KernelVariant::Late } else { KernelVariant::Any };
     }
-    if fits_kernel((pair, KernelVariant::Own), key, value) {
+    if fits_kernel(ChosenKernel { pair, variant: KernelVariant::Own }, key, value) {
         return KernelVariant::Own;
     }
     if !pair.huffman && is_grouped(key) && is_grouped(value) {
@@ -184,18 +183,18 @@ pub(crate) fn fits_late(pair: KernelPair, key: &SideShape, value: &SideShape) ->
     multiplies_late(pair)
         && is_read(pair.keys, key)
         && is_read(pair.values, value)
-        && fits_kernel((pair, KernelVariant::Late), key, value)
+        && fits_kernel(ChosenKernel { pair, variant: KernelVariant::Late }, key, value)
 }
 
 /// Whether a pair's own kernel reads such pages: with products on tensor cores, rows and codes of
 /// fp8 are whole steps, other codes are bytes, and what scales them can go into queries or weights.
 fn fits_kernel(
-    (pair, variant): (KernelPair, KernelVariant),
+    ChosenKernel { pair, variant }: ChosenKernel,
     key: &SideShape,
     value: &SideShape,
 ) -> bool {
     let of_side = |side, shape: &SideShape| {
-        if !uses_tensor_cores((pair, variant)) {
+        if !uses_tensor_cores(ChosenKernel { pair, variant }) {
             return true;
         }
         if is_half(shape) {
@@ -205,7 +204,7 @@ fn fits_kernel(
             let places = side == Side::Key || shape.spread_places <= VALUE_DIM_MAX;
             return shape.spread_bytes > 0 && places;
         }
-        let looks_up = looks_up((pair, variant), side);
+        let looks_up = looks_up(ChosenKernel { pair, variant }, side);
         let dim_max = if looks_up { LOOKED_UP_DIM_MAX } else { VALUE_DIM_MAX };
         let codes = if looks_up { shape.entry_bytes > 0 } else { shape.bits <= 8 };
         codes
@@ -221,10 +220,10 @@ fn fits_kernel(
 /// Thread blocks for which a multiprocessor's registers are enough, and registers of a thread, of a
 /// kernel that has one codec's shapes as constants or takes any: `declare.cuh`.
 pub(crate) fn resident_blocks(
-    (pair, variant): (KernelPair, KernelVariant),
+    ChosenKernel { pair, variant }: ChosenKernel,
     is_fixed: bool,
 ) -> (usize, u32) {
-    let takes_any = multiplies_bytes((pair, variant), Side::Key) && !is_fixed;
+    let takes_any = multiplies_bytes(ChosenKernel { pair, variant }, Side::Key) && !is_fixed;
     let takes_any = takes_any || variant == KernelVariant::Late;
     if pair.huffman || takes_any { (3, 168) } else { (4, 128) }
 }
@@ -282,7 +281,7 @@ fn is_of_steps(side: Side, shape: &SideShape) -> bool {
 /// Shared memory of a side's products for `rows` query rows, bytes: `Scores` of `scores.cuh`,
 /// `Sums` of `sums.cuh`.
 pub(crate) fn work_bytes(
-    kernel: (KernelPair, KernelVariant),
+    kernel: ChosenKernel,
     side: Side,
     shape: &SideShape,
     rows: usize,
@@ -330,12 +329,12 @@ pub(crate) fn work_bytes(
 }
 
 /// Words of the weights of a tile beside floats: digits of each set, and their units.
-pub(crate) fn weight_words((pair, variant): (KernelPair, KernelVariant), rows: usize) -> usize {
-    if !multiplies_bytes((pair, variant), Side::Value) {
+pub(crate) fn weight_words(ChosenKernel { pair, variant }: ChosenKernel, rows: usize) -> usize {
+    if !multiplies_bytes(ChosenKernel { pair, variant }, Side::Value) {
         return 0;
     }
     let sets = if pair.values == SideKernel::Uniform { WEIGHT_SETS_MAX } else { 1 };
-    let tiles = tiles_together((pair, variant), rows);
+    let tiles = tiles_together(ChosenKernel { pair, variant }, rows);
     (rows * sets).next_multiple_of(4) + tiles * sets * digit_words(rows)
 }
 
@@ -352,14 +351,14 @@ fn half_bytes(side: Side, shape: &SideShape, rows: usize) -> usize {
 
 /// Shared memory of a side's staged tiles, those that are worked on together, bytes.
 pub(crate) fn staged_bytes(
-    (pair, variant): (KernelPair, KernelVariant),
+    ChosenKernel { pair, variant }: ChosenKernel,
     side: Side,
-    (shape, tokens): (&SideShape, usize),
+    tile: TileShape<'_>,
     rows: u32,
 ) -> usize {
     let kernel = if side == Side::Key { pair.keys } else { pair.values };
-    let tiles = tiles_together((pair, variant), rows as usize);
-    let bytes = tiles * stage_bytes(kernel, shape, tokens);
+    let tiles = tiles_together(ChosenKernel { pair, variant }, rows as usize);
+    let bytes = tiles * kernel.tile_bytes(tile);
     // Pieces of the values behind them change places within lines.
     let halves = tensor_factor(pair.values, Side::Value) == Some(TensorFactor::Halves);
     let is_before_lines = variant == KernelVariant::Late && side == Side::Key && halves;
@@ -375,19 +374,20 @@ fn digit_words(rows: usize) -> usize {
 /// On CUDA cores all warps read the queries and have a part of every score, and at the end every
 /// thread has a sum of values.
 pub(crate) fn fixed_bytes(
-    (pair, variant): (KernelPair, KernelVariant),
+    ChosenKernel { pair, variant }: ChosenKernel,
     rows: usize,
     dim: usize,
 ) -> usize {
-    let (query, sums) = match uses_tensor_cores((pair, variant)) {
-        true => (0, tiles_together((pair, variant), rows) * TILE_TOKENS),
+    let (query, sums) = match uses_tensor_cores(ChosenKernel { pair, variant }) {
+        true => (0, tiles_together(ChosenKernel { pair, variant }, rows) * TILE_TOKENS),
         false => (rows * dim, WARPS as usize * 32),
     };
     let floats = query.next_multiple_of(4) + rows * sums + rows.next_multiple_of(4);
-    4 * (floats + weight_words((pair, variant), rows))
+    4 * (floats + weight_words(ChosenKernel { pair, variant }, rows))
         + tile_stop_bytes(
             pair.tile_spans(variant),
-            (pair.huffman, tiles_together((pair, variant), rows)),
+            pair.huffman,
+            tiles_together(ChosenKernel { pair, variant }, rows),
         )
 }
 

@@ -109,15 +109,22 @@ struct UnpackTable {
     tile_bytes: usize,
 }
 
+/// A side, and whether codes of both sides are multiplied in groups as they lie.
+#[derive(Clone, Copy)]
+pub(crate) struct GroupedSide {
+    pub(crate) side: Side,
+    pub(crate) grouped: bool,
+}
+
 /// Whether all runs are whole groups, for which there is room, and pages two tiles.
-pub(crate) fn takes_groups((side, tokens): (Side, u32), of: BitAllocation<'_>) -> bool {
+pub(crate) fn takes_groups(side: Side, tokens: u32, of: BitAllocation<'_>) -> bool {
     tokens == GROUP_TOKENS && UnpackTable::group_table(side, of).is_some()
 }
 
 /// Appends what spreads a side's codes, or says where its groups are if they are multiplied as they
 /// lie, to the layer's tables, and says in `shape` where it is.
 pub(crate) fn append_unpack(
-    (side, grouped): (Side, bool),
+    GroupedSide { side, grouped }: GroupedSide,
     of: BitAllocation<'_>,
     tables: &mut Vec<u8>,
     shape: &mut SideShape,
@@ -170,7 +177,7 @@ fn expected_places(side: Side, dim: usize) -> usize {
 }
 
 /// Whether a side that no calibration has said anything of yet is taken to be in groups.
-pub(crate) fn expects_groups((side, tokens): (Side, u32), dim: usize) -> bool {
+pub(crate) fn expects_groups(side: Side, tokens: u32, dim: usize) -> bool {
     let has_room =
         side == Side::Key || expected_places(side, dim) <= WARPS * WARP_GROUPS_MAX * GROUP;
     dim.is_multiple_of(GROUP) && tokens == GROUP_TOKENS && has_room
@@ -179,7 +186,8 @@ pub(crate) fn expects_groups((side, tokens): (Side, u32), dim: usize) -> bool {
 /// The shape of what no calibration has said yet: groups of levels of one byte, where both sides
 /// are [so](expects_groups); else as if all coefficients had codes, one in sixteen of them levels
 /// of two bytes, in runs whose last fours are not full.
-pub(crate) fn expected_unpack((side, grouped): (Side, bool), dim: usize) -> SideShape {
+pub(crate) fn expected_unpack(of: GroupedSide, dim: usize) -> SideShape {
+    let GroupedSide { side, grouped } = of;
     if grouped {
         let places = expected_places(side, dim) as u32;
         let (spread_row, spread_places) = (places, places);
@@ -452,7 +460,7 @@ mod tests {
         let (levels, scales) = (levels(), vec![0.5; 128]);
         let of = BitAllocation { runs, levels: &levels, scales: &scales };
         let (mut tables, mut shape) = (vec![1; 3], SideShape::default());
-        append_unpack((side, false), of, &mut tables, &mut shape);
+        append_unpack(GroupedSide { side, grouped: false }, of, &mut tables, &mut shape);
         assert_eq!(shape.entries, 16);
         (UnpackTable::new(side, of), shape, tables)
     }
@@ -474,7 +482,7 @@ mod tests {
         let low = keys.positions[4].factor;
         assert_eq!(keys.positions[0].factor, 256.0 * low);
         // The expectation before a calibration is about as large.
-        let expected = expected_unpack((Side::Key, false), 128);
+        let expected = expected_unpack(GroupedSide { side: Side::Key, grouped: false }, 128);
         assert!((128..192).contains(&expected.spread_row));
 
         let (values, shape, _) = spread(Side::Value, &runs);
@@ -496,7 +504,7 @@ mod tests {
     fn groups(side: Side, tokens: u32, runs: &[[usize; 3]]) -> Option<UnpackTable> {
         let (levels, scales) = (levels(), vec![0.5; 256]);
         let of = BitAllocation { runs, levels: &levels, scales: &scales };
-        takes_groups((side, tokens), of).then(|| UnpackTable::group_table(side, of).unwrap())
+        takes_groups(side, tokens, of).then(|| UnpackTable::group_table(side, of).unwrap())
     }
 
     #[test]

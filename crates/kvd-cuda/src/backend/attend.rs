@@ -99,8 +99,9 @@ impl CudaBackend {
     pub(super) fn allocate_tables(
         &mut self,
         tables: &AttendTables,
-        [key_dim, dim]: [usize; 2],
+        dims: [usize; 2],
     ) -> Option<PlanAddresses> {
+        let [key_dim, dim] = dims;
         let mut take = |bytes: usize| self.device.take_scratch(bytes as u64);
         let rows = tables.ends.len();
         // Parts that grow with the stored tokens come last, so little moves when they grow, and

@@ -3,6 +3,7 @@
 
 use super::attend::{PlanAddresses, upload_tables};
 use super::graphs::LaunchNode;
+use super::region::RegionValues;
 use super::{CudaBackend, THREADS, device_error};
 use crate::query_transform::{AnswerParameters, QueryParameters, TransformUnit};
 use crate::store::dtype_number;
@@ -37,11 +38,13 @@ impl CudaBackend {
             return Err(device_error(ErrorCode::LimitExceeded, message));
         }
         let RegionPlaces { region, q, out, lse } = *places;
-        let find = |offset, values| self.regions.find_values(region, offset, values);
+        let find = |offset, count, bytes_each| {
+            self.regions.find_values(region, offset, RegionValues { count, bytes_each })
+        };
         let reach = AttendBuffers {
-            q: find(q, (rows * key_dim as u64, each))?,
-            out: find(out, (rows * dim as u64, each))?,
-            lse: find(lse, (rows, DType::F32.size_bytes()))?,
+            q: find(q, rows * key_dim as u64, each)?,
+            out: find(out, rows * dim as u64, each)?,
+            lse: find(lse, rows, DType::F32.size_bytes())?,
         };
         let event = self.regions.answer_event(region);
         self.attend_reaching(plan, reach, &mut |backend| {
@@ -145,8 +148,8 @@ impl CudaBackend {
             unused: 0,
         };
         let count = tables.turns.len();
-        let queries =
-            transform_node((0, "kvd_queries", key_dim), count, bytemuck::bytes_of(&queries));
+        let of_queries = TransformKernel { name: "kvd_queries", dim: key_dim };
+        let queries = transform_node(0, of_queries, count, bytemuck::bytes_of(&queries));
         let mut nodes = vec![queries];
         nodes.extend(self.attention_nodes(plan, &tables, placed, dim));
         let answer = AnswerParameters {
@@ -161,7 +164,8 @@ impl CudaBackend {
             heads,
             group,
         };
-        nodes.push(transform_node((3, "kvd_answer", dim), count, bytemuck::bytes_of(&answer)));
+        let of_answer = TransformKernel { name: "kvd_answer", dim };
+        nodes.push(transform_node(3, of_answer, count, bytemuck::bytes_of(&answer)));
         self.graphs.run_nodes(&mut self.device, (plan.model, plan.layer), nodes)?;
         launched(self)?;
         let mut first_bad = vec![0u32; count];
@@ -196,15 +200,24 @@ impl CudaBackend {
     }
 }
 
-/// A kernel over units of rows of so many channels.
+/// A kernel over rows of so many channels.
+#[derive(Clone, Copy)]
+struct TransformKernel<'a> {
+    name: &'a str,
+    dim: usize,
+}
+
+/// A kernel over units of rows.
 fn transform_node(
-    (stage, kernel, dim): (u32, &str, usize),
+    stage: u32,
+    kernel: TransformKernel<'_>,
     count: usize,
     parameters: &[u8],
 ) -> LaunchNode {
+    let TransformKernel { name, dim } = kernel;
     LaunchNode {
         stage,
-        kernel: kernel.to_owned(),
+        kernel: name.to_owned(),
         blocks: count as u32,
         threads: THREADS,
         shared_bytes: QueryTransforms::shared_bytes(dim) as u32,

@@ -18,6 +18,13 @@ struct OpenRegion {
     event: Option<EventId>,
 }
 
+/// Values in a region.
+#[derive(Clone, Copy)]
+pub(super) struct RegionValues {
+    pub(super) count: u64,
+    pub(super) bytes_each: usize,
+}
+
 /// The regions that are open, by id.
 #[derive(Default)]
 pub(super) struct OpenRegions {
@@ -57,9 +64,10 @@ impl OpenRegions {
         &self,
         region: DeviceRegion,
         offset: u64,
-        (values, bytes_each): (u64, usize),
+        values: RegionValues,
     ) -> Result<u64, BackendError> {
-        let address = self.find_range(region, offset, values.saturating_mul(bytes_each as u64))?;
+        let RegionValues { count, bytes_each } = values;
+        let address = self.find_range(region, offset, count.saturating_mul(bytes_each as u64))?;
         if !address.is_multiple_of(bytes_each as u64) {
             let message = format!("offset {offset} of a region is not aligned to {bytes_each}");
             return Err(refuse_region(message));

@@ -1,6 +1,7 @@
 //! K and V of a worker's memory, copied within the device and written from that copy: what comes to
 //! the host is a check of each thread block.
 
+use super::region::RegionValues;
 use super::{CudaBackend, THREADS, device_error};
 use crate::driver::KernelLaunch;
 use crate::region_copy_plan::{RowsParameters, RowsUnit, StageCheck, StageParameters};
@@ -32,8 +33,9 @@ impl CudaBackend {
         let values = Side::BOTH.map(|side| per_head * geometry.head_dim(side) as u64);
         let offsets = [rows.k, rows.v];
         let find = |side: Side| {
-            let (offset, values) = (offsets[side.index()], values[side.index()]);
-            self.regions.find_values(rows.region, offset, (values, each))
+            let (offset, count) = (offsets[side.index()], values[side.index()]);
+            let bytes_each = each;
+            self.regions.find_values(rows.region, offset, RegionValues { count, bytes_each })
         };
         let from = [find(Side::Key)?, find(Side::Value)?];
         // A kernel says by a word which of the values is none.

@@ -3,7 +3,10 @@
 use crate::PlanError;
 use crate::abi::SideShape;
 use crate::codebook_table::{CodebookRoom, TableVersions, table_versions};
-use crate::kernel_side::{COPY_BYTES, HeadShapes, LayerTables, SideKernel, head_shapes, in_groups};
+use crate::kernel_side::{
+    COPY_BYTES, HeadShapes, LayerTables, SideKernel, TrainedTables, head_shapes, in_groups,
+};
+use crate::page_shapes::PageHead;
 use kvd_codec::ModelCodec;
 use kvd_core::{LayerIndex, Side};
 
@@ -32,12 +35,14 @@ impl LayerShapes {
             let of_side = |side| codec.head_codec(layer, side, head);
             let tokens = codec.geometry().block_tokens;
             // One kernel reads both.
-            let grouped = Side::BOTH.iter().all(|side| in_groups((of_side(*side), *side), tokens));
+            let grouped = Side::BOTH.iter().all(|side| in_groups(of_side(*side), *side, tokens));
             Side::BOTH.map(|side| {
-                let trained = codec.trained_tables(layer, side, head);
-                let trained = (trained, codec.current_table(layer, side, head));
-                let of_head = (of_side(side), side, grouped);
-                head_shapes(of_head, trained, &mut tables, rooms[side.index()])
+                let trained = TrainedTables {
+                    versions: codec.trained_tables(layer, side, head),
+                    current: codec.current_table(layer, side, head),
+                };
+                let of = PageHead { head: of_side(side), side, grouped };
+                head_shapes(of, trained, &mut tables, rooms[side.index()])
             })
         });
         let heads = heads.collect();

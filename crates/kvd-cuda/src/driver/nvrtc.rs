@@ -92,7 +92,7 @@ impl Nvrtc {
         // SAFETY: writes two numbers.
         let result = unsafe { version(&raw mut major, &raw mut minor) };
         check_call("nvrtcVersion", result)?;
-        Ok(Self { calls, version: version_of([major, minor]), _library: library })
+        Ok(Self { calls, version: version_of(major, minor), _library: library })
     }
 }
 
@@ -144,7 +144,7 @@ impl KernelCompiler for Nvrtc {
 }
 
 /// Text that differs between compiler versions and options.
-fn version_of([major, minor]: [c_int; 2]) -> String {
+fn version_of(major: c_int, minor: c_int) -> String {
     let options = OPTIONS.map(|option| option.to_string_lossy());
     format!("nvrtc {major}.{minor} {}", options.join(" "))
 }
@@ -196,7 +196,7 @@ mod tests {
 
     #[test]
     fn the_version_names_the_options_so_that_kernels_of_others_are_not_taken() {
-        let version = version_of([13, 2]);
+        let version = version_of(13, 2);
         assert!(version.starts_with("nvrtc 13.2 "), "{version}");
         for option in OPTIONS {
             assert!(version.contains(option.to_str().unwrap()), "{version}");

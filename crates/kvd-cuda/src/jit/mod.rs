@@ -286,12 +286,8 @@ impl JitCompiler {
 
     /// The kernel on CUDA cores to launch in the place of `kernel`, for units of at most `rows`
     /// rows whose sides have these numbers; none where that is the shared one still, or never was.
-    pub(crate) fn own_kernel(
-        &self,
-        kernel: &str,
-        [keys, values]: [u32; 2],
-        rows: u32,
-    ) -> Option<String> {
+    pub(crate) fn own_kernel(&self, kernel: &str, sides: [u32; 2], rows: u32) -> Option<String> {
+        let [keys, values] = sides;
         let huffman = SHARED.iter().position(|shared| *shared == kernel)?;
         let sides = self.ready.get(&[keys, values, huffman as u32])?;
         Some(sides.kernel_name(rows_of(rows)))

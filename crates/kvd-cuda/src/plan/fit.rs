@@ -8,7 +8,7 @@ use super::{CodebookPlan, GpuLimits, stored_bits};
 use crate::block_table::GAIN_STAGE;
 use crate::buffers::{BUFFERS_MIN, TileBuffers};
 use crate::codebook_table::CodebookRoom;
-use crate::huffman_tables::{self, PIECE_BYTES, plan_decoding};
+use crate::huffman_tables::{self, BlockRoom, PIECE_BYTES, plan_decoding};
 use crate::kernel_side::TILE_TOKENS;
 use crate::late_pairs::LatePairs;
 use crate::tensor_core;
@@ -45,8 +45,9 @@ impl BlockFit {
         rows: u32,
         (limits, late): (&GpuLimits, LatePairs),
     ) -> Option<Self> {
-        let of = |side: Side| (specs[side.index()], geometry.head_dim(side));
-        let coded = Side::BOTH.map(|side| huffman_tables::expected_bytes(side, of(side)));
+        let coded = Side::BOTH.map(|side| {
+            huffman_tables::expected_bytes(side, specs[side.index()], geometry.head_dim(side))
+        });
         let kernel = tensor_core::expected_kernel(specs, geometry, rows, late);
         let (rows, products) = (kernel.rows, kernel.sides);
         let buffer = products[0].stage + products[1].stage + GAIN_STAGE;
@@ -54,10 +55,10 @@ impl BlockFit {
         let other = kernel.fixed_bytes + BUFFERS_MIN * buffer + coded[0][1] + coded[1][1] + work;
         let huffman = coded[0][0] + coded[1][0] > 0;
         let (resident, registers) = kernel.resident;
-        let room = (limits.shared_memory(), resident);
+        let room = BlockRoom { shared: limits.shared_memory(), resident };
         let (chunks, decoded) = plan_decoding([coded[0][0], coded[1][0]], other, room, None);
-        let tile =
-            Side::BOTH.map(|side| tile_bytes(of(side), geometry, side)).iter().sum::<usize>();
+        let tile = Side::BOTH.map(|side| tile_bytes(specs[side.index()], geometry, side));
+        let tile = tile.iter().sum::<usize>();
         let tile = kernel.tiles * tile;
         let buffers =
             TileBuffers { block: other + decoded, buffer, tile, huffman }.buffer_count(room);
@@ -65,8 +66,10 @@ impl BlockFit {
         let block = BlockResources { registers, shared_bytes: shared_bytes as u32 };
         let occupancy = block.fit_multiprocessor(limits)?;
         let by = lookup_kernels(specs, [0, 1].map(|side: usize| products[side].not.is_none()));
-        let books = Side::BOTH
-            .map(|side| HeadCodebooks::from_spec(of(side).0, of(side).1, by[side.index()]));
+        let books = Side::BOTH.map(|side| {
+            let (index, dim) = (side.index(), geometry.head_dim(side));
+            HeadCodebooks::from_spec(specs[index], dim, by[index])
+        });
         // Tables begin on sixteens, those of both sides.
         let table_bytes = share_slack(occupancy.shared_slack / 32 * 32, books);
         let held = sides_in_registers(
@@ -102,7 +105,8 @@ impl BlockFit {
 }
 
 /// Bytes that are staged of one tile of a side.
-fn tile_bytes((spec, dim): (&SideSpec, usize), geometry: &Geometry, side: Side) -> usize {
+fn tile_bytes(spec: &SideSpec, geometry: &Geometry, side: Side) -> usize {
+    let dim = geometry.head_dim(side);
     let implied = spec.implied_bits(geometry, side);
     // Huffman codes are decoded, not staged: of them only scales are.
     let staged = match spec.entropy {

@@ -96,7 +96,7 @@ impl CodeHistogram {
         blocks: &[EncodeSource],
         shared: SharedMemory,
     ) -> HistogramPlan {
-        let mut builder = StorePlanBuilder::new((codec, self.layer), shared);
+        let mut builder = StorePlanBuilder::new(codec, self.layer, shared);
         for block in blocks {
             for side in Side::BOTH {
                 for (head, of_head) in self.heads.iter().enumerate() {

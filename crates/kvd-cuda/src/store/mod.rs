@@ -12,11 +12,9 @@ pub use abi::{StoreParameters, StoreUnit};
 pub use histogram::{CodeHistogram, HistogramPlan};
 pub use plan::{StoreLaunch, StorePlan, StoredPage};
 
-use crate::kernel_side::SideKernel;
+use crate::kernel_side::{SideKernel, TrainedTables};
 use crate::{LayerShapes, SideShape, layer_memory};
-use kvd_codec::{
-    HeadCodec, ModelCodec, PayloadSizes, Quantizer, SideSpec, StoredLayout, StreamTable,
-};
+use kvd_codec::{HeadCodec, ModelCodec, PayloadSizes, Quantizer, SideSpec, StoredLayout};
 use kvd_core::{DType, LayerIndex, Side};
 use streams::{StoreConstants, StoreStreams, StreamSizes};
 
@@ -101,18 +99,18 @@ impl StoreShapes {
         constants.bytes.resize(steps::STEP_BYTES, 0);
         let heads = (0..codec.geometry().kv_heads as usize).map(|head| {
             let [keys, values] = Side::BOTH.map(|side| {
-                let of_head = (codec.head_codec(layer, side, head), side);
-                let trained = codec.trained_tables(layer, side, head);
+                let of_head = codec.head_codec(layer, side, head);
+                let versions = codec.trained_tables(layer, side, head);
                 let current = codec.current_table(layer, side, head);
                 let shape = shapes.current_shape(head, side)?;
-                let stage = CodeOutput::for_pages(of_head, (trained, current), &mut constants);
-                // A grid's pages, and those that take the prior anyhow, have no other table.
-                let prior = if current > 0 {
-                    CodeOutput::for_pages(of_head, (trained, 0), &mut constants).stream_sizes()
-                } else {
-                    None
+                let mut output = |current| {
+                    let trained = TrainedTables { versions, current };
+                    CodeOutput::for_pages(of_head, side, trained, &mut constants)
                 };
-                HeadStore::new(of_head.0, shape, (stage, prior), &mut constants)
+                let stage = output(current);
+                // A grid's pages, and those that take the prior anyhow, have no other table.
+                let prior = if current > 0 { output(0).stream_sizes() } else { None };
+                HeadStore::new(of_head, shape, (stage, prior), &mut constants)
             });
             Some([keys?, values?])
         });
@@ -134,19 +132,18 @@ impl StoreShapes {
         let mut built = 0;
         for head in 0..codec.geometry().kv_heads as usize {
             for side in Side::BOTH {
-                let of_head = (codec.head_codec(layer, side, head), side);
+                let of_head = codec.head_codec(layer, side, head);
                 let trained = codec.counted_codes(layer, side, head).is_some();
                 let (shape, stage) = if trained {
                     // The current table's, and the prior's.
-                    built += 2 * streams::run_bytes(of_head.0.stream_runs().map_or(0, <[_]>::len));
+                    built += 2 * streams::run_bytes(of_head.stream_runs().map_or(0, <[_]>::len));
                     (shapes.fixed_width_shape(head, side), CodeOutput::Fixed)
                 } else {
-                    (
-                        shapes.current_shape(head, side),
-                        CodeOutput::for_pages(of_head, (&[], 0), &mut constants),
-                    )
+                    let none = TrainedTables { versions: &[], current: 0 };
+                    let stage = CodeOutput::for_pages(of_head, side, none, &mut constants);
+                    (shapes.current_shape(head, side), stage)
                 };
-                let new = |shape| HeadStore::new(of_head.0, shape, (stage, None), &mut constants);
+                let new = |shape| HeadStore::new(of_head, shape, (stage, None), &mut constants);
                 if shape.and_then(new).is_none() {
                     return 0;
                 }
@@ -164,15 +161,17 @@ impl CodeOutput {
     /// The output for pages with that version of the trained tables, or a grid's; appends what it
     /// reads.
     fn for_pages(
-        (side, which): (&HeadCodec, Side),
-        (trained, version): (&[StreamTable], usize),
+        head: &HeadCodec,
+        side: Side,
+        trained: TrainedTables<'_>,
         constants: &mut StoreConstants,
     ) -> Self {
-        let Some(runs) = side.stream_runs() else { return Self::Fixed };
-        let grid = side.grid();
-        let table = trained.get(version).map_or(&[][..], std::slice::from_ref);
+        let Some(runs) = head.stream_runs() else { return Self::Fixed };
+        let grid = head.grid();
+        let TrainedTables { versions, current: version } = trained;
+        let table = versions.get(version).map_or(&[][..], std::slice::from_ref);
         let (tables, version) = grid.map_or((table, version as u16), |grid| (grid.tables(), 0));
-        let lanes = StoreStreams { side: which, dim: side.dim(), runs, tables, version, grid };
+        let lanes = StoreStreams { side, dim: head.dim(), runs, tables, version, grid };
         Self::Huffman(lanes.append_tables(constants))
     }
 

@@ -128,7 +128,7 @@ impl StoreShapes {
         wanted: impl Fn(usize) -> bool,
         store: impl Fn(&HeadStore) -> HeadStore,
     ) -> StorePlan {
-        let mut builder = StorePlanBuilder::new((codec, self.layer), shared);
+        let mut builder = StorePlanBuilder::new(codec, self.layer, shared);
         for block in blocks {
             for side in Side::BOTH {
                 for (head, of_head) in self.heads.iter().enumerate() {
@@ -166,7 +166,7 @@ impl HeadStore {
 }
 
 impl<'a> StorePlanBuilder<'a> {
-    pub(super) fn new((codec, layer): (&'a ModelCodec, LayerIndex), shared: SharedMemory) -> Self {
+    pub(super) fn new(codec: &'a ModelCodec, layer: LayerIndex, shared: SharedMemory) -> Self {
         Self { codec, layer, shared, plan: StorePlan::default(), launches: BTreeMap::new() }
     }
 
