@@ -87,7 +87,8 @@ impl<K: Clone + Eq + Hash, V: WaitingWork + Default> TimeShares<K, V> {
         let member = self.members.entry(key.clone()).or_insert_with(new);
         let share = took.as_secs_f64() / f64::from(weight.max(1));
         member.start += share;
-        self.now += share / self.waited.max(1) as f64;
+        // Slower by one member, so that who comes anew goes before who was just served.
+        self.now += share / (self.waited + 1) as f64;
     }
 
     /// All members and their work.
