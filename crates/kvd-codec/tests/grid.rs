@@ -82,9 +82,9 @@ fn scales_and_steps(geometry: &Geometry, heads: &[Vec<f32>], without: usize) -> 
 /// chance: neither heads nor fits that differ in it may get other steps.
 #[test]
 fn steps_do_not_depend_on_the_power_of_two_of_stored_axes() {
-    let mut geometry = geometry(32, DType::F32);
+    let mut geometry = geometry(64, DType::F32);
     (geometry.layers, geometry.kv_heads) = (1, 8);
-    let heads = turned_rows(32, 8, 400);
+    let heads = turned_rows(64, 8, 400);
     let whole = scales_and_steps(&geometry, &heads, usize::MAX);
     let largest = whole.iter().map(|[scale, _]| *scale).fold(0f32, f32::max);
     assert!(whole.iter().any(|[scale, _]| *scale < largest), "all alike: {whole:?}");
