@@ -6,8 +6,10 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 kvd=${KVD:-target/debug/kvd}
 python=target/python/bin/python
-packages=(numpy grpcio grpcio-tools grpcio-reflection)
-has_packages() { "$python" -c "import numpy, grpc, grpc_tools, grpc_reflection" 2>/dev/null; }
+packages=(numpy grpcio grpcio-tools grpcio-reflection gguf safetensors tokenizers)
+has_packages() {
+    "$python" -c "import numpy, grpc, grpc_tools, grpc_reflection, gguf, safetensors, tokenizers" 2>/dev/null
+}
 if ! has_packages; then
     { python3 -m venv target/python && "$python" -m pip install --quiet "${packages[@]}"; } || exit 75
 fi
@@ -37,6 +39,7 @@ run docs/python/kvd_attend.py --address "$address"
 run docs/python/kvd_attend.py --address "unix:$work/kvd.sock" --codec fp8
 run docs/python/reflect.py --address "$address"
 run docs/python/table_drift.py --help >/dev/null
+KVD=$(realpath "$kvd") run docs/python/test_gguf_model.py
 # A page of metrics that has everything on it, as Prometheus' own tool sees it.
 if command -v promtool >/dev/null; then
     admin=$(grep -o '"admin":"[^"]*' "$work/log" | grep -o '127\.0\.0\.1:[0-9]*')

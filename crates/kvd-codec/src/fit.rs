@@ -161,6 +161,8 @@ pub(crate) struct HeadFit<'a> {
     steps: Vec<TransformStep>,
     /// Step of the head's grid in relation to other heads, when the transforms decide it.
     weight: Option<f64>,
+    /// The power of two by which stored matrices make coefficients larger than the axes do.
+    scale: f64,
 }
 
 impl<'a> HeadFit<'a> {
@@ -196,7 +198,7 @@ impl<'a> HeadFit<'a> {
         queries: Cow<'a, [f32]>,
     ) -> Self {
         let (rows, steps) = (raw.to_vec(), Vec::new());
-        Self { place, dim, raw, rows, fitted, queries, steps, weight: None }
+        Self { place, dim, raw, rows, fitted, queries, steps, weight: None, scale: 1.0 }
     }
 
     fn fit_transforms(
@@ -241,23 +243,24 @@ impl<'a> HeadFit<'a> {
                 fitted.mean.extend_from_slice(&mean);
                 TransformStep::Offset { mean }
             }
-            Transform::Pca => self.store_matrix(&covariance::principal_axes(rows, dim), fitted)?.0,
+            Transform::Pca => self.store_matrix(&covariance::principal_axes(rows, dim), fitted)?,
             Transform::QueryAxes => {
                 let axes = covariance::principal_axes(&self.folded_queries()?, dim);
-                self.store_matrix(&axes, fitted)?.0
+                self.store_matrix(&axes, fitted)?
             }
             Transform::ScoredAxes => {
                 let mut scored = self.queries.to_vec();
                 // Linear, as no step before it takes a mean.
                 self.steps.iter().for_each(|step| step.transform_rows(&mut scored, dim));
-                self.store_matrix(&covariance::principal_axes(&scored, dim), fitted)?.0
+                self.store_matrix(&covariance::principal_axes(&scored, dim), fitted)?
             }
             Transform::QueryPca => {
                 let axes = covariance::query_axes(rows, &self.folded_queries()?, dim);
-                let (step, scale) = self.store_matrix(&axes, fitted)?;
+                let before = self.scale;
+                let step = self.store_matrix(&axes, fitted)?;
                 // In the space of `axes` queries have the same spread along every axis and in
                 // every head: an equal step there gives scores of all heads equal noise.
-                self.weight = Some(scale);
+                self.weight = Some(self.scale / before);
                 step
             }
         };
@@ -288,12 +291,12 @@ impl<'a> HeadFit<'a> {
         Err(CalibrationError::OutOfRange { layer, side, head })
     }
 
-    /// The map as it is kept, in f16, and the power of two by which it was brought into range.
+    /// The map as it is kept, in f16 and brought into range by a power of two.
     fn store_matrix(
-        &self,
+        &mut self,
         axes: &[f64],
         fitted: &mut SideCalibration,
-    ) -> Result<(TransformStep, f64), CalibrationError> {
+    ) -> Result<TransformStep, CalibrationError> {
         let largest = axes.iter().fold(0f64, |largest, x| largest.max(x.abs()));
         // From the exponent's bits: every platform's logarithm would round in its own way.
         let exponent = (largest.to_bits() >> 52) as i32 - 1023;
@@ -301,7 +304,8 @@ impl<'a> HeadFit<'a> {
         let kept: Vec<f16> = axes.iter().map(|x| f16::from_f64(x * scale)).collect();
         let step = TransformStep::from_matrix(self.dim, kept.iter().map(|x| x.to_f32()).collect());
         fitted.matrix.extend(kept);
-        Ok((step.ok_or_else(|| self.place.out_of_range())?, scale))
+        self.scale *= scale;
+        step.ok_or_else(|| self.place.out_of_range())
     }
 
     /// The head's rows as rows to come will be: each mapped by transforms that were fitted on the
@@ -314,7 +318,8 @@ impl<'a> HeadFit<'a> {
         let (place, dim) = (self.place, self.dim);
         let part = self.raw.len() / dim / FOLDS * dim;
         if part == 0 {
-            return Ok(GridHead { coefficients: self.rows, weight: self.weight });
+            let Self { rows: coefficients, weight, scale, .. } = self;
+            return Ok(GridHead { coefficients, weight, scale });
         }
         let mut coefficients = Vec::with_capacity(self.raw.len());
         for fold in 0..FOLDS {
@@ -326,12 +331,12 @@ impl<'a> HeadFit<'a> {
             let head = HeadFit::of_rows(place, dim, Cow::Owned(raw), fitted, queries);
             let mut unused = SideCalibration::new(place.side, String::new());
             let head = head.fit_transforms(transforms, &mut unused)?;
-            // Both are powers of two, brought to one.
-            let scale = self.weight.unwrap_or(1.0) / head.weight.unwrap_or(1.0);
+            // Matrices of a fold may be stored at another power of two than the head's.
+            let scale = self.scale / head.scale;
             let held_out = &head.rows[fitted..];
             coefficients.extend(held_out.iter().map(|c| (f64::from(*c) * scale) as f32));
         }
-        Ok(GridHead { coefficients, weight: self.weight })
+        Ok(GridHead { coefficients, weight: self.weight, scale: self.scale })
     }
 }
 

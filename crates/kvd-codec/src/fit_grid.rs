@@ -27,6 +27,9 @@ pub(crate) struct GridHead {
     pub(crate) coefficients: Vec<f32>,
     /// Step in relation to other heads; none asks for the layer's root mean square.
     pub(crate) weight: Option<f64>,
+    /// How many times as large the coefficients are as those of the axes themselves: the power of
+    /// two of the head's stored matrices.
+    pub(crate) scale: f64,
 }
 
 /// The heads of a side on their way to a grid.
@@ -147,7 +150,10 @@ fn overhead_bits(geometry: &Geometry, side: Side, gains: bool) -> f64 {
 
 pub(crate) fn layer_heads(heads: &[GridHead], dim: usize) -> Vec<HeadSamples<'_>> {
     let spreads: Vec<Vec<f64>> = heads.iter().map(|head| coefficient_spreads(head, dim)).collect();
-    let energy: f64 = spreads.iter().flatten().map(|spread| spread * spread).sum();
+    // Heads are compared as their rows are, not as their matrices happened to be stored.
+    let pairs = heads.iter().zip(&spreads);
+    let energy: f64 =
+        pairs.flat_map(|(head, spreads)| spreads.iter().map(|s| (s / head.scale).powi(2))).sum();
     let rms = (energy / (dim * heads.len()) as f64).sqrt();
     let of_layer = if rms > 0.0 { rms } else { 1.0 };
     let mut bound = Vec::new();
@@ -156,7 +162,11 @@ pub(crate) fn layer_heads(heads: &[GridHead], dim: usize) -> Vec<HeadSamples<'_>
         let stride = (head.coefficients.len() / dim).div_ceil(ROWS_MAX).max(1);
         let quads = head.coefficients.chunks(dim * QUAD).step_by(stride);
         let rows = quads.flat_map(|quad| quad.chunks_exact(dim)).collect();
-        bound.push(HeadSamples { rows, spreads, weight: head.weight.unwrap_or(of_layer) });
+        bound.push(HeadSamples {
+            rows,
+            spreads,
+            weight: head.weight.unwrap_or(of_layer * head.scale),
+        });
     }
     bound
 }

@@ -8,7 +8,7 @@ use kvd_codec::{
     BlockRows, Calibration, CalibrationError, CodecError, ModelCodec, PageReader, RowSpace,
     Samples, fit_calibration, resolve_spec,
 };
-use kvd_core::{Coded, DType, ErrorCode, LayerIndex, Side};
+use kvd_core::{Coded, DType, ErrorCode, Geometry, LayerIndex, Side};
 use proptest::prelude::*;
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;
@@ -27,6 +27,73 @@ fn step(calibration: &Calibration, side: Side) -> f32 {
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
     let tensor = tensors.tensor(&format!("{}.step", side.index())).unwrap();
     f32::from_le_bytes(*tensor.data().first_chunk().unwrap())
+}
+
+/// Rows of several heads: wide along a few directions of the head's own, `rows` of each.
+fn turned_rows(dim: usize, heads: usize, rows: usize) -> Vec<Vec<f32>> {
+    let mut drawn = 0;
+    let mut draw = || {
+        drawn += 1;
+        noise(drawn)
+    };
+    let head = |_| {
+        let mirrors: Vec<Vec<f32>> = (0..dim).map(|_| (0..dim).map(|_| draw()).collect()).collect();
+        let mut values: Vec<f32> =
+            (0..rows * dim).map(|i| draw() * 0.7f32.powi((i % dim) as i32)).collect();
+        for row in values.chunks_mut(dim) {
+            for mirror in &mirrors {
+                let dot =
+                    |a: &[f32], b: &[f32]| -> f32 { a.iter().zip(b).map(|(a, b)| a * b).sum() };
+                let factor = 2.0 * dot(row, mirror) / dot(mirror, mirror);
+                row.iter_mut().zip(mirror).for_each(|(x, m)| *x -= factor * m);
+            }
+        }
+        values
+    };
+    (0..heads).map(head).collect()
+}
+
+/// By head: the power of two at which its axes are stored, and the step of its values themselves.
+fn scales_and_steps(geometry: &Geometry, heads: &[Vec<f32>], without: usize) -> Vec<[f32; 2]> {
+    let dim = geometry.head_dim_v as usize;
+    let mut samples = Samples::new(geometry);
+    for (head, rows) in heads.iter().enumerate() {
+        for (index, row) in rows.chunks(dim).enumerate().filter(|(index, _)| *index != without) {
+            samples.push(LAYER, Side::Value, head, row).unwrap_or_else(|e| panic!("{index}: {e}"));
+        }
+    }
+    let spec = resolve_spec("k=raw; v=pca/grid(rate=2)/huffman").unwrap();
+    let fitted = fit_calibration(geometry, &spec, &samples, 0, &mut |_| {}).unwrap().to_bytes();
+    let tensors = SafeTensors::deserialize(&fitted).unwrap();
+    let [steps, axes] = ["0.step", "0.matrix"].map(|name| tensors.tensor(name).unwrap().data());
+    let axes: Vec<f32> = axes
+        .as_chunks::<2>()
+        .0
+        .iter()
+        .map(|bytes| half::f16::from_le_bytes(*bytes).to_f32())
+        .collect();
+    let steps = steps.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
+    let axes = axes.chunks(dim * dim);
+    let scale = |axes: &[f32]| axes[..dim].iter().map(|x| x * x).sum::<f32>().sqrt().round();
+    axes.zip(steps).map(|(axes, step)| [scale(axes), step / scale(axes)]).collect()
+}
+
+/// Axes are stored at a power of two that their largest entry chooses, on either side of a half by
+/// chance: neither heads nor fits that differ in it may get other steps.
+#[test]
+fn steps_do_not_depend_on_the_power_of_two_of_stored_axes() {
+    let mut geometry = geometry(64, DType::F32);
+    (geometry.layers, geometry.kv_heads) = (1, 8);
+    let heads = turned_rows(64, 8, 400);
+    let whole = scales_and_steps(&geometry, &heads, usize::MAX);
+    let largest = whole.iter().map(|[scale, _]| *scale).fold(0f32, f32::max);
+    assert!(whole.iter().any(|[scale, _]| *scale < largest), "all alike: {whole:?}");
+    let first = whole[0][1];
+    for without in [usize::MAX, 0, 57, 101, 222, 399] {
+        for [scale, step] in scales_and_steps(&geometry, &heads, without) {
+            assert!((step / first - 1.0).abs() < 0.03, "{step} for {first} at {scale}, {without}");
+        }
+    }
 }
 
 /// A short row errs by a step of its own, and only pages with one store gains.

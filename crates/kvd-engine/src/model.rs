@@ -150,10 +150,11 @@ impl LanguageModel {
         let vocabulary = self.config.vocab_size;
         let outside = tokens.iter().find(|&&token| token as usize >= vocabulary);
         let Some(token) = outside else { return Ok(()) };
-        anyhow::bail!(
+        let reason = format!(
             "token {token} lies outside the vocabulary of {vocabulary}: the tokenizer or \
              eval_ids.u16 is of another model"
         );
+        Err(ModelError::key_error("vocab_size", reason).into())
     }
 
     /// Queries, keys (both rotated) and values of the new tokens.

@@ -3,7 +3,7 @@
 use crate::assets::TokenWindow;
 use crate::attention::LayerAttention;
 use crate::model::LanguageModel;
-use anyhow::Result;
+use anyhow::{Result, ensure};
 
 /// Natural-log next-token distributions `[positions, vocabulary]` of a window, from the first
 /// scored position on, and what they give the true next tokens.
@@ -20,7 +20,7 @@ pub struct WindowPredictions {
 /// Runs `window` in steps of `chunk` tokens; positions from `scored_from` on are kept.
 ///
 /// # Errors
-/// When a target is not in the vocabulary or the attention fails.
+/// When a target is not in the vocabulary, the attention fails or a loss is not finite.
 pub async fn teacher_forced<A: LayerAttention>(
     model: &LanguageModel,
     window: &TokenWindow,
@@ -39,7 +39,14 @@ pub async fn teacher_forced<A: LayerAttention>(
         for (i, (row, &target)) in logits.chunks_mut(vocabulary).zip(targets).enumerate() {
             if position + i >= scored_from {
                 log_softmax(row);
-                losses.push(-f64::from(row[target as usize]));
+                let loss = -f64::from(row[target as usize]);
+                ensure!(
+                    loss.is_finite(),
+                    "the loss of token {} is {loss}: the model's numbers leave f32, so nothing can \
+                     be said about its text",
+                    position + i
+                );
+                losses.push(loss);
                 log_probs.extend_from_slice(row);
             }
         }

@@ -166,9 +166,20 @@ impl UnusedTensors {
                 keys: keys.to_owned(),
             });
         }
-        tensor
-            .to_dtype(DType::F32)
-            .map_err(|error| ModelError::tensor_error(name, error.to_string()))
+        let unread = |error: candle_core::Error| ModelError::tensor_error(name, error.to_string());
+        let tensor = tensor.to_dtype(DType::F32).map_err(unread)?;
+        let numbers = tensor.flatten_all().and_then(|all| all.to_vec1::<f32>()).map_err(unread)?;
+        match numbers.iter().position(|number| !number.is_finite()) {
+            Some(at) => {
+                let reason = format!(
+                    "number {at} is {}; weights must be finite: was the file damaged, or a training \
+                     run saved that had diverged?",
+                    numbers[at]
+                );
+                Err(ModelError::tensor_error(name, reason))
+            }
+            None => Ok(tensor),
+        }
     }
 
     /// Refuses what nothing took: a model with more tensors computes something else.

@@ -164,6 +164,23 @@ fn old_frequencies_are_left_out_and_other_types_refused() {
     assert!(error.to_string().contains("model.norm.weight: is I8"), "{error}");
 }
 
+#[test]
+fn a_weight_that_is_no_number_is_refused_by_its_tensor() {
+    for (name, bad) in [
+        ("model.norm.weight", f32::NAN),
+        ("lm_head.weight", f32::INFINITY),
+        ("model.layers.1.mlp.down_proj.weight", f32::NEG_INFINITY),
+        ("model.layers.0.self_attn.k_proj.weight", f32::NAN),
+    ] {
+        let mut tensors = tensors("llama-f32");
+        let stored = tensors.get_mut(name).unwrap();
+        assert_eq!(stored.dtype, Dtype::F32);
+        stored.bytes[12..16].copy_from_slice(&bad.to_le_bytes());
+        let error = refused(&config("llama-f32"), &tensors).to_string();
+        assert!(error.starts_with(&format!("tensor {name}: number 3 is {bad}")), "{error}");
+    }
+}
+
 /// A copy of the sharded fixture.
 fn sharded() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();

@@ -2,9 +2,10 @@
 //! of it for its weight (start-time fair queueing).
 //!
 //! Each member has a *start*, in seconds of the share that it would have had alone. The least one
-//! is served next, and moves on by what that took over its weight. Whoever comes anew begins where
-//! the last served stands: idle time is not saved up, and what one took too much is kept until the
-//! others are there.
+//! is served next, and moves on by what that took over its weight. Whoever comes anew begins at the
+//! *now* that all share: idle time is not saved up, and what one took too much is kept until the
+//! others are there. The now moves with all service, so that newcomers without end neither starve
+//! those who were there before nor leave their shares behind.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -21,8 +22,10 @@ pub(crate) trait WaitingWork {
 
 /// Members that share.
 pub(crate) struct TimeShares<K, V> {
-    /// Start of the member that was served last.
+    /// Where newcomers start: what each member would have had by now.
     now: f64,
+    /// Members that waited when the last was chosen.
+    waited: usize,
     members: HashMap<K, ShareMember<V>>,
 }
 
@@ -33,7 +36,7 @@ struct ShareMember<V> {
 
 impl<K, V> Default for TimeShares<K, V> {
     fn default() -> Self {
-        Self { now: 0.0, members: HashMap::new() }
+        Self { now: 0.0, waited: 0, members: HashMap::new() }
     }
 }
 
@@ -65,7 +68,9 @@ impl<K: Clone + Eq + Hash, V: WaitingWork + Default> TimeShares<K, V> {
                 .total_cmp(&b.start)
                 .then_with(|| a.work.oldest_serial().cmp(&b.work.oldest_serial()))
         };
-        let next = waiting.min_by(|(_, a), (_, b)| order(a, b));
+        let mut waited = 0;
+        let next = waiting.inspect(|_| waited += 1).min_by(|(_, a), (_, b)| order(a, b));
+        self.waited = waited;
         let Some((key, member)) = next else {
             // Nobody waits: nobody has had too much.
             self.members.clear();
@@ -80,7 +85,10 @@ impl<K: Clone + Eq + Hash, V: WaitingWork + Default> TimeShares<K, V> {
         let now = self.now;
         let new = || ShareMember { start: now, work: V::default() };
         let member = self.members.entry(key.clone()).or_insert_with(new);
-        member.start += took.as_secs_f64() / f64::from(weight.max(1));
+        let share = took.as_secs_f64() / f64::from(weight.max(1));
+        member.start += share;
+        // Slower by one member, so that who comes anew goes before who was just served.
+        self.now += share / (self.waited + 1) as f64;
     }
 
     /// All members and their work.
@@ -182,6 +190,27 @@ mod tests {
             }
         }
         assert!((15..=25).contains(&long), "{long} jobs of 50 ms beside those of 1 ms");
+    }
+
+    #[test]
+    fn newcomers_without_end_neither_starve_a_member_nor_pile_up() {
+        let mut shares = TimeShares::<u32, Endless>::default();
+        shares.join_member(&0).0 = true;
+        let mut first = 0;
+        for newcomer in 1..=3000 {
+            // Always one that was never here, with one job of a millisecond.
+            shares.join_member(&newcomer).0 = true;
+            let key = shares.next().unwrap();
+            if key == 0 {
+                first += 1;
+            } else {
+                shares.get_mut(&key).unwrap().0 = false;
+            }
+            shares.charge_time(&key, Duration::from_millis(1), 1);
+        }
+        let left = shares.iter().filter(|(_, work)| !work.0).count();
+        assert!(first > 20, "the first was served {first} times");
+        assert!(left < 200, "{left} that have left are remembered");
     }
 
     #[test]

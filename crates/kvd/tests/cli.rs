@@ -211,6 +211,8 @@ fn wrong_arguments_are_refused_before_a_model_runs() {
         (&["eval", "--codec", "raw", "--svg", folder], "--svg"),
         (&["eval", "--search", "--budget-bits", "3", "--policy", missing], "--policy"),
         (&["eval", "--search", "--budget-bits", "3", "--artefact", missing], "--artefact"),
+        (&["eval", "--search", "--budget-bits", "0"], "0.5 to 32 bits"),
+        (&["eval", "--search", "--budget-bits", "100"], "0.5 to 32 bits"),
         (&["eval", "--codec", "raw", "--pool", "lots"], "a size such as 4 GiB"),
         (&["eval", "--model", missing], "--model"),
         (&["demo", "--passages", "0"], "--passages"),
@@ -236,7 +238,9 @@ fn a_policy_file_may_begin_with_a_comment_wherever_codecs_are_named() {
     let report: serde_json::Value = serde_json::from_slice(&eval.stdout).unwrap();
     let spec = report["blocks"][0]["rows"][0]["codec_spec"].as_str().unwrap();
     assert!(spec.starts_with("k=uniform(b=4") && spec.ends_with("recent=64"), "{spec}");
-    printed(command(&["plan", "--codec", &codec]));
+    let plan = printed(command(&["plan", "--codec", &codec]));
+    let longest = plan.lines().map(|line| line.chars().count()).max().unwrap();
+    assert!(longest <= 100, "{longest} columns: {plan}");
 }
 
 #[cfg(feature = "eval")]

@@ -67,3 +67,24 @@ fn a_second_signal_ends_a_drain_at_once() {
         assert_eq!(status.code(), Some(1), "{second}");
     }
 }
+
+/// Whoever reads the exit code must not take a table that never came for one that did.
+#[cfg(feature = "eval")]
+#[test]
+fn a_signal_ends_an_evaluation_at_once_and_is_no_success() {
+    for (name, code) in [("TERM", 143), ("INT", 130)] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvd"));
+        // The fits of all presets take longer than the test waits.
+        command.args(["eval", "--all-presets", "--passages", "1", "--tokens", "64"]);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut process = Process(command.spawn().expect("start kvd"));
+        std::thread::sleep(Duration::from_secs(3));
+        assert!(process.ends_within(Duration::ZERO).is_none(), "it had ended before");
+        process.signal(name);
+        let status = process.ends_within(Duration::from_secs(10)).expect("it ends");
+        assert_eq!(status.code(), Some(code));
+        let stderr = process.0.stderr.take().expect("piped");
+        let said = std::io::read_to_string(stderr).expect("text");
+        assert!(said.contains(&format!("ended by signal {}", code - 128)), "{said}");
+    }
+}

@@ -56,7 +56,14 @@ pub(super) fn check_counts(
             return Err(CalibrateError::TooFewQueries { codec, layer, found, needed, channels });
         }
         let found = samples.rows(LayerIndex(0), side, 0).len() / channels;
-        if has(Transform::is_matrix) && found < needed {
+        // Factors and entries follow single rows where there are fewer rows than channels.
+        let fits = variants.iter().any(|variant| variant.needs_calibration());
+        let needed = match (has(Transform::is_matrix), fits) {
+            (true, _) => needed,
+            (false, true) => channels,
+            (false, false) => 0,
+        };
+        if found < needed {
             return Err(CalibrateError::TooFewTokens { codec: codec(), found, needed, channels });
         }
     }
@@ -110,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_matrix_needs_four_rows_for_each_channel() {
+    fn a_matrix_needs_four_rows_for_each_channel_and_factors_one() {
         let check = |codec: &str, tokens, queries| {
             let spec = kvd_codec::resolve_spec(codec).unwrap();
             check_counts(&spec, codec, &samples(tokens, queries, 1.0))
@@ -121,7 +128,11 @@ mod tests {
         assert!(error.to_string().contains("at least 32"), "{error}");
         let error = check("kvd-2", 31, 32).unwrap_err();
         assert!(matches!(error, CalibrateError::TooFewTokens { found: 31, needed: 32, .. }));
-        assert_eq!(check("k=smooth/vq(d=4,b=2); v=vq(d=4,b=2)", 4, 0), Ok(()));
+        let factors = "k=smooth/vq(d=4,b=2); v=raw";
+        assert_eq!(check(factors, 8, 0), Ok(()));
+        let error = check(factors, 7, 0).unwrap_err();
+        assert!(matches!(error, CalibrateError::TooFewTokens { found: 7, needed: 8, .. }));
+        assert_eq!(check("kivi-4", 1, 0), Ok(()));
     }
 
     #[test]

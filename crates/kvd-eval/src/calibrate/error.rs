@@ -34,10 +34,10 @@ pub enum CalibrateError {
         /// Channels of a key.
         channels: usize,
     },
-    /// Matrices on fewer tokens than they need.
+    /// Fewer tokens than the statistics of a codec need.
     #[error(
-        "codec {codec} fits matrices and needs at least {needed} tokens, four for each \
-         of {channels} channels; the samples have {found}: give more tokens"
+        "codec {codec} needs at least {needed} tokens for rows of {channels} channels; the samples \
+         have {found}: give more tokens"
     )]
     TooFewTokens {
         /// The codec.

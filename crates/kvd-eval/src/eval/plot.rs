@@ -3,7 +3,7 @@
 //! Written by hand: one scatter plot is shorter than a plotting crate's set-up, and a crate's
 //! SVG would carry fixed colours, where these follow the reader's light or dark scheme.
 
-use super::tables::row_label;
+use super::tables::{packs_nothing, row_label};
 use super::{EvalBlock, EvalReport};
 use std::fmt::Write;
 
@@ -49,7 +49,8 @@ pub fn plot_svg(report: &EvalReport) -> String {
 }
 
 fn plot_points(block: &EvalBlock) -> Vec<PlotPoint> {
-    let rows = block.rows.iter().filter(|row| row.quality.kl_nats > KL_LEAST);
+    let rows =
+        block.rows.iter().filter(|row| row.quality.kl_nats > KL_LEAST && !packs_nothing(row));
     let point = |row| {
         let row: &super::EvalRow = row;
         let (bits, kl) = (row.storage.bits_per_value, row.quality.kl_nats);

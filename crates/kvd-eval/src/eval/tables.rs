@@ -73,10 +73,10 @@ fn quality_sheet(block: &EvalBlock) -> TableSheet {
     rows.extend(block.rows.iter().map(|row| {
         vec![
             row_label(block, row),
-            format_number(row.storage.bits_per_value, 2),
-            format_number(row.storage.bits_per_key_value, 2),
-            format_number(row.storage.bits_per_value_value, 2),
-            format_number(row.attention_error.codec, 4),
+            packed_figure(row, row.storage.bits_per_value, 2),
+            packed_figure(row, row.storage.bits_per_key_value, 2),
+            packed_figure(row, row.storage.bits_per_value_value, 2),
+            packed_figure(row, row.attention_error.codec, 4),
             format!("{:.1e}", row.attention_error.kernel),
             format_number(row.quality.perplexity, 4),
             format!("{:+.2}", row.quality.perplexity_change_percent),
@@ -91,7 +91,23 @@ fn quality_sheet(block: &EvalBlock) -> TableSheet {
          KL: from the run without kvd to this one, mean over positions."
             .to_owned();
     note.extend(block.rows.iter().filter_map(|row| fallback_note(block, row)));
+    if block.rows.iter().any(packs_nothing) {
+        note.push_str(
+            " A dash: the codec packed no block, because the passages are as short as its windows. \
+             Give more --tokens.",
+        );
+    }
     new_sheet("Quality", &header, rows, note)
+}
+
+/// Whether all that was stored lies in windows and open blocks: then nothing is known of the codec.
+pub(super) fn packs_nothing(row: &EvalRow) -> bool {
+    row.storage.parts.packed_values == 0
+}
+
+/// A figure of packed blocks; a dash where there are none.
+fn packed_figure(row: &EvalRow, value: f64, digits: usize) -> String {
+    if packs_nothing(row) { "-".to_owned() } else { format_number(value, digits) }
 }
 
 /// A note on values that were not stored as the codec says; its bits and its error are of a mixture
@@ -133,7 +149,7 @@ fn parts_sheet(report: &EvalReport, block: &EvalBlock) -> TableSheet {
             context.total,
         ];
         let mut cells = vec![row_label(block, row)];
-        cells.extend(bits.map(|bits| format_number(bits, 3)));
+        cells.extend(bits.map(|bits| packed_figure(row, bits, 3)));
         cells.push(format_number(stored.model_bytes as f64 / 1024.0, 1));
         cells
     };
@@ -153,8 +169,9 @@ fn layers_sheet(block: &EvalBlock) -> TableSheet {
     header.extend(["mean", "kernel error"].map(str::to_owned));
     let row = |row: &EvalRow| {
         let mut cells = vec![row_label(block, row)];
-        cells.extend(row.attention_error.layers.iter().map(|layer| format_number(layer.codec, 4)));
-        cells.push(format_number(row.attention_error.codec, 4));
+        let layers = row.attention_error.layers.iter();
+        cells.extend(layers.map(|layer| packed_figure(row, layer.codec, 4)));
+        cells.push(packed_figure(row, row.attention_error.codec, 4));
         cells.push(format!("{:.1e}", row.attention_error.kernel));
         cells
     };
@@ -170,8 +187,8 @@ fn speed_sheet(block: &EvalBlock) -> Option<TableSheet> {
         let speed = row.speed?;
         Some(vec![
             row_label(block, row),
-            format_number(speed.encode_values_per_second / 1e6, 0),
-            format_number(speed.encode_gb_per_second, 3),
+            packed_figure(row, speed.encode_values_per_second / 1e6, 0),
+            packed_figure(row, speed.encode_gb_per_second, 3),
             format_number(speed.load_gb_per_second, 3),
             format_number(speed.attend_us, 0),
             format_number(row.calibration_seconds, 1),
@@ -306,7 +323,7 @@ mod tests {
     use super::super::{ContextBits, EvalSetup};
     use super::*;
     use crate::ModelReport;
-    use crate::measure::{AttentionError, DeviceSpeed, LayerError, StorageRatios};
+    use crate::measure::{AttentionError, DeviceSpeed, LayerError, StorageRatios, StoredParts};
     use kvd_engine::TextQuality;
 
     #[test]
@@ -332,6 +349,7 @@ mod tests {
                 bits_per_value_value: 16.03,
                 code_bits: 16.0,
                 model_bytes: 123 << 20,
+                parts: StoredParts { packed_values: 1 << 20, ..StoredParts::default() },
                 ..StorageRatios::default()
             },
             context: ContextBits { total: 16.031, ..ContextBits::default() },
@@ -388,5 +406,20 @@ mod tests {
         let wide = report_text(&report(), LineWidth::All);
         let layers = wide.lines().find(|line| line.contains("layer 0 ")).unwrap();
         assert!(layers.contains("layer 31") && wide.contains("bits/value"), "{layers}");
+        assert!(!wide.contains("packed no block"), "{wide}");
+    }
+
+    #[test]
+    fn a_codec_that_packed_nothing_has_no_bits() {
+        let mut report = report();
+        report.blocks[0].rows[0].storage = StorageRatios::default();
+        let page = report_text(&report, LineWidth::All);
+        let first = |title: &str| {
+            let sheet = page.split(title).nth(1).unwrap();
+            sheet.lines().find(|line| line.trim_start().starts_with("raw ")).unwrap().to_owned()
+        };
+        assert!(!first("Bits per value by part").contains("0.000"), "{page}");
+        assert!(page.contains("packed no block"), "{page}");
+        assert!(super::super::plot_svg(&report).matches(">raw<").count() == 0);
     }
 }

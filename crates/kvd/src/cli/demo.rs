@@ -3,11 +3,12 @@
 use super::bench::flags::count_up_to;
 use super::local::{self, LocalDaemon};
 use super::paths::check_inputs;
-use super::{CliError, eval, serve::stop_signal, text_args};
+use super::{CliError, eval, text_args};
 use crate::daemon::RunningDaemon;
 use clap::Args;
 use kvd_eval::demo::{self, DemoOptions};
 use kvd_eval::eval::{EvalCodec, WindowChoice};
+use std::cell::Cell;
 use std::io::Write;
 use std::path::PathBuf;
 
@@ -52,7 +53,20 @@ pub(super) async fn run_demo(args: DemoArgs) -> Result<(), CliError> {
     check_inputs("--model", &args.model)?;
     let local =
         LocalDaemon { admin: &args.admin, pool: &args.pool, block_tokens: local::BLOCK_TOKENS };
-    local.run_with(async |running| show_demo(&args, running).await).await
+    let stays = Cell::new(false);
+    let shown = local.run_with(async |running| {
+        show_demo(&args, running).await?;
+        if args.serve {
+            stays.set(true);
+            std::future::pending::<()>().await;
+        }
+        Ok(())
+    });
+    match shown.await {
+        // The end that `--serve` waits for.
+        Err(CliError::Interrupted(_)) if stays.get() => Ok(()),
+        shown => shown,
+    }
 }
 
 async fn show_demo(args: &DemoArgs, running: &RunningDaemon) -> Result<(), CliError> {
@@ -80,7 +94,6 @@ async fn show_demo(args: &DemoArgs, running: &RunningDaemon) -> Result<(), CliEr
             notes.push_str(&format!("  metrics  curl http://{admin}/metrics\n"));
         }
         let _ = std::io::stderr().write_all(notes.as_bytes());
-        stop_signal().await.map_err(anyhow::Error::from)?;
     }
     Ok(())
 }

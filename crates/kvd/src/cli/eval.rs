@@ -74,7 +74,7 @@ pub(super) struct EvalArgs {
     #[arg(long, requires = "budget_bits", conflicts_with = "calibration")]
     search: bool,
     /// Bits per value of packed blocks that a policy may take, mean over layers and sides.
-    #[arg(long, value_name = "BITS", requires = "search")]
+    #[arg(long, value_name = "BITS", requires = "search", value_parser = parse_budget)]
     budget_bits: Option<f64>,
     /// Codec whose sides a layer may get; may be repeated. Eight rates of the kvd presets' family
     /// when absent.
@@ -134,6 +134,12 @@ impl EvalArgs {
         }
         codecs
     }
+}
+
+/// Bits per value that some codec takes.
+fn parse_budget(text: &str) -> Result<f64, String> {
+    let bits = text.parse().map_err(|_| "expected a number of bits, such as 2.5".to_owned())?;
+    if (0.5..=32.0).contains(&bits) { Ok(bits) } else { Err("expected 0.5 to 32 bits".to_owned()) }
 }
 
 pub(super) async fn run_eval(args: EvalArgs) -> Result<(), CliError> {

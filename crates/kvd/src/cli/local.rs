@@ -7,6 +7,7 @@ use crate::telemetry;
 use anyhow::Context;
 use kvd_client::Endpoint;
 use kvd_eval::measure::MetricsSource;
+use std::time::Duration;
 
 /// Settings of that daemon that differ from the defaults.
 pub(super) struct LocalDaemon<'a> {
@@ -22,7 +23,8 @@ pub(super) struct LocalDaemon<'a> {
 pub(super) const BLOCK_TOKENS: u32 = 64;
 
 impl LocalDaemon<'_> {
-    /// Starts a daemon, does `work` with it and drains it, also after a signal.
+    /// Starts a daemon, does `work` with it and drains it, also after a signal. The process ends
+    /// soon after a signal even where a fit keeps this thread busy.
     pub(super) async fn run_with(
         &self,
         work: impl AsyncFnOnce(&RunningDaemon) -> Result<(), CliError>,
@@ -44,11 +46,27 @@ impl LocalDaemon<'_> {
         let outcome = tokio::select! {
             result = work(&running) => result,
             () = running.device_failed() => Err(CliError::DeviceFailed),
-            result = stop_signal() => result.map_err(|error| CliError::Other(error.into())),
+            ended = tokio::spawn(wait_for_end()) => match ended.map_err(anyhow::Error::from)? {
+                Ok(signal) => Err(CliError::Interrupted(signal)),
+                Err(error) => Err(CliError::Other(error.into())),
+            },
         };
         running.drain().await;
         outcome
     }
+}
+
+/// Time for the work to notice a signal and for the daemon to drain.
+const END_GRACE: Duration = Duration::from_secs(2);
+
+/// The signal that ends the command; the process does not outlive it for long.
+async fn wait_for_end() -> std::io::Result<i32> {
+    let signal = stop_signal().await?;
+    tokio::spawn(async move {
+        tokio::time::sleep(END_GRACE).await;
+        CliError::Interrupted(signal).end_process()
+    });
+    Ok(signal)
 }
 
 /// Where that daemon listens.

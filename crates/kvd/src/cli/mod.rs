@@ -161,11 +161,21 @@ enum CliError {
     OutputClosed,
     #[error("the device failed")]
     DeviceFailed,
+    /// A signal ended a command that had not done its work.
+    #[error("ended by signal {0} before the work was done")]
+    Interrupted(i32),
     #[error("{0:#}")]
     Other(#[from] anyhow::Error),
 }
 
 impl CliError {
+    /// Ends the process with this error, whatever its threads do.
+    #[cfg(feature = "eval")]
+    fn end_process(&self) -> ! {
+        let _ = writeln!(std::io::stderr(), "kvd: {self}");
+        std::process::exit(i32::from(self.exit_code()))
+    }
+
     fn exit_code(&self) -> u8 {
         match self {
             Self::OutputClosed => 0,
@@ -175,6 +185,8 @@ impl CliError {
             Self::Other(error) if is_usage(error) => 64,
             Self::Build(BuildError::Device(DeviceError::Gpu { .. })) | Self::DeviceFailed => 70,
             Self::Build(_) => 69,
+            // As shells say it.
+            Self::Interrupted(signal) => 128 + u8::try_from(*signal).unwrap_or(0),
             Self::Bench(_) | Self::Other(_) => 1,
         }
     }
@@ -196,8 +208,12 @@ fn is_usage(error: &anyhow::Error) -> bool {
                     | CalibrateError::NoQueries { .. }
             )
         );
+        let few = matches!(
+            cause.downcast_ref(),
+            Some(kvd_codec::CalibrationError::TooFewSamples { .. })
+        );
         // A model folder that is not computed is mended by whoever wrote the command.
-        idle || cause.is::<kvd_eval::UsageError>() || cause.is::<kvd_eval::ModelError>()
+        idle || few || cause.is::<kvd_eval::UsageError>() || cause.is::<kvd_eval::ModelError>()
     })
 }
 

@@ -1,7 +1,7 @@
 //! `kvd plan`: how the CUDA kernels would be launched on a GPU, with the reasons.
 
 use super::bench::flags::count_up_to;
-use super::table::{CodecLabels, TableColumn, render_table};
+use super::table::{CodecLabels, TableColumn, render_table, wrap_text};
 use super::{CliError, text_args};
 use clap::Args;
 use kvd_bench::limits;
@@ -88,7 +88,11 @@ fn write_plans(
     for NamedPlan { name, plan } in plans {
         match plan {
             None => writeln!(text, "{name}: no thread block fits {}", limits.name)?,
-            Some(plan) => writeln!(text, "== {name}\n{plan}")?,
+            Some(plan) => {
+                writeln!(text, "== {name}")?;
+                plan.to_string().lines().for_each(|line| text.push_str(&wrap_text(line, "  ")));
+                writeln!(text)?;
+            }
         }
     }
     Ok(text)

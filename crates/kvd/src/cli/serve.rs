@@ -17,19 +17,19 @@ pub(super) async fn run_daemon(config: Config) -> Result<(), CliError> {
     let building = tokio::spawn(Daemon::build(config));
     let running = tokio::select! {
         built = building => built.map_err(anyhow::Error::from)??.spawn(),
-        () = signals.next() => {
+        _ = signals.next() => {
             tracing::info!("a signal before the daemon served: exit");
             // Returning would wait for the device to be opened.
             std::process::exit(0)
         }
     };
     let outcome = tokio::select! {
-        () = signals.next() => Ok(()),
+        _ = signals.next() => Ok(()),
         () = running.device_failed() => Err(CliError::DeviceFailed),
     };
     tokio::select! {
         _ = running.drain() => outcome,
-        () = signals.next() => {
+        _ = signals.next() => {
             tracing::warn!("a signal during the drain: exit at once");
             // Returning would wait for the device's job and for blocking tasks.
             std::process::exit(1)
@@ -73,18 +73,19 @@ impl StopSignals {
         })
     }
 
-    async fn next(&mut self) {
-        tokio::select! {
-            _ = self.terminate.recv() => {}
-            _ = self.interrupt.recv() => {}
-            _ = self.quit.recv() => {}
-        }
+    /// The number of the next one.
+    async fn next(&mut self) -> i32 {
+        let kind = tokio::select! {
+            _ = self.terminate.recv() => SignalKind::terminate(),
+            _ = self.interrupt.recv() => SignalKind::interrupt(),
+            _ = self.quit.recv() => SignalKind::quit(),
+        };
+        kind.as_raw_value()
     }
 }
 
-/// Waits for the first such signal from now on.
+/// Waits for the first such signal from now on, and gives its number.
 #[cfg(feature = "eval")]
-pub(super) async fn stop_signal() -> std::io::Result<()> {
-    StopSignals::new()?.next().await;
-    Ok(())
+pub(super) async fn stop_signal() -> std::io::Result<i32> {
+    Ok(StopSignals::new()?.next().await)
 }

@@ -189,7 +189,7 @@ impl Config {
             admin_listen: parse_address("admin.listen", &raw.admin.listen)?,
             admin_connections_max: to_permits("admin.connections_max", raw.admin.connections_max)?,
             admin_head_timeout: to_millis("admin.head_timeout_ms", raw.admin.head_timeout_ms)?,
-            message_bytes_max: to_size("server.message_bytes_max", server.message_bytes_max)?,
+            message_bytes_max: message_bytes(server.message_bytes_max)?,
             stream_window_bytes: to_window(
                 "server.stream_window_bytes",
                 server.stream_window_bytes,
@@ -359,6 +359,12 @@ fn queue_jobs(value: usize) -> Result<usize, ConfigError> {
     const MAX: usize = 1 << 16;
     let key = "device.queue_jobs_max";
     at_least(key, at_most(key, value, MAX)?, 1)
+}
+
+/// A message's length has four bytes in gRPC's frame.
+fn message_bytes(value: SizeSetting) -> Result<usize, ConfigError> {
+    let key = "server.message_bytes_max";
+    at_most(key, to_size(key, value)?, u32::MAX as usize)
 }
 
 fn to_size(key: &'static str, value: SizeSetting) -> Result<usize, ConfigError> {

@@ -247,6 +247,7 @@ fn a_level_of_the_log_or_a_size_that_is_none_is_refused_with_what_there_is() {
         ("device.pool_bytes", "true", "a size such as 4 GiB"),
         ("device.pool_bytes", "-5", "a size such as 4 GiB"),
         ("server.message_bytes_max", "[1]", "a size such as 4 GiB"),
+        ("server.message_bytes_max", "4 GiB", "above the maximum 4294967295"),
         ("admin.listen", "nowhere", "nowhere:7070"),
         ("device.threads", "many", "a whole number"),
         ("limits.models_max", "-1", "a whole number"),

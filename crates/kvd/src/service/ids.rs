@@ -97,7 +97,7 @@ impl Service {
         })
     }
 
-    fn stale_sequence(&self, id: SequenceId) -> Option<ServiceError> {
+    pub(super) fn stale_sequence(&self, id: SequenceId) -> Option<ServiceError> {
         stale_error(&self.ids, ErrorCode::UnknownSequence, "sequence", id.0)
     }
 }

@@ -54,10 +54,11 @@ fn check_calibration_bytes(spec: &ModelSpec, max: usize) -> Result<(), ServiceEr
     Err(ServiceError::new(ErrorCode::LimitExceeded, message))
 }
 
-/// Refuses pages so small that reading them is several times slower than reading raw rows.
+/// Refuses pages that are read several times slower than raw rows: kernels take whole runs of
+/// tokens, and decode what a page has beyond the last run row by row.
 ///
-/// `min` is for sides with an entropy coder, whose decoder starts anew with each page; other sides
-/// that quantize, FP8 among them, have kernels for half of it. Raw rows take pages of any size.
+/// `min` is the run of sides with an entropy coder, whose decoder starts anew with each page; other
+/// sides that quantize, FP8 among them, have half of it. Raw rows take pages of any size.
 fn check_page_tokens(geometry: &Geometry, codec: &CodecSpec, min: u32) -> Result<(), ServiceError> {
     let overrides = codec.overrides.iter().map(|change| &change.spec);
     let least = |side: &SideSpec| match (&side.quantizer, side.entropy) {
@@ -68,13 +69,13 @@ fn check_page_tokens(geometry: &Geometry, codec: &CodecSpec, min: u32) -> Result
     };
     let needed = [&codec.key, &codec.value].into_iter().chain(overrides).map(least).max();
     let (given, needed) = (geometry.block_tokens, needed.unwrap_or(1));
-    if given >= needed {
+    if given.is_multiple_of(needed) {
         return Ok(());
     }
     let message = format!(
         "geometry.block_tokens: pages of {given} tokens make this codec several times slower \
-         than raw rows; ask for {needed} or more, or 0 for the default. It is kvd's page size: the \
-         engine's own block size is free (limits.page_tokens_min = {min})"
+         than raw rows; ask for a multiple of {needed}, or 0 for the default. It is kvd's page size: \
+         the engine's own block size is free (limits.page_tokens_min = {min})"
     );
     Err(ServiceError::new(ErrorCode::InvalidArgument, message))
 }

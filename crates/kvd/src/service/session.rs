@@ -101,6 +101,10 @@ impl Service {
         if let Some(session) = filter.session {
             self.sessions.find_session(&call.namespace, session, Instant::now())?;
         }
+        // Ids of another boot sort anywhere: the page would leave out a part without a word.
+        if let Some(stale) = filter.after.and_then(|after| self.stale_sequence(after)) {
+            return Err(stale);
+        }
         let (service, namespace) = (self.clone(), call.namespace.clone());
         run_aside(move || service.list_page(&namespace, &filter)).await
     }

@@ -165,19 +165,20 @@ async fn pages_that_make_a_codec_slow_are_refused_by_its_kind() {
         asked.geometry.block_tokens = block_tokens;
         bench.service.register_model(&call(), asked).await
     };
-    for (codec, tokens) in [("raw", 1), ("raw", 16), ("kvcomp", 64), ("kvcomp", 96)] {
+    for (codec, tokens) in [("raw", 1), ("raw", 63), ("kvcomp", 128), ("kivi-4", 96)] {
         register(codec, tokens).await.unwrap();
     }
-    let cases = [("kvcomp", 63, 64), ("kvcomp", 16, 64), ("kivi-4", 16, 32), ("fp8", 31, 32)];
-    for (codec, tokens, least) in cases {
+    let small = [("kvcomp", 63, 64), ("kvcomp", 16, 64), ("kivi-4", 16, 32), ("fp8", 31, 32)];
+    let uneven = [("kvcomp", 96, 64), ("kvcomp", 127, 64), ("kivi-4", 63, 32), ("fp8", 100, 32)];
+    for (codec, tokens, least) in small.into_iter().chain(uneven) {
         let refused = register(codec, tokens).await.err().unwrap();
         assert_eq!(refused.code(), ErrorCode::InvalidArgument, "{codec} {tokens}");
         let text = refused.to_string();
         assert!(text.starts_with("geometry.block_tokens: "), "{text}");
-        assert!(text.contains(&format!("ask for {least} or more")), "{text}");
+        assert!(text.contains(&format!("ask for a multiple of {least}")), "{text}");
         assert!(text.contains("limits.page_tokens_min = 64"), "{text}");
     }
     // One side with an entropy coder is enough.
     let refused = register("k=raw; v=uniform(rel=0.15,axis=token)/huffman", 32).await;
-    assert!(refused.err().unwrap().to_string().contains("ask for 64 or more"));
+    assert!(refused.err().unwrap().to_string().contains("ask for a multiple of 64"));
 }

@@ -229,6 +229,18 @@ async fn pages_have_each_sequence_once_in_the_order_of_ids_whatever_its_device()
 }
 
 #[tokio::test]
+async fn a_page_after_a_sequence_of_another_boot_is_refused() {
+    let (old, new) = (Bench::new(1 << 16, &[]), Bench::new(1 << 16, &[]));
+    let model = old.register("a", "raw").await.shape.id;
+    let after = Some(old.service.open_sequence(&call(), model).unwrap());
+    let page = SequenceFilter { after, ..filter() };
+    old.service.list_sequences(&call(), page).await.unwrap();
+    let error = new.service.list_sequences(&call(), page).await.err().unwrap();
+    assert_eq!(error.code(), ErrorCode::UnknownSequence);
+    assert!(error.stale_id().is_some(), "{error}");
+}
+
+#[tokio::test]
 async fn only_idle_sequences_are_closed_for_that_and_others_say_when_to_ask_again() {
     let bench = Bench::new(1 << 16, &[]);
     let service = &bench.service;
