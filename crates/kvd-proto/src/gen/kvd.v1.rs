@@ -68,7 +68,7 @@ pub struct RegionSlice {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct GetServerInfoRequest {}
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct GetServerInfoResponse {
     #[prost(string, tag = "1")]
     pub version: ::prost::alloc::string::String,
@@ -88,6 +88,21 @@ pub struct GetServerInfoResponse {
     /// devices the coarsest; GPUs are "single".
     #[prost(string, tag = "7")]
     pub precision: ::prost::alloc::string::String,
+    /// Where regions are opened, server.listen_region; empty where there are none.
+    #[prost(string, tag = "20")]
+    pub region_path: ::prost::alloc::string::String,
+    /// Raised when what a client relied on changes; 1. What is added is named in `features`.
+    #[prost(uint32, tag = "21")]
+    pub protocol: u32,
+    /// What this daemon can beyond the first version of the protocol, by name: docs/contract.md.
+    #[prost(string, repeated, tag = "22")]
+    pub features: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// Limits by the names of their settings, as "limits.step_rows_max".
+    #[prost(map = "string, uint64", tag = "23")]
+    pub limits: ::std::collections::HashMap<::prost::alloc::string::String, u64>,
+    /// Codec of registrations that name none.
+    #[prost(string, tag = "24")]
+    pub codec_default: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct RegisterModelRequest {
@@ -97,12 +112,27 @@ pub struct RegisterModelRequest {
     pub name: ::prost::alloc::string::String,
     #[prost(message, optional, tag = "2")]
     pub geometry: ::core::option::Option<Geometry>,
-    /// A preset ("raw", "kvcomp", "vecinfer-2", …) or a codec spec.
+    /// A preset ("raw", "kvcomp", "vecinfer-2", …) or a codec spec; empty means `codec_default` of
+    /// GetServerInfo.
     #[prost(string, tag = "3")]
     pub codec: ::prost::alloc::string::String,
     /// A calibration artefact (safetensors), when the codec needs one.
     #[prost(bytes = "bytes", tag = "4")]
     pub calibration: ::prost::bytes::Bytes,
+    /// Windows in place of those of the codec. An engine that keeps its newest tokens itself says
+    /// recent = 0, or kvd keeps as many of them raw again.
+    #[prost(message, optional, tag = "20")]
+    pub windows: ::core::option::Option<Windows>,
+}
+/// Tokens that stay in the stored precision; those that are absent are the codec's.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Windows {
+    /// First tokens of a sequence.
+    #[prost(uint32, optional, tag = "1")]
+    pub sink: ::core::option::Option<u32>,
+    /// Last tokens of a sequence.
+    #[prost(uint32, optional, tag = "2")]
+    pub recent: ::core::option::Option<u32>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct RegisterModelResponse {
@@ -423,6 +453,18 @@ pub struct AttendRequest {
     /// there. Without it one bad query refuses the batch.
     #[prost(bool, tag = "9")]
     pub per_query_errors: bool,
+    /// Every query sees all tokens that it reads: what is stored is older than all of its query tokens.
+    /// No query may give a position or a sliding window then, and n_q may exceed what is stored.
+    #[prost(bool, tag = "20")]
+    pub all_visible: bool,
+    /// Dtype of out; unspecified means `dtype`.
+    #[prost(enumeration = "DType", tag = "21")]
+    pub out_dtype: i32,
+    /// Logarithm and layout of lse.
+    #[prost(enumeration = "LseBase", tag = "22")]
+    pub lse_base: i32,
+    #[prost(enumeration = "LseOrder", tag = "23")]
+    pub lse_order: i32,
 }
 /// A query of a batch that was not answered.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -435,10 +477,11 @@ pub struct QueryError {
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct AttendResponse {
-    /// \[sum of n_q, q_heads, head_dim_v\], in the request's dtype.
+    /// \[sum of n_q, q_heads, head_dim_v\], in the request's out_dtype.
     #[prost(message, optional, tag = "1")]
     pub out: ::core::option::Option<Payload>,
-    /// \[sum of n_q, q_heads\] f32: natural log of the sum of exp(score). -inf where nothing is visible.
+    /// \[sum of n_q, q_heads\] f32: natural log of the sum of exp(score), unless the request's lse_base and
+    /// lse_order say otherwise. -inf where nothing is visible.
     #[prost(message, optional, tag = "2")]
     pub lse: ::core::option::Option<Payload>,
     /// Only where the request asks for them: the queries that were not answered, in order.
@@ -648,7 +691,7 @@ pub struct OpenRegionResponse {
     #[prost(string, tag = "7")]
     pub no_event: ::prost::alloc::string::String,
 }
-/// A call whose payloads are in the region. Stores are executed as they come, attends among themselves
+/// A call, whose payloads are in the region. Stores are executed as they come, attends among themselves
 /// too; each call ends with its completion record. A store that continues one which has not ended is SEQUENCE_BUSY.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct RegionCall {
@@ -656,7 +699,9 @@ pub struct RegionCall {
     /// way, which the worker writes before it sends; 1 answered; 2 refused; 3 given to the device, the
     /// answer is there once the region's event has happened, but for a refusal), u32 bytes of the message,
     /// three u32 (of a store: layer's length, replayed, packed blocks; of an attend: queries that were
-    /// not answered, 0, 0), an unused u32, and from byte 24
+    /// not answered, 0, 0; of a control: bytes of the answer, 0, 0; of a refusal: retry_after_ms or 0,
+    /// id_boot as a number or 0, and of a control bytes of the CallError that is where the answer would
+    /// be), an unused u32, and from byte 24
     /// on "CODE: message" of a refusal. The daemon writes the state last and wakes its futex.
     #[prost(uint64, tag = "1")]
     pub done: u64,
@@ -666,7 +711,7 @@ pub struct RegionCall {
     /// Whether the record goes through state 3, where the answer is written in place.
     #[prost(bool, tag = "5")]
     pub say_launched: bool,
-    #[prost(oneof = "region_call::Call", tags = "3, 4")]
+    #[prost(oneof = "region_call::Call", tags = "3, 4, 20")]
     pub call: ::core::option::Option<region_call::Call>,
 }
 /// Nested message and enum types in `RegionCall`.
@@ -677,6 +722,8 @@ pub mod region_call {
         Attend(super::RegionAttend),
         #[prost(message, tag = "4")]
         Store(super::StoreBlocksRequest),
+        #[prost(message, tag = "20")]
+        Control(super::RegionControl),
     }
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -694,6 +741,174 @@ pub struct RegionAttend {
     /// the record says that there is one; of an answered query all zeros.
     #[prost(message, optional, tag = "4")]
     pub query_errors: ::core::option::Option<RegionSlice>,
+}
+/// Any unary rpc of the service, and HoldSession, in the region's namespace: a worker needs no gRPC.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct RegionControl {
+    /// Name of the rpc: "OpenSequence", "StoreStep", …
+    #[prost(string, tag = "1")]
+    pub method: ::prost::alloc::string::String,
+    /// Its request message, encoded: inline, or in the memory file where it does not fit the 1 MiB of a
+    /// RegionCall.
+    #[prost(message, optional, tag = "2")]
+    pub request: ::core::option::Option<Payload>,
+    /// Room for the answer message in the memory file, at least 4096 bytes. The record says how many of
+    /// them it takes. Nothing that changes anything has a longer answer than that; of other rpcs a longer
+    /// one is MESSAGE_TOO_LARGE, which says how much room it needs.
+    #[prost(message, optional, tag = "3")]
+    pub answer: ::core::option::Option<RegionSlice>,
+}
+/// Where rows are: head_dim values each, dense within a row, and from one row to the next by strides in
+/// bytes, of which 0 stands for dense rows. Offsets count in the region's memory file, whatever memory
+/// other payloads are in; by gRPC in the bytes of the message. The row of token t of the part, head h and
+/// layer l (each counted from 0) is at
+///    offset + l * layer_stride + h * head_stride + t * token_stride
+/// and with blocks, where i = first_row + t, at
+///    offset + l * layer_stride + blocks\[i / block_tokens\] * block_stride
+///           + (i % block_tokens) * token_stride + h * head_stride
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Rows {
+    #[prost(uint64, tag = "1")]
+    pub offset: u64,
+    /// 0: as many bytes as a row has.
+    #[prost(uint64, tag = "2")]
+    pub head_stride: u64,
+    /// 0: kv_heads * head_stride.
+    #[prost(uint64, tag = "3")]
+    pub token_stride: u64,
+    /// 0: tokens * token_stride. With blocks and more than one layer it must be given.
+    #[prost(uint64, tag = "4")]
+    pub layer_stride: u64,
+    /// Tokens of a block of the engine's cache; 0: rows are not in blocks.
+    #[prost(uint32, tag = "5")]
+    pub block_tokens: u32,
+    /// 0: block_tokens * token_stride.
+    #[prost(uint64, tag = "6")]
+    pub block_stride: u64,
+    /// Numbers of the engine's blocks, in the order of tokens; as many as the tokens take.
+    #[prost(uint32, repeated, tag = "7")]
+    pub blocks: ::prost::alloc::vec::Vec<u32>,
+    /// Row of the first block where the first token is.
+    #[prost(uint32, tag = "8")]
+    pub first_row: u32,
+}
+/// Tokens of consecutive layers of one sequence.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct StepPart {
+    #[prost(uint64, tag = "1")]
+    pub sequence_id: u64,
+    /// First token, the same on all of these layers.
+    #[prost(uint32, tag = "2")]
+    pub start: u32,
+    #[prost(uint32, tag = "3")]
+    pub tokens: u32,
+    #[prost(uint32, tag = "4")]
+    pub first_layer: u32,
+    /// 0: all from first_layer on.
+    #[prost(uint32, tag = "5")]
+    pub layers: u32,
+    #[prost(message, optional, tag = "6")]
+    pub k: ::core::option::Option<Rows>,
+    #[prost(message, optional, tag = "7")]
+    pub v: ::core::option::Option<Rows>,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct StoreStepRequest {
+    #[prost(uint64, tag = "1")]
+    pub model_id: u64,
+    /// 1 to 4096. No two of them may have a layer of a sequence in common.
+    #[prost(message, repeated, tag = "2")]
+    pub parts: ::prost::alloc::vec::Vec<StepPart>,
+    /// By gRPC: the memory in which rows are. Through a region: empty. Values are of the model's dtype.
+    #[prost(bytes = "bytes", tag = "3")]
+    pub memory: ::prost::bytes::Bytes,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct StoreStepResponse {
+    /// In the order of the parts.
+    #[prost(message, repeated, tag = "1")]
+    pub parts: ::prost::alloc::vec::Vec<StoredPart>,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct StoredPart {
+    /// Tokens that all of the part's layers have now.
+    #[prost(uint32, tag = "1")]
+    pub length: u32,
+    /// All of it had been stored before.
+    #[prost(bool, tag = "2")]
+    pub replayed: bool,
+    /// Blocks that left windows and were encoded, over all of the part's layers.
+    #[prost(uint32, tag = "3")]
+    pub packed_blocks: u32,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct LoadStepRequest {
+    #[prost(uint64, tag = "1")]
+    pub model_id: u64,
+    /// 1 to 4096. Rows of the step may not meet in memory.
+    #[prost(message, repeated, tag = "2")]
+    pub parts: ::prost::alloc::vec::Vec<StepPart>,
+    /// Of the rows; unspecified means the model's.
+    #[prost(enumeration = "DType", tag = "3")]
+    pub dtype: i32,
+    /// By gRPC: bytes of the answer's memory. Through a region: 0.
+    #[prost(uint64, tag = "4")]
+    pub memory_bytes: u64,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct LoadStepResponse {
+    /// Parts whose rows are not there, in order: what was written to their places means nothing.
+    #[prost(message, repeated, tag = "1")]
+    pub errors: ::prost::alloc::vec::Vec<PartError>,
+    /// By gRPC: the memory in which rows are, zeros elsewhere.
+    #[prost(bytes = "bytes", tag = "2")]
+    pub memory: ::prost::bytes::Bytes,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct PartError {
+    /// Position in the request's parts.
+    #[prost(uint32, tag = "1")]
+    pub part: u32,
+    #[prost(message, optional, tag = "2")]
+    pub error: ::core::option::Option<CallError>,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ListCodecsRequest {}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ListCodecsResponse {
+    #[prost(message, repeated, tag = "1")]
+    pub codecs: ::prost::alloc::vec::Vec<CodecInfo>,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct CodecInfo {
+    /// Preset, for `codec` of a registration.
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    /// The codec in full.
+    #[prost(string, tag = "2")]
+    pub spec: ::prost::alloc::string::String,
+    /// For people.
+    #[prost(string, tag = "3")]
+    pub summary: ::prost::alloc::string::String,
+    #[prost(string, tag = "4")]
+    pub choose_when: ::prost::alloc::string::String,
+    /// Bits that a value of full pages of 64 tokens and 128 channels takes, scales and headers included;
+    /// absent where they depend on the data.
+    #[prost(double, optional, tag = "5")]
+    pub bits_k: ::core::option::Option<f64>,
+    #[prost(double, optional, tag = "6")]
+    pub bits_v: ::core::option::Option<f64>,
+    /// Whether a registration needs a calibration artefact.
+    #[prost(bool, tag = "7")]
+    pub needs_calibration: bool,
+    /// Fewest tokens of a page (`block_tokens`).
+    #[prost(uint32, tag = "8")]
+    pub page_tokens_min: u32,
+    /// Its windows.
+    #[prost(uint32, tag = "9")]
+    pub sink: u32,
+    #[prost(uint32, tag = "10")]
+    pub recent: u32,
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
@@ -754,6 +969,61 @@ impl RopePairing {
             "ROPE_PAIRING_UNSPECIFIED" => Some(Self::Unspecified),
             "ROPE_PAIRING_HALF" => Some(Self::Half),
             "ROPE_PAIRING_INTERLEAVED" => Some(Self::Interleaved),
+            _ => None,
+        }
+    }
+}
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum LseBase {
+    Natural = 0,
+    /// As merges with exp2 take it.
+    Two = 1,
+}
+impl LseBase {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Natural => "LSE_BASE_NATURAL",
+            Self::Two => "LSE_BASE_TWO",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "LSE_BASE_NATURAL" => Some(Self::Natural),
+            "LSE_BASE_TWO" => Some(Self::Two),
+            _ => None,
+        }
+    }
+}
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum LseOrder {
+    /// \[sum of n_q, q_heads\]
+    TokensHeads = 0,
+    /// \[q_heads, sum of n_q\]
+    HeadsTokens = 1,
+}
+impl LseOrder {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::TokensHeads => "LSE_ORDER_TOKENS_HEADS",
+            Self::HeadsTokens => "LSE_ORDER_HEADS_TOKENS",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "LSE_ORDER_TOKENS_HEADS" => Some(Self::TokensHeads),
+            "LSE_ORDER_HEADS_TOKENS" => Some(Self::HeadsTokens),
             _ => None,
         }
     }
@@ -1327,6 +1597,74 @@ pub mod kvd_client {
             req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "GetStats"));
             self.inner.unary(req, path, codec).await
         }
+        /// Appends K and V of many layers, of one or more sequences: all of it, or nothing. Rows may lie as
+        /// an engine keeps them, strided or in blocks.
+        pub async fn store_step(
+            &mut self,
+            request: impl tonic::IntoRequest<super::StoreStepRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::StoreStepResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/kvd.v1.Kvd/StoreStep");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "StoreStep"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Decodes stored tokens of many layers back to rows, to where an engine keeps them. A part that
+        /// cannot be read is named in the answer, and the others are there.
+        pub async fn load_step(
+            &mut self,
+            request: impl tonic::IntoRequest<super::LoadStepRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::LoadStepResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/kvd.v1.Kvd/LoadStep");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "LoadStep"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// The presets that a registration may name, and what each needs.
+        pub async fn list_codecs(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ListCodecsRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListCodecsResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/kvd.v1.Kvd/ListCodecs");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "ListCodecs"));
+            self.inner.unary(req, path, codec).await
+        }
     }
 }
 /// Generated server implementations.
@@ -1523,6 +1861,32 @@ pub mod kvd_server {
             request: tonic::Request<super::GetStatsRequest>,
         ) -> std::result::Result<
             tonic::Response<super::GetStatsResponse>,
+            tonic::Status,
+        >;
+        /// Appends K and V of many layers, of one or more sequences: all of it, or nothing. Rows may lie as
+        /// an engine keeps them, strided or in blocks.
+        async fn store_step(
+            &self,
+            request: tonic::Request<super::StoreStepRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::StoreStepResponse>,
+            tonic::Status,
+        >;
+        /// Decodes stored tokens of many layers back to rows, to where an engine keeps them. A part that
+        /// cannot be read is named in the answer, and the others are there.
+        async fn load_step(
+            &self,
+            request: tonic::Request<super::LoadStepRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::LoadStepResponse>,
+            tonic::Status,
+        >;
+        /// The presets that a registration may name, and what each needs.
+        async fn list_codecs(
+            &self,
+            request: tonic::Request<super::ListCodecsRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListCodecsResponse>,
             tonic::Status,
         >;
     }
@@ -2467,6 +2831,135 @@ pub mod kvd_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = GetStatsSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/StoreStep" => {
+                    #[allow(non_camel_case_types)]
+                    struct StoreStepSvc<T: Kvd>(pub Arc<T>);
+                    impl<T: Kvd> tonic::server::UnaryService<super::StoreStepRequest>
+                    for StoreStepSvc<T> {
+                        type Response = super::StoreStepResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::StoreStepRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::store_step(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = StoreStepSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/LoadStep" => {
+                    #[allow(non_camel_case_types)]
+                    struct LoadStepSvc<T: Kvd>(pub Arc<T>);
+                    impl<T: Kvd> tonic::server::UnaryService<super::LoadStepRequest>
+                    for LoadStepSvc<T> {
+                        type Response = super::LoadStepResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::LoadStepRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::load_step(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = LoadStepSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/ListCodecs" => {
+                    #[allow(non_camel_case_types)]
+                    struct ListCodecsSvc<T: Kvd>(pub Arc<T>);
+                    impl<T: Kvd> tonic::server::UnaryService<super::ListCodecsRequest>
+                    for ListCodecsSvc<T> {
+                        type Response = super::ListCodecsResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ListCodecsRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::list_codecs(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ListCodecsSvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(

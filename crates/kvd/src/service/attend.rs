@@ -281,6 +281,9 @@ impl Service {
                     ServiceError::new(ErrorCode::InvalidArgument, message)
                 })?,
             };
+            // Past the end all is visible, wherever; a window counts from there.
+            let is_clamped = query.sliding_window.is_none();
+            let position = if is_clamped { position.min(length) } else { position };
             let range = range_to_read(query, length, position, of.geometry.block_tokens);
             let key = ReadKey { sequence, length, start: range.start, end: range.end };
             read = QueryRead { key, position };

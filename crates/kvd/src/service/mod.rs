@@ -1,6 +1,7 @@
 //! Requests of all transports: limits, namespaces, the store's book-keeping, and jobs of devices.
 //! No bytes are touched here; they travel as `Bytes` to the device worker.
 
+mod answer_form;
 mod attend;
 mod attend_job;
 mod budget;
@@ -22,6 +23,7 @@ mod sequence;
 mod session;
 mod session_table;
 mod stats;
+mod step;
 mod store;
 #[cfg(test)]
 mod tests;
@@ -35,10 +37,12 @@ pub(crate) use ids::draw_ids;
 pub use load::LoadPiece;
 pub use model::RegisteredModel;
 pub(crate) use region::{MemoryOffer, OpenMemory};
+pub(crate) use register::least_page_tokens;
 pub use session::SequencePage;
 pub use session_table::{SessionDescription, SessionLease};
 pub(crate) use stats::DevicePool;
 pub use stats::{ModelStats, PoolStats};
+pub(crate) use step::{LoadedStep, RefusedPart};
 pub use store::StoreReply;
 
 use crate::config::Config;

@@ -7,7 +7,9 @@ use crate::scheduler::JobKind;
 use kvd_compute::{AppendRows, Backend, IncomingRows, RegionRows, Stop, content_hash};
 use kvd_core::{Namespace, SequenceId};
 use kvd_proto::domain::StoreChunk;
-use kvd_store::{AppendClaim, AppendTicket, ArenaPool, BegunAppend, SequenceStore, StoreError};
+use kvd_store::{
+    AppendClaim, AppendTicket, ArenaPool, BegunAppend, PackedPages, SequenceStore, StoreError,
+};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -82,7 +84,7 @@ impl Service {
     }
 
     /// Tells of blocks of a model that a store found no room for.
-    fn tell_deferred(&self, model: &RegisteredModel) {
+    pub(super) fn tell_deferred(&self, model: &RegisteredModel) {
         if model.deferred_blocks.load(Ordering::Relaxed) > 0 {
             let blocks = model.deferred_blocks.swap(0, Ordering::Relaxed);
             self.warn_of_deferred(model, blocks, Instant::now());
@@ -303,7 +305,19 @@ fn execute_store(
     ticket: AppendTicket,
     rows: AppendRows,
 ) -> Result<StoreReply, ServiceError> {
-    let plan = plan::plan_append(model, &ticket, rows);
+    let packed = fill_ticket(backend, pool, model, &ticket, rows)?;
+    Ok(publish_ticket(model, ticket, packed))
+}
+
+/// Writes the rows of a ticket and encodes its blocks: all but what makes them visible.
+pub(super) fn fill_ticket(
+    backend: &mut dyn Backend,
+    pool: &Arc<ArenaPool>,
+    model: &RegisteredModel,
+    ticket: &AppendTicket,
+    rows: AppendRows,
+) -> Result<Vec<Option<PackedPages>>, ServiceError> {
+    let plan = plan::plan_append(model, ticket, rows);
     let mut slots = Vec::new();
     let appended = backend.append(&plan, &mut |bytes| {
         let slot = pool.reserve_pages(bytes).ok()?;
@@ -312,12 +326,20 @@ fn execute_store(
         Some(extent)
     });
     let appended = appended.inspect_err(|_| plan::give_back_queries(model, &plan))?;
-    let packed = pack::settle_blocks(model, &ticket, slots, appended);
+    Ok(pack::settle_blocks(model, ticket, slots, appended))
+}
+
+/// Makes what a ticket stores visible.
+pub(super) fn publish_ticket(
+    model: &RegisteredModel,
+    ticket: AppendTicket,
+    packed: Vec<Option<PackedPages>>,
+) -> StoreReply {
     let packed_blocks = packed.iter().flatten().count() as u32;
     let stored_tokens = ticket.tokens();
     let length = ticket.commit(packed);
     model.metrics.stored_layer_tokens.increment(u64::from(stored_tokens));
     let bytes = u64::from(stored_tokens) * model.shape.geometry.token_bytes();
     model.metrics.stored_logical_bytes.increment(bytes);
-    Ok(StoreReply { length, replayed: false, packed_blocks })
+    StoreReply { length, replayed: false, packed_blocks }
 }

@@ -6,6 +6,7 @@ mod call;
 mod connection;
 mod convert;
 mod deadline;
+mod discovery;
 mod grpc;
 mod health;
 mod layer;
@@ -15,6 +16,7 @@ mod region;
 mod server;
 mod session;
 mod socket;
+mod step;
 mod stream;
 
 pub use connection::ServerPhase;
