@@ -1,0 +1,105 @@
+"""What an attend and a store through a region cost, seen from Python: p50 and p99, and Python's share.
+
+    python bench/attend.py            # the daemon is $KVD_BINARY, that of kvd-server, or kvd of PATH
+
+Python's share is the time of its own processor (`time.thread_time`) in a call, kernel included. The
+client sleeps while it waits, so that time has no waiting in it.
+"""
+
+import argparse
+import os
+import time
+import urllib.request
+
+import numpy as np
+
+import kvd
+
+
+def percentile(samples, part):
+    """A percentile, in microseconds."""
+    return float(np.percentile(samples, part)) * 1e6
+
+
+def device_seconds(server):
+    """Device time of attends, and their number, from the daemon's metrics."""
+    page = urllib.request.urlopen(f"http://{server.admin}/metrics").read().decode()
+    sums = {}
+    for line in page.splitlines():
+        for name in ("kvd_attend_seconds_sum", "kvd_attend_seconds_count"):
+            if line.startswith(name):
+                sums[name] = sums.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
+    return sums["kvd_attend_seconds_sum"], sums["kvd_attend_seconds_count"]
+
+
+def measure(calls, call):
+    """Wall and processor seconds of each of so many calls."""
+    wall, own = [], []
+    for _ in range(calls):
+        t, c = time.perf_counter(), time.thread_time()
+        call()
+        own.append(time.thread_time() - c)
+        wall.append(time.perf_counter() - t)
+    return wall, own
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--calls", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--codec", default="kivi-4; recent=0")
+    options = parser.parse_args()
+    print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, codec {options.codec}, f16")
+    rng = np.random.default_rng(1)
+    layers, q_heads, kv_heads, dim, context = 1, 4, 2, 128, 1024
+    with kvd.serve(pool="1 GiB", settings={"device.threads": 1}) as server:
+        try:
+            client = server.connect()
+        except kvd.Unsupported:
+            client = server.connect(control=server.unix)
+        model = client.model(
+            "bench", kvd.Geometry(layers, kv_heads, dim), dtype="f16", codec=options.codec
+        )
+        print(f"{client.info().device}; {q_heads} query heads, {kv_heads} KV heads x {dim}")
+        rows = rng.standard_normal((64, kv_heads, dim)).astype("f2")
+        for count in (1, 64):
+            sequences, stores = [], []
+            for _ in range(count):
+                sequence = model.open()
+                sequences.append(sequence)
+                for _ in range(context // 64 if count == 1 else 1):
+                    t = time.perf_counter()
+                    sequence.store(0, rows, rows)
+                    stores.append(time.perf_counter() - t)
+            q = rng.standard_normal((count, q_heads, dim)).astype("f2")
+            queries = kvd.Queries(sequences)
+            best = None
+            for _ in range(options.rounds):
+                before = device_seconds(server)
+                wall, own = measure(options.calls, lambda: model.attend(0, queries, q))
+                after = device_seconds(server)
+                device = (after[0] - before[0]) / (after[1] - before[1]) * 1e6
+                row = (percentile(wall, 50), percentile(wall, 99), percentile(own, 50), device)
+                best = min(best or row, row)
+            _, fresh = measure(
+                options.calls, lambda: model.attend(0, kvd.Queries(sequences), q)
+            )
+            print(
+                f"attend of {count:2} x {context if count == 1 else 64} tokens: p50 {best[0]:.0f} us,"
+                f" p99 {best[1]:.0f}, device {best[3]:.0f};"
+                f" Python {best[2]:.1f} (queries encoded anew {percentile(fresh, 50):.1f})"
+            )
+            print(f"store of 64 tokens: p50 {percentile(stores, 50):.0f} us, of {len(stores)}")
+            for sequence in sequences:
+                sequence.close()
+        sequence = model.open()
+        wall, own = measure(200, lambda: sequence.store(0, rows, rows))
+        print(
+            f"store of 64 tokens: p50 {percentile(wall, 50):.0f} us, p99 {percentile(wall, 99):.0f},"
+            f" Python {percentile(own, 50):.1f}"
+        )
+        client.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,431 @@
+"""A region: memory shared with a daemon of the same machine. Queries, K and V are written there,
+answers are found there, and small messages on a Unix socket say where.
+
+Threads may call at once: one lock guards places and the socket, and nobody waits under it.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import messages
+from .arrays import Array, Rows
+from .calls import (
+    Attended,
+    AttendForm,
+    LoadItem,
+    PendingAttend,
+    Queries,
+    QueryError,
+    StoreAck,
+    StoreItem,
+)
+from .errors import (
+    DeadlineExceeded,
+    Disconnected,
+    InvalidArgument,
+    KvdError,
+    MessageTooLarge,
+    QueueFull,
+    Unsupported,
+    error_of_text,
+    restarted,
+)
+from .shared import SharedMemory
+from .wire import Message, decode, encode, field_bytes, varint
+
+# Payloads begin on cache lines; a completion record is 256 bytes, of which 24 are numbers.
+_ALIGN = 64
+_RECORD_BYTES = 256
+_RECORD_TEXT = 24
+_QUERY_ERROR_BYTES = 128
+_ANSWERED, _REFUSED = 1, 2
+# Layers that are one byte on the wire; more than any model has.
+_LAYER_MAX = 127
+_OPEN_TIMEOUT = 5.0
+_F32 = np.dtype(np.float32)
+_EMPTY_RECORD = memoryview(bytes(24)).cast("I")
+# A RegionCall has at most 1 MiB.
+_INLINE_BYTES_MAX = 512 << 10
+# Room for an answer that is expected: more than a page of a thousand sequences takes.
+_ANSWER_BYTES = 256 << 10
+
+
+def _aligned(offset: int) -> int:
+    return (offset + _ALIGN - 1) & -_ALIGN
+
+
+@dataclass
+class _Place:
+    """Bytes that one call uses, record first."""
+
+    start: int
+    end: int
+    is_free: bool = False
+
+
+class _Ring:
+    """Places in the region, taken in turn and given back in any order."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+        self._taken: deque[_Place] = deque()
+        # Of calls that nobody waits for any more: free once their record says that they ended.
+        self._given_up: list[_Place] = []
+
+    def take_place(self, size: int) -> _Place:
+        taken = self._taken
+        for place in self._given_up:
+            place.is_free = self._memory.words[place.start >> 2] != 0
+        if self._given_up:
+            self._given_up = [place for place in self._given_up if not place.is_free]
+        while taken and taken[0].is_free:
+            taken.popleft()
+        start = 0
+        if taken:
+            first, last = taken[0].start, taken[-1].end
+            start = last
+            if last <= first or last + size > self._memory.size:
+                # The free bytes are those before the first place.
+                start = last if last <= first else 0
+                if start + size > first:
+                    raise QueueFull(
+                        f"no room for {size} bytes in the region beside {len(taken)} calls under"
+                        " way: wait for their results, or connect with more region_bytes"
+                    )
+        if start + size > self._memory.size:
+            raise MessageTooLarge(
+                f"a call of {size} bytes does not fit the region of {self._memory.size}: ask for"
+                " less at once, or connect with more region_bytes"
+            )
+        place = _Place(start, start + size)
+        taken.append(place)
+        return place
+
+    def give_up(self, place: _Place) -> None:
+        self._given_up.append(place)
+
+
+class _AttendPlan:
+    """Where the parts of an attend are, from the begin of its place on, and its messages: equal
+    batches of different layers differ in one byte."""
+
+    def __init__(self, form: AttendForm, queries: Queries, q: Array) -> None:
+        self.form, self.queries, self.dtype = form, queries, q.dtype
+        self.shape = (queries.rows, form.q_heads, form.head_dim_v)
+        self.q_bytes = q.nbytes
+        self.out_bytes = queries.rows * form.q_heads * form.head_dim_v * q.dtype.itemsize
+        self.lse_bytes = queries.rows * form.q_heads * 4
+        self.error_bytes = len(queries) * _QUERY_ERROR_BYTES if form.partial else 0
+        self.out_at = _RECORD_BYTES + _aligned(self.q_bytes)
+        self.lse_at = self.out_at + _aligned(self.out_bytes)
+        self.errors_at = self.lse_at + _aligned(self.lse_bytes)
+        self.size = self.errors_at + _aligned(self.error_bytes)
+        # By the begin of the place.
+        self.prefixes: dict[int, bytes] = {}
+
+    def encode(self, start: int, timeout_field: bytes) -> bytes:
+        """The framed RegionCall of an attend at that place, without the layer, its last byte."""
+        call = field_bytes(2, _slice(start + self.out_at, self.out_bytes))
+        call += field_bytes(3, _slice(start + self.lse_at, self.lse_bytes))
+        if self.error_bytes:
+            call += field_bytes(4, _slice(start + self.errors_at, self.error_bytes))
+        q = _in_region(start + _RECORD_BYTES, self.q_bytes)
+        call += field_bytes(1, self.form.encode_request(0, self.queries, q))
+        return _frame(start, timeout_field, messages.ATTEND_TAG, call)[:-1]
+
+
+class _RegionAttend(PendingAttend):
+    """An attend of a region."""
+
+    __slots__ = ("deadline", "place", "plan", "q", "region")
+
+    def __init__(self, region: Region, place: _Place, plan: _AttendPlan, q: Rows) -> None:
+        self.region, self.place, self.plan, self.q = region, place, plan, q
+        self.deadline = time.monotonic() + region.timeout
+
+    def result(self) -> Attended:
+        region, plan, place = self.region, self.plan, self.place
+        start = place.start
+        failed = region.wait_call(place, self.deadline)[0]
+        errors: tuple[QueryError, ...] = ()
+        if failed:
+            errors = region.read_query_errors(start + plan.errors_at, len(plan.queries))
+        memory = region.memory
+        out = np.ndarray(plan.shape, plan.dtype, memory, start + plan.out_at).copy()
+        lse = np.ndarray(plan.shape[:2], _F32, memory, start + plan.lse_at).copy()
+        place.is_free = True
+        if self.q.is_torch:
+            import torch  # noqa: PLC0415 (the caller has imported it)
+
+            return Attended(self.q.like(out), torch.from_numpy(lse), errors)
+        return Attended(out, lse, errors)
+
+
+class Region:
+    """An open region."""
+
+    def __init__(self, path: str, *, namespace: str | None, size: int, timeout: float) -> None:
+        self.path, self.timeout = path, timeout
+        self._memory = SharedMemory(_aligned(size))
+        self.memory = self._memory.memory
+        self._ring = _Ring(self._memory)
+        self._lock = threading.Lock()
+        self._timeout_field = b"\x10" + varint(int(timeout * 1e6))
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._open(namespace)
+        except BaseException:
+            self._socket.close()
+            raise
+        finally:
+            self._memory.close_file()
+
+    def _open(self, namespace: str | None) -> None:
+        request = encode(
+            messages.OPEN_REGION, {"namespace": namespace or "", "bytes": self._memory.size}
+        )
+        self._socket.settimeout(_OPEN_TIMEOUT)
+        try:
+            self._socket.connect(self.path)
+            framed = struct.pack("<I", len(request)) + request
+            sent = socket.send_fds(self._socket, [framed], [self._memory.fd])
+            self._socket.sendall(framed[sent:])
+            head = self._read_exactly(4)
+            opened = self._read_exactly(struct.unpack("<I", head)[0])
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"region {self.path}: no answer within 5 s") from error
+        except OSError as error:
+            raise Disconnected(f"region {self.path}: {error}") from error
+        answer = decode(messages.OPENED_REGION, opened)
+        if answer.refused:
+            raise error_of_text(answer.refused)
+        self.boot_id: str = answer.boot_id
+        self._socket.settimeout(None)
+
+    def _read_exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            part = self._socket.recv(size - len(data))
+            if not part:
+                raise ConnectionResetError("the daemon hung up")
+            data += part
+        return data
+
+    def begin_attend(
+        self, form: AttendForm, layer: int, queries: Queries, q: Rows
+    ) -> _RegionAttend:
+        """Writes queries and sends an attend."""
+        values = q.values
+        plan = queries.prepared.get((form, values.dtype))
+        if plan is None:
+            plan = _AttendPlan(form, queries, values)
+            queries.prepared[form, values.dtype] = plan
+        with self._lock:
+            place = self._ring.take_place(plan.size)
+        start, memory = place.start, self._memory.memory
+        np.copyto(np.ndarray(values.shape, values.dtype, memory, start + _RECORD_BYTES), values)
+        prefix = plan.prefixes.get(start)
+        if prefix is None:
+            prefix = plan.prefixes[start] = plan.encode(start, self._timeout_field)
+        self._clear_record(start)
+        if layer > _LAYER_MAX:
+            raise InvalidArgument(f"layer {layer} of at most {_LAYER_MAX + 1}")
+        self._send(prefix + bytes((layer,)))
+        return _RegionAttend(self, place, plan, q)
+
+    def store(self, items: SequenceOf[StoreItem]) -> list[StoreAck]:
+        """Writes K and V and sends a store for each range; layers do not wait for one another."""
+        acks: list[StoreAck] = []
+        pending: deque[tuple[StoreItem, _Place, float]] = deque()
+        busy: set[tuple[int, int]] = set()
+
+        def end_one() -> None:
+            item, place, deadline = pending.popleft()
+            length, replayed, packed = self.wait_call(place, deadline)
+            place.is_free = True
+            busy.discard((item.sequence_id, item.layer))
+            acks.append(StoreAck(item.layer, length, bool(replayed), packed))
+
+        try:
+            for item in items:
+                # A store that continues one which has not ended would be refused.
+                while (item.sequence_id, item.layer) in busy:
+                    end_one()
+                while True:
+                    try:
+                        pending.append((item, *self._send_store(item)))
+                        break
+                    except QueueFull:
+                        if not pending:
+                            raise
+                        end_one()
+                busy.add((item.sequence_id, item.layer))
+            while pending:
+                end_one()
+        except BaseException:
+            with self._lock:
+                for _, place, _ in pending:
+                    self._ring.give_up(place)
+            raise
+        return acks
+
+    def _send_store(self, item: StoreItem) -> tuple[_Place, float]:
+        k, v = item.k.values, item.v.values
+        k_at = _RECORD_BYTES
+        v_at = k_at + _aligned(k.nbytes)
+        with self._lock:
+            place = self._ring.take_place(v_at + _aligned(v.nbytes))
+        memory, start = self._memory.memory, place.start
+        np.copyto(np.ndarray(k.shape, k.dtype, memory, start + k_at), k)
+        np.copyto(np.ndarray(v.shape, v.dtype, memory, start + v_at), v)
+        request = item.encode_request(
+            _in_region(start + k_at, k.nbytes), _in_region(start + v_at, v.nbytes)
+        )
+        return place, self._send_call(place, messages.STORE_TAG, request)
+
+    def load(self, item: LoadItem) -> tuple[Array, Array]:
+        """Not through a region."""
+        raise Unsupported(f"this daemon loads no rows through its region {self.path}")
+
+    def call(self, rpc: str, **fields: Any) -> Message:
+        """Any unary rpc, or HoldSession: the session lives as long as the region.
+
+        Raises `Unsupported` where the daemon takes no such calls through a region.
+        """
+        request_schema, answer_schema = messages.UNARY[rpc]
+        request = encode(request_schema, fields)
+        in_memory = len(request) > _INLINE_BYTES_MAX
+        answer_at = _RECORD_BYTES + (_aligned(len(request)) if in_memory else 0)
+        room = _ANSWER_BYTES
+        while True:
+            with self._lock:
+                place = self._ring.take_place(answer_at + room)
+            start = place.start
+            if in_memory:
+                begin = start + _RECORD_BYTES
+                self._memory.memory[begin : begin + len(request)] = request
+                payload = _in_region(begin, len(request))
+            else:
+                payload = field_bytes(1, request)
+            call = field_bytes(1, rpc.encode()) + field_bytes(2, payload)
+            call += field_bytes(3, _slice(start + answer_at, room))
+            deadline = self._send_call(place, messages.CONTROL_TAG, call)
+            try:
+                size = self.wait_call(place, deadline)[0]
+            except MessageTooLarge:
+                # Only rpcs that change nothing have longer answers.
+                if room >= self._memory.size // 4:
+                    raise
+                room *= 8
+                continue
+            begin = start + answer_at
+            answer = self._memory.memory[begin : begin + size]
+            place.is_free = True
+            return decode(answer_schema, answer)
+
+    def _clear_record(self, start: int) -> None:
+        at = start >> 2
+        self._memory.words[at : at + 6] = _EMPTY_RECORD
+
+    def _send_call(self, place: _Place, tag: bytes, call: bytes) -> float:
+        """Sends a RegionCall; the time at which its caller gives up."""
+        self._clear_record(place.start)
+        self._send(_frame(place.start, self._timeout_field, tag, call))
+        return time.monotonic() + self.timeout
+
+    def _send(self, message: bytes) -> None:
+        try:
+            with self._lock:
+                self._socket.sendall(message)
+        except OSError as error:
+            raise self._why_lost(error) from error
+
+    def wait_call(self, place: _Place, deadline: float) -> tuple[int, int, int]:
+        """Sleeps until a call has ended; three numbers of its record."""
+        memory, done = self._memory, place.start
+        while True:
+            state = memory.wait_word(done)
+            if state == _ANSWERED:
+                at = (done >> 2) + 2
+                words = memory.words
+                return words[at], words[at + 1], words[at + 2]
+            if state == _REFUSED:
+                error = self._read_refusal(done)
+                place.is_free = True
+                raise error
+            if state:
+                continue
+            lost = self._read_notice()
+            if lost is not None and memory.words[done >> 2] == 0:
+                place.is_free = True
+                raise lost
+            if time.monotonic() > deadline:
+                # Until the record says otherwise the place is the daemon's.
+                with self._lock:
+                    self._ring.give_up(place)
+                raise DeadlineExceeded(f"no answer within {self.timeout} s")
+
+    def _read_refusal(self, done: int) -> KvdError:
+        _, size, retry_after_ms, id_boot = self._memory.words[done >> 2 : (done >> 2) + 4]
+        begin = done + _RECORD_TEXT
+        text = self._memory.memory[begin : begin + min(size, _RECORD_BYTES - _RECORD_TEXT)]
+        if id_boot:
+            return restarted(f"{id_boot:08x}", self.boot_id)
+        retry_after = retry_after_ms / 1000 if retry_after_ms else None
+        return error_of_text(text.decode("utf-8", "replace"), retry_after)
+
+    def read_query_errors(self, start: int, queries: int) -> tuple[QueryError, ...]:
+        """Why single queries were not answered."""
+        errors = []
+        for index in range(queries):
+            at = start + index * _QUERY_ERROR_BYTES
+            text = self._memory.memory[at : at + _QUERY_ERROR_BYTES].partition(b"\0")[0]
+            if text:
+                errors.append(QueryError(index, error_of_text(text.decode("utf-8", "replace"))))
+        return tuple(errors)
+
+    def _read_notice(self) -> KvdError | None:
+        """Why the daemon has ended the connection, if it has."""
+        try:
+            with self._lock:
+                data = self._socket.recv(1 << 16, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            return Disconnected(f"region {self.path}: {error}")
+        if not data:
+            return Disconnected(f"region {self.path}: the daemon hung up")
+        notice = decode(messages.OPENED_REGION, data[4:])
+        return error_of_text(notice.refused) if notice.refused else None
+
+    def _why_lost(self, error: OSError) -> KvdError:
+        return self._read_notice() or Disconnected(f"region {self.path}: {error}")
+
+    def close(self) -> None:
+        """Ends the region. Its memory is given back once no call's arrays are left."""
+        self._socket.close()
+
+
+def _frame(done: int, timeout_field: bytes, tag: bytes, call: bytes) -> bytes:
+    """A RegionCall behind its length."""
+    head = b"\x08" + varint(done) + timeout_field + tag + varint(len(call))
+    return struct.pack("<I", len(head) + len(call)) + head + call
+
+
+def _in_region(offset: int, size: int) -> bytes:
+    where = _slice(offset, size)
+    return b"\x12" + varint(len(where)) + where
+
+
+def _slice(offset: int, size: int) -> bytes:
+    return b"\x08" + varint(offset) + b"\x10" + varint(size)
