@@ -1,6 +1,6 @@
-"""What an attend and a store through a region cost, seen from Python: p50 and p99, and Python's share.
+"""What an attend and a store through a region cost, seen from Python: p50, p99, Python's share.
 
-    python bench/attend.py            # the daemon is $KVD_BINARY, that of kvd-server, or kvd of PATH
+    python bench/attend.py     # the daemon is $KVD_BINARY, that of kvd-server, or kvd of PATH
 
 Python's share is the time of its own processor (`time.thread_time`) in a call, kernel included. The
 client sleeps while it waits, so that time has no waiting in it.
@@ -81,9 +81,7 @@ def main():
                 device = (after[0] - before[0]) / (after[1] - before[1]) * 1e6
                 row = (percentile(wall, 50), percentile(wall, 99), percentile(own, 50), device)
                 best = min(best or row, row)
-            _, fresh = measure(
-                options.calls, lambda: model.attend(0, kvd.Queries(sequences), q)
-            )
+            _, fresh = measure(options.calls, lambda: model.attend(0, kvd.Queries(sequences), q))
             print(
                 f"attend of {count:2} x {context if count == 1 else 64} tokens: p50 {best[0]:.0f} us,"
                 f" p99 {best[1]:.0f}, device {best[3]:.0f};"

@@ -199,7 +199,8 @@ class Region:
             self._socket.connect(self.path)
             framed = struct.pack("<I", len(request)) + request
             sent = socket.send_fds(self._socket, [framed], [self._memory.fd])
-            self._socket.sendall(framed[sent:])
+            if sent < len(framed):
+                self._socket.sendall(framed[sent:])
             head = self._read_exactly(4)
             opened = self._read_exactly(struct.unpack("<I", head)[0])
         except TimeoutError as error:
