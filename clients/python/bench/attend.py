@@ -83,8 +83,8 @@ def main():
                 best = min(best or row, row)
             _, fresh = measure(options.calls, lambda: model.attend(0, kvd.Queries(sequences), q))
             print(
-                f"attend of {count:2} x {context if count == 1 else 64} tokens: p50 {best[0]:.0f} us,"
-                f" p99 {best[1]:.0f}, device {best[3]:.0f};"
+                f"attend of {count:2} x {context if count == 1 else 64} tokens:"
+                f" p50 {best[0]:.0f} us, p99 {best[1]:.0f}, device {best[3]:.0f};"
                 f" Python {best[2]:.1f} (queries encoded anew {percentile(fresh, 50):.1f})"
             )
             print(f"store of 64 tokens: p50 {percentile(stores, 50):.0f} us, of {len(stores)}")
@@ -93,8 +93,8 @@ def main():
         sequence = model.open()
         wall, own = measure(200, lambda: sequence.store(0, rows, rows))
         print(
-            f"store of 64 tokens: p50 {percentile(wall, 50):.0f} us, p99 {percentile(wall, 99):.0f},"
-            f" Python {percentile(own, 50):.1f}"
+            f"store of 64 tokens: p50 {percentile(wall, 50):.0f} us,"
+            f" p99 {percentile(wall, 99):.0f}, Python {percentile(own, 50):.1f}"
         )
         client.close()
 
