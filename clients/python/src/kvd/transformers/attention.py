@@ -5,6 +5,7 @@ Local attention over the engine's tail, and kvd's over what it holds, are made o
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,11 +51,14 @@ def kvd_attention(  # noqa: PLR0917 (its arguments are given by transformers)
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return stock[0], None
-    if dropout or kwargs.get("output_attentions"):
-        raise Unsupported("dropout and attention weights: model.eval(), and no output_attentions")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    asked = Asked(module, query, key, value, attention_mask, scale=scale, soft_cap=soft_cap)
-    return (asked.attend_locally(None) if layer is None else layer.attend(asked)), None
+    with layer.cache.failing_empty() if layer is not None else contextlib.nullcontext():
+        if dropout or kwargs.get("output_attentions"):
+            raise Unsupported("dropout and attention weights: model.eval(), no output_attentions")
+        asked = Asked(module, query, key, value, attention_mask, scale=scale, soft_cap=soft_cap)
+        if layer is None:
+            return asked.attend_locally(None), None
+        return layer.cache.attend(layer, asked), None
 
 
 class Asked:

@@ -101,11 +101,6 @@ class KvdLayer(CacheLayerMixin):  # type: ignore[misc]
         """Empties the tail."""
         self.tail, self.keys, self.values, self.is_initialized = 0, None, None, False
 
-    def attend(self, asked: Asked) -> torch.Tensor:
-        """Answers a call of the attention function, [batch, tokens, heads, dim]."""
-        with self.cache.failing_empty():
-            return self.cache.attend(self, asked)
-
     def get_seq_length(self) -> int:
         """Columns, wherever they are."""
         return self.cache.held_columns() + self.tail
