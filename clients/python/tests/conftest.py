@@ -34,7 +34,7 @@ def region_client(server):
 @pytest.fixture
 def rng(request):
     seed = abs(hash(request.node.name)) % 2**32
-    print(f"seed {seed}")  # noqa: T201 (reproduces a failure)
+    print(f"seed {seed}")
     return np.random.default_rng(seed)
 
 

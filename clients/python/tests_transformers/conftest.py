@@ -19,7 +19,11 @@ transformers.logging.set_verbosity_error()
 
 RANDOM = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
-    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None}),
+    "mistral": (
+        transformers.MistralConfig,
+        transformers.MistralForCausalLM,
+        {"sliding_window": None},
+    ),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {}),
     "gemma3": (
@@ -29,10 +33,14 @@ RANDOM = {
             "sliding_window": 48,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "query_pre_attn_scalar": 48,
+            "tie_word_embeddings": False,
         },
     ),
 }
-RANDOM["gemma3-soft-cap"] = (*RANDOM["gemma3"][:2], {**RANDOM["gemma3"][2], "attn_logit_softcapping": 5.0})
+RANDOM["gemma3-soft-cap"] = (
+    *RANDOM["gemma3"][:2],
+    {**RANDOM["gemma3"][2], "attn_logit_softcapping": 5.0},
+)
 
 
 def random_model(name, seed=0, **changes):

@@ -81,7 +81,9 @@ def test_a_calibration_by_transformers_serves(trained, client, stock_probabiliti
     with pytest.raises(kvd.InvalidCalibration):
         kvd.transformers.KvdCache(model, client, codec="kvd-2")
     with pytest.raises(kvd.InvalidCalibration):
-        kvd.transformers.KvdCache(random_model("llama"), client, codec="kvd-2", calibration=artefact)
+        kvd.transformers.KvdCache(
+            random_model("llama"), client, codec="kvd-2", calibration=artefact
+        )
 
 
 def test_a_calibration_needs_text(trained):

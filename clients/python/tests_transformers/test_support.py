@@ -54,7 +54,11 @@ def padded(ids, lengths, total):
         ("mistral", {"sliding_window": 64}, "sliding window"),
         ("llama", {"model_type": "newllama"}, '"newllama" is not one of'),
         ("gemma3", {"use_bidirectional_attention": True}, "bidirectional"),
-        ("qwen2", {"layer_types": ["chunked_attention", "full_attention"] * 2}, "chunked_attention"),
+        (
+            "qwen2",
+            {"layer_types": ["chunked_attention", "full_attention"] * 2},
+            "chunked_attention",
+        ),
     ],
 )
 def test_models_that_are_not_served_are_refused_by_name(client, name, changes, text):
