@@ -62,6 +62,7 @@ mod endpoint;
 mod error;
 pub mod merge;
 mod region;
+mod region_control;
 mod region_layout;
 mod region_options;
 mod session;
@@ -74,6 +75,7 @@ pub use error::{ClientError, DaemonRestart};
 pub use region::{
     CallProgress, RegionClient, RegionDevice, RegionKind, RegionOptions, RegionSlice,
 };
+pub use region_control::{ControlCalls, RegionSession};
 pub use region_layout::{AttendLayout, QUERY_ERROR_BYTES};
 pub use session::{HeldSession, SessionOptions};
 pub use stream::{AttendStream, LoadStream, PIPELINE_DEPTH_MAX, StoreStream};
@@ -84,7 +86,8 @@ pub use kvd_core::{
 };
 pub use kvd_proto::domain::{
     AttendBatch, AttendQuery, Attended, CallError, ForkedSequence, LoadPiece, LoadRange, ModelSpec,
-    QueryError, RegisteredModel, SampledQueries, SequenceFilter, StoreAck, StoreChunk,
+    QueryError, RegisteredModel, SampledQueries, SequenceFilter, SequenceFork, StoreAck,
+    StoreChunk,
 };
 pub use kvd_proto::v1::{
     DescribeModelResponse as ModelDescription, DescribeSequenceResponse as SequenceDescription,

@@ -5,14 +5,15 @@
 //! on a word of the region until the answer is there. Several calls may be under way, each with
 //! places of its own.
 
-use crate::boot::StaleCalls;
-use crate::error::ClientError;
+use crate::error::{ClientError, DaemonRestart};
 use crate::region_layout::{ALIGN, AttendLayout, QUERY_ERROR_BYTES};
 pub use crate::region_options::{RegionDevice, RegionOptions};
 use kvd_core::{ErrorCode, Namespace};
 use kvd_proto::domain::{AttendBatch, Attended, CallError, QueryError, StoreAck, StoreChunk};
 use kvd_proto::v1;
-use kvd_shm::{CallOutcome, CompletionRecord, RegionMemory, receive_files, send_files};
+use kvd_shm::{
+    CallOutcome, CallRefusal, CompletionRecord, RegionMemory, receive_files, send_files,
+};
 use prost::Message;
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -39,7 +40,6 @@ pub struct RegionClient {
     opened: v1::OpenRegionResponse,
     timeout: Option<Duration>,
     say_launched: bool,
-    stale: StaleCalls,
 }
 
 /// How far a call is.
@@ -85,8 +85,7 @@ impl RegionClient {
         };
         let (timeout, say_launched) = (options.timeout, options.say_launched);
         let opened = v1::OpenRegionResponse::default();
-        let stale = StaleCalls::default();
-        let mut region = Self { stream, memory, opened, timeout, say_launched, stale };
+        let mut region = Self { stream, memory, opened, timeout, say_launched };
         let files = [Some(region.memory.file()), file.map(|file| file.as_fd())];
         region.send_message(&request, files.into_iter().flatten().collect())?;
         let end = Instant::now() + OPEN_TIME;
@@ -192,8 +191,6 @@ impl RegionClient {
         at: AttendLayout,
         query_errors: Option<RegionSlice>,
     ) -> Result<(), ClientError> {
-        let sequences = batch.queries.iter().map(|query| query.sequence.0);
-        self.stale.note_call(at.done, self.boot_id(), sequences.chain([batch.model.0]));
         let mut request = v1::AttendRequest::from(batch);
         request.q = Some(in_region(at.q));
         let (out, lse) = (Some(at.out), Some(at.lse));
@@ -211,7 +208,6 @@ impl RegionClient {
         done: u64,
         [k, v]: [RegionSlice; 2],
     ) -> Result<(), ClientError> {
-        self.stale.note_call(done, self.boot_id(), [chunk.sequence.0]);
         let mut request = v1::StoreBlocksRequest::from(chunk);
         request.k = Some(in_region(k));
         request.v = Some(in_region(v));
@@ -249,18 +245,22 @@ impl RegionClient {
     /// The daemon's refusal; `DEADLINE_EXCEEDED`, after which the daemon may still write to the
     /// call's places; a lost connection.
     pub fn wait_call(&self, done: u64) -> Result<[u32; 3], ClientError> {
+        match self.wait_outcome(done)? {
+            CallOutcome::Done(values) => Ok(values),
+            CallOutcome::Refused(refusal) => Err(self.explain_refusal(&refusal)),
+        }
+    }
+
+    /// Sleeps until a call has ended, whichever way.
+    pub(crate) fn wait_outcome(&self, done: u64) -> Result<CallOutcome, ClientError> {
         let record = CompletionRecord::from_offset(&self.memory, done)
             .map_err(|error| region_error(&error))?;
         let end = self.timeout.map(|timeout| Instant::now() + timeout);
         loop {
             let left = end.map(|end| end.saturating_duration_since(Instant::now()));
             let time = left.map_or(LOOK_INTERVAL, |left| left.min(LOOK_INTERVAL));
-            match record.wait_end(time).map_err(|error| region_error(&error))? {
-                Some(CallOutcome::Done(values)) => return Ok(values),
-                Some(CallOutcome::Refused(text)) => {
-                    return Err(self.stale.explain_error(done, self.boot_id(), of_text(&text)));
-                }
-                None => {}
+            if let Some(outcome) = record.wait_end(time).map_err(|error| region_error(&error))? {
+                return Ok(outcome);
             }
             if let (Some(timeout), Some(Duration::ZERO)) = (self.timeout, left) {
                 return Err(ClientError::deadline_exceeded(timeout));
@@ -271,11 +271,23 @@ impl RegionClient {
                     .wait_end(Duration::ZERO)
                     .map_err(|error| region_error(&error))?
                 {
-                    Some(CallOutcome::Done(values)) => Ok(values),
+                    Some(CallOutcome::Done(values)) => Ok(CallOutcome::Done(values)),
                     _ => Err(error),
                 };
             }
         }
+    }
+
+    /// The error of a call that was refused.
+    pub(crate) fn explain_refusal(&self, refusal: &CallRefusal) -> ClientError {
+        let CallRefusal { text, retry_after_ms, id_boot, .. } = refusal;
+        let retry_after = Some(*retry_after_ms).filter(|ms| *ms != 0);
+        let restarted = (*id_boot != 0).then(|| DaemonRestart {
+            old: format!("{id_boot:08x}"),
+            new: self.boot_id().to_owned(),
+        });
+        let retry_after = retry_after.map(|ms| Duration::from_millis(ms.into()));
+        ClientError { retry_after, restarted, ..of_text(text) }
     }
 
     /// Errors of single queries, after [`RegionClient::wait`] said that there are some.
@@ -345,7 +357,11 @@ impl RegionClient {
         Ok(StoreAck { layer, length, replayed: replayed != 0, packed_blocks })
     }
 
-    fn send_call(&self, done: u64, call: v1::region_call::Call) -> Result<(), ClientError> {
+    pub(crate) fn send_call(
+        &self,
+        done: u64,
+        call: v1::region_call::Call,
+    ) -> Result<(), ClientError> {
         let record = CompletionRecord::from_offset(&self.memory, done)
             .map_err(|error| region_error(&error))?;
         record.clear().map_err(|error| region_error(&error))?;
@@ -403,12 +419,12 @@ impl RegionClient {
     }
 }
 
-fn in_region(slice: RegionSlice) -> v1::Payload {
+pub(crate) fn in_region(slice: RegionSlice) -> v1::Payload {
     v1::Payload { source: Some(v1::payload::Source::Region(slice)) }
 }
 
 /// An error of the region on this side.
-fn region_error(error: &kvd_shm::RegionError) -> ClientError {
+pub(crate) fn region_error(error: &kvd_shm::RegionError) -> ClientError {
     ClientError::new(kvd_core::Coded::code(error), error.to_string())
 }
 

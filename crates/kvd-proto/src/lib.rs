@@ -9,6 +9,7 @@
 pub mod domain;
 mod error;
 mod namespace;
+mod rpc;
 mod status;
 mod stream_errors;
 
@@ -26,6 +27,7 @@ pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!("gen/kvd.v1.bin");
 
 pub use error::RequestError;
 pub use namespace::{NAMESPACE_KEY, namespace_of};
+pub use rpc::{RpcKind, rpc_kind};
 pub use status::{
     ERROR_DOMAIN, RETRY_AFTER_DEFAULT, StaleId, error_code, grpc_code, retry_after, stale_id,
     stale_status, to_status,

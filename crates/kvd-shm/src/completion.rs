@@ -4,7 +4,7 @@
 //! |---|---|
 //! | 0..4 | state: 0 under way, 1 answered, 2 refused, 3 given to a device |
 //! | 4..8 | bytes of the message |
-//! | 8..24 | three u32 of the answer and one unused: what `StoreAck` says |
+//! | 8..24 | three u32 of the answer or of the refusal, and one unused |
 //! | 24..256 | `CODE: message` of a refusal, cut where it is too long |
 
 use crate::{RegionError, RegionMemory};
@@ -29,8 +29,21 @@ pub struct CompletionRecord<'a> {
 pub enum CallOutcome {
     /// The answer is in the region.
     Done([u32; 3]),
-    /// It was refused: `CODE: message`.
-    Refused(String),
+    /// It was refused.
+    Refused(CallRefusal),
+}
+
+/// Why a call was refused.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CallRefusal {
+    /// `CODE: message`, cut where it is too long.
+    pub text: String,
+    /// When the same call may be sent again, in milliseconds; 0: that does not help.
+    pub retry_after_ms: u32,
+    /// The first eight digits of the boot id of an id of another boot, as a number; 0: none.
+    pub id_boot: u32,
+    /// Bytes of the whole error where the answer would be; 0 where a call has no such place.
+    pub error_bytes: u32,
 }
 
 impl<'a> CompletionRecord<'a> {
@@ -79,13 +92,12 @@ impl<'a> CompletionRecord<'a> {
     pub fn end_call(&self, outcome: &CallOutcome) -> Result<(), RegionError> {
         let state = match outcome {
             CallOutcome::Done(values) => {
-                for (at, value) in (0..).zip(values) {
-                    let offset = self.offset + VALUES_AT + 4 * at;
-                    self.memory.write_bytes(offset, &value.to_le_bytes())?;
-                }
+                self.write_values(*values)?;
                 DONE
             }
-            CallOutcome::Refused(text) => {
+            CallOutcome::Refused(refusal) => {
+                let CallRefusal { text, retry_after_ms, id_boot, error_bytes } = refusal;
+                self.write_values([*retry_after_ms, *id_boot, *error_bytes])?;
                 let room = (Self::BYTES - TEXT_AT) as usize;
                 let text = &text[..text.floor_char_boundary(room)];
                 self.memory.write_bytes(self.offset + 4, &(text.len() as u32).to_le_bytes())?;
@@ -109,18 +121,31 @@ impl<'a> CompletionRecord<'a> {
         }
         match state {
             PENDING | LAUNCHED => Ok(None),
-            DONE => {
-                let value = |at: u64| self.read_word(VALUES_AT + 4 * at);
-                Ok(Some(CallOutcome::Done([value(0)?, value(1)?, value(2)?])))
-            }
+            DONE => Ok(Some(CallOutcome::Done(self.read_values()?))),
             _ => {
                 let room = Self::BYTES - TEXT_AT;
                 let bytes = u64::from(self.read_word(4)?).min(room);
                 let mut text = vec![0; bytes as usize];
                 self.memory.read_bytes(self.offset + TEXT_AT, &mut text)?;
-                Ok(Some(CallOutcome::Refused(String::from_utf8_lossy(&text).into_owned())))
+                let text = String::from_utf8_lossy(&text).into_owned();
+                let [retry_after_ms, id_boot, error_bytes] = self.read_values()?;
+                let refusal = CallRefusal { text, retry_after_ms, id_boot, error_bytes };
+                Ok(Some(CallOutcome::Refused(refusal)))
             }
         }
+    }
+
+    fn write_values(&self, values: [u32; 3]) -> Result<(), RegionError> {
+        for (at, value) in (0..).zip(values) {
+            let offset = self.offset + VALUES_AT + 4 * at;
+            self.memory.write_bytes(offset, &value.to_le_bytes())?;
+        }
+        Ok(())
+    }
+
+    fn read_values(&self) -> Result<[u32; 3], RegionError> {
+        let value = |at: u64| self.read_word(VALUES_AT + 4 * at);
+        Ok([value(0)?, value(1)?, value(2)?])
     }
 
     fn read_word(&self, at: u64) -> Result<u32, RegionError> {

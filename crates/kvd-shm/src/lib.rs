@@ -16,6 +16,6 @@ mod completion;
 mod linux;
 mod memory;
 
-pub use completion::{CallOutcome, CompletionRecord};
+pub use completion::{CallOutcome, CallRefusal, CompletionRecord};
 pub use linux::{DESCRIPTORS_MAX, receive_files, send_files};
 pub use memory::{RegionError, RegionMemory};

@@ -3,7 +3,8 @@
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 use kvd_shm::{
-    CallOutcome, CompletionRecord, RegionError, RegionMemory, receive_files, send_files,
+    CallOutcome, CallRefusal, CompletionRecord, RegionError, RegionMemory, receive_files,
+    send_files,
 };
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, OwnedFd};
@@ -111,10 +112,14 @@ fn a_refusal_is_cut_at_a_character_and_never_leaves_its_record() {
     let memory = RegionMemory::create_memory(4096).unwrap();
     memory.write_bytes(256, &[0xAB; 8]).unwrap();
     let record = CompletionRecord::from_offset(&memory, 0).unwrap();
-    record.end_call(&CallOutcome::Refused(format!("INTERNAL: {}", "é".repeat(300)))).unwrap();
-    let Some(CallOutcome::Refused(text)) = record.wait_end(Duration::ZERO).unwrap() else {
+    let text = format!("INTERNAL: {}", "é".repeat(300));
+    let refusal = CallRefusal { text, retry_after_ms: 20, id_boot: 0x0a0b_0c0d, error_bytes: 7 };
+    record.end_call(&CallOutcome::Refused(refusal.clone())).unwrap();
+    let Some(CallOutcome::Refused(read)) = record.wait_end(Duration::ZERO).unwrap() else {
         panic!()
     };
+    let text = read.text.clone();
+    assert_eq!(CallRefusal { text: refusal.text.clone(), ..read }, refusal);
     assert!(text.starts_with("INTERNAL: éé") && text.len() <= 232, "{text}");
     assert!(text.ends_with('é'), "{text}");
     let mut after = [0; 8];
@@ -122,10 +127,10 @@ fn a_refusal_is_cut_at_a_character_and_never_leaves_its_record() {
     assert_eq!(after, [0xAB; 8]);
     // A length that a hostile peer writes is cut as well.
     memory.write_bytes(4, &u32::MAX.to_le_bytes()).unwrap();
-    let Some(CallOutcome::Refused(text)) = record.wait_end(Duration::ZERO).unwrap() else {
+    let Some(CallOutcome::Refused(read)) = record.wait_end(Duration::ZERO).unwrap() else {
         panic!()
     };
-    assert!(text.starts_with("INTERNAL"), "{text}");
+    assert!(read.text.starts_with("INTERNAL"), "{}", read.text);
 }
 
 #[test]

@@ -16,9 +16,9 @@ const README_LINES_MAX: usize = 130;
 
 /// Names that the language, its library or a trait of another crate gives.
 const GIVEN: &[&str] = &[
-    "as_ref", "borrow", "call", "clone", "cmp", "default", "deref", "drop", "eq", "fmt", "from",
-    "get", "hash", "index", "insert", "into", "iter", "len", "main", "new", "next", "poll", "pop",
-    "push", "remove", "source", "visit", "with",
+    "as_ref", "borrow", "call", "clone", "cmp", "decode", "decoder", "default", "deref", "drop",
+    "encode", "encoder", "eq", "fmt", "from", "get", "hash", "index", "insert", "into", "iter",
+    "len", "main", "new", "next", "poll", "pop", "push", "remove", "source", "visit", "with",
 ];
 /// How a doc comment does not begin.
 const OPENINGS: &[&str] = &["What", "The same", "Of"];

@@ -648,7 +648,7 @@ pub struct OpenRegionResponse {
     #[prost(string, tag = "7")]
     pub no_event: ::prost::alloc::string::String,
 }
-/// A call whose payloads are in the region. Stores are executed as they come, attends among themselves
+/// A call, whose payloads are in the region. Stores are executed as they come, attends among themselves
 /// too; each call ends with its completion record. A store that continues one which has not ended is SEQUENCE_BUSY.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct RegionCall {
@@ -656,7 +656,9 @@ pub struct RegionCall {
     /// way, which the worker writes before it sends; 1 answered; 2 refused; 3 given to the device, the
     /// answer is there once the region's event has happened, but for a refusal), u32 bytes of the message,
     /// three u32 (of a store: layer's length, replayed, packed blocks; of an attend: queries that were
-    /// not answered, 0, 0), an unused u32, and from byte 24
+    /// not answered, 0, 0; of a control: bytes of the answer, 0, 0; of a refusal: retry_after_ms or 0,
+    /// id_boot as a number or 0, and of a control bytes of the CallError that is where the answer would
+    /// be), an unused u32, and from byte 24
     /// on "CODE: message" of a refusal. The daemon writes the state last and wakes its futex.
     #[prost(uint64, tag = "1")]
     pub done: u64,
@@ -666,7 +668,7 @@ pub struct RegionCall {
     /// Whether the record goes through state 3, where the answer is written in place.
     #[prost(bool, tag = "5")]
     pub say_launched: bool,
-    #[prost(oneof = "region_call::Call", tags = "3, 4")]
+    #[prost(oneof = "region_call::Call", tags = "3, 4, 20")]
     pub call: ::core::option::Option<region_call::Call>,
 }
 /// Nested message and enum types in `RegionCall`.
@@ -677,6 +679,8 @@ pub mod region_call {
         Attend(super::RegionAttend),
         #[prost(message, tag = "4")]
         Store(super::StoreBlocksRequest),
+        #[prost(message, tag = "20")]
+        Control(super::RegionControl),
     }
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -694,6 +698,22 @@ pub struct RegionAttend {
     /// the record says that there is one; of an answered query all zeros.
     #[prost(message, optional, tag = "4")]
     pub query_errors: ::core::option::Option<RegionSlice>,
+}
+/// Any unary rpc of the service, and HoldSession, in the region's namespace: a worker needs no gRPC.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct RegionControl {
+    /// Name of the rpc: "OpenSequence", "GetStats", …
+    #[prost(string, tag = "1")]
+    pub method: ::prost::alloc::string::String,
+    /// Its request message, encoded: inline, or in the memory file where it does not fit the 1 MiB of a
+    /// RegionCall.
+    #[prost(message, optional, tag = "2")]
+    pub request: ::core::option::Option<Payload>,
+    /// Room for the answer message in the memory file, at least 4096 bytes. The record says how many of
+    /// them it takes. Nothing that changes anything has a longer answer than that; of other rpcs a longer
+    /// one is MESSAGE_TOO_LARGE, which says how much room it needs.
+    #[prost(message, optional, tag = "3")]
+    pub answer: ::core::option::Option<RegionSlice>,
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]

@@ -210,7 +210,8 @@ fn calls_are_counted_by_the_names_of_the_service() {
     let proto = file("proto/kvd/v1/kvd.proto");
     let named =
         proto.lines().filter_map(|line| line.trim().strip_prefix("rpc ")?.split('(').next());
-    let named: BTreeSet<_> = named.chain(["AttendRegion", "StoreRegion"]).collect();
+    let named: BTreeSet<_> =
+        named.chain(["AttendRegion", "StoreRegion", "ControlRegion"]).collect();
     assert_eq!(named, RPCS.into());
 }
 

@@ -37,7 +37,7 @@ pub const ALERT_CODES: [ErrorCode; 5] = [
 ];
 
 /// Names of calls in labels: those of the service, and those of regions.
-pub const RPCS: [&str; 22] = [
+pub const RPCS: [&str; 23] = [
     "GetServerInfo",
     "RegisterModel",
     "DescribeModel",
@@ -60,6 +60,7 @@ pub const RPCS: [&str; 22] = [
     "GetStats",
     "AttendRegion",
     "StoreRegion",
+    "ControlRegion",
 ];
 
 /// The daemon's own recorder. It is not global: several daemons may live in one process.

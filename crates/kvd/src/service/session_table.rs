@@ -122,6 +122,11 @@ impl SessionLease {
         self.ttl
     }
 
+    /// Whether the session has ended under its holder.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.end.borrow().is_some() || self.end.has_changed().is_err()
+    }
+
     /// Returns when the session ends under its holder.
     pub(crate) fn wait_for_end(&self) -> impl Future<Output = SessionEnd> + Send + use<> {
         let mut end = self.end.clone();

@@ -71,7 +71,9 @@ pub(crate) struct PeerInfo<I> {
 /// The connection that a request came over.
 pub(super) fn owner_of(extensions: &http::Extensions) -> Option<&CallOwner> {
     let tcp = extensions.get::<PeerInfo<TcpConnectInfo>>().map(|peer| &peer.owner);
-    tcp.or_else(|| extensions.get::<PeerInfo<UdsConnectInfo>>().map(|peer| &peer.owner))
+    let unix = || extensions.get::<PeerInfo<UdsConnectInfo>>().map(|peer| &peer.owner);
+    // Calls of regions name their connection themselves.
+    tcp.or_else(unix).or_else(|| extensions.get::<CallOwner>())
 }
 
 impl<IO> ClientConnection<IO> {

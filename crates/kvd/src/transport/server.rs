@@ -5,7 +5,7 @@ use super::grpc::GrpcService;
 use super::health::HealthOf;
 use super::layer::RequestLayer;
 use super::refusal::RefusalCounters;
-use super::region::RegionServer;
+use super::region::{RegionHost, RegionServer};
 use super::socket::{self, BoundSocket};
 use super::stream::StreamState;
 use crate::config::Config;
@@ -24,6 +24,7 @@ use tonic::service::Routes;
 use tonic::transport::Server;
 use tonic::transport::server::{TcpConnectInfo, TcpIncoming};
 use tonic_health::pb::health_server::HealthServer;
+use tower::Layer;
 
 /// A socket that could not be opened.
 #[derive(Debug, thiserror::Error)]
@@ -120,6 +121,9 @@ impl GrpcServer {
         let routes = build_routes(&service, &phase, &refusals);
         let requests =
             RequestLayer { service: service.clone(), refused: refusals.over_budget.clone() };
+        // Control calls of regions go the way of gRPC's, from behind its connections on.
+        let control = requests.layer(refusals.layer(routes.clone()));
+        let region_host = RegionHost { service: service.clone(), control };
         let of_regions = phase.clone();
         let mut serving = JoinSet::new();
         if let Some(listener) = self.tcp {
@@ -138,7 +142,7 @@ impl GrpcServer {
             serving.spawn(router.serve_with_incoming_shutdown(incoming, drain));
         }
         if let Some(regions) = self.region {
-            let regions = regions.serve_regions(service.clone(), of_regions);
+            let regions = regions.serve_regions(region_host, of_regions);
             serving.spawn(async {
                 regions.await;
                 Ok(())

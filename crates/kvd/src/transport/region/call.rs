@@ -2,7 +2,7 @@
 //! worker may write at any time, and answers are copied into it; but what kernels reach in device
 //! memory is read and answered where it is, and K and V are copied within the device.
 
-use super::WorkerRegion;
+use super::{RegionHost, WorkerRegion, control};
 use crate::metrics::Metric;
 use crate::service::{
     AttendReply, CallContext, InPlaceQueries, OpenMemory, RefusedQuery, RegisteredModel, Service,
@@ -12,9 +12,9 @@ use crate::transport::measure::measure_answer;
 use bytes::Bytes;
 use kvd_compute::{RegionPlaces, RegionRows};
 use kvd_core::{DType, ErrorCode};
-use kvd_proto::domain::{AttendBatch, StoreChunk, inline_payload};
+use kvd_proto::domain::{AttendBatch, CallError, StoreChunk, inline_payload};
 use kvd_proto::{RequestError, v1};
-use kvd_shm::{CallOutcome, CompletionRecord};
+use kvd_shm::{CallOutcome, CallRefusal, CompletionRecord};
 use std::time::{Duration, Instant};
 
 /// Bytes of what is said of one query that was refused alone.
@@ -43,24 +43,43 @@ struct DeviceStore<'a> {
 }
 
 /// Serves one call and ends its completion record, which the caller has tested.
-pub(super) async fn answer_call(service: &Service, region: &WorkerRegion, call: v1::RegionCall) {
+pub(super) async fn answer_call(host: &RegionHost, region: &WorkerRegion, call: v1::RegionCall) {
+    let service = &*host.service;
     let timeout = Some(call.timeout_us).filter(|timeout| *timeout != 0);
     let deadline = timeout.and_then(|us| Instant::now().checked_add(Duration::from_micros(us)));
     let caller = CallContext { deadline, ..region.call_context() };
     let (name, metrics) = (rpc_name(&call), service.metrics());
     let (done, launched) = (call.done, call.say_launched.then_some(call.done));
-    let served = serve_call(service, region, &caller, CallWork { call: call.call, launched });
-    let served = measure_answer(metrics, name, &caller, served);
-    let outcome = match served.await {
-        Ok(values) => CallOutcome::Done(values),
-        Err(status) => {
-            let code = kvd_proto::error_code(&status).unwrap_or(ErrorCode::Internal);
-            CallOutcome::Refused(format!("{}: {}", code.name(), status.message()))
+    let outcome = match call.call {
+        // Its rpc is measured by the service of gRPC.
+        Some(v1::region_call::Call::Control(call)) => {
+            control::answer_control(host, region, &caller, call).await
+        }
+        call => {
+            let served = serve_call(service, region, &caller, CallWork { call, launched });
+            match measure_answer(metrics, name, &caller, served).await {
+                Ok(values) => CallOutcome::Done(values),
+                Err(status) => CallOutcome::Refused(refusal_of(&CallError::from(&status), 0)),
+            }
         }
     };
     let ended = CompletionRecord::from_offset(&region.memory, done)
         .and_then(|record| record.end_call(&outcome));
     ended.expect("the record was tested when the call came, and regions keep their size");
+}
+
+/// The record's form of an error, of which `error_bytes` are elsewhere.
+pub(super) fn refusal_of(error: &CallError, error_bytes: u32) -> CallRefusal {
+    let CallError { code, message, retry_after, stale } = error;
+    let retry_after_ms =
+        retry_after.map_or(0, |time| time.as_millis().try_into().unwrap_or(u32::MAX));
+    let id_boot = stale.as_ref().and_then(|stale| u32::from_str_radix(&stale.id_boot, 16).ok());
+    CallRefusal {
+        text: format!("{}: {message}", code.name()),
+        retry_after_ms,
+        id_boot: id_boot.unwrap_or(0),
+        error_bytes,
+    }
 }
 
 /// Whether it stores.
@@ -81,7 +100,9 @@ async fn serve_call(
     // Before payloads are copied: who is not let in costs nothing.
     service.admit_call(caller)?;
     match work.call {
-        None => Err(RequestError::Missing { field: "call" }.into()),
+        None | Some(v1::region_call::Call::Control(_)) => {
+            Err(RequestError::Missing { field: "call" }.into())
+        }
         Some(v1::region_call::Call::Attend(call)) => {
             let attend = AttendWork { call, launched: work.launched };
             let failed = attend_batch(service, region, caller, attend).await?;
@@ -329,7 +350,7 @@ async fn copy_out(
 }
 
 /// Refuses payloads larger than a message.
-fn check_size(service: &Service, bytes: u64) -> Result<(), ServiceError> {
+pub(super) fn check_size(service: &Service, bytes: u64) -> Result<(), ServiceError> {
     let max = service.config().message_bytes_max as u64;
     if bytes <= max {
         return Ok(());

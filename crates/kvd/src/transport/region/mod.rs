@@ -3,12 +3,14 @@
 //! requests that have not begun are dropped and the memory is given back.
 
 mod call;
+mod control;
 mod frames;
 
 use super::connection::ServerPhase;
 use super::socket::BoundSocket;
 use crate::metrics::{Metric, Metrics, OpenCount};
 use crate::service::{CallContext, CallOwner, MemoryOffer, OpenMemory, Service, ServiceError};
+use control::{ControlRoutes, HeldSessions};
 use frames::{FrameSocket, ReceivedFrame};
 use kvd_compute::RegionHandle;
 use kvd_core::{ErrorCode, Namespace};
@@ -40,6 +42,14 @@ pub(super) struct RegionServer {
     pub(super) socket: BoundSocket,
 }
 
+/// State that all regions share.
+#[derive(Clone)]
+pub(super) struct RegionHost {
+    pub(super) service: Arc<Service>,
+    /// The way of control calls.
+    pub(super) control: ControlRoutes,
+}
+
 /// A region that is open.
 struct WorkerRegion {
     namespace: Namespace,
@@ -50,6 +60,8 @@ struct WorkerRegion {
     memory: Arc<RegionMemory>,
     /// Payloads.
     device: Option<OpenMemory>,
+    /// Sessions that it holds until its end.
+    sessions: HeldSessions,
     regions: Gauge,
     bytes: Gauge,
     _permit: OwnedSemaphorePermit,
@@ -67,8 +79,8 @@ impl WorkerRegion {
         let bytes = metrics.gauge(Metric::RegionBytes, &[]);
         regions.increment(1.0);
         bytes.increment(memory.size_bytes() as f64);
-        let memory = Arc::new(memory);
-        Self { namespace, owner, memory, device: None, regions, bytes, _permit: permit }
+        let (memory, sessions) = (Arc::new(memory), HeldSessions::default());
+        Self { namespace, owner, memory, device: None, sessions, regions, bytes, _permit: permit }
     }
 
     /// Context of a call through it.
@@ -86,12 +98,9 @@ impl Drop for WorkerRegion {
 
 impl RegionServer {
     /// Serves until the daemon drains: calls under way are answered, unless the cut comes first.
-    pub(super) async fn serve_regions(
-        self,
-        service: Arc<Service>,
-        phase: watch::Receiver<ServerPhase>,
-    ) {
+    pub(super) async fn serve_regions(self, host: RegionHost, phase: watch::Receiver<ServerPhase>) {
         let Self { socket } = self;
+        let service = &host.service;
         let permits = Arc::new(Semaphore::new(service.config().regions_max));
         let mut connections = JoinSet::new();
         let open = super::server::connections_gauge(service.metrics(), "region");
@@ -102,13 +111,13 @@ impl RegionServer {
             tokio::select! {
                 accepted = socket.accept_stream() => match accepted {
                     Ok(stream) => {
-                        let (service, phase) = (service.clone(), phase.clone());
+                        let (host, phase) = (host.clone(), phase.clone());
                         match permits.clone().try_acquire_owned() {
                             Ok(permit) => {
                                 let count = OpenCount::new(&open);
                                 connections.spawn(async move {
                                     let _count = count;
-                                    serve_connection(stream, service, phase, permit).await;
+                                    serve_connection(stream, host, phase, permit).await;
                                 });
                             }
                             Err(_) => refuse_full(stream, service.config().regions_max).await,
@@ -142,30 +151,23 @@ async fn refuse_full(stream: UnixStream, max: usize) {
 /// One worker's connection, from its first message to its end.
 async fn serve_connection(
     stream: UnixStream,
-    service: Arc<Service>,
+    host: RegionHost,
     mut phase: watch::Receiver<ServerPhase>,
     permit: OwnedSemaphorePermit,
 ) {
+    let service = &host.service;
+    let peer = control::peer_name(&stream);
     let mut frames = FrameSocket::new(stream);
-    let OpenedRegion { region, kind, reason } =
-        match shake_hands(&mut frames, &service, permit).await {
+    let OpenedRegion { mut region, kind, reason } =
+        match shake_hands(&mut frames, service, permit).await {
             // A peer that stays silent, or leaves, has nothing to be told.
             None => return,
             Some(Ok(opened)) => opened,
             Some(Err(error)) => return refuse_worker(&frames, &error).await,
         };
+    region.sessions.name_peer(peer);
     let region = Arc::new(region);
-    let opened = region.device.as_ref().map(OpenMemory::opened_region);
-    let event = opened.and_then(|opened| opened.event);
-    let response = v1::OpenRegionResponse {
-        kind: kind.into(),
-        reason,
-        boot_id: service.boot_id().to_owned(),
-        refused: String::new(),
-        cuda_event: event.map(|event| event.to_vec().into()).unwrap_or_default(),
-        copied: opened.and_then(|opened| opened.copied.clone()).unwrap_or_default(),
-        no_event: opened.and_then(|opened| opened.no_event.clone()).unwrap_or_default(),
-    };
+    let response = describe_opened(&region, service, kind, reason);
     if frames.send_message(&response).await.is_err() {
         return;
     }
@@ -192,9 +194,9 @@ async fn serve_connection(
         }
         while calls.try_join_next().is_some() {}
         let in_order = region.device.is_some() && call::is_store(&call);
-        let (service, region) = (service.clone(), region.clone());
+        let (host, region) = (host.clone(), region.clone());
         let mut answered = Box::pin(async move {
-            call::answer_call(&service, &region, call).await;
+            call::answer_call(&host, &region, call).await;
             drop(permit);
         });
         // Tasks begin in any order. A store in place has claimed its range and its place in the
@@ -207,6 +209,26 @@ async fn serve_connection(
     }
     while calls.join_next().await.is_some() {}
     say_shutting_down(frames).await;
+}
+
+/// The answer to the first message.
+fn describe_opened(
+    region: &WorkerRegion,
+    service: &Service,
+    kind: v1::RegionKind,
+    reason: String,
+) -> v1::OpenRegionResponse {
+    let opened = region.device.as_ref().map(OpenMemory::opened_region);
+    let event = opened.and_then(|opened| opened.event);
+    v1::OpenRegionResponse {
+        kind: kind.into(),
+        reason,
+        boot_id: service.boot_id().to_owned(),
+        refused: String::new(),
+        cuda_event: event.map(|event| event.to_vec().into()).unwrap_or_default(),
+        copied: opened.and_then(|opened| opened.copied.clone()).unwrap_or_default(),
+        no_event: opened.and_then(|opened| opened.no_event.clone()).unwrap_or_default(),
+    }
 }
 
 /// Tells a worker that the daemon drains, and lets it read that.
