@@ -149,6 +149,7 @@ class PendingAttend(Protocol):
 class StoreItem:
     """K and V of one range of one layer."""
 
+    model_id: int
     sequence_id: int
     layer: int
     start: int
@@ -177,6 +178,7 @@ class StoreAck:
 class LoadItem:
     """Rows to read back, decoded."""
 
+    model_id: int
     sequence_id: int
     layer: int
     start: int

@@ -125,6 +125,25 @@ ATTENDED = {
 }
 LOAD_BLOCKS = _schema((1, "sequence_id"), (2, "layer"), (3, "start"), (4, "end"), (5, "dtype"))
 LOADED_BLOCKS = _schema((1, "start"), (2, "tokens"), (3, "k", PAYLOAD), (4, "v", PAYLOAD))
+ROWS = {
+    **_schema((1, "offset"), (2, "head_stride"), (3, "token_stride"), (4, "layer_stride")),
+    **_schema((5, "block_tokens"), (6, "block_stride")),
+    **_repeated(7, "blocks"),
+    **_schema((8, "first_row")),
+}
+STEP_PART = _schema(
+    (1, "sequence_id"),
+    (2, "start"),
+    (3, "tokens"),
+    (4, "first_layer"),
+    (5, "layers"),
+    (6, "k", ROWS),
+    (7, "v", ROWS),
+)
+STORE_STEP = {**_schema((1, "model_id")), **_repeated(2, "parts", STEP_PART)}
+STORED_STEP = _repeated(1, "parts", _schema((1, "length"), (2, "replayed"), (3, "packed_blocks")))
+LOAD_STEP = {**STORE_STEP, **_schema((3, "dtype"))}
+LOADED_STEP = _repeated(1, "errors", _schema((1, "part"), (2, "error", CALL_ERROR)))
 OPEN_REGION = _schema((1, "namespace", "text"), (2, "bytes"))
 OPENED_REGION = _schema(
     (1, "kind"), (2, "reason", "text"), (3, "boot_id", "text"), (4, "refused", "text")
@@ -170,4 +189,6 @@ UNARY: Final[dict[str, tuple[Schema, Schema]]] = {
     "HoldSession": (HOLD_SESSION, HELD_SESSION),
     "CloseSession": (_schema((1, "session_id")), _schema((1, "sequences_closed"))),
     "Attend": (ATTEND, ATTENDED),
+    "StoreStep": (STORE_STEP, STORED_STEP),
+    "LoadStep": (LOAD_STEP, LOADED_STEP),
 }

@@ -11,9 +11,9 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -37,14 +37,18 @@ from .errors import (
     MessageTooLarge,
     QueueFull,
     Unsupported,
+    error_of,
     error_of_text,
     restarted,
 )
+from .region_steps import has_repeats, load_rows, store_step
+from .ring import Place, Ring, aligned
 from .shared import SharedMemory
 from .wire import Message, decode, encode, field_bytes, varint
 
-# Payloads begin on cache lines; a completion record is 256 bytes, of which 24 are numbers.
-_ALIGN = 64
+T = TypeVar("T")
+
+# A completion record is 256 bytes, of which 24 are numbers.
 _RECORD_BYTES = 256
 _RECORD_TEXT = 24
 _QUERY_ERROR_BYTES = 128
@@ -60,61 +64,6 @@ _INLINE_BYTES_MAX = 512 << 10
 _ANSWER_BYTES = 256 << 10
 
 
-def _aligned(offset: int) -> int:
-    return (offset + _ALIGN - 1) & -_ALIGN
-
-
-@dataclass
-class _Place:
-    """Bytes that one call uses, record first."""
-
-    start: int
-    end: int
-    is_free: bool = False
-
-
-class _Ring:
-    """Places in the region, taken in turn and given back in any order."""
-
-    def __init__(self, memory: SharedMemory) -> None:
-        self._memory = memory
-        self._taken: deque[_Place] = deque()
-        # Of calls that nobody waits for any more: free once their record says that they ended.
-        self._given_up: list[_Place] = []
-
-    def take_place(self, size: int) -> _Place:
-        taken = self._taken
-        for place in self._given_up:
-            place.is_free = self._memory.words[place.start >> 2] != 0
-        if self._given_up:
-            self._given_up = [place for place in self._given_up if not place.is_free]
-        while taken and taken[0].is_free:
-            taken.popleft()
-        start = 0
-        if taken:
-            first, last = taken[0].start, taken[-1].end
-            start = last
-            if last <= first or last + size > self._memory.size:
-                # The free bytes are those before the first place.
-                start = last if last <= first else 0
-                if start + size > first:
-                    raise QueueFull(
-                        f"no room for {size} bytes in the region beside {len(taken)} calls under"
-                        " way: wait for their results, or connect with more region_bytes"
-                    )
-        if start + size > self._memory.size:
-            raise MessageTooLarge(
-                f"a call of {size} bytes does not fit the region of {self._memory.size}: ask for"
-                " less at once, or connect with more region_bytes"
-            )
-        place = _Place(start, start + size)
-        taken.append(place)
-        return place
-
-    def give_up(self, place: _Place) -> None:
-        self._given_up.append(place)
-
-
 class _AttendPlan:
     """Where the parts of an attend are, from the begin of its place on, and its messages: equal
     batches of different layers differ in one byte."""
@@ -126,10 +75,10 @@ class _AttendPlan:
         self.out_bytes = queries.rows * form.q_heads * form.head_dim_v * q.dtype.itemsize
         self.lse_bytes = queries.rows * form.q_heads * 4
         self.error_bytes = len(queries) * _QUERY_ERROR_BYTES if form.partial else 0
-        self.out_at = _RECORD_BYTES + _aligned(self.q_bytes)
-        self.lse_at = self.out_at + _aligned(self.out_bytes)
-        self.errors_at = self.lse_at + _aligned(self.lse_bytes)
-        self.size = self.errors_at + _aligned(self.error_bytes)
+        self.out_at = _RECORD_BYTES + aligned(self.q_bytes)
+        self.lse_at = self.out_at + aligned(self.out_bytes)
+        self.errors_at = self.lse_at + aligned(self.lse_bytes)
+        self.size = self.errors_at + aligned(self.error_bytes)
         # By the begin of the place.
         self.prefixes: dict[int, bytes] = {}
 
@@ -149,9 +98,13 @@ class _RegionAttend(PendingAttend):
 
     __slots__ = ("deadline", "place", "plan", "q", "region")
 
-    def __init__(self, region: Region, place: _Place, plan: _AttendPlan, q: Rows) -> None:
+    def __init__(self, region: Region, place: Place, plan: _AttendPlan, q: Rows) -> None:
         self.region, self.place, self.plan, self.q = region, place, plan, q
         self.deadline = time.monotonic() + region.timeout
+
+    def __del__(self) -> None:
+        if not self.place.is_free:
+            self.region.give_up(self.place)
 
     def result(self) -> Attended:
         region, plan, place = self.region, self.plan, self.place
@@ -176,9 +129,9 @@ class Region:
 
     def __init__(self, path: str, *, namespace: str | None, size: int, timeout: float) -> None:
         self.path, self.timeout = path, timeout
-        self._memory = SharedMemory(_aligned(size))
+        self._memory = SharedMemory(aligned(size))
         self.memory = self._memory.memory
-        self._ring = _Ring(self._memory)
+        self._ring = Ring(self._memory)
         self._lock = threading.Lock()
         self._timeout_field = b"\x10" + varint(int(timeout * 1e6))
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -212,6 +165,16 @@ class Region:
             raise error_of_text(answer.refused)
         self.boot_id: str = answer.boot_id
         self._socket.settimeout(None)
+        self.size = self._memory.size
+        self.has_steps = self._asks_steps()
+
+    def _asks_steps(self) -> bool:
+        """Whether the daemon has StoreStep and LoadStep."""
+        try:
+            self.call("LoadStep")
+        except KvdError as error:
+            return "is no rpc" not in error.message and "call" not in error.message
+        return True
 
     def _read_exactly(self, size: int) -> bytes:
         data = b""
@@ -226,6 +189,8 @@ class Region:
         self, form: AttendForm, layer: int, queries: Queries, q: Rows
     ) -> _RegionAttend:
         """Writes queries and sends an attend."""
+        if layer > _LAYER_MAX:
+            raise InvalidArgument(f"layer {layer} of at most {_LAYER_MAX + 1}")
         values = q.values
         plan = queries.prepared.get((form, values.dtype))
         if plan is None:
@@ -239,15 +204,30 @@ class Region:
         if prefix is None:
             prefix = plan.prefixes[start] = plan.encode(start, self._timeout_field)
         self._clear_record(start)
-        if layer > _LAYER_MAX:
-            raise InvalidArgument(f"layer {layer} of at most {_LAYER_MAX + 1}")
         self._send(prefix + bytes((layer,)))
         return _RegionAttend(self, place, plan, q)
 
+    def give_up(self, place: Place) -> None:
+        """Nobody waits for this call any more: its place is free once the daemon has ended it."""
+        with self._lock:
+            self._ring.give_up(place)
+
     def store(self, items: SequenceOf[StoreItem]) -> list[StoreAck]:
+        """Stores all ranges or none, where the daemon can; else as `store_each`."""
+        if len(items) > 1 and self.has_steps and not has_repeats(items):
+            return store_step(self, items)
+        return self.store_each(items)
+
+    def load(self, item: LoadItem) -> tuple[Array, Array]:
+        """Reads rows back."""
+        if not self.has_steps:
+            raise Unsupported(f"this daemon loads no rows through its region {self.path}")
+        return load_rows(self, item)
+
+    def store_each(self, items: SequenceOf[StoreItem]) -> list[StoreAck]:
         """Writes K and V and sends a store for each range; layers do not wait for one another."""
         acks: list[StoreAck] = []
-        pending: deque[tuple[StoreItem, _Place, float]] = deque()
+        pending: deque[tuple[StoreItem, Place, float]] = deque()
         busy: set[tuple[int, int]] = set()
 
         def end_one() -> None:
@@ -274,18 +254,17 @@ class Region:
             while pending:
                 end_one()
         except BaseException:
-            with self._lock:
-                for _, place, _ in pending:
-                    self._ring.give_up(place)
+            for _, place, _ in pending:
+                self.give_up(place)
             raise
         return acks
 
-    def _send_store(self, item: StoreItem) -> tuple[_Place, float]:
+    def _send_store(self, item: StoreItem) -> tuple[Place, float]:
         k, v = item.k.values, item.v.values
         k_at = _RECORD_BYTES
-        v_at = k_at + _aligned(k.nbytes)
+        v_at = k_at + aligned(k.nbytes)
         with self._lock:
-            place = self._ring.take_place(v_at + _aligned(v.nbytes))
+            place = self._ring.take_place(v_at + aligned(v.nbytes))
         memory, start = self._memory.memory, place.start
         np.copyto(np.ndarray(k.shape, k.dtype, memory, start + k_at), k)
         np.copyto(np.ndarray(v.shape, v.dtype, memory, start + v_at), v)
@@ -294,51 +273,61 @@ class Region:
         )
         return place, self._send_call(place, messages.STORE_TAG, request)
 
-    def load(self, item: LoadItem) -> tuple[Array, Array]:
-        """Not through a region."""
-        raise Unsupported(f"this daemon loads no rows through its region {self.path}")
-
     def call(self, rpc: str, **fields: Any) -> Message:
-        """Any unary rpc, or HoldSession: the session lives as long as the region.
-
-        Raises `Unsupported` where the daemon takes no such calls through a region.
-        """
-        request_schema, answer_schema = messages.UNARY[rpc]
-        request = encode(request_schema, fields)
-        in_memory = len(request) > _INLINE_BYTES_MAX
-        answer_at = _RECORD_BYTES + (_aligned(len(request)) if in_memory else 0)
+        """Any unary rpc, or HoldSession: the session lives as long as the region."""
         room = _ANSWER_BYTES
         while True:
-            with self._lock:
-                place = self._ring.take_place(answer_at + room)
-            start = place.start
-            if in_memory:
-                begin = start + _RECORD_BYTES
-                self._memory.memory[begin : begin + len(request)] = request
-                payload = _in_region(begin, len(request))
-            else:
-                payload = field_bytes(1, request)
-            call = field_bytes(1, rpc.encode()) + field_bytes(2, payload)
-            call += field_bytes(3, _slice(start + answer_at, room))
-            deadline = self._send_call(place, messages.CONTROL_TAG, call)
             try:
-                size = self.wait_call(place, deadline)[0]
+                return self.call_beside(rpc, 0, lambda _: fields, lambda _: None, room)[0]
             except MessageTooLarge:
                 # Only rpcs that change nothing have longer answers.
                 if room >= self._memory.size // 4:
                     raise
                 room *= 8
-                continue
-            begin = start + answer_at
-            answer = self._memory.memory[begin : begin + size]
+
+    def call_beside(
+        self,
+        rpc: str,
+        size: int,
+        fields_of: Callable[[int], dict[str, Any]],
+        read: Callable[[int], T],
+        room: int = _ANSWER_BYTES,
+    ) -> tuple[Message, T]:
+        """An rpc beside so many bytes of payload: `fields_of` puts them where it is told and makes
+        the request, `read` takes them from there once the answer has come."""
+        request_schema, answer_schema = messages.UNARY[rpc]
+        with self._lock:
+            place = self._ring.take_place(_RECORD_BYTES + aligned(size) + room)
+        try:
+            payload_at = place.start + _RECORD_BYTES
+            answer_at = payload_at + aligned(size)
+            request = encode(request_schema, fields_of(payload_at))
+            if len(request) <= _INLINE_BYTES_MAX:
+                payload = field_bytes(1, request)
+            elif len(request) <= room:
+                self.memory[answer_at : answer_at + len(request)] = request
+                payload = _in_region(answer_at, len(request))
+            else:
+                raise MessageTooLarge(
+                    f"a request of {len(request)} bytes does not fit {room} bytes of the region"
+                )
+            call = field_bytes(1, rpc.encode()) + field_bytes(2, payload)
+            call += field_bytes(3, _slice(answer_at, room))
+            deadline = self._send_call(place, messages.CONTROL_TAG, call)
+        except BaseException:
             place.is_free = True
-            return decode(answer_schema, answer)
+            raise
+        answered = self.wait_call(place, deadline, answer_at)[0]
+        answer = decode(answer_schema, self.memory[answer_at : answer_at + answered])
+        payload_read = read(payload_at)
+        place.is_free = True
+        return answer, payload_read
 
     def _clear_record(self, start: int) -> None:
         at = start >> 2
         self._memory.words[at : at + 6] = _EMPTY_RECORD
 
-    def _send_call(self, place: _Place, tag: bytes, call: bytes) -> float:
+    def _send_call(self, place: Place, tag: bytes, call: bytes) -> float:
         """Sends a RegionCall; the time at which its caller gives up."""
         self._clear_record(place.start)
         self._send(_frame(place.start, self._timeout_field, tag, call))
@@ -351,8 +340,11 @@ class Region:
         except OSError as error:
             raise self._why_lost(error) from error
 
-    def wait_call(self, place: _Place, deadline: float) -> tuple[int, int, int]:
-        """Sleeps until a call has ended; three numbers of its record."""
+    def wait_call(
+        self, place: Place, deadline: float, error_at: int | None = None
+    ) -> tuple[int, int, int]:
+        """Sleeps until a call has ended; three numbers of its record. `error_at` is where a refusal
+        is told in full."""
         memory, done = self._memory, place.start
         while True:
             state = memory.wait_word(done)
@@ -361,7 +353,7 @@ class Region:
                 words = memory.words
                 return words[at], words[at + 1], words[at + 2]
             if state == _REFUSED:
-                error = self._read_refusal(done)
+                error = self._read_refusal(done, error_at)
                 place.is_free = True
                 raise error
             if state:
@@ -372,17 +364,20 @@ class Region:
                 raise lost
             if time.monotonic() > deadline:
                 # Until the record says otherwise the place is the daemon's.
-                with self._lock:
-                    self._ring.give_up(place)
+                self.give_up(place)
                 raise DeadlineExceeded(f"no answer within {self.timeout} s")
 
-    def _read_refusal(self, done: int) -> KvdError:
-        _, size, retry_after_ms, id_boot = self._memory.words[done >> 2 : (done >> 2) + 4]
-        begin = done + _RECORD_TEXT
-        text = self._memory.memory[begin : begin + min(size, _RECORD_BYTES - _RECORD_TEXT)]
+    def _read_refusal(self, done: int, error_at: int | None) -> KvdError:
+        words = self._memory.words
+        _, size, retry_after_ms, id_boot, whole = words[done >> 2 : (done >> 2) + 5]
         if id_boot:
             return restarted(f"{id_boot:08x}", self.boot_id)
         retry_after = retry_after_ms / 1000 if retry_after_ms else None
+        if error_at is not None and whole:
+            error = decode(messages.CALL_ERROR, self.memory[error_at : error_at + whole])
+            return error_of(error.code, error.message, retry_after)
+        begin = done + _RECORD_TEXT
+        text = self.memory[begin : begin + min(size, _RECORD_BYTES - _RECORD_TEXT)]
         return error_of_text(text.decode("utf-8", "replace"), retry_after)
 
     def read_query_errors(self, start: int, queries: int) -> tuple[QueryError, ...]:

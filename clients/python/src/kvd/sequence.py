@@ -101,7 +101,7 @@ class Sequence:
         at = self.layer_lengths[layer] if start is None else start
         if at < 0:
             raise InvalidArgument(f"start = {at}")
-        return StoreItem(self.id, layer, at, rows[0], rows[1])
+        return StoreItem(model.id, self.id, layer, at, rows[0], rows[1])
 
     def store(self, layer: int, k: Any, v: Any, start: int | None = None) -> StoreAck:
         """Appends K [tokens, kv_heads, head_dim_k] (after RoPE) and V to a layer.
@@ -134,7 +134,7 @@ class Sequence:
             (geometry.kv_heads, geometry.head_dim_v),
         )
         kind = self.model.dtype if dtype is None else DType.of(dtype)
-        item = LoadItem(self.id, layer, start, end, kind, shapes)
+        item = LoadItem(self.model.id, self.id, layer, start, end, kind, shapes)
         link = self.check_boot()
         with link.watched():
             return link.load(item)
