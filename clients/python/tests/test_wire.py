@@ -95,6 +95,7 @@ def test_tags_of_region_calls_are_those_of_the_proto_file():
 
 class FakeSequence:
     wire_id, boot_id = b"\x08" + varint(2**63 + 5), "b"
+    wire_query = b"\x3a\x0d" + wire_id + b"\x10\x01"
 
 
 def test_attends_written_by_hand_are_the_schema():

@@ -8,6 +8,8 @@ with kvd.connect("/run/kvd/region.sock") as client:
     out, lse = kvd.merge(attended.out, attended.lse, own_out, own_lse)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .arrays import DType, bf16_to_f32, f32_to_bf16
 from .calls import Attended, Queries, Query, QueryError, StoreAck
 from .client import Client, SequenceInfo, ServerInfo, connect
@@ -45,9 +47,21 @@ from .errors import (
 from .merge import merge
 from .model import Geometry, Model
 from .sequence import Sequence, SequenceState, StoredBytes
-from .server import Server, serve
+
+if TYPE_CHECKING:
+    from .server import Server, serve
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what starts daemons when it is asked for: engines do not need it."""
+    if name in ("Server", "serve"):
+        from . import server  # noqa: PLC0415 (see above)
+
+        return getattr(server, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "Attended",

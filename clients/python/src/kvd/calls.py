@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _U32_MAX = 2**32 - 1
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Query:
     """What some query tokens of a batch may see of a sequence (contract 26).
 
@@ -62,25 +62,31 @@ def _u32(name: str, value: int) -> bytes:
 class Queries:
     """A batch, encoded once. The same one serves every layer of a step."""
 
-    __slots__ = ("boot_id", "encoded", "prepared", "queries", "rows")
+    __slots__ = ("boot_id", "count", "encoded", "prepared", "rows")
 
     def __init__(self, queries: Iterable[Query | Sequence]) -> None:
-        self.queries = tuple(q if isinstance(q, Query) else Query(q) for q in queries)
-        self.rows = sum(query.n_q for query in self.queries)
-        self.boot_id = self.queries[0].sequence.boot_id if self.queries else ""
-        for query in self.queries:
-            if query.sequence.boot_id != self.boot_id:
-                query.sequence.check_boot()
+        self.count, self.rows, self.boot_id = 0, 0, ""
         parts = []
-        for query in self.queries:
-            body = query.encode()
-            parts.append(b"\x3a" + varint(len(body)) + body)
+        for query in queries:
+            if isinstance(query, Query):
+                sequence, n_q = query.sequence, query.n_q
+                body = query.encode()
+                parts.append(b"\x3a" + varint(len(body)) + body)
+            else:
+                sequence, n_q = query, 1
+                parts.append(query.wire_query)
+            if not self.count:
+                self.boot_id = sequence.boot_id
+            elif sequence.boot_id != self.boot_id:
+                sequence.check_boot()
+            self.count += 1
+            self.rows += n_q
         self.encoded = b"".join(parts)
         # What a region has prepared for it, by form and precision.
         self.prepared: dict[Any, Any] = {}
 
     def __len__(self) -> int:
-        return len(self.queries)
+        return self.count
 
 
 @dataclass(frozen=True, eq=False)

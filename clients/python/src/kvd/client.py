@@ -6,21 +6,22 @@ A `Link` is one connection to one boot of the daemon; a `Client` has the link of
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .arrays import Array, DType
 from .calls import LoadItem, Payloads
 from .errors import Disconnected, InvalidArgument, KvdError, Restarted, UnknownSession, Unsupported
 from .model import Geometry, Model
 from .region import Region
-from .remote import Remote
 from .sequence import StoredBytes
 from .wire import Message
+
+if TYPE_CHECKING:
+    from .remote import Remote
 
 REGION_BYTES_DEFAULT = 64 << 20
 _own_pid = os.getpid
@@ -89,6 +90,8 @@ class Link:
         path = region_path(options.target)
         address = options.control if path else grpc_address(options.target)
         if address:
+            from .remote import Remote  # noqa: PLC0415 (only where there is a gRPC address)
+
             self._remote = Remote(
                 grpc_address(address), namespace=options.namespace, timeout=options.timeout
             )
@@ -130,7 +133,7 @@ class Link:
         return ServerInfo(**{name: getattr(answer, name) for name in ServerInfo.__annotations__})
 
     def _hold_session(self, boot_id: str, session_id: int) -> int:
-        name = self._options.session or f"python-{os.getpid()}-{secrets.token_hex(4)}"
+        name = self._options.session or f"python-{os.getpid()}-{os.urandom(4).hex()}"
         fields = {"ttl_ms": int(self._options.session_ttl * 1000)}
         way: Any = self._remote.hold_session if self._remote else self._hold_in_region
         if session_id and boot_id == self.boot_id:

@@ -56,13 +56,16 @@ class Sequence:
     It belongs to one boot of the daemon: after a restart every use raises `Restarted`.
     """
 
-    __slots__ = ("boot_id", "id", "layer_lengths", "model", "wire_id")
+    __slots__ = ("boot_id", "id", "layer_lengths", "model", "wire_id", "wire_query")
 
     def __init__(self, model: Model, identifier: int, boot_id: str, lengths: list[int]) -> None:
         self.model, self.id, self.boot_id = model, identifier, boot_id
         # As this client has stored them.
         self.layer_lengths = lengths
         self.wire_id = b"\x08" + varint(identifier)
+        # A whole query of one token that sees all.
+        body = self.wire_id + b"\x10\x01"
+        self.wire_query = b"\x3a" + varint(len(body)) + body
 
     def __repr__(self) -> str:
         return f"<kvd.Sequence {self.id:#x} of {self.model.name}, {self.length} tokens>"
