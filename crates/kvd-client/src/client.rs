@@ -9,8 +9,9 @@ use crate::{ModelDescription, SequenceDescription, ServerInfo, Stats};
 use bytes::{Bytes, BytesMut};
 use kvd_core::{ErrorCode, LayerIndex, ModelId, Namespace, SequenceId};
 use kvd_proto::domain::{
-    AttendBatch, Attended, ForkedSequence, LoadRange, ModelSpec, RegisteredModel, SampledQueries,
-    SequenceFork, SequenceTruncation, StoreAck, StoreChunk,
+    AttendBatch, Attended, ForkedSequence, LoadRange, LoadStep, LoadedStep, ModelSpec,
+    RegisteredModel, SampledQueries, SequenceFork, SequenceTruncation, StoreAck, StoreChunk,
+    StoreStep, StoredPart,
 };
 use kvd_proto::{NAMESPACE_KEY, STREAM_ERRORS_KEY, STREAM_ERRORS_PER_MESSAGE, v1};
 use prost::Message;
@@ -305,6 +306,25 @@ impl Client {
             self.unary_request(v1::SampleQueriesRequest { model_id: model.0, layer: layer.0 });
         let response = self.call_rpc(self.rpc.clone().sample_queries(request)).await?;
         SampledQueries::try_from(response).map_err(|error| ClientError::invalid_reply(&error))
+    }
+
+    /// Stores many layers at once, all or nothing; rows are in the step's memory.
+    ///
+    /// # Errors
+    /// As [`Client::store_chunk`], with the part and the layer.
+    pub async fn store_step(&self, step: StoreStep) -> Result<Vec<StoredPart>, ClientError> {
+        let request = self.sized_request(step.into())?;
+        let response = self.call_rpc(self.rpc.clone().store_step(request)).await?;
+        Ok(response.parts.into_iter().map(StoredPart::from).collect())
+    }
+
+    /// Decodes many layers at once, into memory that the answer carries.
+    ///
+    /// # Errors
+    /// Layouts that do not fit, or as every call; parts fail alone in [`LoadedStep::errors`].
+    pub async fn load_step(&self, step: LoadStep) -> Result<LoadedStep, ClientError> {
+        let request = self.sized_request(step.into())?;
+        Ok(self.call_rpc(self.rpc.clone().load_step(request)).await?.into())
     }
 
     /// Counts and bytes that the daemon holds.

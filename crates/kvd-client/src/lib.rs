@@ -85,9 +85,10 @@ pub use kvd_core::{
     SequenceId, SessionId,
 };
 pub use kvd_proto::domain::{
-    AttendBatch, AttendQuery, Attended, CallError, ForkedSequence, LoadPiece, LoadRange, ModelSpec,
-    QueryError, RegisteredModel, SampledQueries, SequenceFilter, SequenceFork, StoreAck,
-    StoreChunk,
+    AttendBatch, AttendQuery, Attended, CallError, ForkedSequence, LoadPiece, LoadRange, LoadStep,
+    LoadedStep, ModelSpec, PartError, QueryError, RegisteredModel, RowLayout, RowTable,
+    SampledQueries, SequenceFilter, SequenceFork, StepPart, StoreAck, StoreChunk, StoreStep,
+    StoredPart,
 };
 pub use kvd_proto::v1::{
     DescribeModelResponse as ModelDescription, DescribeSequenceResponse as SequenceDescription,

@@ -6,8 +6,9 @@ use crate::session::SessionOptions;
 use crate::{SequenceDescription, ServerInfo};
 use kvd_core::{ErrorCode, ModelId, SequenceId, SessionId};
 use kvd_proto::domain::{
-    CallError, ForkedSequence, HoldTarget, ModelSpec, RegisteredModel, SequenceFork,
-    SequenceTruncation, SessionHold, inline_payload,
+    CallError, ForkedSequence, HoldTarget, LoadStep, LoadedStep, ModelSpec, PartError,
+    RegisteredModel, SequenceFork, SequenceTruncation, SessionHold, StoreStep, StoredPart,
+    inline_payload,
 };
 use kvd_proto::v1;
 use kvd_shm::CallOutcome;
@@ -170,6 +171,26 @@ impl ControlCalls<'_> {
     ) -> Result<SequenceDescription, ClientError> {
         let request = v1::DescribeSequenceRequest { sequence_id: sequence.0 };
         self.call_rpc("DescribeSequence", &request)
+    }
+
+    /// Stores many layers at once, all or nothing, from rows in the region's memory.
+    ///
+    /// # Errors
+    /// As [`ControlCalls::call_rpc`].
+    pub fn store_step(&self, step: StoreStep) -> Result<Vec<StoredPart>, ClientError> {
+        let request = v1::StoreStepRequest::from(step);
+        let response: v1::StoreStepResponse = self.call_rpc("StoreStep", &request)?;
+        Ok(response.parts.into_iter().map(StoredPart::from).collect())
+    }
+
+    /// Decodes many layers at once to the region's memory; which parts were not there.
+    ///
+    /// # Errors
+    /// As [`ControlCalls::call_rpc`].
+    pub fn load_step(&self, step: LoadStep) -> Result<Vec<PartError>, ClientError> {
+        let request = v1::LoadStepRequest::from(step);
+        let response: v1::LoadStepResponse = self.call_rpc("LoadStep", &request)?;
+        Ok(LoadedStep::from(response).errors)
     }
 
     /// Holds a new session until the region's end.

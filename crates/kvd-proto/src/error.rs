@@ -50,6 +50,14 @@ pub enum RequestError {
         /// The two sizes that do not agree.
         reason: String,
     },
+    /// One part of a step is refused.
+    #[error("parts[{index}].{error}")]
+    Part {
+        /// Position in `parts`.
+        index: usize,
+        /// The refusal, with its field counted from the part.
+        error: Box<RequestError>,
+    },
     /// One query of a batch is refused.
     #[error("queries[{index}].{error}")]
     Query {
@@ -64,6 +72,12 @@ impl RequestError {
     pub(crate) fn invalid_field(field: &'static str, reason: impl Into<String>) -> Self {
         Self::Invalid { field, reason: reason.into() }
     }
+
+    /// This refusal, as one of a part of a step.
+    #[must_use]
+    pub fn in_part(self, index: usize) -> Self {
+        Self::Part { index, error: Box::new(self) }
+    }
 }
 
 impl Coded for RequestError {
@@ -72,7 +86,7 @@ impl Coded for RequestError {
             Self::Missing { .. } | Self::Invalid { .. } => ErrorCode::InvalidArgument,
             Self::OverLimit { .. } => ErrorCode::LimitExceeded,
             Self::PayloadLength { .. } | Self::ShapeMismatch { .. } => ErrorCode::ShapeMismatch,
-            Self::Query { error, .. } => error.code(),
+            Self::Query { error, .. } | Self::Part { error, .. } => error.code(),
         }
     }
 }

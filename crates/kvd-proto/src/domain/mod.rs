@@ -12,6 +12,7 @@ mod payload;
 mod queries;
 mod sequence;
 mod session;
+mod step;
 mod store;
 
 pub use attend::{AttendBatch, AttendQuery, Attended, QueryError};
@@ -22,4 +23,7 @@ pub use payload::inline_payload;
 pub use queries::SampledQueries;
 pub use sequence::{ForkedSequence, SequenceFork, SequenceTruncation};
 pub use session::{HoldTarget, SequenceFilter, SessionHold, session_from_wire};
+pub use step::{
+    LoadStep, LoadedStep, PartError, RowLayout, RowTable, StepPart, StoreStep, StoredPart,
+};
 pub use store::{StoreAck, StoreChunk};

@@ -702,7 +702,7 @@ pub struct RegionAttend {
 /// Any unary rpc of the service, and HoldSession, in the region's namespace: a worker needs no gRPC.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct RegionControl {
-    /// Name of the rpc: "OpenSequence", "GetStats", …
+    /// Name of the rpc: "OpenSequence", "StoreStep", …
     #[prost(string, tag = "1")]
     pub method: ::prost::alloc::string::String,
     /// Its request message, encoded: inline, or in the memory file where it does not fit the 1 MiB of a
@@ -714,6 +714,120 @@ pub struct RegionControl {
     /// one is MESSAGE_TOO_LARGE, which says how much room it needs.
     #[prost(message, optional, tag = "3")]
     pub answer: ::core::option::Option<RegionSlice>,
+}
+/// Where rows are: head_dim values each, dense within a row, and from one row to the next by strides in
+/// bytes, of which 0 stands for dense rows. Offsets count in the region's memory file, whatever memory
+/// other payloads are in; by gRPC in the bytes of the message. The row of token t of the part, head h and
+/// layer l (each counted from 0) is at
+///    offset + l * layer_stride + h * head_stride + t * token_stride
+/// and with blocks, where i = first_row + t, at
+///    offset + l * layer_stride + blocks\[i / block_tokens\] * block_stride
+///           + (i % block_tokens) * token_stride + h * head_stride
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Rows {
+    #[prost(uint64, tag = "1")]
+    pub offset: u64,
+    /// 0: as many bytes as a row has.
+    #[prost(uint64, tag = "2")]
+    pub head_stride: u64,
+    /// 0: kv_heads * head_stride.
+    #[prost(uint64, tag = "3")]
+    pub token_stride: u64,
+    /// 0: tokens * token_stride. With blocks and more than one layer it must be given.
+    #[prost(uint64, tag = "4")]
+    pub layer_stride: u64,
+    /// Tokens of a block of the engine's cache; 0: rows are not in blocks.
+    #[prost(uint32, tag = "5")]
+    pub block_tokens: u32,
+    /// 0: block_tokens * token_stride.
+    #[prost(uint64, tag = "6")]
+    pub block_stride: u64,
+    /// Numbers of the engine's blocks, in the order of tokens; as many as the tokens take.
+    #[prost(uint32, repeated, tag = "7")]
+    pub blocks: ::prost::alloc::vec::Vec<u32>,
+    /// Row of the first block where the first token is.
+    #[prost(uint32, tag = "8")]
+    pub first_row: u32,
+}
+/// Tokens of consecutive layers of one sequence.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct StepPart {
+    #[prost(uint64, tag = "1")]
+    pub sequence_id: u64,
+    /// First token, the same on all of these layers.
+    #[prost(uint32, tag = "2")]
+    pub start: u32,
+    #[prost(uint32, tag = "3")]
+    pub tokens: u32,
+    #[prost(uint32, tag = "4")]
+    pub first_layer: u32,
+    /// 0: all from first_layer on.
+    #[prost(uint32, tag = "5")]
+    pub layers: u32,
+    #[prost(message, optional, tag = "6")]
+    pub k: ::core::option::Option<Rows>,
+    #[prost(message, optional, tag = "7")]
+    pub v: ::core::option::Option<Rows>,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct StoreStepRequest {
+    #[prost(uint64, tag = "1")]
+    pub model_id: u64,
+    /// 1 to 4096. No two of them may have a layer of a sequence in common.
+    #[prost(message, repeated, tag = "2")]
+    pub parts: ::prost::alloc::vec::Vec<StepPart>,
+    /// By gRPC: the memory in which rows are. Through a region: empty. Values are of the model's dtype.
+    #[prost(bytes = "bytes", tag = "3")]
+    pub memory: ::prost::bytes::Bytes,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct StoreStepResponse {
+    /// In the order of the parts.
+    #[prost(message, repeated, tag = "1")]
+    pub parts: ::prost::alloc::vec::Vec<StoredPart>,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct StoredPart {
+    /// Tokens that all of the part's layers have now.
+    #[prost(uint32, tag = "1")]
+    pub length: u32,
+    /// All of it had been stored before.
+    #[prost(bool, tag = "2")]
+    pub replayed: bool,
+    /// Blocks that left windows and were encoded, over all of the part's layers.
+    #[prost(uint32, tag = "3")]
+    pub packed_blocks: u32,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct LoadStepRequest {
+    #[prost(uint64, tag = "1")]
+    pub model_id: u64,
+    /// 1 to 4096. Rows of the step may not meet in memory.
+    #[prost(message, repeated, tag = "2")]
+    pub parts: ::prost::alloc::vec::Vec<StepPart>,
+    /// Of the rows; unspecified means the model's.
+    #[prost(enumeration = "DType", tag = "3")]
+    pub dtype: i32,
+    /// By gRPC: bytes of the answer's memory. Through a region: 0.
+    #[prost(uint64, tag = "4")]
+    pub memory_bytes: u64,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct LoadStepResponse {
+    /// Parts whose rows are not there, in order: what was written to their places means nothing.
+    #[prost(message, repeated, tag = "1")]
+    pub errors: ::prost::alloc::vec::Vec<PartError>,
+    /// By gRPC: the memory in which rows are, zeros elsewhere.
+    #[prost(bytes = "bytes", tag = "2")]
+    pub memory: ::prost::bytes::Bytes,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct PartError {
+    /// Position in the request's parts.
+    #[prost(uint32, tag = "1")]
+    pub part: u32,
+    #[prost(message, optional, tag = "2")]
+    pub error: ::core::option::Option<CallError>,
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
@@ -1347,6 +1461,52 @@ pub mod kvd_client {
             req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "GetStats"));
             self.inner.unary(req, path, codec).await
         }
+        /// Appends K and V of many layers, of one or more sequences: all of it, or nothing. Rows may lie as
+        /// an engine keeps them, strided or in blocks.
+        pub async fn store_step(
+            &mut self,
+            request: impl tonic::IntoRequest<super::StoreStepRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::StoreStepResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/kvd.v1.Kvd/StoreStep");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "StoreStep"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Decodes stored tokens of many layers back to rows, to where an engine keeps them. A part that
+        /// cannot be read is named in the answer, and the others are there.
+        pub async fn load_step(
+            &mut self,
+            request: impl tonic::IntoRequest<super::LoadStepRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::LoadStepResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/kvd.v1.Kvd/LoadStep");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "LoadStep"));
+            self.inner.unary(req, path, codec).await
+        }
     }
 }
 /// Generated server implementations.
@@ -1543,6 +1703,24 @@ pub mod kvd_server {
             request: tonic::Request<super::GetStatsRequest>,
         ) -> std::result::Result<
             tonic::Response<super::GetStatsResponse>,
+            tonic::Status,
+        >;
+        /// Appends K and V of many layers, of one or more sequences: all of it, or nothing. Rows may lie as
+        /// an engine keeps them, strided or in blocks.
+        async fn store_step(
+            &self,
+            request: tonic::Request<super::StoreStepRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::StoreStepResponse>,
+            tonic::Status,
+        >;
+        /// Decodes stored tokens of many layers back to rows, to where an engine keeps them. A part that
+        /// cannot be read is named in the answer, and the others are there.
+        async fn load_step(
+            &self,
+            request: tonic::Request<super::LoadStepRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::LoadStepResponse>,
             tonic::Status,
         >;
     }
@@ -2487,6 +2665,92 @@ pub mod kvd_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = GetStatsSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/StoreStep" => {
+                    #[allow(non_camel_case_types)]
+                    struct StoreStepSvc<T: Kvd>(pub Arc<T>);
+                    impl<T: Kvd> tonic::server::UnaryService<super::StoreStepRequest>
+                    for StoreStepSvc<T> {
+                        type Response = super::StoreStepResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::StoreStepRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::store_step(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = StoreStepSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/LoadStep" => {
+                    #[allow(non_camel_case_types)]
+                    struct LoadStepSvc<T: Kvd>(pub Arc<T>);
+                    impl<T: Kvd> tonic::server::UnaryService<super::LoadStepRequest>
+                    for LoadStepSvc<T> {
+                        type Response = super::LoadStepResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::LoadStepRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::load_step(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = LoadStepSvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(

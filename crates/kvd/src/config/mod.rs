@@ -111,6 +111,8 @@ pub struct Config {
     pub attend_parts_max: u64,
     /// Scores that one attend computes.
     pub attend_work_max: u64,
+    /// Rows of heads, tokens, layers and sides of one step.
+    pub step_rows_max: u64,
     /// Fewest tokens of a page under a codec with an entropy coder; others that quantize take half.
     pub page_tokens_min: u32,
     /// Who may use the daemon.
@@ -182,6 +184,7 @@ impl Config {
     fn validate_raw(raw: &RawConfig) -> Result<Self, ConfigError> {
         let (server, limits, device) = (&raw.server, &raw.limits, &raw.device);
         let calibration_bytes = limits.calibration_bytes_max;
+        let (interval, timeout) = (server.keepalive_interval_ms, server.keepalive_timeout_ms);
         let config = Self {
             listen_tcp: parse_address("server.listen_tcp", &server.listen_tcp)?,
             listen_unix: socket_path(&server.listen_unix),
@@ -198,14 +201,8 @@ impl Config {
                 "server.connection_window_bytes",
                 server.connection_window_bytes,
             )?,
-            keepalive_interval: to_millis(
-                "server.keepalive_interval_ms",
-                server.keepalive_interval_ms,
-            )?,
-            keepalive_timeout: to_millis(
-                "server.keepalive_timeout_ms",
-                server.keepalive_timeout_ms,
-            )?,
+            keepalive_interval: to_millis("server.keepalive_interval_ms", interval)?,
+            keepalive_timeout: to_millis("server.keepalive_timeout_ms", timeout)?,
             streams_per_connection_max: at_least(
                 "server.streams_per_connection_max",
                 server.streams_per_connection_max,
@@ -240,6 +237,7 @@ impl Config {
             region_bytes_max: to_size("limits.region_bytes_max", limits.region_bytes_max)? as u64,
             attend_parts_max: at_least("limits.attend_parts_max", limits.attend_parts_max, 1)?,
             attend_work_max: at_least("limits.attend_work_max", limits.attend_work_max, 1)?,
+            step_rows_max: at_least("limits.step_rows_max", limits.step_rows_max, 1)?,
             page_tokens_min: page_tokens("limits.page_tokens_min", limits.page_tokens_min)?,
             namespaces: parse_namespaces(&raw.namespaces.allowed)?,
             weights: parse_weights(&raw.namespaces.weights)?,

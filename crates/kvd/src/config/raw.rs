@@ -120,6 +120,7 @@ pub struct LimitSettings {
     pub region_bytes_max: SizeSetting,
     pub attend_parts_max: u64,
     pub attend_work_max: u64,
+    pub step_rows_max: u64,
     pub page_tokens_min: u32,
 }
 

@@ -101,6 +101,7 @@ fn errors_name_the_key() {
         ("[limits]\ninflight_bytes_max = \"128 MiB\"\n", "limits.inflight_bytes_max"),
         ("[limits]\nattend_parts_max = 0\n", "limits.attend_parts_max"),
         ("[limits]\nattend_work_max = 0\n", "limits.attend_work_max"),
+        ("[limits]\nstep_rows_max = 0\n", "limits.step_rows_max"),
         ("[limits]\nsequence_layers_max = 0\n", "limits.sequence_layers_max"),
         ("[limits]\nsequence_views_max = 0\n", "limits.sequence_views_max"),
     ];

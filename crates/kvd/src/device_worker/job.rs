@@ -3,8 +3,8 @@
 use crate::scheduler::JobKind;
 use crate::service::ServiceError;
 use crate::service::jobs::{
-    AttendInPlace, AttendJob, CloseRegion, LoadJob, OpenRegion, ReadRegion, RegisterJob,
-    StoreInPlace, StoreJob, UnregisterJob, WriteRegion,
+    AttendInPlace, AttendJob, CloseRegion, LoadJob, LoadStepJob, OpenRegion, ReadRegion,
+    RegisterJob, StoreInPlace, StoreJob, StoreStepJob, UnregisterJob, WriteRegion,
 };
 use kvd_compute::{Backend, Stop};
 use std::any::Any;
@@ -106,7 +106,9 @@ jobs! {
     AttendInPlace: AttendInPlace;
     Store: StoreJob;
     StoreInPlace: StoreInPlace;
+    StoreStep: StoreStepJob;
     Load: LoadJob;
+    LoadStep: LoadStepJob;
     OpenRegion: OpenRegion;
     CloseRegion: CloseRegion;
     ReadRegion: ReadRegion;

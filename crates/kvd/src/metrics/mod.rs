@@ -37,7 +37,7 @@ pub const ALERT_CODES: [ErrorCode; 5] = [
 ];
 
 /// Names of calls in labels: those of the service, and those of regions.
-pub const RPCS: [&str; 23] = [
+pub const RPCS: [&str; 25] = [
     "GetServerInfo",
     "RegisterModel",
     "DescribeModel",
@@ -58,6 +58,8 @@ pub const RPCS: [&str; 23] = [
     "LoadBlocks",
     "SampleQueries",
     "GetStats",
+    "StoreStep",
+    "LoadStep",
     "AttendRegion",
     "StoreRegion",
     "ControlRegion",

@@ -1,6 +1,6 @@
 //! The one error that leaves the service: a code to branch on and a sentence to read.
 
-use kvd_core::{Coded, ErrorCode};
+use kvd_core::{Coded, ErrorCode, LayerIndex};
 use kvd_proto::StaleId;
 use std::fmt;
 use std::time::Duration;
@@ -42,6 +42,18 @@ impl ServiceError {
     #[must_use]
     pub(super) fn in_query(self, index: u32) -> Self {
         Self { message: format!("queries[{index}]: {}", self.message), ..self }
+    }
+
+    /// This error, saying which part of a step it is about.
+    #[must_use]
+    pub(super) fn in_part(self, index: usize) -> Self {
+        Self { message: format!("parts[{index}]: {}", self.message), ..self }
+    }
+
+    /// This error, saying which layer it is about.
+    #[must_use]
+    pub(super) fn in_layer(self, layer: LayerIndex) -> Self {
+        Self { message: format!("layer {layer}: {}", self.message), ..self }
     }
 
     /// The code to branch on.

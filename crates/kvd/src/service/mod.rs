@@ -22,6 +22,7 @@ mod sequence;
 mod session;
 mod session_table;
 mod stats;
+mod step;
 mod store;
 #[cfg(test)]
 mod tests;
@@ -39,6 +40,7 @@ pub use session::SequencePage;
 pub use session_table::{SessionDescription, SessionLease};
 pub(crate) use stats::DevicePool;
 pub use stats::{ModelStats, PoolStats};
+pub(crate) use step::{LoadedStep, RefusedPart};
 pub use store::StoreReply;
 
 use crate::config::Config;

@@ -8,7 +8,9 @@ use crate::scheduler::JobKind;
 use kvd_compute::{Backend, IncomingRows, RegionRows, StagedRows, Stop, content_hash};
 use kvd_core::{Coded, ErrorCode, Namespace, SequenceId};
 use kvd_proto::domain::StoreChunk;
-use kvd_store::{AppendClaim, AppendTicket, ArenaPool, BegunAppend, SequenceStore, StoreError};
+use kvd_store::{
+    AppendClaim, AppendTicket, ArenaPool, BegunAppend, PackedPages, SequenceStore, StoreError,
+};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -32,7 +34,7 @@ struct AdmittedStore<'a> {
 }
 
 /// Where the rows of a store are.
-enum StoreRows {
+pub(super) enum StoreRows {
     Host(IncomingRows),
     Staged(StagedRows),
 }
@@ -89,7 +91,7 @@ impl Service {
     }
 
     /// Tells of blocks of a model that a store found no room for.
-    fn tell_deferred(&self, model: &RegisteredModel) {
+    pub(super) fn tell_deferred(&self, model: &RegisteredModel) {
         if model.deferred_blocks.load(Ordering::Relaxed) > 0 {
             let blocks = model.deferred_blocks.swap(0, Ordering::Relaxed);
             self.warn_of_deferred(model, blocks, Instant::now());
@@ -309,6 +311,22 @@ fn execute_store(
     ticket: AppendTicket,
     rows: &StoreRows,
 ) -> Result<StoreReply, ServiceError> {
+    let packed = fill_ticket(backend, pool, model, &ticket, rows)?;
+    // Placing pages has no answer of its own: what a failed device holds is never published.
+    if let Some(reason) = backend.failure() {
+        return Err(ServiceError::new(ErrorCode::DeviceFailed, reason));
+    }
+    Ok(publish_ticket(model, ticket, packed))
+}
+
+/// Writes the rows of a ticket and encodes its blocks: all but what makes them visible.
+pub(super) fn fill_ticket(
+    backend: &mut dyn Backend,
+    pool: &Arc<ArenaPool>,
+    model: &RegisteredModel,
+    ticket: &AppendTicket,
+    rows: &StoreRows,
+) -> Result<Vec<Option<PackedPages>>, ServiceError> {
     let id = model.shape.id;
     match rows {
         StoreRows::Host(rows) => backend.check(id, rows)?,
@@ -335,16 +353,20 @@ fn execute_store(
             backend.write_staged(staged, &writes)?;
         }
     }
-    let packed = BlockPacker { backend, pool, model, ticket: &ticket }.pack_blocks()?;
+    BlockPacker { backend, pool, model, ticket }.pack_blocks()
+}
+
+/// Makes what a ticket stores visible.
+pub(super) fn publish_ticket(
+    model: &RegisteredModel,
+    ticket: AppendTicket,
+    packed: Vec<Option<PackedPages>>,
+) -> StoreReply {
     let packed_blocks = packed.iter().flatten().count() as u32;
-    // Placing pages has no answer of its own: what a failed device holds is never published.
-    if let Some(reason) = backend.failure() {
-        return Err(ServiceError::new(ErrorCode::DeviceFailed, reason));
-    }
     let stored_tokens = ticket.tokens();
     let length = ticket.commit(packed);
     model.metrics.stored_layer_tokens.increment(u64::from(stored_tokens));
     let bytes = u64::from(stored_tokens) * model.shape.geometry.token_bytes();
     model.metrics.stored_logical_bytes.increment(bytes);
-    Ok(StoreReply { length, replayed: false, packed_blocks })
+    StoreReply { length, replayed: false, packed_blocks }
 }

@@ -1,7 +1,8 @@
 //! From the service's answers to messages.
 
 use crate::service::{
-    AttendReply, DevicePool, LoadPiece, ModelStats, RefusedQuery, RegisteredModel, StoreReply,
+    AttendReply, DevicePool, LoadPiece, ModelStats, RefusedQuery, RegisteredModel, ServiceError,
+    StoreReply,
 };
 use kvd_core::LayerIndex;
 use kvd_proto::domain::CallError;
@@ -86,13 +87,18 @@ pub(super) fn not_stored(layer: LayerIndex, error: CallError) -> v1::StoreBlocks
     v1::StoreBlocksResponse { layer: layer.0, error: Some(error.into()), ..Default::default() }
 }
 
+/// The error of a part of a request that fails alone.
+pub(super) fn call_error(error: &ServiceError) -> CallError {
+    CallError {
+        stale: error.stale_id().cloned(),
+        ..CallError::new(error.code(), error.to_string())
+    }
+}
+
 pub(super) fn attend_response(reply: AttendReply) -> v1::AttendResponse {
     let query_error = |RefusedQuery { index, error }| domain::QueryError {
         query: index,
-        error: CallError {
-            stale: error.stale_id().cloned(),
-            ..CallError::new(error.code(), error.to_string())
-        },
+        error: call_error(&error),
     };
     domain::Attended {
         out: reply.out.into(),

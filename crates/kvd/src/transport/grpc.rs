@@ -4,6 +4,7 @@ use super::call::{find_meter, read_call};
 use super::convert;
 use super::measure::{measure_answer, refuse_call};
 use super::session::{hold_stream, peer_name, sequence_page, session_list};
+use super::step;
 use super::stream::{
     self, AnswerStream, OpenedStream, ReplyStream, StreamAnswer, StreamKind, StreamState,
 };
@@ -381,6 +382,33 @@ impl Kvd for GrpcService {
                 pools: self.service.device_pools().map(convert::pool_stats).collect(),
                 models,
             })
+        })
+        .await
+    }
+
+    async fn store_step(
+        &self,
+        request: Request<v1::StoreStepRequest>,
+    ) -> Result<Response<v1::StoreStepResponse>, Status> {
+        let (caller, region) = (read_call(&request), step::region_of(request.extensions()));
+        let message = request.into_inner();
+        self.answer_rpc("StoreStep", caller, async |call| {
+            let stored = self.service.store_step(call, to_domain(message)?, region).await?;
+            Ok(step::stored_response(stored))
+        })
+        .await
+    }
+
+    async fn load_step(
+        &self,
+        request: Request<v1::LoadStepRequest>,
+    ) -> Result<Response<v1::LoadStepResponse>, Status> {
+        let (caller, region) = (read_call(&request), step::region_of(request.extensions()));
+        let (meter, message) = (find_meter(&request), request.into_inner());
+        self.answer_rpc("LoadStep", caller, async |call| {
+            let mut loaded = self.service.load_step(call, to_domain(message)?, region).await?;
+            meter.hold_answer(loaded.held.take());
+            Ok(step::loaded_response(loaded))
         })
         .await
     }

@@ -15,6 +15,7 @@ mod region;
 mod server;
 mod session;
 mod socket;
+mod step;
 mod stream;
 
 pub use connection::ServerPhase;

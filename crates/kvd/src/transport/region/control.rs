@@ -210,6 +210,8 @@ async fn ask_routes(
     let namespace = namespace.map_err(|error| Status::internal(error.to_string()))?;
     request.metadata_mut().insert(NAMESPACE_KEY, namespace);
     request.extensions_mut().insert(region.owner.clone());
+    // Rows of steps are there.
+    request.extensions_mut().insert(region.memory.clone());
     if let Some(deadline) = caller.deadline {
         request.set_timeout(deadline.saturating_duration_since(Instant::now()));
     }
