@@ -83,10 +83,7 @@ def main():
     rng = np.random.default_rng(1)
     layers, q_heads, kv_heads, dim, context = 1, 4, 2, 128, 1024
     with kvd.serve(pool="1 GiB", settings={"device.threads": 1}) as server:
-        try:
-            client = server.connect()
-        except kvd.Unsupported:
-            client = server.connect(control=server.unix)
+        client = server.connect()
         model = client.model(
             "bench", kvd.Geometry(layers, kv_heads, dim), dtype="f16", codec=options.codec
         )

@@ -54,10 +54,7 @@ def main():
         "kivi-4, all": {"codec": "kivi-4", "mode": "all"},
     }
     with kvd.serve(pool="1 GiB", settings={"device.threads": 1}) as server:
-        try:
-            client = server.connect()
-        except kvd.Unsupported:
-            client = server.connect(control=server.unix)
+        client = server.connect()
         print(f"{client.info().device}, torch {torch.__version__}, transformers", end=" ")
         print(f"{transformers.__version__}, load {os.getloadavg()[0]:.1f}")
         for batch in (1, 3):

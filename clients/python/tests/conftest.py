@@ -17,7 +17,7 @@ def server():
 @pytest.fixture(params=["region", "grpc"])
 def client(server, request):
     if request.param == "region":
-        with connect(server) as connected:
+        with server.connect() as connected:
             yield connected
     else:
         pytest.importorskip("grpc")
@@ -27,7 +27,7 @@ def client(server, request):
 
 @pytest.fixture
 def region_client(server):
-    with connect(server) as connected:
+    with server.connect() as connected:
         yield connected
 
 
@@ -36,11 +36,3 @@ def rng(request):
     seed = abs(hash(request.node.name)) % 2**32
     print(f"seed {seed}")
     return np.random.default_rng(seed)
-
-
-def connect(server, **options):
-    """By the region alone, where the daemon takes control calls there."""
-    try:
-        return server.connect(**options)
-    except kvd.Unsupported:
-        return server.connect(control=server.unix, **options)

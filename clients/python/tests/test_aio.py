@@ -11,11 +11,7 @@ import kvd.aio
 
 def test_calls_run_beside_one_another(server):
     async def use():
-        try:
-            client = await kvd.aio.connect(server.region)
-        except kvd.Unsupported:
-            client = await kvd.aio.connect(server.region, control=server.unix)
-        async with client:
+        async with await kvd.aio.connect(server.region) as client:
             model = await client.model("aio", kvd.Geometry(1, 2, 64), dtype="f32", codec="raw")
 
             async def one(value):

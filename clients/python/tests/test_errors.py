@@ -109,9 +109,7 @@ def test_a_bad_query_fails_alone_where_that_is_asked_for(model, sequence):
 
 def test_a_full_pool_says_when_to_try_again(server):
     with kvd.serve(pool="2 MiB", settings={"device.threads": 1}) as small:
-        from conftest import connect
-
-        with connect(small) as client:
+        with small.connect() as client:
             model = client.model("full", kvd.Geometry(1, 8, 128), dtype="f32", codec="raw")
             sequence = model.open()
             with pytest.raises(kvd.PoolFull) as raised:
@@ -122,11 +120,29 @@ def test_a_full_pool_says_when_to_try_again(server):
             sequence.store(0, rows(64, 8, 128), rows(64, 8, 128))
 
 
-def test_names_of_namespaces_are_checked(server):
-    from conftest import connect
+def test_a_step_that_finds_no_room_leaves_all_layers_even():
+    with kvd.serve(pool="2 MiB", settings={"device.threads": 1}) as small:
+        with small.connect() as client:
+            model = client.model("step", kvd.Geometry(4, 8, 128), dtype="f32", codec="raw")
+            sequence, tokens = model.open(), rows(64, 8, 128)
+            acks = sequence.store_layers([tokens[:50]] * 4, [tokens[:50]] * 4)
+            assert [(ack.layer, ack.length) for ack in acks] == [(n, 50) for n in range(4)]
+            for bad in (kvd.PoolFull, kvd.PoolFull):
+                with pytest.raises(bad):
+                    for _ in range(8):
+                        sequence.store_layers([tokens] * 4, [tokens] * 4)
+                lengths = sequence.describe().layer_lengths
+                assert len(set(lengths)) == 1 and lengths[0] >= 50
+            spoilt = [tokens, tokens, tokens * np.nan, tokens]
+            sequence.truncate(10)
+            with pytest.raises(kvd.NonFinite):
+                sequence.store_layers(spoilt, [tokens] * 4)
+            assert sequence.describe().layer_lengths == (10,) * 4
 
+
+def test_names_of_namespaces_are_checked(server):
     with pytest.raises(kvd.NamespaceDenied):
-        connect(server, namespace="strangers")
+        server.connect(namespace="strangers")
 
 
 @pytest.mark.parametrize("target", ["nonsense", "localhost", "localhost:", ":1", ""])

@@ -11,13 +11,21 @@ import time
 
 import numpy as np
 import pytest
-from conftest import SETTINGS, connect
+from conftest import SETTINGS
 
 import kvd
 
 GEOMETRY = kvd.Geometry(1, 2, 64)
 ROWS = np.ones((10, 2, 64), "f4")
 Q = np.ones((1, 4, 64), "f4")
+
+
+def stop(server):
+    """Stops the daemon's threads, all of them."""
+    os.kill(server.pid, signal.SIGSTOP)
+    tasks = pathlib.Path(f"/proc/{server.pid}/task")
+    while any(") T " not in (task / "stat").read_text() for task in tasks.iterdir()):
+        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -33,7 +41,7 @@ def own_client(own, request):
         with kvd.connect(own.unix) as client:
             yield client
     else:
-        with connect(own) as client:
+        with own.connect() as client:
             yield client
 
 
@@ -71,7 +79,7 @@ def test_a_daemon_killed_under_a_call_ends_it(own, own_client):
     model = own_client.model("m", GEOMETRY, dtype="f32", codec="raw")
     sequence = model.open()
     sequence.store(0, ROWS, ROWS)
-    os.kill(own.pid, signal.SIGSTOP)
+    stop(own)
     killer = threading.Timer(0.3, own.kill)
     killer.start()
     begin = time.monotonic()
@@ -82,11 +90,11 @@ def test_a_daemon_killed_under_a_call_ends_it(own, own_client):
 
 
 def test_a_deadline_passes_and_the_region_serves_on(own):
-    with connect(own, timeout=0.3) as client:
+    with own.connect(timeout=0.3) as client:
         model = client.model("m", GEOMETRY, dtype="f32", codec="raw")
         sequence = model.open()
         sequence.store(0, ROWS, ROWS)
-        os.kill(own.pid, signal.SIGSTOP)
+        stop(own)
         with pytest.raises(kvd.DeadlineExceeded):
             model.attend(0, [sequence], Q)
         os.kill(own.pid, signal.SIGCONT)
@@ -98,23 +106,16 @@ def test_a_deadline_passes_and_the_region_serves_on(own):
 def test_a_client_that_dies_leaves_nothing(own):
     program = """
 import os, sys, numpy as np, kvd
-sys.path.insert(0, sys.argv[3])
-from conftest import connect
-class At: pass
-at = At(); at.unix = sys.argv[2]; at.connect = lambda **o: kvd.connect(sys.argv[1], **o)
-client = connect(at)
+client = kvd.connect(sys.argv[1])
 model = client.model("m", kvd.Geometry(1, 2, 64), dtype="f32", codec="raw")
 model.open().store(0, np.ones((10, 2, 64), "f4"), np.ones((10, 2, 64), "f4"))
 print(len(client.sequences()), flush=True)
 os.kill(os.getpid(), 9)
 """
-    here = os.path.dirname(__file__)
-    child = subprocess.run(
-        [sys.executable, "-c", program, own.region, own.unix, here],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-c", program, own.region]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert child.stdout == "1\n", child.stderr
-    with connect(own) as client:
+    with own.connect() as client:
         deadline = time.monotonic() + 10
         while client.sequences():
             assert time.monotonic() < deadline, "the dead client's sequence is still there"
@@ -122,20 +123,20 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_closed_client_leaves_nothing_and_says_so(own):
-    client = connect(own)
+    client = own.connect()
     model = client.model("m", GEOMETRY, dtype="f32", codec="raw")
     model.open().store(0, ROWS, ROWS)
     client.close()
     with pytest.raises(kvd.InvalidArgument, match="closed"):
         model.open()
-    with connect(own) as other:
+    with own.connect() as other:
         assert other.sequences() == []
 
 
 def test_a_named_session_takes_over(own):
-    first = connect(own, session="engine-0")
+    first = own.connect(session="engine-0")
     first.model("m", GEOMETRY, dtype="f32", codec="raw").open().store(0, ROWS, ROWS)
-    with connect(own, session="engine-0") as second:
+    with own.connect(session="engine-0") as second:
         assert second.sequences() == []
         with pytest.raises(kvd.UnknownSession):
             first.model("m", GEOMETRY, dtype="f32", codec="raw").open()
@@ -143,7 +144,7 @@ def test_a_named_session_takes_over(own):
 
 
 def test_places_in_a_region_come_round(own):
-    with connect(own, region_bytes=1 << 20) as client:
+    with own.connect(region_bytes=1 << 20) as client:
         model = client.model("m", kvd.Geometry(4, 2, 64), dtype="f32", codec="raw")
         sequence = model.open()
         rows = np.arange(250 * 128, dtype="f4").reshape(250, 2, 64)
@@ -168,7 +169,7 @@ def test_places_in_a_region_come_round(own):
 
 
 def test_threads_share_a_client(own):
-    with connect(own) as client:
+    with own.connect() as client:
         model = client.model("m", GEOMETRY, dtype="f32", codec="raw")
         failures = []
 
@@ -198,11 +199,11 @@ def test_a_region_leaves_no_descriptor_or_mapping(own):
         maps = pathlib.Path("/proc/self/maps").read_text().count("kvd-region")
         return len(os.listdir("/proc/self/fd")), maps
 
-    with connect(own) as client:
+    with own.connect() as client:
         client.info()
     before = held()
     for _ in range(3):
-        with connect(own) as client:
+        with own.connect() as client:
             client.model("m", GEOMETRY, dtype="f32", codec="raw").open().store(0, ROWS, ROWS)
             del client
     assert held() == before

@@ -86,9 +86,11 @@ def test_schemas_are_those_of_the_proto_file():
 def test_tags_of_region_calls_are_those_of_the_proto_file():
     found, _ = proto_messages()
     numbers = {name: number for number, (name, _, _) in found["RegionCall"].items()}
-    tags = {"attend": messages.ATTEND_TAG, "store": messages.STORE_TAG}
-    if "control" in numbers:
-        tags["control"] = messages.CONTROL_TAG
+    tags = {
+        "attend": messages.ATTEND_TAG,
+        "store": messages.STORE_TAG,
+        "control": messages.CONTROL_TAG,
+    }
     for name, tag in tags.items():
         assert tag == varint(numbers[name] << 3 | 2)
 

@@ -74,9 +74,7 @@ def server():
 
 @pytest.fixture
 def client(server):
-    from test_support import connect
-
-    with connect(server) as connected:
+    with server.connect() as connected:
         yield connected
         left = connected.sequences()
         assert not left, "a cache that was closed has left sequences"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import random_model
-from test_support import connect, generate, stock
+from test_support import generate, stock
 from transformers import DynamicCache
 
 import kvd
@@ -116,7 +116,7 @@ def test_a_daemon_killed_under_generate(trained, options, when, monkeypatch):
     model, ids = trained
     prompt = ids[:400][None]
     want = stock(model, prompt, 48)
-    with kvd.serve(pool="256 MiB", settings={"device.threads": 1}) as own, connect(own) as client:
+    with kvd.serve(pool="256 MiB", settings={"device.threads": 1}) as own, own.connect() as client:
         cache = kvd.transformers.KvdCache(model, client, codec="raw", **options)
         calls = []
         real = kvd.Model.begin_attend

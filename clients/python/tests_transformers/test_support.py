@@ -9,14 +9,6 @@ import kvd
 import kvd.transformers
 
 
-def connect(server, **options):
-    """By the region alone, where the daemon takes control calls there."""
-    try:
-        return server.connect(**options)
-    except kvd.Unsupported:
-        return server.connect(control=server.unix, **options)
-
-
 @torch.no_grad()
 def generate(model, ids, cache, new_tokens, mask=None, **options):
     """Greedy tokens after the prompt."""
@@ -95,7 +87,7 @@ def test_calls_that_are_not_served_are_refused(client):
 def test_a_full_pool_ends_the_step_and_empties_the_cache(trained):
     model, ids = trained
     with kvd.serve(pool="1 MiB", settings={"device.threads": 1}) as small:
-        with connect(small) as client:
+        with small.connect() as client:
             cache = kvd.transformers.KvdCache(model, client, codec="raw")
             with pytest.raises(kvd.PoolFull):
                 generate(model, ids[:1500][None], cache, 4)

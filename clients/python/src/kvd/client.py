@@ -10,15 +10,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .arrays import Array, DType
-from .calls import LoadItem, Payloads
-from .errors import Disconnected, InvalidArgument, KvdError, Restarted, UnknownSession, Unsupported
+from .arrays import DType
+from .errors import Disconnected, InvalidArgument, KvdError, Restarted, UnknownSession
 from .model import Geometry, Model
 from .region import Region
 from .sequence import StoredBytes
-from .wire import Message
 
 if TYPE_CHECKING:
     from .remote import Remote
@@ -61,7 +59,6 @@ class ConnectOptions:
     """How a client reaches its daemon."""
 
     target: str
-    control: str | None = None
     namespace: str | None = None
     timeout: float = 60.0
     region_bytes: int = REGION_BYTES_DEFAULT
@@ -75,76 +72,47 @@ class Link:
     def __init__(self, options: ConnectOptions, session: tuple[str, int]) -> None:
         """`session` is the boot id and the id of the session to hold on with, or ("", 0)."""
         self.is_lost = False
-        self._remote: Remote | None = None
-        self._region: Region | None = None
         self._options = options
-        try:
-            self._connect()
-            self.session_id = self._hold_session(*session)
-        except BaseException:
-            self.close()
-            raise
-
-    def _connect(self) -> None:
-        options = self._options
         path = region_path(options.target)
-        address = options.control if path else grpc_address(options.target)
-        if address:
-            from .remote import Remote  # noqa: PLC0415 (only where there is a gRPC address)
-
-            self._remote = Remote(
-                grpc_address(address), namespace=options.namespace, timeout=options.timeout
-            )
+        # The way for calls, queries and rows.
+        self.payloads: Region | Remote
         if path:
-            self._region = Region(
+            self.payloads = Region(
                 path,
                 namespace=options.namespace,
                 size=options.region_bytes,
                 timeout=options.timeout,
             )
-        way = self._region or self._remote
-        assert way is not None
-        # The way for queries and rows.
-        self.payloads: Payloads = way
-        self.boot_id = self.info().boot_id
-        if self._region is not None and self._region.boot_id != self.boot_id:
-            raise Disconnected(f"{options.target} and {options.control} are two daemons")
+        else:
+            from .remote import Remote  # noqa: PLC0415 (only where there is a gRPC address)
 
-    def call(self, rpc: str, **fields: Any) -> Message:
-        """A unary rpc."""
-        if self._remote is not None:
-            return self._remote.call(rpc, **fields)
-        assert self._region is not None
-        return self._region.call(rpc, **fields)
-
-    def load(self, item: LoadItem) -> tuple[Array, Array]:
-        """Reads rows back."""
-        return (self._remote or self.payloads).load(item)
+            self.payloads = Remote(
+                grpc_address(options.target), namespace=options.namespace, timeout=options.timeout
+            )
+        self.call = self.payloads.call
+        try:
+            self.boot_id = self.info().boot_id
+            self.session_id = self._hold_session(*session)
+        except BaseException:
+            self.close()
+            raise
 
     def info(self) -> ServerInfo:
         """What the daemon says of itself."""
-        try:
-            answer = self.call("GetServerInfo")
-        except InvalidArgument as error:
-            raise Unsupported(
-                f"the daemon at {self._options.target} takes payloads alone through its region:"
-                ' name its gRPC address too, connect(…, control="unix:…")'
-            ) from error
+        answer = self.call("GetServerInfo")
         return ServerInfo(**{name: getattr(answer, name) for name in ServerInfo.__annotations__})
 
     def _hold_session(self, boot_id: str, session_id: int) -> int:
         name = self._options.session or f"python-{os.getpid()}-{os.urandom(4).hex()}"
         fields = {"ttl_ms": int(self._options.session_ttl * 1000)}
-        way: Any = self._remote.hold_session if self._remote else self._hold_in_region
+        hold = self.payloads.hold_session
         if session_id and boot_id == self.boot_id:
             try:
-                return int(way(**fields, session_id=session_id).session_id)
+                return int(hold(**fields, session_id=session_id).session_id)
             except UnknownSession:
                 pass  # it has ended, and its sequences with it: the next call says so
-        return int(way(**fields, name=name, take_over=self._options.session is not None).session_id)
-
-    def _hold_in_region(self, **fields: Any) -> Message:
-        return self.call("HoldSession", **fields)
+        is_named = self._options.session is not None
+        return int(hold(**fields, name=name, take_over=is_named).session_id)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -158,9 +126,7 @@ class Link:
     def close(self) -> None:
         """Hangs up; the session ends after its time to live."""
         self.is_lost = True
-        for way in (self._region, self._remote):
-            if way is not None:
-                way.close()
+        self.payloads.close()
 
 
 class Client:
@@ -295,7 +261,6 @@ def grpc_address(target: str) -> str:
 def connect(
     target: str,
     *,
-    control: str | None = None,
     namespace: str | None = None,
     timeout: float = 60.0,
     region_bytes: int = REGION_BYTES_DEFAULT,
@@ -305,11 +270,8 @@ def connect(
     """Connects to a daemon.
 
     `target` is the path of its region (`server.listen_region`; fastest, needs nothing but this
-    package), `unix:PATH`, or `HOST:PORT` (both need `kvd[grpc]`). `control` is the gRPC address of
-    a daemon whose region takes payloads alone. `timeout` is of each call, in seconds. All that is
-    opened belongs to a session, which ends `session_ttl` seconds after the connection; one with a
-    name, `session`, takes over what an earlier one of that name left.
+    package), `unix:PATH`, or `HOST:PORT` (both need `kvd[grpc]`). `timeout` is of each call, in
+    seconds. All that is opened belongs to a session, which ends `session_ttl` seconds after the
+    connection; one with a name, `session`, takes over what an earlier one of that name left.
     """
-    return Client(
-        ConnectOptions(target, control, namespace, timeout, region_bytes, session, session_ttl)
-    )
+    return Client(ConnectOptions(target, namespace, timeout, region_bytes, session, session_ttl))

@@ -36,12 +36,11 @@ from .errors import (
     KvdError,
     MessageTooLarge,
     QueueFull,
-    Unsupported,
     error_of,
     error_of_text,
     restarted,
 )
-from .region_steps import has_repeats, load_rows, store_step
+from .region_steps import fits_step, load_rows, store_step
 from .ring import Place, Ring, aligned
 from .shared import SharedMemory
 from .wire import Message, decode, encode, field_bytes, varint
@@ -130,7 +129,7 @@ class Region:
     def __init__(self, path: str, *, namespace: str | None, size: int, timeout: float) -> None:
         self.path, self.timeout = path, timeout
         self._memory = SharedMemory(aligned(size))
-        self.memory = self._memory.memory
+        self.memory, self.size = self._memory.memory, self._memory.size
         self._ring = Ring(self._memory)
         self._lock = threading.Lock()
         self._timeout_field = b"\x10" + varint(int(timeout * 1e6))
@@ -165,16 +164,6 @@ class Region:
             raise error_of_text(answer.refused)
         self.boot_id: str = answer.boot_id
         self._socket.settimeout(None)
-        self.size = self._memory.size
-        self.has_steps = self._asks_steps()
-
-    def _asks_steps(self) -> bool:
-        """Whether the daemon has StoreStep and LoadStep."""
-        try:
-            self.call("LoadStep")
-        except KvdError as error:
-            return "is no rpc" not in error.message and "call" not in error.message
-        return True
 
     def _read_exactly(self, size: int) -> bytes:
         data = b""
@@ -213,15 +202,14 @@ class Region:
             self._ring.give_up(place)
 
     def store(self, items: SequenceOf[StoreItem]) -> list[StoreAck]:
-        """Stores all ranges or none, where the daemon can; else as `store_each`."""
-        if len(items) > 1 and self.has_steps and not has_repeats(items):
+        """Stores all ranges or none where they fit half of the region and no layer occurs twice;
+        else as `store_each`."""
+        if len(items) > 1 and fits_step(items, self.size // 2):
             return store_step(self, items)
         return self.store_each(items)
 
     def load(self, item: LoadItem) -> tuple[Array, Array]:
         """Reads rows back."""
-        if not self.has_steps:
-            raise Unsupported(f"this daemon loads no rows through its region {self.path}")
         return load_rows(self, item)
 
     def store_each(self, items: SequenceOf[StoreItem]) -> list[StoreAck]:
@@ -284,6 +272,10 @@ class Region:
                 if room >= self._memory.size // 4:
                     raise
                 room *= 8
+
+    def hold_session(self, **fields: Any) -> Message:
+        """Holds a session until the region ends."""
+        return self.call("HoldSession", **fields)
 
     def call_beside(
         self,

@@ -15,13 +15,23 @@ from .ring import aligned
 if TYPE_CHECKING:
     from .region import Region
 
+# Of a step: 4,096 parts, and what `limits.step_rows_max` is by default.
+_PARTS_MAX = 4096
+_ROWS_MAX = 4_194_304
 # Share of a region that one load takes at a time.
 _LOAD_SHARE = 4
 
 
-def has_repeats(items: SequenceOf[StoreItem]) -> bool:
-    """Whether a layer of a sequence occurs twice: a step may have it once."""
-    return len({(item.sequence_id, item.layer) for item in items}) < len(items)
+def fits_step(items: SequenceOf[StoreItem], bytes_max: int) -> bool:
+    """Whether these ranges can be one step: no layer of a sequence twice, and not too much."""
+    if len(items) > _PARTS_MAX or len({(one.sequence_id, one.layer) for one in items}) < len(items):
+        return False
+    rows = sum(2 * item.k.values.shape[0] * item.k.values.shape[1] for item in items)
+    return rows <= _ROWS_MAX and _size_of(items) <= bytes_max
+
+
+def _size_of(items: SequenceOf[StoreItem]) -> int:
+    return sum(aligned(item.k.values.nbytes) + aligned(item.v.values.nbytes) for item in items)
 
 
 def _runs(items: SequenceOf[StoreItem]) -> list[list[StoreItem]]:
@@ -46,7 +56,6 @@ def store_step(region: Region, items: SequenceOf[StoreItem]) -> list[StoreAck]:
     """Stores ranges of one model, all or none. The blocks that a part of the step has packed are
     told with its first layer."""
     runs = _runs(items)
-    size = sum(aligned(item.k.values.nbytes) + aligned(item.v.values.nbytes) for item in items)
 
     def put_rows(at: int) -> dict[str, Any]:
         parts = []
@@ -70,7 +79,7 @@ def store_step(region: Region, items: SequenceOf[StoreItem]) -> list[StoreAck]:
         return {"model_id": items[0].model_id, "parts": parts}
 
     room = max(4096, 64 * len(runs))
-    answer, _ = region.call_beside("StoreStep", size, put_rows, lambda _: None, room)
+    answer, _ = region.call_beside("StoreStep", _size_of(items), put_rows, lambda _: None, room)
     acks = []
     for run, part in zip(runs, answer.parts, strict=True):
         for item in run:

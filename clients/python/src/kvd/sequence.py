@@ -140,7 +140,7 @@ class Sequence:
         item = LoadItem(self.model.id, self.id, layer, start, end, kind, shapes)
         link = self.check_boot()
         with link.watched():
-            return link.load(item)
+            return link.payloads.load(item)
 
     def fork(self, length: int | None = None) -> Sequence:
         """A new sequence that shares the first `length` tokens (all that every layer holds)."""
