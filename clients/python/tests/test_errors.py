@@ -121,7 +121,7 @@ def test_a_full_pool_says_when_to_try_again(server):
 
 
 def test_a_step_that_finds_no_room_leaves_all_layers_even():
-    with kvd.serve(pool="2 MiB", settings={"device.threads": 1}) as small:
+    with kvd.serve(pool="5 MiB", settings={"device.threads": 1}) as small:
         with small.connect() as client:
             model = client.model("step", kvd.Geometry(4, 8, 128), dtype="f32", codec="raw")
             sequence, tokens = model.open(), rows(64, 8, 128)
