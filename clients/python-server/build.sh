@@ -12,4 +12,6 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 install -m 755 "$KVD_BINARY" "$work/kvd"
 strip "$work/kvd"
-KVD_BINARY=$work/kvd "${PYTHON:-python3}" -m build --wheel --outdir "${1:-dist}"
+python=${PYTHON:-python3} isolation=()
+! "$python" -c "import hatchling" 2>/dev/null || isolation=(--no-isolation)
+KVD_BINARY=$work/kvd "$python" -m build --wheel "${isolation[@]}" --outdir "${1:-dist}"
