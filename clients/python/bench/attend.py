@@ -73,6 +73,27 @@ def mean_share(client, calls, call):
     return best / calls * 1e6
 
 
+def measure_steps(client, rng):
+    """All layers of 64 tokens in one store, and their rows back, of a model of 8 B parameters."""
+    layers, kv_heads, dim = 32, 8, 128
+    rows = [rng.standard_normal((64, kv_heads, dim)).astype("f2") for _ in range(layers)]
+    megabytes = 2 * layers * rows[0].nbytes / 1e6
+    for codec in ("raw", "kivi-4; recent=0"):
+        model = client.model(
+            f"steps-{codec[:3]}", kvd.Geometry(layers, kv_heads, dim), dtype="f16", codec=codec
+        )
+        with model.open() as sequence:
+            stores, _ = measure(16, lambda: sequence.store_layers(rows, rows))
+            loads, _ = measure(4, lambda: [sequence.load(layer) for layer in range(layers)])
+        p50 = percentile(stores, 50)
+        print(
+            f"{codec}: store of 64 tokens x {layers} layers, {megabytes:.1f} MB:"
+            f" p50 {p50 / 1e3:.1f} ms, {megabytes / p50 * 1e3:.2f} GB/s; load of {16 * 64} tokens x {layers} layers, a"
+            f" call each: {percentile(loads, 50) / 1e3:.0f} ms,"
+            f" {16 * megabytes / percentile(loads, 50) * 1e3:.2f} GB/s"
+        )
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--calls", type=int, default=500)
@@ -124,6 +145,8 @@ def main():
             f"store of 64 tokens: p50 {percentile(wall, 50):.0f} us,"
             f" p99 {percentile(wall, 99):.0f}, processor of the client {percentile(own, 50):.0f}"
         )
+        sequence.close()
+        measure_steps(client, rng)
         client.close()
 
 

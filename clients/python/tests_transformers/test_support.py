@@ -77,6 +77,10 @@ def test_calls_that_are_not_served_are_refused(client):
             assert cache.get_seq_length() == 0
         with pytest.raises(ValueError, match="negative"):
             cache.crop(5)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            with pytest.raises(kvd.InvalidArgument, match="a batch of 1 for a cache of 2"):
+                model(ids[:1], past_key_values=cache)
     for wrong in ({"mode": "some"}, {"keep": -1}, {"flush": 0}, {"layers": [9]}, {"layers": []}):
         with pytest.raises(kvd.InvalidArgument):
             kvd.transformers.KvdCache(model, client, **wrong)
