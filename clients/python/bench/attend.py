@@ -88,8 +88,8 @@ def measure_steps(client, rng):
         p50 = percentile(stores, 50)
         print(
             f"{codec}: store of 64 tokens x {layers} layers, {megabytes:.1f} MB:"
-            f" p50 {p50 / 1e3:.1f} ms, {megabytes / p50 * 1e3:.2f} GB/s; load of {16 * 64} tokens x {layers} layers, a"
-            f" call each: {percentile(loads, 50) / 1e3:.0f} ms,"
+            f" p50 {p50 / 1e3:.1f} ms, {megabytes / p50 * 1e3:.2f} GB/s; load of {16 * 64} tokens,"
+            f" a call a layer: {percentile(loads, 50) / 1e3:.0f} ms,"
             f" {16 * megabytes / percentile(loads, 50) * 1e3:.2f} GB/s"
         )
 
