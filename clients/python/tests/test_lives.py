@@ -164,6 +164,14 @@ def test_places_in_a_region_come_round(own):
             np.testing.assert_array_equal(answer.out, answers[0].out)
         for _ in range(20):
             model.attend(0, [kvd.Query(sequence, n_q=100)], q)
+        long = np.arange(3000 * 128, dtype="f4").reshape(3000, 2, 64)
+        sequence.truncate(0)
+        acks = sequence.store_layers([long] * 4, [-long] * 4)  # 3 MB a layer
+        assert [ack.length for ack in acks] == [3000] * 4
+        for layer in range(4):
+            k, v = sequence.load(layer)
+            np.testing.assert_array_equal(k, long)
+            np.testing.assert_array_equal(v, -long)
         with pytest.raises(kvd.MessageTooLarge, match="region_bytes"):
             model.attend(0, [kvd.Query(sequence, n_q=1000)], np.ones((1000, 4, 64), "f4"))
 

@@ -11,10 +11,12 @@ import torch
 import transformers
 
 import kvd
+import kvd.transformers
 
 FIXTURE = pathlib.Path(__file__).parents[3] / "tests/fixtures/kv-tiny-b"
 torch.set_num_threads(1)
 transformers.logging.disable_progress_bar()
+kvd.transformers.register()
 transformers.logging.set_verbosity_error()
 
 RANDOM = {

@@ -86,6 +86,23 @@ def test_chunked_prefill_with_padding(trained, client, options):
         assert torch.equal(generate(model, prompts, cache, 48, mask), want)
 
 
+@pytest.mark.parametrize("options", MODES)
+def test_long_steps_go_in_pieces(trained, client, options, monkeypatch):
+    """A step whose queries and rows fit neither a region nor a message at once."""
+    from kvd.transformers import attention
+
+    model, ids = trained
+    prompts, mask = padded(ids, (600, 390), 600)
+    want = stock(model, prompts, 16, mask)
+    monkeypatch.setattr(attention, "_PIECE_BYTES", 100_000)
+    client.link().store_bytes_max = 50_000
+    with lossless(model, client, **options) as cache:
+        got = generate(model, prompts, cache, 16, mask, prefill_chunk_size=250)
+        lengths = [state.length for state in cache.describe()]
+    assert torch.equal(got, want)
+    assert lengths[0] - lengths[1] == 210
+
+
 def test_generate_in_prefill_chunks(trained, client):
     model, ids = trained
     want = stock(model, ids[:500][None], 32)

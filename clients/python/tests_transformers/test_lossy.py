@@ -65,6 +65,7 @@ def test_codecs_lose_what_they_say(
         assert kl > 1e-6, "the codec was not used"
 
 
+@pytest.mark.timeout(900)
 def test_a_calibration_by_transformers_serves(trained, client, stock_probabilities):
     model, ids = trained
     try:

@@ -168,6 +168,20 @@ class StoreItem:
         head += b"\x18" + varint(self.start) + b"\x20" + varint(self.k.values.shape[0])
         return head + field_bytes(5, k) + field_bytes(6, v)
 
+    def split(self, bytes_max: int) -> list[StoreItem]:
+        """The same rows as ranges of at most so many bytes, in order."""
+        tokens = self.k.values.shape[0]
+        step = max(1, bytes_max * tokens // max(1, self.k.values.nbytes + self.v.values.nbytes))
+        if step >= tokens:
+            return [self]
+        pieces = []
+        for at in range(0, tokens, step):
+            k, v = (Rows(side.values[at : at + step], side.dtype) for side in (self.k, self.v))
+            pieces.append(
+                StoreItem(self.model_id, self.sequence_id, self.layer, self.start + at, k, v)
+            )
+        return pieces
+
 
 @dataclass(frozen=True)
 class StoreAck:
@@ -178,6 +192,14 @@ class StoreAck:
     length: int
     replayed: bool
     packed_blocks: int
+
+    @classmethod
+    def join(cls, acks: SequenceOf[StoreAck]) -> StoreAck:
+        """Of a range that was stored in pieces."""
+        replayed = all(ack.replayed for ack in acks)
+        return cls(
+            acks[-1].layer, acks[-1].length, replayed, sum(ack.packed_blocks for ack in acks)
+        )
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,12 @@ class Link:
             )
         self.call = self.payloads.call
         try:
-            self.boot_id = self.info().boot_id
+            info = self.info()
+            self.boot_id = info.boot_id
+            # Most bytes of K and V in one store.
+            self.store_bytes_max = info.message_bytes_max // 2
+            if path:
+                self.store_bytes_max = min(self.store_bytes_max, options.region_bytes // 4)
             self.session_id = self._hold_session(*session)
         except BaseException:
             self.close()

@@ -27,6 +27,19 @@ class Geometry:
     block_tokens: int = 0
 
 
+def _store_pieces(link: Link, items: list[StoreItem]) -> list[StoreAck]:
+    """Stores ranges; one that is too large for a message or a region goes in pieces."""
+    pieces = [item.split(link.store_bytes_max) for item in items]
+    acks = link.payloads.store([piece for of_item in pieces for piece in of_item])
+    if len(acks) == len(items):
+        return acks
+    joined, at = [], 0
+    for of_item in pieces:
+        joined.append(StoreAck.join(acks[at : at + len(of_item)]))
+        at += len(of_item)
+    return joined
+
+
 @dataclass(frozen=True)
 class _Registration:
     """What the daemon of a boot has answered."""
@@ -126,7 +139,7 @@ class Model:
             if sequence.boot_id != link.boot_id:
                 raise restarted(sequence.boot_id, link.boot_id)
         with link.watched():
-            acks = link.payloads.store([item for _, item in pairs])
+            acks = _store_pieces(link, [item for _, item in pairs])
         for (sequence, item), ack in zip(pairs, acks, strict=True):
             sequence.layer_lengths[item.layer] = ack.length
         return acks

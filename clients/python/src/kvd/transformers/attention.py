@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 NAME = "kvd"
 # Query tokens of which scores are kept at a time.
 _CHUNK = 128
+# Of queries and outputs in one call.
+_PIECE_BYTES = 8 << 20
 
 
 def register() -> None:
@@ -85,6 +87,21 @@ class Asked:
     def tokens(self) -> int:
         """Query tokens of each sequence."""
         return int(self.query.shape[2])
+
+    def pieces(self) -> list[slice]:
+        """Query tokens whose queries and outputs are no more than a call should have."""
+        step = max(1, _PIECE_BYTES // max(1, 2 * self.query[:, :, :1].nbytes))
+        ends = range(0, self.tokens, step)
+        return [slice(at, min(at + step, self.tokens)) for at in ends]
+
+    def part(self, tokens: slice) -> Asked:
+        """The same for some of the query tokens."""
+        if tokens.stop - tokens.start == self.tokens:
+            return self
+        copy = object.__new__(Asked)
+        copy.__dict__.update(self.__dict__)
+        copy.query = self.query[:, :, tokens]
+        return copy
 
     def rows(self) -> torch.Tensor:
         """Queries as kvd takes them, [batch x tokens, heads, dim]."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
+from ..calls import Attended, PendingAttend
 from ..client import Client
 from ..errors import InvalidArgument, KvdError
 from ..model import Model
@@ -54,6 +55,7 @@ class KvdLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends to the tail; answers all of it, and on K the handle that leads back here."""
+        self.cache.check_batch(key_states.shape[0])
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.cache.mode == "all":
@@ -112,6 +114,26 @@ class KvdLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Masks cover all columns, so that layers without kvd can share them."""
         return self.get_seq_length() + query_length, 0
+
+
+class _PiecewiseAttend(PendingAttend):
+    """Attends of some query tokens after others, the first of which is under way."""
+
+    def __init__(self, begin: Callable[[slice], PendingAttend], asked: Asked) -> None:
+        self._begin, self._batch = begin, asked.query.shape[0]
+        self._pieces = asked.pieces()
+        self._first = begin(self._pieces[0])
+
+    def result(self) -> Attended:
+        first = self._first.result()
+        if len(self._pieces) == 1:
+            return first
+        answers = [first] + [self._begin(part).result() for part in self._pieces[1:]]
+        out, lse = (
+            torch.cat([side.view(self._batch, -1, *side.shape[1:]) for side in sides], 1)
+            for sides in ([one.out for one in answers], [one.lse for one in answers])
+        )
+        return Attended(out.flatten(0, 1), lse.flatten(0, 1))
 
 
 class KvdCache(Cache):  # type: ignore[misc]
@@ -177,6 +199,13 @@ class KvdCache(Cache):  # type: ignore[misc]
             self.reset()
             raise
 
+    def check_batch(self, batch: int) -> None:
+        """Refuses tokens of another batch than the one that is held."""
+        if self._held is not None and batch != len(self._held.sequences):
+            held = len(self._held.sequences)
+            with self.failing_empty():
+                raise InvalidArgument(f"a batch of {batch} for a cache of {held}: reset it first")
+
     def attend(self, layer: KvdLayer, asked: Asked) -> torch.Tensor:
         """Answers one layer of a step."""
         if self._held is None:
@@ -197,20 +226,33 @@ class KvdCache(Cache):  # type: ignore[misc]
             return out
         pending = None
         if held.columns:
-            queries = held.queries(asked.tokens, columns=held.columns, causal=False)
-            pending = self.model.begin_attend(
-                layer.slot, queries, asked.rows(), scale=asked.scale, soft_cap=asked.soft_cap
+            pending = _PiecewiseAttend(
+                lambda part: self._begin_remote(held, layer, asked.part(part)), asked
             )
         out = asked.attend_locally(pending)
         if is_last:
             self._flush_tail(held)
         return out
 
+    def _begin_remote(self, held: HeldBatch, layer: KvdLayer, asked: Asked) -> PendingAttend:
+        queries = held.queries(asked.tokens, columns=held.columns, causal=False)
+        return self.model.begin_attend(
+            layer.slot, queries, asked.rows(), scale=asked.scale, soft_cap=asked.soft_cap
+        )
+
     def _attend_stored(self, held: HeldBatch, layer: KvdLayer, asked: Asked) -> torch.Tensor:
         """Stores the new tokens of a layer and asks kvd for all."""
+        held.store([(layer.slot, asked.key, asked.value)], held.columns, asked.tokens)
+        parts = []
+        for part in asked.pieces():
+            parts.append(self._attend_part(held, layer, asked.part(part), held.columns + part.stop))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _attend_part(
+        self, held: HeldBatch, layer: KvdLayer, asked: Asked, columns: int
+    ) -> torch.Tensor:
+        """Asks kvd for the last query tokens of so many columns."""
         batch, heads, tokens, _ = asked.query.shape
-        held.store([(layer.slot, asked.key, asked.value)], held.columns, tokens)
-        columns = held.columns + tokens
         queries = held.queries(tokens, columns=columns, causal=True)
         out = asked.query.new_zeros((batch, tokens, heads, asked.value.shape[-1]))
         if not queries.rows:
