@@ -9,7 +9,7 @@ use crate::{ModelDescription, SequenceDescription, ServerInfo, Stats};
 use bytes::{Bytes, BytesMut};
 use kvd_core::{ErrorCode, LayerIndex, ModelId, Namespace, SequenceId};
 use kvd_proto::domain::{
-    AttendBatch, Attended, ForkedSequence, LoadRange, LoadStep, LoadedStep, ModelSpec,
+    AnswerForm, AttendBatch, Attended, ForkedSequence, LoadRange, LoadStep, LoadedStep, ModelSpec,
     RegisteredModel, SampledQueries, SequenceFork, SequenceTruncation, StoreAck, StoreChunk,
     StoreStep, StoredPart,
 };
@@ -248,6 +248,32 @@ impl Client {
         let request = self.sized_request(batch.into())?;
         let response = self.call_rpc(self.rpc.clone().attend(request)).await?;
         Attended::try_from(response).map_err(|error| ClientError::invalid_reply(&error))
+    }
+
+    /// [`Client::attend_batch`], answered in a form of the caller's: log-sum-exps are in its base
+    /// and order.
+    ///
+    /// # Errors
+    /// As [`Client::attend_batch`].
+    pub async fn attend_formed(
+        &self,
+        batch: AttendBatch,
+        form: AnswerForm,
+    ) -> Result<Attended, ClientError> {
+        let mut request = v1::AttendRequest::from(batch);
+        form.write_request(&mut request);
+        let request = self.sized_request(request)?;
+        let response = self.call_rpc(self.rpc.clone().attend(request)).await?;
+        Attended::try_from(response).map_err(|error| ClientError::invalid_reply(&error))
+    }
+
+    /// The presets that a registration may name, and what each needs.
+    ///
+    /// # Errors
+    /// As every call.
+    pub async fn list_codecs(&self) -> Result<Vec<v1::CodecInfo>, ClientError> {
+        let request = self.unary_request(v1::ListCodecsRequest {});
+        Ok(self.call_rpc(self.rpc.clone().list_codecs(request)).await?.codecs)
     }
 
     /// Opens a stream of batches of which `depth` (1 to

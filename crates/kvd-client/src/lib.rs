@@ -85,14 +85,14 @@ pub use kvd_core::{
     SequenceId, SessionId,
 };
 pub use kvd_proto::domain::{
-    AttendBatch, AttendQuery, Attended, CallError, ForkedSequence, LoadPiece, LoadRange, LoadStep,
-    LoadedStep, ModelSpec, PartError, QueryError, RegisteredModel, RowLayout, RowTable,
-    SampledQueries, SequenceFilter, SequenceFork, StepPart, StoreAck, StoreChunk, StoreStep,
-    StoredPart,
+    AnswerForm, AttendBatch, AttendQuery, Attended, CallError, ForkedSequence, LoadPiece,
+    LoadRange, LoadStep, LoadedStep, LseBase, LseOrder, ModelSpec, PartError, QueryError,
+    RegisteredModel, RowLayout, RowTable, SampledQueries, SequenceFilter, SequenceFork, StepPart,
+    StoreAck, StoreChunk, StoreStep, StoredPart,
 };
 pub use kvd_proto::v1::{
-    DescribeModelResponse as ModelDescription, DescribeSequenceResponse as SequenceDescription,
-    GetServerInfoResponse as ServerInfo, GetStatsResponse as Stats,
-    ListSequencesResponse as SequencePage, ModelStats, PoolStats, SequenceInfo, SessionInfo,
-    StoredBytes,
+    CodecInfo, DescribeModelResponse as ModelDescription,
+    DescribeSequenceResponse as SequenceDescription, GetServerInfoResponse as ServerInfo,
+    GetStatsResponse as Stats, ListSequencesResponse as SequencePage, ModelStats, PoolStats,
+    SequenceInfo, SessionInfo, StoredBytes,
 };

@@ -9,7 +9,9 @@ use crate::error::{ClientError, DaemonRestart};
 use crate::region_layout::{ALIGN, AttendLayout, QUERY_ERROR_BYTES};
 pub use crate::region_options::{RegionDevice, RegionOptions};
 use kvd_core::{ErrorCode, Namespace};
-use kvd_proto::domain::{AttendBatch, Attended, CallError, QueryError, StoreAck, StoreChunk};
+use kvd_proto::domain::{
+    AnswerForm, AttendBatch, Attended, CallError, QueryError, StoreAck, StoreChunk,
+};
 use kvd_proto::v1;
 use kvd_shm::{
     CallOutcome, CallRefusal, CompletionRecord, RegionMemory, receive_files, send_files,
@@ -166,7 +168,7 @@ impl RegionClient {
     /// # Errors
     /// When a place is not inside the region, or the daemon is gone.
     pub fn send_attend(&self, batch: AttendBatch, at: AttendLayout) -> Result<(), ClientError> {
-        self.send_attend_with(batch, at, None)
+        self.send_attend_with(batch, AnswerForm::default(), at, None)
     }
 
     /// Sends a batch with [`AttendBatch::per_query_errors`], whose errors go to
@@ -182,16 +184,32 @@ impl RegionClient {
         at: AttendLayout,
         query_errors: RegionSlice,
     ) -> Result<(), ClientError> {
-        self.send_attend_with(batch, at, Some(query_errors))
+        self.send_attend_with(batch, AnswerForm::default(), at, Some(query_errors))
+    }
+
+    /// [`RegionClient::send_attend`], answered in a form of the caller's; `out` of
+    /// [`AttendLayout::pack_formed`] has room for it.
+    ///
+    /// # Errors
+    /// As [`RegionClient::send_attend`].
+    pub fn send_attend_formed(
+        &self,
+        batch: AttendBatch,
+        form: AnswerForm,
+        at: AttendLayout,
+    ) -> Result<(), ClientError> {
+        self.send_attend_with(batch, form, at, None)
     }
 
     fn send_attend_with(
         &self,
         batch: AttendBatch,
+        form: AnswerForm,
         at: AttendLayout,
         query_errors: Option<RegionSlice>,
     ) -> Result<(), ClientError> {
         let mut request = v1::AttendRequest::from(batch);
+        form.write_request(&mut request);
         request.q = Some(in_region(at.q));
         let (out, lse) = (Some(at.out), Some(at.lse));
         let call = v1::RegionAttend { request: Some(request), out, lse, query_errors };

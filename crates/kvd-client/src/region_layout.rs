@@ -2,7 +2,7 @@
 
 use crate::region::RegionSlice;
 use kvd_core::DType;
-use kvd_proto::domain::AttendBatch;
+use kvd_proto::domain::{AnswerForm, AttendBatch};
 use kvd_shm::CompletionRecord;
 
 /// Payloads begin on cache lines.
@@ -29,6 +29,17 @@ impl AttendLayout {
     /// Places one after another from `start` on, for heads of so many channels of keys and values.
     #[must_use]
     pub fn pack_from(start: u64, batch: &AttendBatch, head_dims: [u32; 2]) -> Self {
+        Self::pack_formed(start, batch, AnswerForm::default(), head_dims)
+    }
+
+    /// [`AttendLayout::pack_from`], for an answer in a form of the caller's.
+    #[must_use]
+    pub fn pack_formed(
+        start: u64,
+        batch: &AttendBatch,
+        form: AnswerForm,
+        head_dims: [u32; 2],
+    ) -> Self {
         let heads = u64::from(batch.query_rows()) * u64::from(batch.q_heads);
         let done = start.next_multiple_of(ALIGN);
         let mut end = done + CompletionRecord::BYTES;
@@ -39,7 +50,7 @@ impl AttendLayout {
         };
         let [dim_k, dim_v] = head_dims.map(u64::from);
         let q = take(heads * dim_k, batch.dtype);
-        let out = take(heads * dim_v, batch.dtype);
+        let out = take(heads * dim_v, form.out_dtype_for(batch.dtype));
         let lse = take(heads, DType::F32);
         Self { done, q, out, lse }
     }

@@ -223,6 +223,27 @@ impl v1::kvd_server::Kvd for Fake {
         unimplemented()
     }
 
+    async fn store_step(
+        &self,
+        _: Request<v1::StoreStepRequest>,
+    ) -> Result<Response<v1::StoreStepResponse>, Status> {
+        unimplemented()
+    }
+
+    async fn load_step(
+        &self,
+        _: Request<v1::LoadStepRequest>,
+    ) -> Result<Response<v1::LoadStepResponse>, Status> {
+        unimplemented()
+    }
+
+    async fn list_codecs(
+        &self,
+        _: Request<v1::ListCodecsRequest>,
+    ) -> Result<Response<v1::ListCodecsResponse>, Status> {
+        unimplemented()
+    }
+
     async fn get_stats(
         &self,
         _: Request<v1::GetStatsRequest>,

@@ -1,7 +1,7 @@
 //! Rows in and out of raw slots.
 
 use crate::cpu::arena::HostArena;
-use crate::cpu::row_reader::{LayerReader, TILE_TOKENS};
+use crate::cpu::row_reader::{LayerReader, RowReader, TILE_TOKENS};
 use crate::{BackendError, EncodeSource, IncomingRows, LoadPlan, LoadedRows, RawTarget, Source};
 use kvd_codec::{HeadCodec, ModelCodec, RowSpace, widen_values};
 use kvd_core::{DType, Extent, Geometry, LayerIndex, Side};
@@ -175,22 +175,77 @@ pub(crate) fn load_rows(
     let mut sides = Side::BOTH
         .map(|side| vec![0u8; tokens * heads * geometry.head_dim(side) * plan.dtype.size_bytes()]);
     let mut first_token = 0;
+    let mut tile = Vec::new();
     for part in &plan.parts {
         for side in Side::BOTH {
-            let dim = geometry.head_dim(side);
-            let row_bytes = dim * plan.dtype.size_bytes();
             for head in 0..heads {
-                let values = decode_values(reader, &part.source, part.rows, side, head)?;
-                for (row, values) in values.chunks_exact(dim).enumerate() {
-                    let to = ((first_token + row) * heads + head) * row_bytes;
-                    plan.dtype.narrow_values(values, &mut sides[side.index()][to..to + row_bytes]);
-                }
+                let rows = reader.open_rows(&part.source, part.rows, side, head)?;
+                rows.verify_checksum()?;
+                let codec = reader.codec.head_codec(reader.layer, side, head);
+                let to = LoadTarget { dtype: plan.dtype, heads, head, first_token };
+                let bytes = &mut sides[side.index()];
+                load_head(&rows, codec, part.rows, &mut tile, HeadRows { to, bytes })?;
             }
         }
         first_token += part.rows as usize;
     }
     let [k, v] = sides;
     Ok(LoadedRows { k, v })
+}
+
+/// Rows of one head among `[tokens, heads, dim]`.
+#[derive(Clone, Copy)]
+struct LoadTarget {
+    dtype: DType,
+    heads: usize,
+    head: usize,
+    first_token: usize,
+}
+
+/// Those rows, and the bytes of all heads.
+struct HeadRows<'a> {
+    to: LoadTarget,
+    bytes: &'a mut [u8],
+}
+
+impl HeadRows<'_> {
+    /// The bytes of a row, counted in the part.
+    fn row_bytes_mut(&mut self, row: usize, dim: usize) -> &mut [u8] {
+        let LoadTarget { dtype, heads, head, first_token } = self.to;
+        let row_bytes = dim * dtype.size_bytes();
+        &mut self.bytes[((first_token + row) * heads + head) * row_bytes..][..row_bytes]
+    }
+}
+
+/// Brings the rows of one head back, a tile at a time. Those that are kept as they came, in the
+/// dtype that is asked for, are copied.
+fn load_head(
+    rows: &RowReader<'_>,
+    codec: &HeadCodec,
+    count: u32,
+    tile: &mut Vec<f32>,
+    mut to: HeadRows<'_>,
+) -> Result<(), BackendError> {
+    let (dim, dtype, space) = (codec.dim(), to.to.dtype, rows.row_space());
+    tile.resize(TILE_TOKENS as usize * dim, 0.0);
+    for first in (0..count).step_by(TILE_TOKENS as usize) {
+        let tokens = TILE_TOKENS.min(count - first);
+        if let Some(stored) = rows.stored_in_part(first..first + tokens, dim, dtype)
+            && space == RowSpace::Raw
+        {
+            for (row, stored) in stored.chunks_exact(dim * dtype.size_bytes()).enumerate() {
+                to.row_bytes_mut(first as usize + row, dim).copy_from_slice(stored);
+            }
+            continue;
+        }
+        let values = &mut tile[..tokens as usize * dim];
+        rows.decode_in_part(first, tokens, values)?;
+        restore_rows(codec, space, values);
+        for (row, values) in values.chunks_exact(dim).enumerate() {
+            dtype.narrow_values(values, to.row_bytes_mut(first as usize + row, dim));
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]

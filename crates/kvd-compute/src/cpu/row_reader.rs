@@ -6,7 +6,8 @@ use crate::cpu::float::FloatRows;
 use crate::cpu::huffman::StreamTiles;
 use crate::{BackendError, Source};
 use kvd_codec::{FixedCodes, ModelCodec, PageReader, RowSpace};
-use kvd_core::{Extent, Geometry, LayerIndex, Side};
+use kvd_core::{DType, Extent, Geometry, LayerIndex, Side};
+use std::ops::Range;
 
 /// Tokens decoded at once: 32 rows of 128 channels of K and V are 32 KiB.
 pub(crate) const TILE_TOKENS: u32 = 32;
@@ -183,6 +184,21 @@ impl<'a> RowReader<'a> {
             }
             RowReader::Page { page, .. } => Ok(page.decode_rows(first, count, out)?),
         }
+    }
+
+    /// The bytes of rows of `dim` channels (counted in the part), where they lie in `dtype`.
+    pub(crate) fn stored_in_part(
+        &self,
+        rows: Range<u32>,
+        dim: usize,
+        dtype: DType,
+    ) -> Option<&[u8]> {
+        let (origin, (of, bytes)) = match self {
+            RowReader::Raw { bytes, geometry, .. } => (0, (geometry.dtype, *bytes)),
+            RowReader::Page { page, first_row } => (*first_row, page.float_rows()?),
+        };
+        let at = |row: u32| (origin + row as usize) * dim * dtype.size_bytes();
+        (of == dtype).then(|| &bytes[at(rows.start)..at(rows.end)])
     }
 
     /// Decodes `count` rows from `first` on (counted in the part) into `out[count * dim]`.

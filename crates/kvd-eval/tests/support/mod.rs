@@ -359,6 +359,27 @@ impl v1::kvd_server::Kvd for StandIn {
         Err(Status::unimplemented("not part of the stand-in"))
     }
 
+    async fn store_step(
+        &self,
+        _: Request<v1::StoreStepRequest>,
+    ) -> Result<Response<v1::StoreStepResponse>, Status> {
+        Err(Status::unimplemented("not part of the stand-in"))
+    }
+
+    async fn load_step(
+        &self,
+        _: Request<v1::LoadStepRequest>,
+    ) -> Result<Response<v1::LoadStepResponse>, Status> {
+        Err(Status::unimplemented("not part of the stand-in"))
+    }
+
+    async fn list_codecs(
+        &self,
+        _: Request<v1::ListCodecsRequest>,
+    ) -> Result<Response<v1::ListCodecsResponse>, Status> {
+        Err(Status::unimplemented("not part of the stand-in"))
+    }
+
     async fn get_stats(
         &self,
         _: Request<v1::GetStatsRequest>,

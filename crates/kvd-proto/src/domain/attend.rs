@@ -58,6 +58,12 @@ impl AttendQuery {
         Self { sequence, n_q, kv_length, position, start, end, sliding_window }
     }
 
+    /// This query after all stored tokens: it sees all that it reads.
+    #[must_use]
+    pub fn with_all_visible(self) -> Self {
+        Self { position: Some(u32::MAX - self.n_q), ..self }
+    }
+
     /// Checks what can be judged without the sequence.
     ///
     /// # Errors
@@ -146,7 +152,12 @@ impl TryFrom<v1::AttendRequest> for AttendBatch {
             }
             Err(RequestError::invalid_field(field, format!("{value} is not finite and above 0")))
         };
-        let queries: Vec<_> = request.queries.iter().map(query_from_wire).collect();
+        let mut queries: Vec<_> = request.queries.iter().map(query_from_wire).collect();
+        if request.all_visible {
+            for (index, query) in queries.iter_mut().enumerate() {
+                *query = see_all(index, *query)?;
+            }
+        }
         if !request.per_query_errors {
             for (index, query) in queries.iter().enumerate() {
                 let in_query = |error| RequestError::Query { index, error: Box::new(error) };
@@ -174,6 +185,21 @@ fn at_most(field: &'static str, given: u64, max: u64) -> Result<(), RequestError
     if given <= max { Ok(()) } else { Err(RequestError::OverLimit { field, given, max }) }
 }
 
+/// A query that sees all that it reads.
+fn see_all(index: usize, query: AttendQuery) -> Result<AttendQuery, RequestError> {
+    let in_query = |field, reason: &str| {
+        let error = Box::new(RequestError::invalid_field(field, reason));
+        RequestError::Query { index, error }
+    };
+    if query.position.is_some() {
+        return Err(in_query("position", "is given with all_visible; leave one of them out"));
+    }
+    if query.sliding_window.is_some() {
+        return Err(in_query("sliding_window", "hides tokens that all_visible shows"));
+    }
+    Ok(query.with_all_visible())
+}
+
 fn query_from_wire(query: &v1::Query) -> AttendQuery {
     AttendQuery {
         sequence: SequenceId(query.sequence_id),
@@ -198,6 +224,7 @@ impl From<AttendBatch> for v1::AttendRequest {
             queries: batch.queries.iter().map(query_to_wire).collect(),
             q: Some(inline_payload(batch.q)),
             per_query_errors: batch.per_query_errors,
+            ..Self::default()
         }
     }
 }

@@ -4,6 +4,7 @@
 //! turned back by `From`, so that the daemon and the client share one reading of the wire. What
 //! needs the model to be judged is checked by `check_shape`, after the look-up.
 
+mod answer_form;
 mod attend;
 mod call_error;
 mod load;
@@ -15,6 +16,7 @@ mod session;
 mod step;
 mod store;
 
+pub use answer_form::{AnswerForm, LseBase, LseOrder};
 pub use attend::{AttendBatch, AttendQuery, Attended, QueryError};
 pub use call_error::CallError;
 pub use load::{LoadPiece, LoadRange};

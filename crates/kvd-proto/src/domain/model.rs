@@ -20,6 +20,8 @@ pub struct ModelSpec {
 }
 
 impl ModelSpec {
+    /// Codec where a registration names none: good without a calibration.
+    pub const CODEC_DEFAULT: &str = "kivi-4";
     /// Longest codec text, in bytes: a policy that names both sides of each of a thousand layers.
     pub const CODEC_LENGTH_MAX: u64 = 1 << 17;
     /// Longest name, in bytes.
@@ -34,10 +36,8 @@ impl ModelSpec {
         block_tokens_default: u32,
     ) -> Result<Self, RequestError> {
         check_name(&request.name)?;
-        if request.codec.is_empty() {
-            return Err(RequestError::Missing { field: "codec" });
-        }
-        let given = request.codec.len() as u64;
+        let codec = with_windows(request.codec, request.windows);
+        let given = codec.len() as u64;
         if given > Self::CODEC_LENGTH_MAX {
             let max = Self::CODEC_LENGTH_MAX;
             return Err(RequestError::OverLimit { field: "codec length", given, max });
@@ -49,10 +49,23 @@ impl ModelSpec {
         Ok(Self {
             name: request.name,
             geometry: geometry_from_wire(wire)?,
-            codec: request.codec,
+            codec,
             calibration: request.calibration,
         })
     }
+}
+
+/// The text of a codec with windows in place of its own.
+fn with_windows(codec: String, windows: Option<v1::Windows>) -> String {
+    let mut text = if codec.is_empty() { ModelSpec::CODEC_DEFAULT.to_owned() } else { codec };
+    let v1::Windows { sink, recent } = windows.unwrap_or_default();
+    for (name, tokens) in [("sink", sink), ("recent", recent)] {
+        if let Some(tokens) = tokens {
+            // A comment ends with its line.
+            text.push_str(&format!("\n; {name}={tokens}"));
+        }
+    }
+    text
 }
 
 impl From<ModelSpec> for v1::RegisterModelRequest {
@@ -62,6 +75,7 @@ impl From<ModelSpec> for v1::RegisterModelRequest {
             geometry: Some((&spec.geometry).into()),
             codec: spec.codec,
             calibration: spec.calibration,
+            windows: None,
         }
     }
 }
@@ -198,6 +212,25 @@ mod tests {
     }
 
     #[test]
+    fn an_empty_codec_is_the_default_and_windows_follow_the_codec() {
+        let codec = |change: fn(&mut v1::RegisterModelRequest)| {
+            let mut request = v1::RegisterModelRequest::from(spec());
+            change(&mut request);
+            ModelSpec::from_wire(request, 64).unwrap().codec
+        };
+        assert_eq!(codec(|r| r.codec.clear()), "kivi-4");
+        let recent = |r: &mut v1::RegisterModelRequest| {
+            r.windows = Some(v1::Windows { sink: None, recent: Some(0) });
+        };
+        assert_eq!(codec(recent), "kvd-3\n; recent=0");
+        let both = |r: &mut v1::RegisterModelRequest| {
+            r.codec.clear();
+            r.windows = Some(v1::Windows { sink: Some(4), recent: Some(96) });
+        };
+        assert_eq!(codec(both), "kivi-4\n; sink=4\n; recent=96");
+    }
+
+    #[test]
     fn spec_round_trips() {
         assert_eq!(ModelSpec::from_wire(spec().into(), 16).unwrap(), spec());
     }
@@ -225,7 +258,6 @@ mod tests {
         assert!(refusal(|r| r.name = "a".repeat(129)).starts_with("name: must be 1 to 128"));
         assert!(refusal(|r| r.name = "mod\u{e8}le".into()).starts_with("name: must be"));
         assert_eq!(refusal(|r| r.geometry = None), "geometry is missing");
-        assert_eq!(refusal(|r| r.codec.clear()), "codec is missing");
         assert!(refusal(|r| r.codec = "x".repeat(131_073)).contains("maximum is 131072"));
         let geometry =
             |change: fn(&mut v1::Geometry)| refusal(|r| change(r.geometry.as_mut().unwrap()));

@@ -68,7 +68,7 @@ pub struct RegionSlice {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct GetServerInfoRequest {}
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct GetServerInfoResponse {
     #[prost(string, tag = "1")]
     pub version: ::prost::alloc::string::String,
@@ -88,6 +88,21 @@ pub struct GetServerInfoResponse {
     /// devices the coarsest; GPUs are "single".
     #[prost(string, tag = "7")]
     pub precision: ::prost::alloc::string::String,
+    /// Where regions are opened, server.listen_region; empty where there are none.
+    #[prost(string, tag = "20")]
+    pub region_path: ::prost::alloc::string::String,
+    /// Raised when what a client relied on changes; 1. What is added is named in `features`.
+    #[prost(uint32, tag = "21")]
+    pub protocol: u32,
+    /// What this daemon can beyond the first version of the protocol, by name: docs/contract.md.
+    #[prost(string, repeated, tag = "22")]
+    pub features: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// Limits by the names of their settings, as "limits.step_rows_max".
+    #[prost(map = "string, uint64", tag = "23")]
+    pub limits: ::std::collections::HashMap<::prost::alloc::string::String, u64>,
+    /// Codec of registrations that name none.
+    #[prost(string, tag = "24")]
+    pub codec_default: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct RegisterModelRequest {
@@ -97,12 +112,27 @@ pub struct RegisterModelRequest {
     pub name: ::prost::alloc::string::String,
     #[prost(message, optional, tag = "2")]
     pub geometry: ::core::option::Option<Geometry>,
-    /// A preset ("raw", "kvcomp", "vecinfer-2", …) or a codec spec.
+    /// A preset ("raw", "kvcomp", "vecinfer-2", …) or a codec spec; empty means `codec_default` of
+    /// GetServerInfo.
     #[prost(string, tag = "3")]
     pub codec: ::prost::alloc::string::String,
     /// A calibration artefact (safetensors), when the codec needs one.
     #[prost(bytes = "bytes", tag = "4")]
     pub calibration: ::prost::bytes::Bytes,
+    /// Windows in place of those of the codec. An engine that keeps its newest tokens itself says
+    /// recent = 0, or kvd keeps as many of them raw again.
+    #[prost(message, optional, tag = "20")]
+    pub windows: ::core::option::Option<Windows>,
+}
+/// Tokens that stay in the stored precision; those that are absent are the codec's.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Windows {
+    /// First tokens of a sequence.
+    #[prost(uint32, optional, tag = "1")]
+    pub sink: ::core::option::Option<u32>,
+    /// Last tokens of a sequence.
+    #[prost(uint32, optional, tag = "2")]
+    pub recent: ::core::option::Option<u32>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct RegisterModelResponse {
@@ -423,6 +453,18 @@ pub struct AttendRequest {
     /// there. Without it one bad query refuses the batch.
     #[prost(bool, tag = "9")]
     pub per_query_errors: bool,
+    /// Every query sees all tokens that it reads: what is stored is older than all of its query tokens.
+    /// No query may give a position or a sliding window then, and n_q may exceed what is stored.
+    #[prost(bool, tag = "20")]
+    pub all_visible: bool,
+    /// Dtype of out; unspecified means `dtype`.
+    #[prost(enumeration = "DType", tag = "21")]
+    pub out_dtype: i32,
+    /// Logarithm and layout of lse.
+    #[prost(enumeration = "LseBase", tag = "22")]
+    pub lse_base: i32,
+    #[prost(enumeration = "LseOrder", tag = "23")]
+    pub lse_order: i32,
 }
 /// A query of a batch that was not answered.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -435,10 +477,11 @@ pub struct QueryError {
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct AttendResponse {
-    /// \[sum of n_q, q_heads, head_dim_v\], in the request's dtype.
+    /// \[sum of n_q, q_heads, head_dim_v\], in the request's out_dtype.
     #[prost(message, optional, tag = "1")]
     pub out: ::core::option::Option<Payload>,
-    /// \[sum of n_q, q_heads\] f32: natural log of the sum of exp(score). -inf where nothing is visible.
+    /// \[sum of n_q, q_heads\] f32: natural log of the sum of exp(score), unless the request's lse_base and
+    /// lse_order say otherwise. -inf where nothing is visible.
     #[prost(message, optional, tag = "2")]
     pub lse: ::core::option::Option<Payload>,
     /// Only where the request asks for them: the queries that were not answered, in order.
@@ -829,6 +872,44 @@ pub struct PartError {
     #[prost(message, optional, tag = "2")]
     pub error: ::core::option::Option<CallError>,
 }
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ListCodecsRequest {}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ListCodecsResponse {
+    #[prost(message, repeated, tag = "1")]
+    pub codecs: ::prost::alloc::vec::Vec<CodecInfo>,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct CodecInfo {
+    /// Preset, for `codec` of a registration.
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    /// The codec in full.
+    #[prost(string, tag = "2")]
+    pub spec: ::prost::alloc::string::String,
+    /// For people.
+    #[prost(string, tag = "3")]
+    pub summary: ::prost::alloc::string::String,
+    #[prost(string, tag = "4")]
+    pub choose_when: ::prost::alloc::string::String,
+    /// Bits that a value of full pages of 64 tokens and 128 channels takes, scales and headers included;
+    /// absent where they depend on the data.
+    #[prost(double, optional, tag = "5")]
+    pub bits_k: ::core::option::Option<f64>,
+    #[prost(double, optional, tag = "6")]
+    pub bits_v: ::core::option::Option<f64>,
+    /// Whether a registration needs a calibration artefact.
+    #[prost(bool, tag = "7")]
+    pub needs_calibration: bool,
+    /// Fewest tokens of a page (`block_tokens`).
+    #[prost(uint32, tag = "8")]
+    pub page_tokens_min: u32,
+    /// Its windows.
+    #[prost(uint32, tag = "9")]
+    pub sink: u32,
+    #[prost(uint32, tag = "10")]
+    pub recent: u32,
+}
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
 pub enum DType {
@@ -888,6 +969,61 @@ impl RopePairing {
             "ROPE_PAIRING_UNSPECIFIED" => Some(Self::Unspecified),
             "ROPE_PAIRING_HALF" => Some(Self::Half),
             "ROPE_PAIRING_INTERLEAVED" => Some(Self::Interleaved),
+            _ => None,
+        }
+    }
+}
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum LseBase {
+    Natural = 0,
+    /// As merges with exp2 take it.
+    Two = 1,
+}
+impl LseBase {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Natural => "LSE_BASE_NATURAL",
+            Self::Two => "LSE_BASE_TWO",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "LSE_BASE_NATURAL" => Some(Self::Natural),
+            "LSE_BASE_TWO" => Some(Self::Two),
+            _ => None,
+        }
+    }
+}
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum LseOrder {
+    /// \[sum of n_q, q_heads\]
+    TokensHeads = 0,
+    /// \[q_heads, sum of n_q\]
+    HeadsTokens = 1,
+}
+impl LseOrder {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::TokensHeads => "LSE_ORDER_TOKENS_HEADS",
+            Self::HeadsTokens => "LSE_ORDER_HEADS_TOKENS",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "LSE_ORDER_TOKENS_HEADS" => Some(Self::TokensHeads),
+            "LSE_ORDER_HEADS_TOKENS" => Some(Self::HeadsTokens),
             _ => None,
         }
     }
@@ -1507,6 +1643,28 @@ pub mod kvd_client {
             req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "LoadStep"));
             self.inner.unary(req, path, codec).await
         }
+        /// The presets that a registration may name, and what each needs.
+        pub async fn list_codecs(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ListCodecsRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListCodecsResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/kvd.v1.Kvd/ListCodecs");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "ListCodecs"));
+            self.inner.unary(req, path, codec).await
+        }
     }
 }
 /// Generated server implementations.
@@ -1721,6 +1879,14 @@ pub mod kvd_server {
             request: tonic::Request<super::LoadStepRequest>,
         ) -> std::result::Result<
             tonic::Response<super::LoadStepResponse>,
+            tonic::Status,
+        >;
+        /// The presets that a registration may name, and what each needs.
+        async fn list_codecs(
+            &self,
+            request: tonic::Request<super::ListCodecsRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListCodecsResponse>,
             tonic::Status,
         >;
     }
@@ -2751,6 +2917,49 @@ pub mod kvd_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = LoadStepSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/ListCodecs" => {
+                    #[allow(non_camel_case_types)]
+                    struct ListCodecsSvc<T: Kvd>(pub Arc<T>);
+                    impl<T: Kvd> tonic::server::UnaryService<super::ListCodecsRequest>
+                    for ListCodecsSvc<T> {
+                        type Response = super::ListCodecsResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ListCodecsRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::list_codecs(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ListCodecsSvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(

@@ -37,7 +37,7 @@ pub const ALERT_CODES: [ErrorCode; 5] = [
 ];
 
 /// Names of calls in labels: those of the service, and those of regions.
-pub const RPCS: [&str; 25] = [
+pub const RPCS: [&str; 26] = [
     "GetServerInfo",
     "RegisterModel",
     "DescribeModel",
@@ -60,6 +60,7 @@ pub const RPCS: [&str; 25] = [
     "GetStats",
     "StoreStep",
     "LoadStep",
+    "ListCodecs",
     "AttendRegion",
     "StoreRegion",
     "ControlRegion",

@@ -265,6 +265,8 @@ impl Service {
                 ServiceError::new(ErrorCode::InvalidArgument, message)
             })?,
         };
+        // Past the end all is visible, wherever; a window counts from there.
+        let position = if query.sliding_window.is_none() { position.min(length) } else { position };
         let Range { start, end } = range_to_read(query, length, position, of.geometry.block_tokens);
         let key = ReadKey { sequence: query.sequence, length, start, end };
         Ok(QueryRead { key, position })

@@ -1,6 +1,7 @@
 //! Requests of all transports: limits, namespaces, the store's book-keeping, and jobs of devices.
 //! No bytes are touched here; they travel as `Bytes` to the device worker.
 
+mod answer_form;
 mod attend;
 mod attend_job;
 mod budget;
@@ -36,6 +37,7 @@ pub(crate) use ids::draw_ids;
 pub use load::LoadPiece;
 pub use model::RegisteredModel;
 pub(crate) use region::{MemoryOffer, OpenMemory};
+pub(crate) use register::least_page_tokens;
 pub use session::SequencePage;
 pub use session_table::{SessionDescription, SessionLease};
 pub(crate) use stats::DevicePool;

@@ -59,15 +59,7 @@ fn check_calibration_bytes(spec: &ModelSpec, max: usize) -> Result<(), ServiceEr
 /// `min` is for sides with an entropy coder, whose decoder starts anew with each page; other sides
 /// that quantize, FP8 among them, have kernels for half of it. Raw rows take pages of any size.
 fn check_page_tokens(geometry: &Geometry, codec: &CodecSpec, min: u32) -> Result<(), ServiceError> {
-    let overrides = codec.overrides.iter().map(|change| &change.spec);
-    let least = |side: &SideSpec| match (&side.quantizer, side.entropy) {
-        (Quantizer::Float(FloatFormat::E4M3), EntropyCoding::None) => min.div_ceil(2),
-        (Quantizer::Float(_), EntropyCoding::None) => 1,
-        (_, EntropyCoding::None) => min.div_ceil(2),
-        (_, EntropyCoding::Huffman) => min,
-    };
-    let needed = [&codec.key, &codec.value].into_iter().chain(overrides).map(least).max();
-    let (given, needed) = (geometry.block_tokens, needed.unwrap_or(1));
+    let (given, needed) = (geometry.block_tokens, least_page_tokens(codec, min));
     if given >= needed {
         return Ok(());
     }
@@ -77,6 +69,19 @@ fn check_page_tokens(geometry: &Geometry, codec: &CodecSpec, min: u32) -> Result
          engine's own block size is free (limits.page_tokens_min = {min})"
     );
     Err(ServiceError::new(ErrorCode::InvalidArgument, message))
+}
+
+/// Fewest tokens of a page that a codec may have, where `min` is what an entropy coder needs.
+pub(crate) fn least_page_tokens(codec: &CodecSpec, min: u32) -> u32 {
+    let overrides = codec.overrides.iter().map(|change| &change.spec);
+    let least = |side: &SideSpec| match (&side.quantizer, side.entropy) {
+        (Quantizer::Float(FloatFormat::E4M3), EntropyCoding::None) => min.div_ceil(2),
+        (Quantizer::Float(_), EntropyCoding::None) => 1,
+        (_, EntropyCoding::None) => min.div_ceil(2),
+        (_, EntropyCoding::Huffman) => min,
+    };
+    let needed = [&codec.key, &codec.value].into_iter().chain(overrides).map(least).max();
+    needed.unwrap_or(1)
 }
 
 impl Service {

@@ -2,6 +2,7 @@
 
 use super::call::{find_meter, read_call};
 use super::convert;
+use super::discovery;
 use super::measure::{measure_answer, refuse_call};
 use super::session::{hold_stream, peer_name, sequence_page, session_list};
 use super::step;
@@ -11,7 +12,9 @@ use super::stream::{
 use crate::metrics::OpenCount;
 use crate::service::{CallContext, Service, ServiceError};
 use kvd_core::{Coded, LayerIndex, ModelId, SequenceId, SessionId};
-use kvd_proto::domain::{AttendBatch, LoadRange, ModelSpec, StoreChunk, session_from_wire};
+use kvd_proto::domain::{
+    AnswerForm, AttendBatch, LoadRange, ModelSpec, StoreChunk, session_from_wire,
+};
 use kvd_proto::v1::{self, kvd_server::Kvd};
 use std::sync::Arc;
 use std::time::Duration;
@@ -66,15 +69,7 @@ impl Kvd for GrpcService {
         let service = &self.service;
         self.answer_rpc("GetServerInfo", read_call(&request), async |call| {
             service.admit_call(call)?;
-            Ok(v1::GetServerInfoResponse {
-                version: env!("CARGO_PKG_VERSION").to_owned(),
-                boot_id: service.boot_id().to_owned(),
-                device: service.device_names(),
-                pool_capacity_bytes: service.pool_stats().capacity_bytes,
-                message_bytes_max: service.config().message_bytes_max as u64,
-                block_tokens_default: service.config().block_tokens_default,
-                precision: service.precision_name().to_owned(),
-            })
+            Ok(discovery::server_info(service))
         })
         .await
     }
@@ -276,8 +271,9 @@ impl Kvd for GrpcService {
         let (caller, meter) = (read_call(&request), find_meter(&request));
         let message = request.into_inner();
         self.answer_rpc("Attend", caller, async |call| {
+            let form = AnswerForm::from_request(&message)?;
             let batch: AttendBatch = to_domain(message)?;
-            let mut reply = self.service.attend_batch(call, batch).await?;
+            let mut reply = self.service.attend_formed(call, batch, form).await?;
             meter.hold_answer(reply.held.take());
             Ok(convert::attend_response(reply))
         })
@@ -300,8 +296,9 @@ impl Kvd for GrpcService {
             async move {
                 let mut held = None;
                 let work = async {
+                    let form = AnswerForm::from_request(&message)?;
                     let batch: AttendBatch = to_domain(message)?;
-                    let mut reply = service.attend_batch(&call, batch).await?;
+                    let mut reply = service.attend_formed(&call, batch, form).await?;
                     held = reply.held.take();
                     Ok(convert::attend_response(reply))
                 };
@@ -409,6 +406,17 @@ impl Kvd for GrpcService {
             let mut loaded = self.service.load_step(call, to_domain(message)?, region).await?;
             meter.hold_answer(loaded.held.take());
             Ok(step::loaded_response(loaded))
+        })
+        .await
+    }
+
+    async fn list_codecs(
+        &self,
+        request: Request<v1::ListCodecsRequest>,
+    ) -> Result<Response<v1::ListCodecsResponse>, Status> {
+        self.answer_rpc("ListCodecs", read_call(&request), async |call| {
+            self.service.admit_call(call)?;
+            Ok(discovery::codec_list(&self.service))
         })
         .await
     }

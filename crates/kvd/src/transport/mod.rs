@@ -6,6 +6,7 @@ mod call;
 mod connection;
 mod convert;
 mod deadline;
+mod discovery;
 mod grpc;
 mod health;
 mod layer;

@@ -12,7 +12,7 @@ use crate::transport::measure::measure_answer;
 use bytes::Bytes;
 use kvd_compute::{RegionPlaces, RegionRows};
 use kvd_core::{DType, ErrorCode};
-use kvd_proto::domain::{AttendBatch, CallError, StoreChunk, inline_payload};
+use kvd_proto::domain::{AnswerForm, AttendBatch, CallError, StoreChunk, inline_payload};
 use kvd_proto::{RequestError, v1};
 use kvd_shm::{CallOutcome, CallRefusal, CompletionRecord};
 use std::time::{Duration, Instant};
@@ -192,6 +192,7 @@ async fn attend_batch(
 ) -> Result<u32, ServiceError> {
     let AttendWork { mut call, launched } = work;
     let mut request = call.request.take().ok_or(RequestError::Missing { field: "request" })?;
+    let form = AnswerForm::from_request(&request)?;
     let payload = request.q.take();
     let elsewhere = region.device.as_ref().zip(slice_of(payload.as_ref()));
     let in_file = slice_of(payload.as_ref()).filter(|_| elsewhere.is_none());
@@ -208,7 +209,7 @@ async fn attend_batch(
     let model = service.batch_model(caller, &batch)?;
     let queries = batch.queries.len();
     // Before any work: an answer must have its place.
-    let at = answer_places(region, &batch, &model, &call)?;
+    let at = answer_places(region, FormedBatch { batch: &batch, form }, &model, &call)?;
     let mut _copy = None;
     if let Some((device, q)) = elsewhere {
         check_slice(region, q.offset, q.bytes)?;
@@ -222,7 +223,7 @@ async fn attend_batch(
             out: DeviceSlice { offset: at.out, bytes: at.out_bytes },
             lse: DeviceSlice { offset: at.lse, bytes: at.lse_bytes },
         };
-        let fits = kernels_take(batch.dtype, &slices);
+        let fits = form.is_usual(batch.dtype) && kernels_take(batch.dtype, &slices);
         if fits && batch.query_rows() > 0 && device.reaches_queries(&model, &batch) {
             count_call(service, "in_place");
             let memory = region.memory.clone();
@@ -247,26 +248,35 @@ async fn attend_batch(
         _copy = Some(share);
     }
     count_call(service, if region.device.is_some() { "copied" } else { "file" });
-    let reply: AttendReply = service.attend_batch(&copying, batch).await?;
+    let reply: AttendReply = service.attend_formed(&copying, batch, form).await?;
     let bytes = reply.lse.iter().flat_map(|value| value.to_le_bytes()).collect();
     put_answer(region, caller, at.out, reply.out).await?;
     put_answer(region, caller, at.lse, bytes).await?;
     put_query_errors(region, at.query_errors, queries, &reply.query_errors)
 }
 
+/// A batch, and the form of its answer.
+#[derive(Clone, Copy)]
+struct FormedBatch<'a> {
+    batch: &'a AttendBatch,
+    form: AnswerForm,
+}
+
 /// Where the answer to a batch goes; each slice must be exactly as long.
 fn answer_places(
     region: &WorkerRegion,
-    batch: &AttendBatch,
+    formed: FormedBatch<'_>,
     model: &RegisteredModel,
     call: &v1::RegionAttend,
 ) -> Result<AnswerPlaces, ServiceError> {
+    let FormedBatch { batch, form } = formed;
+    let dtype = form.out_dtype_for(batch.dtype);
     let heads = u64::from(batch.query_rows()) * u64::from(batch.q_heads);
     let values = heads * u64::from(model.shape.geometry.head_dim_v);
     let shape = "[sum of n_q, q_heads, head_dim_v]";
-    let out = answer_place(region, "out", shape, call.out, values, batch.dtype)?;
+    let out = answer_place(region, "out", shape, call.out, values, dtype)?;
     let lse = answer_place(region, "lse", "[sum of n_q, q_heads]", call.lse, heads, DType::F32)?;
-    let out_bytes = values * batch.dtype.size_bytes() as u64;
+    let out_bytes = values * dtype.size_bytes() as u64;
     let query_errors = if batch.per_query_errors {
         let field = "query_errors";
         let slice = call.query_errors.ok_or(RequestError::Missing { field })?;

@@ -1,0 +1,105 @@
+//! Answers about the daemon itself: where its regions are, what it can, what it limits, and which
+//! codecs it knows.
+
+use crate::service::Service;
+use kvd_codec::{CodecSpec, Preset, presets, resolve_spec};
+use kvd_core::{DType, Geometry, RopePairing, Side};
+use kvd_proto::domain::ModelSpec;
+use kvd_proto::v1;
+use std::collections::HashMap;
+
+/// Raised when something changes that a client relied on.
+const PROTOCOL: u32 = 1;
+
+/// Additions to the first version of the protocol.
+const FEATURES: [&str; 7] =
+    ["all_visible", "codec_list", "lse_form", "out_dtype", "region_control", "steps", "windows"];
+
+/// Shape for which the bits of codecs are given; they hardly depend on it.
+const GEOMETRY: Geometry = Geometry {
+    layers: 1,
+    kv_heads: 1,
+    head_dim_k: 128,
+    head_dim_v: 128,
+    block_tokens: 64,
+    dtype: DType::F16,
+    rope_pairing: RopePairing::Half,
+};
+
+/// The answer to `GetServerInfo`.
+pub(super) fn server_info(service: &Service) -> v1::GetServerInfoResponse {
+    let config = service.config();
+    let region = config.listen_region.as_ref();
+    // A client's working directory is another.
+    let region = region.map(|path| std::path::absolute(path).unwrap_or_else(|_| path.clone()));
+    v1::GetServerInfoResponse {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        boot_id: service.boot_id().to_owned(),
+        device: service.device_names(),
+        pool_capacity_bytes: service.pool_stats().capacity_bytes,
+        message_bytes_max: config.message_bytes_max as u64,
+        block_tokens_default: config.block_tokens_default,
+        precision: service.precision_name().to_owned(),
+        region_path: region.map(|path| path.display().to_string()).unwrap_or_default(),
+        protocol: PROTOCOL,
+        features: FEATURES.map(str::to_owned).to_vec(),
+        limits: named_limits(service),
+        codec_default: ModelSpec::CODEC_DEFAULT.to_owned(),
+    }
+}
+
+/// Limits that a client may run into, by the names of their settings.
+fn named_limits(service: &Service) -> HashMap<String, u64> {
+    let config = service.config();
+    let session_ttl = u64::try_from(config.session_ttl_max.as_millis()).unwrap_or(u64::MAX);
+    let limits = [
+        ("server.message_bytes_max", config.message_bytes_max as u64),
+        ("device.queue_jobs_max", config.queue_jobs_max as u64),
+        ("limits.models_max", config.models_max as u64),
+        ("limits.sequences_max", config.sequences_max as u64),
+        ("limits.sessions_max", config.sessions_max as u64),
+        ("limits.session_ttl_ms_max", session_ttl),
+        ("limits.tokens_per_sequence_max", config.tokens_per_sequence_max.into()),
+        ("limits.calibration_bytes_max", config.calibration_bytes_max as u64),
+        ("limits.inflight_bytes_max", config.inflight_bytes_max as u64),
+        ("limits.connection_bytes_max", config.connection_bytes_max as u64),
+        ("limits.regions_max", config.regions_max as u64),
+        ("limits.region_bytes_max", config.region_bytes_max),
+        ("limits.attend_parts_max", config.attend_parts_max),
+        ("limits.attend_work_max", config.attend_work_max),
+        ("limits.step_rows_max", config.step_rows_max),
+        ("limits.page_tokens_min", config.page_tokens_min.into()),
+    ];
+    limits.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+}
+
+/// The answer to `ListCodecs`.
+pub(super) fn codec_list(service: &Service) -> v1::ListCodecsResponse {
+    let page_tokens_min = service.config().page_tokens_min;
+    let described = presets().iter().filter_map(|preset| {
+        // A test of the codecs parses every preset.
+        Some(codec_info(preset, &resolve_spec(preset.name).ok()?, page_tokens_min))
+    });
+    v1::ListCodecsResponse { codecs: described.collect() }
+}
+
+fn codec_info(preset: &Preset, spec: &CodecSpec, page_tokens_min: u32) -> v1::CodecInfo {
+    let [bits_k, bits_v] = Side::BOTH.map(|side| {
+        let of_side = spec.side(side);
+        // A rate that a fit keeps counts everything.
+        let rate = of_side.quantizer.target_bits().map(f64::from);
+        rate.or_else(|| of_side.implied_bits(&GEOMETRY, side).total_bits())
+    });
+    v1::CodecInfo {
+        name: preset.name.to_owned(),
+        spec: spec.to_string(),
+        summary: preset.summary.to_owned(),
+        choose_when: preset.choose_when.to_owned(),
+        bits_k,
+        bits_v,
+        needs_calibration: spec.needs_calibration(),
+        page_tokens_min: crate::service::least_page_tokens(spec, page_tokens_min),
+        sink: spec.sink,
+        recent: spec.recent,
+    }
+}
