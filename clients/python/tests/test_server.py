@@ -47,5 +47,11 @@ def test_settings_and_environment(monkeypatch):
     monkeypatch.setenv("KVD_DEVICE__POOL_BYTES", "1 TiB")
     with kvd.serve(pool="32 MiB", settings={"device.precision": "single"}) as server:
         with server.connect() as client:
-            info = client.info()
+            info, codecs = client.info(), {codec.name: codec for codec in client.codecs()}
+            assert info.region_path == server.region and "steps" in info.features
+            assert client.model("m", kvd.Geometry(1, 2, 64), dtype="f16").codec_spec == (
+                codecs[info.codec_default].spec
+            )
+    assert codecs["kvd-2"].needs_calibration and not codecs["kivi-4"].needs_calibration
+    assert codecs["kvd-2"].bits_v < codecs["kivi-4"].bits_v < codecs["raw"].bits_v < 17
     assert (info.pool_capacity_bytes, info.precision) == (32 << 20, "single")

@@ -16,6 +16,9 @@ NAMES = {
     "PAYLOAD": "Payload",
     "CALL_ERROR": "CallError",
     "SERVER_INFO": "GetServerInfoResponse",
+    "CODEC_INFO": "CodecInfo",
+    "ROWS": "Rows",
+    "STEP_PART": "StepPart",
     "REGISTER_MODEL": "RegisterModelRequest",
     "REGISTERED_MODEL": "RegisterModelResponse",
     "STORED_BYTES": "StoredBytes",
@@ -45,6 +48,7 @@ KINDS = {
     "double": {"double"},
     "int": {"uint32", "uint64", "bool", "DType", "RopePairing", "RegionKind"},
     "optional int": {"uint32", "uint64"},
+    "optional double": {"double"},
 }
 
 
@@ -70,8 +74,8 @@ def check_schema(schema, fields, where):
         assert field.repeated == (label == "repeated"), f"{where}.{name}"
         if isinstance(field.kind, str):
             assert kind in KINDS[field.kind], f"{where}.{name} is {kind}"
-            if kind not in ("float", "double"):  # those are only written
-                assert (label == "optional") == (field.kind == "optional int"), f"{where}.{name}"
+            if field.kind not in ("float", "double"):  # those are only written
+                assert (label == "optional") == field.kind.startswith("optional"), f"{where}.{name}"
 
 
 def test_schemas_are_those_of_the_proto_file():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .arrays import DType, bf16_to_f32, f32_to_bf16
 from .calls import Attended, Queries, Query, QueryError, StoreAck
-from .client import Client, SequenceInfo, ServerInfo, connect
+from .client import Client, CodecInfo, SequenceInfo, ServerInfo, connect
 from .errors import (
     Cancelled,
     CorruptPage,
@@ -67,6 +67,7 @@ __all__ = [
     "Attended",
     "Cancelled",
     "Client",
+    "CodecInfo",
     "CorruptPage",
     "DType",
     "DeadlineExceeded",

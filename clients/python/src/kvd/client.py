@@ -38,6 +38,29 @@ class ServerInfo:
     block_tokens_default: int
     # How far attention may round: "single", "fast" or "int8".
     precision: str
+    # Where regions are opened; empty where there are none.
+    region_path: str
+    # What this daemon can beyond the first version of the protocol (contract 70).
+    features: tuple[str, ...]
+    # Of models that name no codec.
+    codec_default: str
+
+
+@dataclass(frozen=True)
+class CodecInfo:
+    """A preset."""
+
+    name: str
+    # In full.
+    spec: str
+    choose_when: str
+    # Bits of a value of full pages; None where they depend on the data.
+    bits_k: float | None
+    bits_v: float | None
+    needs_calibration: bool
+    # Tokens kept in the stored precision, first and last.
+    sink: int
+    recent: int
 
 
 @dataclass(frozen=True)
@@ -105,7 +128,8 @@ class Link:
     def info(self) -> ServerInfo:
         """What the daemon says of itself."""
         answer = self.call("GetServerInfo")
-        return ServerInfo(**{name: getattr(answer, name) for name in ServerInfo.__annotations__})
+        fields = {name: getattr(answer, name) for name in ServerInfo.__annotations__}
+        return ServerInfo(**{**fields, "features": tuple(answer.features)})
 
     def _hold_session(self, boot_id: str, session_id: int) -> int:
         name = self._options.session or f"python-{os.getpid()}-{os.urandom(4).hex()}"
@@ -183,17 +207,31 @@ class Client:
         with link.watched():
             return link.info()
 
+    def codecs(self) -> list[CodecInfo]:
+        """The presets that a model may name."""
+        link, found = self.link(), []
+        with link.watched():
+            answer = link.call("ListCodecs")
+        for one in answer.codecs:
+            fields = {name: getattr(one, name) for name in CodecInfo.__annotations__}
+            needs = bool(one.needs_calibration)
+            found.append(CodecInfo(**{**fields, "needs_calibration": needs}))
+        return found
+
     def model(
         self,
         name: str,
         geometry: Geometry,
         *,
         dtype: DType | str,
-        codec: str = "kivi-4",
+        codec: str = "",
         calibration: bytes = b"",
         interleaved_rope: bool = False,
     ) -> Model:
-        """Registers a model: what is equal to one that is registered is that one."""
+        """Registers a model: what is equal to one that is registered is that one.
+
+        `codec` is a preset or a spec, "" the daemon's default, `kivi-4`.
+        """
         return Model(
             self,
             name,

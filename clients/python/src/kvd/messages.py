@@ -38,14 +38,24 @@ CALL_ERROR = _schema(
     (4, "id_boot", "text"),
     (5, "boot_id", "text"),
 )
-SERVER_INFO = _schema(
-    (1, "version", "text"),
-    (2, "boot_id", "text"),
-    (3, "device", "text"),
-    (4, "pool_capacity_bytes"),
-    (5, "message_bytes_max"),
-    (6, "block_tokens_default"),
-    (7, "precision", "text"),
+SERVER_INFO = {
+    **_schema((1, "version", "text"), (2, "boot_id", "text"), (3, "device", "text")),
+    **_schema((4, "pool_capacity_bytes"), (5, "message_bytes_max"), (6, "block_tokens_default")),
+    **_schema((7, "precision", "text"), (20, "region_path", "text"), (21, "protocol")),
+    **_repeated(22, "features", "text"),
+    **_schema((24, "codec_default", "text")),
+}
+CODEC_INFO = _schema(
+    (1, "name", "text"),
+    (2, "spec", "text"),
+    (3, "summary", "text"),
+    (4, "choose_when", "text"),
+    (5, "bits_k", "optional double"),
+    (6, "bits_v", "optional double"),
+    (7, "needs_calibration"),
+    (8, "page_tokens_min"),
+    (9, "sink"),
+    (10, "recent"),
 )
 REGISTER_MODEL = _schema(
     (1, "name", "text"),
@@ -189,6 +199,7 @@ UNARY: Final[dict[str, tuple[Schema, Schema]]] = {
     "HoldSession": (HOLD_SESSION, HELD_SESSION),
     "CloseSession": (_schema((1, "session_id")), _schema((1, "sequences_closed"))),
     "Attend": (ATTEND, ATTENDED),
+    "ListCodecs": (NOTHING, _repeated(1, "codecs", CODEC_INFO)),
     "StoreStep": (STORE_STEP, STORED_STEP),
     "LoadStep": (LOAD_STEP, LOADED_STEP),
 }

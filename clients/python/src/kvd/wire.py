@@ -15,7 +15,8 @@ from typing import Any, TypeAlias, Union
 from .errors import Internal
 
 Schema: TypeAlias = Mapping[int, "Field"]
-# "int" (also bool and enum), "optional int", "float", "double", "text", "bytes", or a message.
+# "int" (also bool and enum), "float", "double", "text", "bytes", a message, or "optional int" and
+# "optional double", which are None where they are absent.
 Kind: TypeAlias = Union[str, "Schema"]
 
 
@@ -154,7 +155,7 @@ def _put_field(message: Message, field: Field, wire_type: int, raw: Any) -> None
         raise ValueError(f"{field.name} is a number")
     elif kind == "float":
         value = struct.unpack("<f", raw)[0]
-    elif kind == "double":
+    elif kind in ("double", "optional double"):
         value = struct.unpack("<d", raw)[0]
     elif kind == "text":
         value = bytes(raw).decode("utf-8", "replace")

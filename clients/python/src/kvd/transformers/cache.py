@@ -211,11 +211,6 @@ class KvdCache(Cache):  # type: ignore[misc]
         if self._held is None:
             self._held = HeldBatch(self.model, asked.query.shape[0])
         held, is_last = self._held, layer is self._kvd_layers[-1]
-        batch = asked.query.shape[0]
-        if batch != len(held.sequences):
-            raise InvalidArgument(
-                f"a batch of {batch} for a cache of {len(held.sequences)}: reset it"
-            )
         columns = held.columns + (asked.tokens if self.mode == "all" else layer.tail)
         if layer is self._kvd_layers[0]:
             held.read_mask(asked.mask, columns)
