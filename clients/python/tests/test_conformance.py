@@ -127,6 +127,17 @@ def test_sixty_four_sequences_in_one_batch(region_client, rng):
         assert np.abs(attended.out[index] - out).max() <= bound + rounding("f16", out)
 
 
+def test_layers_beyond_one_byte(region_client):
+    model = region_client.model("deep", kvd.Geometry(300, 1, 64), dtype="f32", codec="raw")
+    q = np.ones((1, 1, 64), "f4")
+    with model.open() as sequence:
+        rows = [np.full((3, 1, 64), layer, "f4") for layer in range(300)]
+        sequence.store_layers(rows, rows)
+        batch = kvd.Queries([sequence])
+        for layer in (0, 127, 128, 299, 1):
+            np.testing.assert_allclose(model.attend(layer, batch, q).out, layer, rtol=1e-3)
+
+
 def test_two_ranges_merge_to_the_whole(client, rng):
     model = client.model("merge", kvd.Geometry(1, KV_HEADS, DIM), dtype="f32", codec="raw")
     k, v = (random_rows(rng, (200, KV_HEADS, DIM), "f32") for _ in "kv")

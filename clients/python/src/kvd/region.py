@@ -32,7 +32,6 @@ from .calls import (
 from .errors import (
     DeadlineExceeded,
     Disconnected,
-    InvalidArgument,
     KvdError,
     MessageTooLarge,
     QueueFull,
@@ -47,13 +46,16 @@ from .wire import Message, decode, encode, field_bytes, varint
 
 T = TypeVar("T")
 
+# Messages that a batch remembers, one for each place in the region.
+_PREFIXES_MAX = 64
+
 # A completion record is 256 bytes, of which 24 are numbers.
 _RECORD_BYTES = 256
 _RECORD_TEXT = 24
 _QUERY_ERROR_BYTES = 128
 _ANSWERED, _REFUSED = 1, 2
-# Layers that are one byte on the wire; more than any model has.
-_LAYER_MAX = 127
+# Layers up to this one are one byte on the wire.
+_LAYER_OF_ONE_BYTE = 127
 _OPEN_TIMEOUT = 5.0
 _F32 = np.dtype(np.float32)
 _EMPTY_RECORD = memoryview(bytes(24)).cast("I")
@@ -81,15 +83,15 @@ class _AttendPlan:
         # By the begin of the place.
         self.prefixes: dict[int, bytes] = {}
 
-    def encode(self, start: int, timeout_field: bytes) -> bytes:
-        """The framed RegionCall of an attend at that place, without the layer, its last byte."""
+    def encode(self, start: int, timeout_field: bytes, layer: int) -> bytes:
+        """The framed RegionCall of an attend at that place; the layer stands last."""
         call = field_bytes(2, _slice(start + self.out_at, self.out_bytes))
         call += field_bytes(3, _slice(start + self.lse_at, self.lse_bytes))
         if self.error_bytes:
             call += field_bytes(4, _slice(start + self.errors_at, self.error_bytes))
         q = _in_region(start + _RECORD_BYTES, self.q_bytes)
-        call += field_bytes(1, self.form.encode_request(0, self.queries, q))
-        return _frame(start, timeout_field, messages.ATTEND_TAG, call)[:-1]
+        call += field_bytes(1, self.form.encode_request(layer, self.queries, q))
+        return _frame(start, timeout_field, messages.ATTEND_TAG, call)
 
 
 class _RegionAttend(PendingAttend):
@@ -178,8 +180,6 @@ class Region:
         self, form: AttendForm, layer: int, queries: Queries, q: Rows
     ) -> _RegionAttend:
         """Writes queries and sends an attend."""
-        if layer > _LAYER_MAX:
-            raise InvalidArgument(f"layer {layer} of at most {_LAYER_MAX + 1}")
         values = q.values
         plan = queries.prepared.get((form, values.dtype))
         if plan is None:
@@ -191,9 +191,14 @@ class Region:
         np.copyto(np.ndarray(values.shape, values.dtype, memory, start + _RECORD_BYTES), values)
         prefix = plan.prefixes.get(start)
         if prefix is None:
-            prefix = plan.prefixes[start] = plan.encode(start, self._timeout_field)
+            if len(plan.prefixes) >= _PREFIXES_MAX:
+                plan.prefixes.clear()
+            prefix = plan.prefixes[start] = plan.encode(start, self._timeout_field, 0)[:-1]
         self._clear_record(start)
-        self._send(prefix + bytes((layer,)))
+        if layer <= _LAYER_OF_ONE_BYTE:
+            self._send(prefix + bytes((layer,)))
+        else:
+            self._send(plan.encode(start, self._timeout_field, layer))
         return _RegionAttend(self, place, plan, q)
 
     def give_up(self, place: Place) -> None:
