@@ -1,7 +1,7 @@
 # Functions of .ci/run and its parts. Sourced, from the repository's root.
 
 # Deep parts, cheapest first.
-deep_parts() { echo typos licenses pages fuzz kernels nvrtc cross sanitizers; }
+deep_parts() { echo typos licenses pages python fuzz kernels transformers nvrtc cross sanitizers; }
 
 # The paths that a part guards: the line "# guards: ..." at the head of its file.
 guards_of() { sed -n 's/^# guards: //p' ".ci/parts/$1.sh"; }
@@ -66,3 +66,20 @@ tested() { linted cargo test --no-fail-fast --workspace "$@"; }
 
 # The repository's chores, as `tested` has built them.
 xtask() { linted cargo build --workspace --quiet --bin xtask && target/debug/xtask "$@"; }
+
+# Tests of the Python client by $python; their totals as cargo says its own, for the count at the end.
+pytested() {
+    local log status=0
+    log=$(mktemp)
+    "$python" -m pytest --quiet --disable-warnings "$@" 2>&1 | tee "$log" || status=$?
+    tr -d , <"$log" | awk '/^[0-9]+ (passed|failed|skipped|errors?) / {
+            for (i = 1; i < NF; i++) count[$(i + 1)] += $i
+        }
+        END {
+            failed = count["failed"] + count["error"] + count["errors"]
+            print "test result:", "pytest", count["passed"] + 0, "passed;", failed + 0, "failed;",
+                count["skipped"] + 0, "ignored"
+        }'
+    rm -f "$log"
+    return "$status"
+}

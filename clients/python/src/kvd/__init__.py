@@ -1,0 +1,117 @@
+"""kvd: KV caches kept compressed by a daemon, which answers attention over them.
+
+with kvd.connect("/run/kvd/region.sock") as client:
+    model = client.model("llama", kvd.Geometry(32, 8, 128), dtype="f16", codec="kivi-4")
+    sequence = model.open()
+    sequence.store(0, k, v)                       # [tokens, kv_heads, head_dim], after RoPE
+    attended = model.attend(0, [sequence], q)     # q [1, q_heads, head_dim]
+    out, lse = kvd.merge(attended.out, attended.lse, own_out, own_lse)
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from .arrays import DType, bf16_to_f32, f32_to_bf16
+from .calls import Attended, Queries, Query, QueryError, StoreAck
+from .client import Client, CodecInfo, SequenceInfo, ServerInfo, connect
+from .errors import (
+    Cancelled,
+    CorruptPage,
+    DeadlineExceeded,
+    DeviceFailed,
+    Disconnected,
+    Internal,
+    InvalidArgument,
+    InvalidCalibration,
+    InvalidCodec,
+    KvdError,
+    LimitExceeded,
+    MessageTooLarge,
+    ModelInUse,
+    NamespaceDenied,
+    NonFinite,
+    PoolFull,
+    QueueFull,
+    RangeConflict,
+    RangeGap,
+    RangeNotStored,
+    RangeOverlap,
+    Restarted,
+    SequenceBusy,
+    ShapeMismatch,
+    ShuttingDown,
+    UnknownModel,
+    UnknownSequence,
+    UnknownSession,
+    Unsupported,
+)
+from .merge import merge
+from .model import Geometry, Model
+from .sequence import Sequence, SequenceState, StoredBytes
+
+if TYPE_CHECKING:
+    from .server import Server, serve
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what starts daemons when it is asked for: engines do not need it."""
+    if name in ("Server", "serve"):
+        from . import server  # noqa: PLC0415 (see above)
+
+        return getattr(server, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = [
+    "Attended",
+    "Cancelled",
+    "Client",
+    "CodecInfo",
+    "CorruptPage",
+    "DType",
+    "DeadlineExceeded",
+    "DeviceFailed",
+    "Disconnected",
+    "Geometry",
+    "Internal",
+    "InvalidArgument",
+    "InvalidCalibration",
+    "InvalidCodec",
+    "KvdError",
+    "LimitExceeded",
+    "MessageTooLarge",
+    "Model",
+    "ModelInUse",
+    "NamespaceDenied",
+    "NonFinite",
+    "PoolFull",
+    "Queries",
+    "Query",
+    "QueryError",
+    "QueueFull",
+    "RangeConflict",
+    "RangeGap",
+    "RangeNotStored",
+    "RangeOverlap",
+    "Restarted",
+    "Sequence",
+    "SequenceBusy",
+    "SequenceInfo",
+    "SequenceState",
+    "Server",
+    "ServerInfo",
+    "ShapeMismatch",
+    "ShuttingDown",
+    "StoreAck",
+    "StoredBytes",
+    "UnknownModel",
+    "UnknownSequence",
+    "UnknownSession",
+    "Unsupported",
+    "bf16_to_f32",
+    "connect",
+    "f32_to_bf16",
+    "merge",
+    "serve",
+]

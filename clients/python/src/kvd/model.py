@@ -1,0 +1,220 @@
+"""A model's geometry and codec, registered with the daemon, and attention over its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .arrays import DType
+from .calls import Attended, AttendForm, PendingAttend, Queries, Query, StoreAck, StoreItem
+from .errors import Disconnected, InvalidArgument, Restarted, restarted
+from .sequence import Sequence, q_rows
+
+if TYPE_CHECKING:
+    from .client import Client, Link
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Layers and heads of K and V. `head_dim_v` 0 means as `head_dim_k`, `block_tokens` 0 the
+    daemon's default; that is the size of kvd's own pages, not of an engine's blocks."""
+
+    layers: int
+    kv_heads: int
+    head_dim_k: int
+    head_dim_v: int = 0
+    block_tokens: int = 0
+
+
+def _store_pieces(link: Link, items: list[StoreItem]) -> list[StoreAck]:
+    """Stores ranges; one that is too large for a message or a region goes in pieces."""
+    pieces = [item.split(link.store_bytes_max) for item in items]
+    acks = link.payloads.store([piece for of_item in pieces for piece in of_item])
+    if len(acks) == len(items):
+        return acks
+    joined, at = [], 0
+    for of_item in pieces:
+        joined.append(StoreAck.join(acks[at : at + len(of_item)]))
+        at += len(of_item)
+    return joined
+
+
+@dataclass(frozen=True)
+class _Registration:
+    """What the daemon of a boot has answered."""
+
+    boot_id: str
+    model_id: int
+    codec_spec: str
+    fingerprint: str
+
+
+class Model:
+    """A registered model. After a restart of the daemon it registers itself again."""
+
+    def __init__(
+        self,
+        client: Client,
+        name: str,
+        geometry: Geometry,
+        *,
+        dtype: DType,
+        codec: str,
+        calibration: bytes,
+        interleaved_rope: bool,
+    ) -> None:
+        self.client, self.name, self.dtype, self.codec = client, name, dtype, codec
+        v = geometry.head_dim_v or geometry.head_dim_k
+        self.geometry = Geometry(
+            geometry.layers, geometry.kv_heads, geometry.head_dim_k, v, geometry.block_tokens
+        )
+        self._calibration, self._interleaved = calibration, interleaved_rope
+        self._registration: _Registration | None = None
+        self._forms: dict[object, AttendForm] = {}
+        self._register(client.link())
+
+    def __repr__(self) -> str:
+        return f"<kvd.Model {self.name}, {self.codec}>"
+
+    def _register(self, link: Link) -> _Registration:
+        known = self._registration
+        if known is not None and known.boot_id == link.boot_id:
+            return known
+        geometry = {
+            **vars(self.geometry),
+            "dtype": int(self.dtype),
+            "rope_pairing": 2 if self._interleaved else 1,
+        }
+        with link.watched():
+            answer = link.call(
+                "RegisterModel",
+                name=self.name,
+                geometry=geometry,
+                codec=self.codec,
+                calibration=self._calibration or None,
+            )
+        self._forms.clear()
+        given = answer.geometry
+        if given is not None and not self.geometry.block_tokens:
+            self.block_tokens = given.block_tokens
+        else:
+            self.block_tokens = self.geometry.block_tokens
+        self._registration = _Registration(
+            link.boot_id, answer.model_id, answer.codec_spec, answer.fingerprint
+        )
+        return self._registration
+
+    @property
+    def id(self) -> int:
+        """Its id at the daemon that serves now."""
+        return self._register(self.client.link()).model_id
+
+    @property
+    def codec_spec(self) -> str:
+        """The codec in full, as the daemon understood it."""
+        return self._register(self.client.link()).codec_spec
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of geometry, codec and calibration."""
+        return self._register(self.client.link()).fingerprint
+
+    def open(self) -> Sequence:
+        """A new, empty sequence. It ends with this client's session."""
+        link = self.client.link()
+        model_id = self._register(link).model_id
+        with link.watched():
+            answer = link.call("OpenSequence", model_id=model_id, session_id=link.session_id)
+        return Sequence(self, answer.sequence_id, link.boot_id, [0] * self.geometry.layers)
+
+    def store(self, items: Iterable[tuple[Sequence, StoreItem]]) -> list[StoreAck]:
+        """Stores ranges of sequences, made by `Sequence.item`; layers do not wait for one another.
+
+        After an error some of the ranges may be stored: `Sequence.describe` says which.
+        """
+        pairs = list(items)
+        link = self.client.link()
+        for sequence, _ in pairs:
+            if sequence.boot_id != link.boot_id:
+                raise restarted(sequence.boot_id, link.boot_id)
+        with link.watched():
+            acks = _store_pieces(link, [item for _, item in pairs])
+        for (sequence, item), ack in zip(pairs, acks, strict=True):
+            sequence.layer_lengths[item.layer] = ack.length
+        return acks
+
+    def attend(
+        self,
+        layer: int,
+        queries: Queries | Iterable[Query | Sequence],
+        q: Any,
+        *,
+        scale: float | None = None,
+        soft_cap: float = 0.0,
+        partial: bool = False,
+        dtype: DType | str | None = None,
+    ) -> Attended:
+        """Attention of a batch over what its sequences hold on a layer.
+
+        `q` [rows, q_heads, head_dim_k], queries in order; `out` has its precision. `scale` None is
+        1/sqrt(head_dim_k). With `partial` a bad query fails alone: look at `errors`. `dtype="bf16"`
+        says that uint16 values are bits.
+        """
+        pending = self.begin_attend(
+            layer, queries, q, scale=scale, soft_cap=soft_cap, partial=partial, dtype=dtype
+        )
+        link = self.client.link()
+        try:
+            return pending.result()
+        except (Disconnected, Restarted):
+            link.is_lost = True
+            raise
+
+    def begin_attend(
+        self,
+        layer: int,
+        queries: Queries | Iterable[Query | Sequence],
+        q: Any,
+        *,
+        scale: float | None = None,
+        soft_cap: float = 0.0,
+        partial: bool = False,
+        dtype: DType | str | None = None,
+    ) -> PendingAttend:
+        """Sends an attend; `result()` of what it returns waits, once. `q` is copied."""
+        link = self.client.link()
+        batch = queries if isinstance(queries, Queries) else Queries(queries)
+        if batch.boot_id and batch.boot_id != link.boot_id:
+            raise restarted(batch.boot_id, link.boot_id)
+        bits_are = None if dtype is None else DType.of(dtype)
+        rows = q_rows(q, bits_are, (batch.rows, self.geometry.head_dim_k))
+        heads = rows.values.shape[1]
+        if not heads or heads % self.geometry.kv_heads:
+            raise InvalidArgument(f"{heads} query heads for {self.geometry.kv_heads} KV heads")
+        if not 0 <= layer < self.geometry.layers:
+            raise InvalidArgument(f"layer {layer} of {self.geometry.layers}")
+        key = (link.boot_id, heads, rows.dtype.value, scale, soft_cap, partial)
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = AttendForm.encode(
+                model_id=self._register(link).model_id,
+                heads=(heads, self.geometry.head_dim_v),
+                dtype=rows.dtype,
+                scores=(scale, soft_cap),
+                partial=partial,
+            )
+        try:
+            return link.payloads.begin_attend(form, layer, batch, rows)
+        except (Disconnected, Restarted):
+            link.is_lost = True
+            raise
+
+    def unregister(self) -> None:
+        """Forgets the model at the daemon; `ModelInUse` while it has sequences."""
+        registration, link = self._registration, self.client.link()
+        self._registration = None
+        self._forms.clear()
+        if registration is not None and registration.boot_id == link.boot_id:
+            with link.watched():
+                link.call("UnregisterModel", model_id=registration.model_id)
