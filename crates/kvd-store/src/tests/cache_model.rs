@@ -185,14 +185,13 @@ impl World {
                 let Some(index) = self.pick(seq) else { return };
                 let gone = self.sequences.swap_remove(index);
                 let (store, ns) = (&self.bench.store, self.bench.ns());
-                if drop {
-                    self.published.clear();
-                    self.roomy = false;
-                    self.published.extend(self.all_keys());
-                    store.close_and_drop(ns, gone.id).unwrap();
+                self.roomy &= !drop;
+                let closed = if drop {
+                    store.close_and_drop(ns, gone.id)
                 } else {
-                    store.close_sequence(ns, gone.id).unwrap();
-                }
+                    store.close_sequence(ns, gone.id)
+                };
+                closed.unwrap();
             }
             Step::Lease { plan, ms } => self.lease(plan, ms),
             Step::Release { lease } if !self.leases.is_empty() => {
@@ -231,15 +230,6 @@ impl World {
             }
             _ => {}
         }
-    }
-
-    /// Keys of all plans: which of them are there does not matter to who asks.
-    fn all_keys(&self) -> Vec<u64> {
-        let plans = (0..64).map(|bits| self.plan(bits));
-        let page = self.page() as usize;
-        plans
-            .flat_map(|plan| (1..=BLOCKS as usize).map(move |end| hash_of(&plan[..end * page])))
-            .collect()
     }
 
     fn open(&mut self, bits: u8) {
@@ -305,7 +295,8 @@ impl World {
         let InFlight { ticket, plan } = flight;
         let done = self.bench.finish_publish(ticket, |block| fail >> (block % 8) & 1 > 0);
         assert!(done.length as usize <= plan.len());
-        let ends = (1..=done.length / self.page()).map(|end| (end * self.page()) as usize);
+        let page = self.page();
+        let ends = (1..=done.length / page).map(|end| (end * page) as usize);
         self.published.extend(ends.map(|end| hash_of(&plan[..end])));
         let asked = plan.len() as u32;
         assert!(done.length == asked || done.stop.is_some(), "{done:?} of {asked}");
