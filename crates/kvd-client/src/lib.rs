@@ -56,6 +56,7 @@
 #![forbid(unsafe_code)]
 
 mod boot;
+mod cache;
 mod client;
 mod connect;
 mod endpoint;
@@ -67,6 +68,7 @@ mod region_options;
 mod session;
 mod stream;
 
+pub use cache::{MatchedPrefixes, OpenedPrefix};
 pub use client::{Client, LoadedRows};
 pub use connect::ClientOptions;
 pub use endpoint::{Endpoint, EndpointError};
@@ -79,16 +81,18 @@ pub use session::{HeldSession, SessionOptions};
 pub use stream::{AttendStream, LoadStream, PIPELINE_DEPTH_MAX, StoreStream};
 
 pub use kvd_core::{
-    DType, ErrorCode, Geometry, LayerIndex, ModelId, Namespace, NamespaceError, RopePairing,
-    SequenceId, SessionId,
+    DType, ErrorCode, Geometry, LayerIndex, LeaseId, ModelId, Namespace, NamespaceError,
+    RopePairing, SequenceId, SessionId,
 };
 pub use kvd_proto::domain::{
-    AttendBatch, AttendQuery, Attended, CallError, ForkedSequence, LoadPiece, LoadRange, ModelSpec,
-    QueryError, RegisteredModel, SampledQueries, SequenceFilter, StoreAck, StoreChunk,
+    AttendBatch, AttendQuery, Attended, BlockKeys, CallError, ForkedSequence, LoadPiece, LoadRange,
+    ModelIdentity, ModelSpec, QueryError, RegisteredModel, SampledQueries, SequenceFilter,
+    StoreAck, StoreChunk,
 };
 pub use kvd_proto::v1::{
-    DescribeModelResponse as ModelDescription, DescribeSequenceResponse as SequenceDescription,
+    CacheStats, DescribeModelResponse as ModelDescription,
+    DescribeSequenceResponse as SequenceDescription, DropBlocksResponse as DroppedBlocks,
     GetServerInfoResponse as ServerInfo, GetStatsResponse as Stats,
-    ListSequencesResponse as SequencePage, ModelStats, PoolStats, SequenceInfo, SessionInfo,
-    StoredBytes,
+    ListSequencesResponse as SequencePage, ModelStats, PinBlocksResponse as PinnedBlocks,
+    PoolStats, PublishBlocksResponse as PublishedBlocks, SequenceInfo, SessionInfo, StoredBytes,
 };

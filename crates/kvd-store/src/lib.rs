@@ -51,9 +51,9 @@ mod view_list;
 pub use allocator::SlotRegion;
 pub use append::{AppendClaim, AppendTicket, BegunAppend, PackBatch, PackTask, RowCopy, RowWrite};
 pub use cache::{
-    CacheLimits, CacheUsage, DroppedBlocks, EvictionChoice, KEY_BYTES_MAX, KeyChain, KeyError,
-    LeaseRequest, PackedKeys, PinRequest, PinnedPrefixes, PrefixIndex, PublishStop,
-    PublishedBlocks,
+    CacheLimits, CacheSimulator, CacheUsage, DroppedBlocks, EvictionChoice, KEY_BYTES_MAX,
+    KeyChain, KeyError, LeaseRequest, PackedKeys, PinRequest, PinnedPrefixes, PrefixIndex,
+    PublishStop, PublishedBlocks,
 };
 pub use error::StoreError;
 pub use layer_block::{PackedPages, RawSlot, RowExtent, RowExtentRef, RowForm, RowFormRef};

@@ -7,7 +7,9 @@
 
 use crate::append::{PackBatch, PackTask, set_packed};
 use crate::append_plan::RawAllocation;
-use crate::cache::{CachedBlock, InsertBase, KeyChain, NewBlock, PublishStop, PublishedBlocks};
+use crate::cache::{
+    CachedBlock, ChainOrigin, InsertBase, KeyChain, NewBlock, PublishStop, PublishedBlocks,
+};
 use crate::layer_block::{BlockView, LayerBlock, PackedPages, PinnedBlock, RawSlot};
 use crate::sequence::{PublishedChain, SequenceEntry};
 use crate::shape::ModelShape;
@@ -67,6 +69,8 @@ pub(crate) struct PublishDraft<'a> {
     pub(crate) first: usize,
     /// Blocks of the chain that are found already.
     pub(crate) existed: usize,
+    /// Blocks of the chain that the sequence itself had published or attached.
+    pub(crate) own: usize,
 }
 
 /// The blocks of a sequence that are to be found under keys.
@@ -82,6 +86,7 @@ pub struct PublishTicket {
     /// First block that is new.
     first: usize,
     existed: usize,
+    own: usize,
     /// Keys of the new blocks.
     keys: Vec<Box<[u8]>>,
     layers: Vec<LayerPublish>,
@@ -91,7 +96,7 @@ pub struct PublishTicket {
 impl PublishTicket {
     /// Takes down what the sequence holds of the blocks that are new. Call with its cuts held off.
     pub(crate) fn new(draft: PublishDraft<'_>) -> Self {
-        let PublishDraft { entry, cut_count, base, chain, first, existed } = draft;
+        let PublishDraft { entry, cut_count, base, chain, first, existed, own } = draft;
         let shape = Arc::clone(&entry.model);
         let new = first + existed..first + chain.count_blocks();
         let key = |block| chain.block_key(block).into();
@@ -110,7 +115,7 @@ impl PublishTicket {
         }
         let stop = (count < new.len()).then_some(PublishStop::Unpackable);
         let first = new.start;
-        let mut ticket = Self { entry, cut_count, base, first, existed, keys, layers, stop };
+        let mut ticket = Self { entry, cut_count, base, first, existed, own, keys, layers, stop };
         ticket.keep_first(count);
         ticket
     }
@@ -187,7 +192,7 @@ impl PublishTicket {
 
     /// Makes the blocks findable, as far as each is packed on every layer.
     pub fn commit(self) -> PublishedBlocks {
-        let Self { entry, cut_count, base, first, existed, keys, layers, mut stop } = self;
+        let Self { entry, cut_count, base, first, existed, own, keys, layers, mut stop } = self;
         let cache = &entry.memory().cache;
         let count = layers.first().map_or(0, |layer| layer.forms.len());
         let mut forms: Vec<Vec<PinnedBlock>> = (0..count).map(|_| Vec::new()).collect();
@@ -219,7 +224,10 @@ impl PublishTicket {
         cache.note_existing(existed);
         let found = first + inserted.published + inserted.existed;
         if let Some(tail) = inserted.tail {
-            entry.extend_published(cut_count, PublishedChain { blocks: found, tail: Some(tail) });
+            let is_found = existed + inserted.existed > own;
+            let origin = if is_found { ChainOrigin::Found } else { ChainOrigin::Stored };
+            let chain = PublishedChain { blocks: found, tail: Some(tail), origin };
+            entry.extend_published(cut_count, chain);
         }
         PublishedBlocks {
             published: inserted.published,

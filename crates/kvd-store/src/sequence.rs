@@ -8,7 +8,7 @@
 //! holder keeps the entry alive by `Arc`: closing only takes it off the map, and the last holder's
 //! drop gives the bytes back.
 
-use crate::cache::{HeldEntry, PrefixIndex};
+use crate::cache::{ChainOrigin, HeldEntry, PrefixIndex};
 use crate::layer::SequenceLayer;
 use crate::ledger::{ModelLedger, StoredBytes};
 use crate::pool::ArenaPool;
@@ -86,6 +86,7 @@ pub(crate) struct PublishedChain {
     pub(crate) blocks: usize,
     /// The last of them: held, so that none of them is evicted while the sequence reads it anyway.
     pub(crate) tail: Option<HeldEntry>,
+    pub(crate) origin: ChainOrigin,
 }
 
 impl SequenceEntry {
@@ -123,7 +124,7 @@ impl SequenceEntry {
 
     /// What a fork of the first `blocks` has of that.
     pub(crate) fn fork_published(&self, blocks: usize) -> PublishedChain {
-        let chain = self.published_chain();
+        let chain = PublishedChain { origin: ChainOrigin::Stored, ..self.published_chain() };
         if chain.blocks <= blocks {
             return chain;
         }
@@ -137,7 +138,7 @@ impl SequenceEntry {
         if chain.blocks > blocks {
             let shorter = self.shorten_chain(&chain, blocks);
             *self.published.lock() = shorter;
-            chain.tail.into_iter().for_each(|tail| self.memory.cache.release_sequence(tail));
+            self.release_chain(chain);
         }
     }
 
@@ -145,20 +146,26 @@ impl SequenceEntry {
         let steps = chain.blocks - blocks;
         let ancestor = |tail| self.memory.cache.find_ancestor(tail, steps);
         let tail = chain.tail.as_ref().filter(|_| blocks > 0).and_then(ancestor);
-        PublishedChain { blocks: if tail.is_some() { blocks } else { 0 }, tail }
+        let blocks = if tail.is_some() { blocks } else { 0 };
+        PublishedChain { blocks, tail, origin: chain.origin }
+    }
+
+    fn release_chain(&self, chain: PublishedChain) {
+        let PublishedChain { tail, origin, .. } = chain;
+        tail.into_iter().for_each(|tail| self.memory.cache.release_sequence(tail, origin));
     }
 
     /// Takes over what a publish has made findable, unless the sequence was cut since `cut_count`.
-    pub(crate) fn extend_published(&self, cut_count: u64, new: PublishedChain) {
+    pub(crate) fn extend_published(&self, cut_count: u64, mut new: PublishedChain) {
         let cache = &self.memory.cache;
-        let release = |chain: PublishedChain| {
-            chain.tail.into_iter().for_each(|tail| cache.release_sequence(tail));
-        };
         let _no_cut = self.cuts.read();
         if self.count_cuts() != cut_count {
-            return release(new);
+            return self.release_chain(new);
         }
         let mut published = self.published.lock();
+        if published.origin == ChainOrigin::Found {
+            new.origin = ChainOrigin::Found;
+        }
         let is_same = |early: &PublishedChain, late: &PublishedChain| {
             early.blocks <= late.blocks
                 && early.tail.as_ref().is_none_or(|early_tail| {
@@ -172,7 +179,7 @@ impl SequenceEntry {
         } else if !is_same(&new, &published) {
             let old = std::mem::replace(&mut *published, new);
             drop(published);
-            release(old);
+            self.release_chain(old);
         }
     }
 
@@ -226,9 +233,8 @@ impl SequenceEntry {
 
 impl Drop for SequenceEntry {
     fn drop(&mut self) {
-        if let Some(tail) = self.published.get_mut().tail.take() {
-            self.memory.cache.release_sequence(tail);
-        }
+        let published = self.take_published();
+        self.release_chain(published);
         let mut all = DiscardedViews::default();
         for entry in &mut self.layers {
             all.append_all(entry.layer.get_mut().views.take_all());

@@ -5,6 +5,7 @@
 //! needs the model to be judged is checked by `check_shape`, after the look-up.
 
 mod attend;
+mod cache;
 mod call_error;
 mod load;
 mod model;
@@ -15,6 +16,7 @@ mod session;
 mod store;
 
 pub use attend::{AttendBatch, AttendQuery, Attended, QueryError};
+pub use cache::{BlockKeys, ModelIdentity};
 pub use call_error::CallError;
 pub use load::{LoadPiece, LoadRange};
 pub use model::{ModelSpec, RegisteredModel};

@@ -62,6 +62,7 @@ impl From<ModelSpec> for v1::RegisterModelRequest {
             geometry: Some((&spec.geometry).into()),
             codec: spec.codec,
             calibration: spec.calibration,
+            identity: None,
         }
     }
 }

@@ -72,7 +72,7 @@ impl PrefixIndex {
     }
 
     /// The blocks of a chain behind `base` that are there already: how many, and the base of those
-    /// behind them. Being published again is a use.
+    /// behind them.
     pub(crate) fn skip_existing(
         &self,
         model: ModelId,
@@ -86,7 +86,6 @@ impl PrefixIndex {
         else {
             return (0, base);
         };
-        state.note_uses(last);
         (blocks, InsertBase { held: Some(held), lineage: entry.lineage })
     }
 

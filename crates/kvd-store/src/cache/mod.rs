@@ -14,6 +14,7 @@ mod insert;
 mod key;
 mod lease;
 mod policy;
+mod simulate;
 mod slots;
 mod state;
 
@@ -24,11 +25,13 @@ pub use insert::{PublishStop, PublishedBlocks};
 pub use key::{KEY_BYTES_MAX, KeyChain, KeyError, PackedKeys};
 pub(crate) use key::{KeyHasher, KeyLineage};
 pub use policy::EvictionChoice;
+pub use simulate::CacheSimulator;
 
 use crate::pool::FreedSlots;
 use kvd_core::{ModelId, Namespace};
 use lease::HoldTable;
 use parking_lot::{Mutex, RwLock};
+pub(crate) use state::ChainOrigin;
 use state::IndexState;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -158,8 +161,8 @@ impl PrefixIndex {
         chains.iter().map(|chain| find(chain).map_or(0, |found| found.blocks)).collect()
     }
 
-    /// Holds the longest cached prefix of a chain, of `blocks_max` blocks at most, and notes its
-    /// use.
+    /// Holds the longest cached prefix of a chain, of `blocks_max` blocks at most. Its use is noted
+    /// when it is let go of.
     pub(crate) fn attach_prefix(
         &self,
         model: ModelId,
@@ -173,7 +176,6 @@ impl PrefixIndex {
         let (last, _) = chain.first().copied()?;
         let held = state.hold_entry(last)?;
         let blocks = chain.iter().rev().map(|(_, entry)| Arc::clone(&entry.block)).collect();
-        state.note_uses(last);
         Some(AttachedPrefix { blocks, held })
     }
 
@@ -186,10 +188,10 @@ impl PrefixIndex {
 
     /// Lets go of the last block of a sequence: from now on it goes by its turn, and those before
     /// it.
-    pub(crate) fn release_sequence(&self, held: HeldEntry) {
+    pub(crate) fn release_sequence(&self, held: HeldEntry, origin: ChainOrigin) {
         let mut state = self.state.write();
         if state.slots.is_there(&held) {
-            state.queue_chain(held.entry);
+            state.queue_chain(held.entry, origin);
         }
         drop(state);
         free_blocks([held.block]);
@@ -243,7 +245,7 @@ impl PrefixIndex {
         let mut gone = Vec::new();
         let mut state = self.state.write();
         if state.slots.is_there(&last) {
-            state.queue_chain(last.entry);
+            state.queue_chain(last.entry, ChainOrigin::Stored);
             let mut next = Some(last.entry);
             drop(last);
             while let Some(number) = next {

@@ -38,6 +38,16 @@ pub(crate) struct FoundPrefix {
     pub(crate) last: u32,
 }
 
+/// How a sequence came to the blocks that it lets go of.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum ChainOrigin {
+    /// It stored them, or shares them with one that did.
+    #[default]
+    Stored,
+    /// Some were found by key: a use of the cache.
+    Found,
+}
+
 /// A page that is to be added behind another.
 #[derive(Debug)]
 pub(crate) struct NewEntry<'a> {
@@ -124,14 +134,6 @@ impl IndexState {
         Some(HeldEntry { entry: number, block: Arc::clone(&entry.block) })
     }
 
-    /// Notes a use of an entry and of those before it, the last first.
-    pub(crate) fn note_uses(&self, last: u32) {
-        let tenant = self.slots.find_entry(last).and_then(|e| self.tenants.get(&e.namespace));
-        let Some(tenant) = tenant else { return };
-        let entries = self.slots.walk_up(last).map(|(number, _)| number);
-        entries.for_each(|number| tenant.policy.note_use(self.slots.entry_mark(number)));
-    }
-
     /// Adds an entry, which the policy does not have yet.
     pub(crate) fn add_entry(&mut self, new: NewEntry<'_>) -> HeldEntry {
         let NewEntry { namespace, model, parent, digest, lineage, block } = new;
@@ -167,15 +169,22 @@ impl IndexState {
     }
 
     /// Gives an entry, and those before it that it has not, to the policy: the last first, so that
-    /// it goes first.
-    pub(crate) fn queue_chain(&mut self, last: u32) {
+    /// it goes first. Of the others a use is noted where they were found by key.
+    pub(crate) fn queue_chain(&mut self, last: u32, origin: ChainOrigin) {
         let mut next = Some(last);
         while let Some(number) = next {
             let Some(entry) = self.slots.find_entry_mut(number) else { return };
-            if std::mem::replace(&mut entry.is_queued, true) {
-                return;
-            }
             next = entry.parent;
+            if std::mem::replace(&mut entry.is_queued, true) {
+                // All before it are queued too.
+                if origin == ChainOrigin::Stored {
+                    return;
+                }
+                if let Some(tenant) = self.tenants.get(&entry.namespace) {
+                    tenant.policy.note_use(self.slots.entry_mark(number));
+                }
+                continue;
+            }
             let queued = QueuedEntry { serial: entry.serial, entry: number };
             if let Some(tenant) = self.tenants.get_mut(&entry.namespace.clone()) {
                 tenant.policy.add_entry(queued, &self.slots);

@@ -1,7 +1,7 @@
 //! Prefixes by key: publishing blocks of sequences, and opening sequences on what was published.
 
 use super::{SequenceStore, common_length};
-use crate::cache::{KeyChain, PrefixIndex};
+use crate::cache::{ChainOrigin, KeyChain, PrefixIndex};
 use crate::error::StoreError;
 use crate::layer::SequenceLayer;
 use crate::publish::{PublishDraft, PublishTicket, tokens_of};
@@ -46,9 +46,12 @@ impl SequenceStore {
         let no_cut = entry.cuts.read();
         let published = entry.published_chain();
         let first = (start / block_tokens) as usize;
+        let gap = |blocks: usize| {
+            let published = blocks as u32 * block_tokens;
+            Err(StoreError::PublishGap { start, published, block_tokens })
+        };
         if start % block_tokens != 0 || first > published.blocks {
-            let published = published.blocks as u32 * block_tokens;
-            return Err(StoreError::PublishGap { start, published, block_tokens });
+            return gap(published.blocks);
         }
         let stored = common_length(entry.layer_mutexes().map(|layer| layer.lock().length));
         let asked = tokens_of(first..first + chain.count_blocks(), &entry.model).end;
@@ -59,11 +62,15 @@ impl SequenceStore {
         let before = published.tail.filter(|_| first > 0);
         let steps = published.blocks - first;
         let held = before.and_then(|tail| self.cache.find_ancestor(&tail, steps));
+        if first > 0 && held.is_none() {
+            // Only with its model do blocks go that a sequence holds.
+            return gap(0);
+        }
         let base = self.cache.base_behind(held);
         let (existed, base) = self.cache.skip_existing(entry.model.id, base, chain);
         let cut_count = entry.count_cuts();
         let of = Arc::clone(&entry);
-        let draft = PublishDraft { entry: of, cut_count, base, chain, first, existed };
+        let draft = PublishDraft { entry: of, cut_count, base, chain, first, existed, own: steps };
         let ticket = PublishTicket::new(draft);
         drop(no_cut);
         Ok(ticket.reserve_memory())
@@ -95,7 +102,8 @@ impl SequenceStore {
         let blocks = found.blocks.len();
         let length = blocks as u32 * model.block_tokens();
         let ledger = Arc::clone(&self.ledgers.entry(model.id).or_default());
-        let published = PublishedChain { blocks, tail: Some(found.held) };
+        let published =
+            PublishedChain { blocks, tail: Some(found.held), origin: ChainOrigin::Found };
         let new = NewSequence { id, model, ledger, layers, published };
         Ok(AttachedSequence { id: self.insert_sequence(new, session)?, length })
     }

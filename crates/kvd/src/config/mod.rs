@@ -4,20 +4,24 @@
 //! `kvd config --print-default` prints it.
 
 mod address;
+mod cache;
+mod kernel_cache;
 mod log_filter;
 mod raw;
 mod size;
 
+pub use cache::CacheConfig;
+pub use kernel_cache::KernelCache;
 pub use raw::{ConfigError, ConfigOverrides, CountSetting, RawConfig};
 pub use size::SizeSetting;
 
 use crate::service::PART_BYTES;
 use address::parse_address;
+use kernel_cache::kernel_cache;
 use kvd_compute::{CpuOptions, Precision};
 use kvd_core::Namespace;
 use kvd_cuda::GpuName;
 use std::collections::{BTreeSet, HashMap};
-use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -113,6 +117,8 @@ pub struct Config {
     pub attend_work_max: u64,
     /// Fewest tokens of a page under a codec with an entropy coder; others that quantize take half.
     pub page_tokens_min: u32,
+    /// The cache.
+    pub cache: CacheConfig,
     /// Who may use the daemon.
     pub namespaces: AllowedNamespaces,
     /// Shares of a device's time, of namespaces whose share is not 1.
@@ -137,17 +143,6 @@ pub enum DeviceChoice {
     Auto,
     /// This GPU or nothing.
     Cuda(GpuName),
-}
-
-/// Where kernels are kept that are compiled while the daemon runs.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum KernelCache {
-    /// None are compiled.
-    Off,
-    /// Nothing says where caches are: they are compiled and not kept.
-    Nowhere,
-    /// This folder.
-    Folder(PathBuf),
 }
 
 /// Tenants that may use the daemon.
@@ -241,6 +236,7 @@ impl Config {
             attend_parts_max: at_least("limits.attend_parts_max", limits.attend_parts_max, 1)?,
             attend_work_max: at_least("limits.attend_work_max", limits.attend_work_max, 1)?,
             page_tokens_min: page_tokens("limits.page_tokens_min", limits.page_tokens_min)?,
+            cache: CacheConfig::validate_raw(&raw.cache)?,
             namespaces: parse_namespaces(&raw.namespaces.allowed)?,
             weights: parse_weights(&raw.namespaces.weights)?,
             block_tokens_default: page_tokens("defaults.block_tokens", raw.defaults.block_tokens)?,
@@ -439,21 +435,6 @@ fn log_json(format: &str) -> Result<bool, ConfigError> {
         "text" => Ok(false),
         "json" => Ok(true),
         _ => Err(ConfigError::new("log.format", format!("{format:?} is not text or json"))),
-    }
-}
-
-/// The folder of compiled kernels.
-fn kernel_cache(text: &str, variable: impl Fn(&str) -> Option<OsString>) -> KernelCache {
-    let folder = |name| variable(name).filter(|path| !path.is_empty()).map(PathBuf::from);
-    match text {
-        "off" => KernelCache::Off,
-        "" => {
-            let caches = folder("XDG_CACHE_HOME").filter(|path| path.is_absolute());
-            let caches = caches.or_else(|| folder("HOME").map(|home| home.join(".cache")));
-            let folder = caches.map(|caches| caches.join("kvd/kernels"));
-            folder.map_or(KernelCache::Nowhere, KernelCache::Folder)
-        }
-        path => KernelCache::Folder(PathBuf::from(path)),
     }
 }
 

@@ -3,8 +3,8 @@
 use crate::scheduler::JobKind;
 use crate::service::ServiceError;
 use crate::service::jobs::{
-    AttendInPlace, AttendJob, CloseRegion, LoadJob, OpenRegion, ReadRegion, RegisterJob,
-    StoreInPlace, StoreJob, UnregisterJob, WriteRegion,
+    AttendInPlace, AttendJob, CloseRegion, LoadJob, OpenRegion, PublishJob, ReadRegion,
+    RegisterJob, StoreInPlace, StoreJob, UnregisterJob, WriteRegion,
 };
 use kvd_compute::{Backend, Stop};
 use std::any::Any;
@@ -107,6 +107,7 @@ jobs! {
     Store: StoreJob;
     StoreInPlace: StoreInPlace;
     Load: LoadJob;
+    Publish: PublishJob;
     OpenRegion: OpenRegion;
     CloseRegion: CloseRegion;
     ReadRegion: ReadRegion;

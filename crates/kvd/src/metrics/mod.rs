@@ -37,7 +37,7 @@ pub const ALERT_CODES: [ErrorCode; 5] = [
 ];
 
 /// Names of calls in labels: those of the service, and those of regions.
-pub const RPCS: [&str; 22] = [
+pub const RPCS: [&str; 28] = [
     "GetServerInfo",
     "RegisterModel",
     "DescribeModel",
@@ -58,6 +58,12 @@ pub const RPCS: [&str; 22] = [
     "LoadBlocks",
     "SampleQueries",
     "GetStats",
+    "MatchPrefix",
+    "ReleaseLease",
+    "PublishBlocks",
+    "PinBlocks",
+    "UnpinBlocks",
+    "DropBlocks",
     "AttendRegion",
     "StoreRegion",
 ];

@@ -3,7 +3,7 @@
 use super::{RegisteredModel, ServiceError, plan};
 use kvd_compute::{Backend, EncodedPages};
 use kvd_core::{Geometry, Side};
-use kvd_store::{AppendTicket, ArenaPool, PackTask, PackedBytes, PackedPages};
+use kvd_store::{ArenaPool, PackBatch, PackTask, PackedBytes, PackedPages};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -12,12 +12,12 @@ use std::time::Instant;
 /// what lies beside the pool meanwhile.
 const ENCODE_BATCH_BYTES: u64 = 64 << 20;
 
-/// Packs the blocks of a store.
+/// Packs the blocks of a store or a publish.
 pub(super) struct BlockPacker<'a> {
     pub(super) backend: &'a mut dyn Backend,
     pub(super) pool: &'a Arc<ArenaPool>,
     pub(super) model: &'a RegisteredModel,
-    pub(super) ticket: &'a AppendTicket,
+    pub(super) batch: PackBatch<'a>,
 }
 
 impl BlockPacker<'_> {
@@ -25,12 +25,12 @@ impl BlockPacker<'_> {
     /// offered again by the next append: giving up the append would not free anything. One that
     /// cannot be encoded stays raw for good.
     pub(super) fn pack_blocks(&mut self) -> Result<Vec<Option<PackedPages>>, ServiceError> {
-        let tasks = self.ticket.pack_tasks();
+        let tasks = self.batch.tasks;
         if tasks.is_empty() {
             return Ok(Vec::new());
         }
         let began = Instant::now();
-        let layer = self.ticket.layer();
+        let layer = self.batch.layer;
         let recent = self.model.recent_queries.as_ref();
         if let Some(queries) = recent.and_then(|recent| recent.take_changed(layer)) {
             // They only measure: a store does not fail for want of them.
@@ -73,8 +73,8 @@ impl BlockPacker<'_> {
         count: usize,
         packed: &mut Vec<Option<PackedPages>>,
     ) -> Result<bool, ServiceError> {
-        let (id, layer, first) = (self.model.shape.id, self.ticket.layer(), packed.len());
-        let tasks = &self.ticket.pack_tasks()[first..];
+        let (id, layer, first) = (self.model.shape.id, self.batch.layer, packed.len());
+        let tasks = &self.batch.tasks[first..];
         let tasks = &tasks[..tasks.len().min(count)];
         for keep in tasks.iter().filter_map(|task| task.keep.as_ref()) {
             let count = keep.from.rows.end - keep.from.rows.start;
@@ -83,7 +83,7 @@ impl BlockPacker<'_> {
             self.backend.copy(id, layer, &from, count, to)?;
         }
         let sources: Vec<_> = tasks.iter().map(plan::encode_source).collect();
-        let (sequence, of_layer) = (self.ticket.sequence().0, layer.0);
+        let (sequence, of_layer) = (self.batch.sequence.0, layer.0);
         let encoded = match self.backend.encode(id, layer, &sources) {
             Ok(encoded) => encoded,
             Err(error) => {
@@ -102,7 +102,7 @@ impl BlockPacker<'_> {
                     let block = tasks[offset].block;
                     let layer = of_layer;
                     tracing::warn!(sequence, layer, block, %error, "a block stays raw for good");
-                    self.ticket.give_up(first + offset);
+                    self.batch.give_up(first + offset);
                     packed.push(None);
                 }
             }
@@ -112,7 +112,8 @@ impl BlockPacker<'_> {
 
     fn place_pages(&mut self, pages: &EncodedPages) -> Option<PackedPages> {
         let (model, metrics) = (self.model, &self.model.metrics);
-        let reserved = self.pool.reserve_pages(pages.size_bytes()).ok()?;
+        let reserved =
+            self.pool.reserve_pages_for(&model.shape.namespace, pages.size_bytes()).ok()?;
         self.backend.place(pages, reserved.extent());
         metrics.encoded_layer_blocks.increment(1);
         metrics.fallback_pages.increment(u64::from(pages.fallback_pages));

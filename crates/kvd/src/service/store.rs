@@ -335,7 +335,7 @@ fn execute_store(
             backend.write_staged(staged, &writes)?;
         }
     }
-    let packed = BlockPacker { backend, pool, model, ticket: &ticket }.pack_blocks()?;
+    let packed = BlockPacker { backend, pool, model, batch: ticket.pack_batch() }.pack_blocks()?;
     let packed_blocks = packed.iter().flatten().count() as u32;
     // Placing pages has no answer of its own: what a failed device holds is never published.
     if let Some(reason) = backend.failure() {
