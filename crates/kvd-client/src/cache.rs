@@ -7,12 +7,12 @@ use kvd_proto::domain::{BlockKeys, ModelIdentity, ModelSpec, RegisteredModel};
 use kvd_proto::v1;
 use std::time::Duration;
 
-/// What is cached of some chains.
+/// The cached part of some chains.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MatchedPrefixes {
     /// Keys of each chain, from its start.
     pub keys: Vec<u32>,
-    /// The same in tokens.
+    /// As many tokens.
     pub tokens: Vec<u32>,
     /// Keeps them until it ends; none where nothing was matched or no lease was asked for.
     pub lease: Option<LeaseId>,

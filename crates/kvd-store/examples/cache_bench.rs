@@ -23,9 +23,9 @@ const KEY_BYTES: usize = 32;
 const PAGE_BYTES: u64 = 33 << 10;
 const ROUNDS: usize = 101;
 
-type Failure = Box<dyn std::error::Error>;
+type BenchFailure = Box<dyn std::error::Error>;
 
-fn main() -> Result<(), Failure> {
+fn main() -> Result<(), BenchFailure> {
     let chains = std::env::args().nth(1).map_or(Ok(512), |text| text.parse())?;
     let bench = CacheBench::new(1, u64::MAX >> 1)?;
     let began = Instant::now();
@@ -103,7 +103,7 @@ fn report_map(texts: &[Vec<u8>]) {
     report_times("the same by a plain map, hit", (0..ROUNDS).map(time).collect());
 }
 
-fn report_attach(bench: &CacheBench, texts: &[Vec<u8>]) -> Result<(), Failure> {
+fn report_attach(bench: &CacheBench, texts: &[Vec<u8>]) -> Result<(), BenchFailure> {
     let (mut opens, mut closes) = (Vec::new(), Vec::new());
     for round in 0..ROUNDS {
         let text = &texts[round * 37 % texts.len()];
@@ -120,7 +120,7 @@ fn report_attach(bench: &CacheBench, texts: &[Vec<u8>]) -> Result<(), Failure> {
 }
 
 /// Publish and attach for a model of 32 layers.
-fn report_layers() -> Result<(), Failure> {
+fn report_layers() -> Result<(), BenchFailure> {
     let bench = CacheBench::new(32, u64::MAX >> 1)?;
     let text = make_keys(1);
     let id = bench.write_text(CHAIN as u32 * BLOCK_TOKENS)?;
@@ -128,7 +128,7 @@ fn report_layers() -> Result<(), Failure> {
     let chain = read_chain(&text);
     let ticket = bench.store.begin_publish(&bench.model.namespace, id, 0, &chain)?;
     assert_eq!(ticket.layers_to_pack().count(), 0);
-    assert_eq!(ticket.commit().published, CHAIN);
+    assert_eq!(ticket.commit_blocks().published, CHAIN);
     println!("publish of {CHAIN} packed pages of 32 layers: {:.1?}", began.elapsed());
     let mut opens = Vec::new();
     for _ in 0..21 {
@@ -142,13 +142,13 @@ fn report_layers() -> Result<(), Failure> {
 }
 
 /// A pool of 1,024 cached pages that is full, and reservations that make room.
-fn report_eviction() -> Result<(), Failure> {
+fn report_eviction() -> Result<(), BenchFailure> {
     let bench = CacheBench::new(1, 1024 * (PAGE_BYTES + 64))?;
     for seed in 0..64 {
         let id = bench.write_text(32 * BLOCK_TOKENS)?;
         let keys = make_keys(seed);
         let chain = read_chain(&keys[..32 * KEY_BYTES]);
-        let _ = bench.store.begin_publish(&bench.model.namespace, id, 0, &chain)?.commit();
+        let _ = bench.store.begin_publish(&bench.model.namespace, id, 0, &chain)?.commit_blocks();
         bench.store.close_sequence(&bench.model.namespace, id)?;
     }
     let index = bench.store.prefix_index();
@@ -177,7 +177,7 @@ struct CacheBench {
 }
 
 impl CacheBench {
-    fn new(layers: u32, pool_bytes: u64) -> Result<Self, Failure> {
+    fn new(layers: u32, pool_bytes: u64) -> Result<Self, BenchFailure> {
         let geometry = Geometry {
             layers,
             kv_heads: 8,
@@ -199,7 +199,7 @@ impl CacheBench {
     }
 
     /// A sequence of so many tokens, all packed.
-    fn write_text(&self, tokens: u32) -> Result<SequenceId, Failure> {
+    fn write_text(&self, tokens: u32) -> Result<SequenceId, BenchFailure> {
         let id = self.store.open_sequence(self.model.clone())?;
         for layer in 0..self.model.geometry.layers {
             for start in (0..tokens).step_by(BLOCK_TOKENS as usize) {
@@ -219,11 +219,11 @@ impl CacheBench {
         Ok(id)
     }
 
-    fn publish_text(&self, keys: &[u8]) -> Result<(), Failure> {
+    fn publish_text(&self, keys: &[u8]) -> Result<(), BenchFailure> {
         let id = self.write_text(CHAIN as u32 * BLOCK_TOKENS)?;
         let chain = read_chain(keys);
         let ticket = self.store.begin_publish(&self.model.namespace, id, 0, &chain)?;
-        assert_eq!(ticket.commit().published, CHAIN);
+        assert_eq!(ticket.commit_blocks().published, CHAIN);
         self.store.close_sequence(&self.model.namespace, id)?;
         Ok(())
     }

@@ -148,9 +148,10 @@ impl Coded for StoreError {
     fn code(&self) -> ErrorCode {
         match self {
             Self::UnknownSequence { .. } => ErrorCode::UnknownSequence,
-            Self::Geometry(_) | Self::LayerOutOfRange { .. } | Self::InvalidRange { .. } => {
-                ErrorCode::InvalidArgument
-            }
+            Self::Geometry(_)
+            | Self::LayerOutOfRange { .. }
+            | Self::InvalidRange { .. }
+            | Self::Keys(_) => ErrorCode::InvalidArgument,
             Self::LimitExceeded { .. } => ErrorCode::LimitExceeded,
             Self::RangeGap { .. } => ErrorCode::RangeGap,
             Self::RangeOverlap { .. } => ErrorCode::RangeOverlap,
@@ -159,7 +160,6 @@ impl Coded for StoreError {
             Self::SequenceBusy { .. } | Self::NotIdle { .. } => ErrorCode::SequenceBusy,
             Self::SessionEnded { .. } => ErrorCode::UnknownSession,
             Self::UnknownLease { .. } => ErrorCode::UnknownLease,
-            Self::Keys(error) => error.code(),
             Self::PublishGap { .. } => ErrorCode::RangeGap,
             Self::IdsExhausted(error) => error.code(),
             Self::PoolFull(_) => ErrorCode::PoolFull,

@@ -2,8 +2,8 @@
 //!
 //! Owns [`PublishTicket`]. What a sequence holds of its blocks is taken down under its locks when
 //! the ticket is made; from then on an append or a truncation changes copies. Until
-//! [`PublishTicket::commit`] nothing of it can be seen, and dropping the ticket gives back all that
-//! was reserved and packed for it.
+//! [`PublishTicket::commit_blocks`] nothing of it can be seen, and dropping the ticket gives back
+//! all that was reserved and packed for it.
 
 use crate::append::{PackBatch, PackTask, set_packed};
 use crate::append_plan::RawAllocation;
@@ -76,7 +76,8 @@ pub(crate) struct PublishDraft<'a> {
 /// The blocks of a sequence that are to be found under keys.
 ///
 /// The device worker encodes the tasks of each layer's [`pack_batch`](Self::pack_batch) and hands
-/// the answers to [`set_packed`](Self::set_packed); then [`commit`](Self::commit) publishes.
+/// the answers to [`set_packed`](Self::set_packed); then
+/// [`commit_blocks`](Self::commit_blocks) publishes.
 #[derive(Debug)]
 #[must_use = "dropping a ticket takes the publish back"]
 pub struct PublishTicket {
@@ -123,7 +124,7 @@ impl PublishTicket {
     /// Reserves what packing needs beside pages. Call without a lock.
     pub(crate) fn reserve_memory(mut self) -> Self {
         let entry = Arc::clone(&self.entry);
-        let (shape, pool): (&ModelShape, _) = (&entry.model, &entry.memory().pool);
+        let (shape, pool): (&ModelShape, _) = (&entry.model, &entry.shared_memory().pool);
         let allocation = RawAllocation { pool, shape, ledger: &entry.ledger };
         let first = self.first;
         let mut count = usize::MAX;
@@ -158,7 +159,7 @@ impl PublishTicket {
 
     /// The sequence's model.
     #[must_use]
-    pub fn model(&self) -> &Arc<ModelShape> {
+    pub fn model_shape(&self) -> &Arc<ModelShape> {
         &self.entry.model
     }
 
@@ -179,8 +180,8 @@ impl PublishTicket {
         PackBatch { sequence: self.entry.id, layer, tasks, blocks }
     }
 
-    /// Answers a layer's [`pack_batch`](Self::pack_batch), from its first task; `None`, or a missing
-    /// answer, for what could not be packed.
+    /// Answers a layer's [`pack_batch`](Self::pack_batch), from its first task; `None`, or a
+    /// missing answer, for what could not be packed.
     ///
     /// # Panics
     /// When there is no such layer.
@@ -191,9 +192,9 @@ impl PublishTicket {
     }
 
     /// Makes the blocks findable, as far as each is packed on every layer.
-    pub fn commit(self) -> PublishedBlocks {
+    pub fn commit_blocks(self) -> PublishedBlocks {
         let Self { entry, cut_count, base, first, existed, own, keys, layers, mut stop } = self;
-        let cache = &entry.memory().cache;
+        let cache = &entry.shared_memory().cache;
         let count = layers.first().map_or(0, |layer| layer.forms.len());
         let mut forms: Vec<Vec<PinnedBlock>> = (0..count).map(|_| Vec::new()).collect();
         let mut complete = count;

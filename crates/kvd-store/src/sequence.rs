@@ -63,7 +63,7 @@ pub(crate) struct SequenceEntry {
     published: Mutex<PublishedChain>,
 }
 
-/// What a sequence takes its bytes from.
+/// Where a sequence takes its bytes from.
 #[derive(Clone, Debug)]
 pub(crate) struct SequenceMemory {
     pub(crate) pool: Arc<ArenaPool>,
@@ -108,7 +108,7 @@ impl SequenceEntry {
     }
 
     /// The pool and the cache.
-    pub(crate) fn memory(&self) -> &SequenceMemory {
+    pub(crate) fn shared_memory(&self) -> &SequenceMemory {
         &self.memory
     }
 
@@ -117,12 +117,12 @@ impl SequenceEntry {
         self.cut_count.load(Ordering::Relaxed)
     }
 
-    /// What is cached of it under keys.
+    /// The part of it that is cached under keys.
     pub(crate) fn published_chain(&self) -> PublishedChain {
         self.published.lock().clone()
     }
 
-    /// What a fork of the first `blocks` has of that.
+    /// The part of that which a fork of the first `blocks` has.
     pub(crate) fn fork_published(&self, blocks: usize) -> PublishedChain {
         let chain = PublishedChain { origin: ChainOrigin::Stored, ..self.published_chain() };
         if chain.blocks <= blocks {

@@ -266,8 +266,8 @@ impl SequenceStore {
         self.ledgers.get(&model).map_or_else(ModelUsage::default, |ledger| ledger.read_usage())
     }
 
-    /// Drops the ledger and the cached blocks of a model without sequences, which nobody opens any from now on. Reads
-    /// and appends in flight when the last was closed kept it.
+    /// Drops the ledger and the cached blocks of a model without sequences, which nobody opens any
+    /// from now on. Reads and appends in flight when the last was closed kept it.
     pub fn forget_model(&self, model: ModelId) {
         self.cache.forget_model(model);
         self.ledgers.remove(&model);

@@ -35,7 +35,7 @@ impl CachedBlock {
 
     /// Its form on each layer.
     #[cfg(test)]
-    pub(crate) fn layers(&self) -> &[PinnedBlock] {
+    pub(crate) fn layer_forms(&self) -> &[PinnedBlock] {
         &self.layers
     }
 

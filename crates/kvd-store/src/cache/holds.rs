@@ -18,9 +18,9 @@ pub struct LeaseRequest<'a> {
     pub id: LeaseId,
     /// Whose.
     pub namespace: &'a Namespace,
-    /// Of which model.
+    /// The model.
     pub model: ModelId,
-    /// What time it is.
+    /// The time now.
     pub now: Instant,
     /// When it ends.
     pub ends: Instant,
@@ -29,9 +29,9 @@ pub struct LeaseRequest<'a> {
 /// Pins that are to be set.
 #[derive(Clone, Copy, Debug)]
 pub struct PinRequest {
-    /// Of which model.
+    /// The model.
     pub model: ModelId,
-    /// What time it is.
+    /// The time now.
     pub now: Instant,
     /// When they end; none for those that are kept until they are taken back.
     pub ends: Option<Instant>,

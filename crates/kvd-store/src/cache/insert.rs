@@ -25,7 +25,7 @@ pub enum PublishStop {
     ParentGone,
 }
 
-/// What a publish made findable.
+/// Outcome of a publish.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PublishedBlocks {
     /// Blocks that were not there before.
@@ -63,7 +63,7 @@ pub(crate) struct InsertedBlocks {
 }
 
 impl PrefixIndex {
-    /// What follows a held entry.
+    /// The base of what follows a held entry.
     pub(crate) fn base_behind(&self, held: Option<HeldEntry>) -> InsertBase {
         let state = self.state.read();
         let entry = held.as_ref().and_then(|held| state.slots.find_entry(held.entry));

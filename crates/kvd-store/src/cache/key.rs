@@ -4,7 +4,7 @@
 //! index has one entry a page, under the key of the last engine block of the page. Plain values,
 //! no locks.
 
-use kvd_core::{Coded, ErrorCode, ModelId};
+use kvd_core::ModelId;
 use std::hash::{BuildHasherDefault, Hasher};
 use xxhash_rust::xxh3::xxh3_128_with_seed;
 
@@ -49,12 +49,6 @@ pub enum KeyError {
         /// Tokens of a page.
         block_tokens: u32,
     },
-}
-
-impl Coded for KeyError {
-    fn code(&self) -> ErrorCode {
-        ErrorCode::InvalidArgument
-    }
 }
 
 /// The keys of a prefix, as many to each page of a model.
@@ -170,7 +164,7 @@ impl Hasher for DigestHasher {
     }
 }
 
-/// Builds [`DigestHasher`]s.
+/// Builds a [`DigestHasher`].
 pub(crate) type DigestBuild = BuildHasherDefault<DigestHasher>;
 
 #[cfg(test)]
@@ -201,7 +195,6 @@ mod tests {
         for key_tokens in [0, 24, 65, 128] {
             let error = refused(packed(b"ab", 2, key_tokens));
             assert_eq!(error, KeyError::Tokens { key_tokens, block_tokens: 64 });
-            assert_eq!(error.code(), ErrorCode::InvalidArgument);
         }
     }
 

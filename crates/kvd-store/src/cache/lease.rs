@@ -16,11 +16,11 @@ pub(crate) struct LeaseEntry {
     pub(crate) namespace: Namespace,
     pub(crate) model: ModelId,
     pub(crate) ends: Instant,
-    /// What it holds, by being there.
+    /// Its holds: they are there, and that is all.
     pub(crate) _held: Vec<HeldEntry>,
 }
 
-/// What a pin is on.
+/// The prefix that a pin is on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct PinKey {
     pub(crate) model: ModelId,

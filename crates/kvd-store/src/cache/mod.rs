@@ -4,7 +4,7 @@
 //! matches for reading, by whoever adds, evicts or releases for writing. Blocks are freed without
 //! it. The mutex of leases and pins comes before it.
 //!
-//! What always holds: the page before a cached one is cached; a page is found only once its pages
+//! These always hold: the page before a cached one is cached; a page is found only once its pages
 //! lie sealed on every layer; a page that went is not found again unless it is published again;
 //! what somebody holds, by an open sequence, a lease or a pin, stays.
 
@@ -44,7 +44,7 @@ pub(crate) const EVICTED_PER_CALL_MAX: usize = 16;
 /// Named limits and choices of the cache.
 #[derive(Clone, Debug)]
 pub struct CacheLimits {
-    /// What goes first. Default `s3-fifo` with a small queue of 50 %.
+    /// The order in which blocks go. Default `s3-fifo` with a small queue of 50 %.
     pub eviction: EvictionChoice,
     /// Bytes of the pool that cached blocks take, those that open sequences share included;
     /// published beyond it, blocks that nobody holds make room. Default: no limit.

@@ -1,4 +1,4 @@
-//! What a cache of some size would have found of a trace of requests.
+//! Traces of requests: how much of them a cache of some size would have found.
 //!
 //! Owns [`CacheSimulator`]: the index with its policies, over blocks without bytes. A request finds
 //! its longest cached prefix and then publishes all of its blocks, as a sequence that is closed

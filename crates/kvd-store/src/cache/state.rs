@@ -20,7 +20,7 @@ const VICTIM_LOOKS: usize = 4096;
 /// Queued entries that are gone may be this many more than those that are there.
 const GONE_SLACK: usize = 1024;
 
-/// What the index holds of one namespace.
+/// Holdings of one namespace.
 #[derive(Debug)]
 struct TenantCache {
     policy: Box<dyn EvictionPolicy>,

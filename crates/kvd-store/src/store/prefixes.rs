@@ -31,9 +31,9 @@ impl SequenceStore {
     /// begins there. Those that have no pages yet are to be packed first.
     ///
     /// # Errors
-    /// [`StoreError::UnknownSequence`], [`StoreError::PublishGap`] when `start` is no page's start or
-    /// lies behind what was published before, [`StoreError::RangeNotStored`] when the chain is longer
-    /// than what every layer has.
+    /// [`StoreError::UnknownSequence`], [`StoreError::PublishGap`] when `start` is no page's start
+    /// or lies behind what was published before, [`StoreError::RangeNotStored`] when the chain is
+    /// longer than what every layer has.
     pub fn begin_publish(
         &self,
         ns: &Namespace,

@@ -162,37 +162,7 @@ impl World {
                     self.finish(flight, fail);
                 }
             }
-            Step::Fork { seq, keep } if self.sequences.len() < 5 => {
-                let Some(index) = self.pick(seq) else { return };
-                let parent = &self.sequences[index];
-                let length = parent.lengths.into_iter().min().unwrap() * keep / 100;
-                let store = &self.bench.store;
-                let id = store.fork_sequence(self.bench.ns(), parent.id, Some(length)).unwrap().id;
-                let plan = parent.plan.clone();
-                self.sequences.push(Sequence { id, plan, lengths: [length; 2] });
-            }
-            Step::Truncate { seq, keep, plan } => {
-                let Some(index) = self.pick(seq) else { return };
-                let new = self.plan(plan);
-                let sequence = &mut self.sequences[index];
-                let length = sequence.lengths.into_iter().min().unwrap() * keep / 100;
-                let store = &self.bench.store;
-                store.truncate_sequence(self.bench.ns(), sequence.id, length).unwrap();
-                sequence.lengths = [length; 2];
-                sequence.plan[length as usize..].copy_from_slice(&new[length as usize..]);
-            }
-            Step::Close { seq, drop } => {
-                let Some(index) = self.pick(seq) else { return };
-                let gone = self.sequences.swap_remove(index);
-                let (store, ns) = (&self.bench.store, self.bench.ns());
-                self.roomy &= !drop;
-                let closed = if drop {
-                    store.close_and_drop(ns, gone.id)
-                } else {
-                    store.close_sequence(ns, gone.id)
-                };
-                closed.unwrap();
-            }
+            Step::Fork { .. } | Step::Truncate { .. } | Step::Close { .. } => self.change(step),
             Step::Lease { plan, ms } => self.lease(plan, ms),
             Step::Release { lease } if !self.leases.is_empty() => {
                 let lease = self.leases.swap_remove(lease % self.leases.len());
@@ -227,6 +197,44 @@ impl World {
             Step::Evict => {
                 let evicted = self.bench.store.prefix_index().evict_block(None, self.now);
                 self.roomy &= !evicted;
+            }
+            _ => {}
+        }
+    }
+
+    /// Forks, cuts and closes.
+    fn change(&mut self, step: &Step) {
+        match *step {
+            Step::Fork { seq, keep } if self.sequences.len() < 5 => {
+                let Some(index) = self.pick(seq) else { return };
+                let parent = &self.sequences[index];
+                let length = parent.lengths.into_iter().min().unwrap() * keep / 100;
+                let store = &self.bench.store;
+                let id = store.fork_sequence(self.bench.ns(), parent.id, Some(length)).unwrap().id;
+                let plan = parent.plan.clone();
+                self.sequences.push(Sequence { id, plan, lengths: [length; 2] });
+            }
+            Step::Truncate { seq, keep, plan } => {
+                let Some(index) = self.pick(seq) else { return };
+                let new = self.plan(plan);
+                let sequence = &mut self.sequences[index];
+                let length = sequence.lengths.into_iter().min().unwrap() * keep / 100;
+                let store = &self.bench.store;
+                store.truncate_sequence(self.bench.ns(), sequence.id, length).unwrap();
+                sequence.lengths = [length; 2];
+                sequence.plan[length as usize..].copy_from_slice(&new[length as usize..]);
+            }
+            Step::Close { seq, drop } => {
+                let Some(index) = self.pick(seq) else { return };
+                let gone = self.sequences.swap_remove(index);
+                let (store, ns) = (&self.bench.store, self.bench.ns());
+                self.roomy &= !drop;
+                let closed = if drop {
+                    store.close_and_drop(ns, gone.id)
+                } else {
+                    store.close_sequence(ns, gone.id)
+                };
+                closed.unwrap();
             }
             _ => {}
         }

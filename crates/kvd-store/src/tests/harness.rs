@@ -104,7 +104,7 @@ impl Bench {
             let packed = self.pack_tasks(ticket.pack_batch(layer).tasks, &fail);
             ticket.set_packed(layer, packed);
         }
-        ticket.commit()
+        ticket.commit_blocks()
     }
 
     fn pack_tasks(
@@ -434,9 +434,9 @@ impl Live {
     }
 
     pub(super) fn add_pinned(&mut self, pinned: &PinnedRange) {
-        let chunks = pinned.views.chunks().iter();
+        let chunks = pinned.views.pinned_chunks().iter();
         chunks.flat_map(|chunk| chunk.views()).for_each(|view| self.add_view(view));
-        pinned.views.blocks().iter().for_each(|block| self.add_block(block));
+        pinned.views.pinned_blocks().iter().for_each(|block| self.add_block(block));
     }
 
     pub(super) fn add_entry(&mut self, entry: &SequenceEntry) {
@@ -447,7 +447,7 @@ impl Live {
     }
 
     pub(super) fn add_cached(&mut self, block: &CachedBlock) {
-        block.layers().iter().for_each(|layer| self.add_block(layer));
+        block.layer_forms().iter().for_each(|layer| self.add_block(layer));
     }
 
     pub(super) fn add_ticket(&mut self, ticket: &AppendTicket) {

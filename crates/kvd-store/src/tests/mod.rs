@@ -10,4 +10,5 @@ mod model;
 mod prefixes;
 mod rules;
 mod sessions;
+mod shares;
 mod threads;

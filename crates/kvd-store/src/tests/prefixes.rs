@@ -9,20 +9,20 @@ use kvd_core::{Coded, ErrorCode, LeaseId, ModelId, Namespace, SequenceId};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-const PAGE: u32 = 4;
+pub(super) const PAGE: u32 = 4;
 
 /// Keys of a text, one a page; texts that begin alike have keys that begin alike.
-fn keys(text: &str) -> Vec<u8> {
+pub(super) fn keys(text: &str) -> Vec<u8> {
     let ends = (1..=text.len()).map(|end| xxhash_rust::xxh3::xxh3_64(&text.as_bytes()[..end]));
     ends.flat_map(u64::to_le_bytes).collect()
 }
 
-fn chain(keys: &[u8]) -> KeyChain<'_> {
+pub(super) fn chain(keys: &[u8]) -> KeyChain<'_> {
     KeyChain::new(PackedKeys { bytes: keys, key_bytes: 8, key_tokens: PAGE }, PAGE).unwrap()
 }
 
 /// Values of a text: a letter fills a page.
-fn values(text: &str) -> Vec<u32> {
+pub(super) fn values(text: &str) -> Vec<u32> {
     text.bytes().flat_map(|letter| [u32::from(letter); PAGE as usize]).collect()
 }
 
@@ -45,7 +45,7 @@ impl Bench {
     }
 
     /// Publishes a text and closes the sequence.
-    fn cache(&self, text: &str) {
+    pub(super) fn cache(&self, text: &str) {
         let (id, published) = self.publish_text(text);
         assert_eq!(published.stop, None, "{text}");
         self.store.close_sequence(self.ns(), id).unwrap();
@@ -60,12 +60,12 @@ impl Bench {
         self.store.open_with_prefix(model, &chain(&keys(text)), None).unwrap()
     }
 
-    fn cache_usage(&self) -> CacheUsage {
+    pub(super) fn cache_usage(&self) -> CacheUsage {
         self.store.prefix_index().read_usage(Instant::now())
     }
 }
 
-fn bench(sink: u32, recent: u32) -> Bench {
+pub(super) fn bench(sink: u32, recent: u32) -> Bench {
     Bench::cached(1 << 20, shape(1, PAGE, sink, recent), CacheLimits::default())
 }
 
@@ -367,61 +367,6 @@ fn a_pool_full_of_held_blocks_is_full() {
     b.store.close_sequence(b.ns(), held).unwrap();
     b.append(id, 0, start, &[1; 4]);
     assert!(b.matched("abcd") < 4);
-}
-
-/// A namespace's shape beside the bench's own.
-fn tenant(id: u64) -> Arc<ModelShape> {
-    shape(id, PAGE, 0, 0)
-}
-
-/// Publishes a text of another model and closes the sequence.
-fn cache_for(b: &Bench, model: &Arc<ModelShape>, text: &str) -> usize {
-    let (ns, store) = (&model.namespace, &b.store);
-    let id = store.open_sequence(Arc::clone(model)).unwrap();
-    for layer in 0..2 {
-        let appended =
-            store.begin_append(ns, id, kvd_core::LayerIndex(layer), 0, 4 * text.len() as u32, 7);
-        match appended.unwrap() {
-            crate::BegunAppend::Ticket(ticket) => b.finish(ticket, &values(text), |_| false),
-            crate::BegunAppend::Replayed { .. } => unreachable!(),
-        };
-    }
-    let keys = keys(text);
-    let ticket = store.begin_publish(ns, id, 0, &chain(&keys)).unwrap();
-    let published = b.finish_publish(ticket, |_| false);
-    store.close_sequence(ns, id).unwrap();
-    published.published
-}
-
-#[test]
-fn a_tenant_cannot_push_another_below_its_share() {
-    for (weight, parts) in [(1, 2), (3, 4)] {
-        let weights = [(namespace_of(2), weight)].into();
-        let b = bench(0, 0);
-        b.cache("a");
-        let bytes_max = 16 * b.cache_usage().bytes;
-        let limits = CacheLimits { bytes_max, weights, ..CacheLimits::default() };
-        let b = Bench::cached(1 << 20, tenant(1), limits);
-        let (one, two) = (tenant(1), tenant(2));
-        // The first fills the cache; the second takes its share and no more; the first comes again.
-        for round in 0..3 {
-            for letter in 'a'..='p' {
-                cache_for(&b, &one, &format!("{round}{letter}"));
-            }
-            for letter in 'a'..='p' {
-                cache_for(&b, &two, &format!("{round}{letter}"));
-            }
-            let held = b.store.prefix_index().tenant_bytes(&two.namespace);
-            let share = bytes_max * (parts - 1) / parts;
-            let block = bytes_max / 16;
-            assert!(held.abs_diff(share) <= 2 * block, "{held} of {bytes_max}, weight {weight}");
-        }
-        b.store.prefix_index().check_blocks();
-    }
-}
-
-fn namespace_of(id: u64) -> Namespace {
-    tenant(id).namespace.clone()
 }
 
 #[test]

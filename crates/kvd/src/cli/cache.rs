@@ -82,9 +82,9 @@ struct PolicyRow {
     hit_rates: Vec<f64>,
 }
 
-/// What became of a trace.
+/// Hit rates of a trace.
 #[derive(Serialize)]
-struct Simulation {
+struct CacheSimulation {
     requests: usize,
     asked_blocks: u64,
     distinct_blocks: usize,
@@ -140,7 +140,7 @@ fn read_trace(path: &Path) -> anyhow::Result<Vec<Vec<u64>>> {
     Ok(requests)
 }
 
-fn simulate_trace(path: &Path, sizes: &[usize]) -> Result<Simulation, CliError> {
+fn simulate_trace(path: &Path, sizes: &[usize]) -> Result<CacheSimulation, CliError> {
     let requests = read_trace(path)?;
     let distinct = requests.iter().flatten().collect::<HashSet<_>>().len();
     if distinct == 0 {
@@ -158,7 +158,7 @@ fn simulate_trace(path: &Path, sizes: &[usize]) -> Result<Simulation, CliError> 
         policy,
         hit_rates: sizes.iter().map(|size| hit_rate(choice, *size)).collect(),
     });
-    Ok(Simulation {
+    Ok(CacheSimulation {
         requests: requests.len(),
         asked_blocks: asked,
         distinct_blocks: distinct,
@@ -167,7 +167,7 @@ fn simulate_trace(path: &Path, sizes: &[usize]) -> Result<Simulation, CliError> 
     })
 }
 
-fn simulation_table(done: &Simulation) -> String {
+fn simulation_table(done: &CacheSimulation) -> String {
     let percent = |rate: f64| format!("{:.1}", rate * 100.0);
     let sizes = done.sizes.iter().map(|size| size.to_string());
     let mut columns = vec![TableColumn::of_numbers("cached blocks", sizes)];
@@ -175,7 +175,7 @@ fn simulation_table(done: &Simulation) -> String {
         let cells = hit_rates.iter().map(|rate| percent(*rate));
         columns.push(TableColumn::of_numbers(policy, cells));
     }
-    let Simulation { requests, asked_blocks, distinct_blocks, .. } = done;
+    let CacheSimulation { requests, asked_blocks, distinct_blocks, .. } = done;
     let head = format!(
         "{requests} requests for {asked_blocks} blocks, {distinct_blocks} of them distinct; \
          percent of blocks found\n\n"

@@ -8,7 +8,7 @@ use std::time::Duration;
 /// Limits and choices of the cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CacheConfig {
-    /// What goes first.
+    /// The order in which blocks go.
     pub policy: EvictionChoice,
     /// Percent of the pool that cached blocks may take.
     pub pool_percent: u64,

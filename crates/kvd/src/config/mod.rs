@@ -185,10 +185,7 @@ impl Config {
             admin_connections_max: to_permits("admin.connections_max", raw.admin.connections_max)?,
             admin_head_timeout: to_millis("admin.head_timeout_ms", raw.admin.head_timeout_ms)?,
             message_bytes_max: to_size("server.message_bytes_max", server.message_bytes_max)?,
-            stream_window_bytes: to_window(
-                "server.stream_window_bytes",
-                server.stream_window_bytes,
-            )?,
+            stream_window_bytes: stream_window(server.stream_window_bytes)?,
             connection_window_bytes: to_window(
                 "server.connection_window_bytes",
                 server.connection_window_bytes,
@@ -372,6 +369,10 @@ fn sequence_views(value: u64) -> Result<u64, ConfigError> {
 
 fn sequence_tokens(value: u32) -> Result<u32, ConfigError> {
     at_least("limits.tokens_per_sequence_max", value, 1)
+}
+
+fn stream_window(value: SizeSetting) -> Result<u32, ConfigError> {
+    to_window("server.stream_window_bytes", value)
 }
 
 /// HTTP/2 windows are 31-bit (RFC 9113, section 6.9.1).

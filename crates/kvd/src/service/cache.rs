@@ -14,18 +14,18 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What is cached of some chains.
+/// The cached part of some chains.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MatchReply {
     /// Keys of each chain, from its start.
     pub keys: Vec<u32>,
-    /// The same in tokens.
+    /// As many tokens.
     pub tokens: Vec<u32>,
     /// Keeps them; none where nothing was matched or nobody asked for it.
     pub lease: Option<LeaseId>,
 }
 
-/// What is pinned of some chains.
+/// The pinned part of some chains.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PinReply {
     /// Tokens of each chain.
@@ -37,7 +37,7 @@ pub struct PinReply {
 /// A sequence to open on a prefix.
 #[derive(Clone, Debug)]
 pub struct PrefixOpening {
-    /// Of which model.
+    /// Its model.
     pub model: ModelId,
     /// The session that is to own it.
     pub session: Option<SessionId>,

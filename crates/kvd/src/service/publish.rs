@@ -31,7 +31,7 @@ impl Service {
         let chains = self.read_chains(&model, std::slice::from_ref(keys))?;
         let ticket = shard.store.begin_publish(&call.namespace, sequence, start, &chains[0])?;
         if ticket.layers_to_pack().next().is_none() {
-            return Ok(ticket.commit());
+            return Ok(ticket.commit_blocks());
         }
         let pool = shard.store.pool().clone();
         let job = PublishJob { ticket: Some(ticket), model, pool };
@@ -74,6 +74,6 @@ impl DeviceWork for PublishJob {
         if ticket.layers_to_pack().next().is_some() {
             return Ok(None);
         }
-        Ok(self.ticket.take().map(PublishTicket::commit))
+        Ok(self.ticket.take().map(PublishTicket::commit_blocks))
     }
 }

@@ -251,7 +251,7 @@ async fn a_full_pool_evicts_cached_blocks_and_refuses_nobody() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-#[ignore = "the process that a_publisher_that_is_killed_leaves_only_whole_prefixes starts and kills"]
+#[ignore = "a_publisher_that_is_killed_leaves_only_whole_prefixes starts and kills it"]
 async fn publishes_until_it_is_killed() {
     let Ok(endpoint) = std::env::var(ENDPOINT) else { return };
     let client = Client::connect(endpoint.parse().unwrap()).await.unwrap();

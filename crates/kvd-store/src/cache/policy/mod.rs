@@ -54,7 +54,7 @@ pub(crate) enum EntryFate {
     Free,
 }
 
-/// What a policy asks about entries.
+/// Answers to a policy about entries.
 pub(crate) trait EntryLookup {
     /// Whether an entry may go.
     fn find_fate(&self, entry: QueuedEntry) -> EntryFate;
@@ -226,6 +226,18 @@ mod tests {
             assert_eq!(left, [0, 1, 2], "{choice:?}");
             assert_eq!(cache.policy.count_queued(), 0);
         }
+    }
+
+    #[test]
+    fn an_entry_that_was_used_moves_on_though_others_need_it() {
+        let mut cache = TraceCache::new(EvictionChoice::S3Fifo { small_percent: 50 }, 4);
+        cache.play([0, 1, 2, 3, 0]);
+        // A block behind it came: it is held when its turn comes.
+        cache.entries.held.insert(0);
+        assert_eq!(cache.play([4]), [1]);
+        cache.entries.held.clear();
+        // In the main queue it outlives what is small.
+        assert_eq!(cache.play([5, 6]), [2, 3]);
     }
 
     #[test]

@@ -79,12 +79,13 @@ impl S3FifoPolicy {
         let entry = self.small.pop_front()?;
         match entries.find_fate(entry) {
             EntryFate::Gone => None,
-            EntryFate::Held => {
-                self.small.push_back(entry);
+            // Also one that is held: blocks behind it are what its use may have brought.
+            _ if entries.use_mark(entry).swap(0, Relaxed) > 0 => {
+                self.main.push_back(entry);
                 None
             }
-            EntryFate::Free if entries.use_mark(entry).swap(0, Relaxed) > 0 => {
-                self.main.push_back(entry);
+            EntryFate::Held => {
+                self.small.push_back(entry);
                 None
             }
             EntryFate::Free => {
@@ -98,17 +99,12 @@ impl S3FifoPolicy {
     /// The oldest of the others, if it goes.
     fn try_main(&mut self, entries: &dyn EntryLookup) -> Option<QueuedEntry> {
         let entry = self.main.pop_front()?;
-        match entries.find_fate(entry) {
-            EntryFate::Gone => return None,
-            EntryFate::Held => {}
-            EntryFate::Free => {
-                let mark = entries.use_mark(entry);
-                let uses = mark.load(Relaxed);
-                if uses == 0 {
-                    return Some(entry);
-                }
-                mark.store(uses - 1, Relaxed);
-            }
+        let (fate, mark) = (entries.find_fate(entry), entries.use_mark(entry));
+        match (fate, mark.load(Relaxed)) {
+            (EntryFate::Gone, _) => return None,
+            (EntryFate::Free, 0) => return Some(entry),
+            (EntryFate::Held, 0) => {}
+            (_, uses) => mark.store(uses - 1, Relaxed),
         }
         self.main.push_back(entry);
         None
