@@ -761,7 +761,7 @@ pub struct MatchPrefixResponse {
     /// Keys of each chain that are cached, from its start.
     #[prost(uint32, repeated, tag = "1")]
     pub matched_keys: ::prost::alloc::vec::Vec<u32>,
-    /// The same in tokens.
+    /// As many tokens.
     #[prost(uint32, repeated, tag = "2")]
     pub matched_tokens: ::prost::alloc::vec::Vec<u32>,
     /// 0 where nothing was matched or no lease was asked for.
@@ -783,7 +783,7 @@ pub struct PublishBlocksRequest {
     /// published or attached ends (else RANGE_GAP).
     #[prost(uint32, tag = "2")]
     pub start: u32,
-    /// Of pages that every layer has in full (else RANGE_NOT_STORED).
+    /// Keys of pages that every layer has in full (else RANGE_NOT_STORED).
     #[prost(message, optional, tag = "3")]
     pub keys: ::core::option::Option<BlockKeys>,
 }
