@@ -97,7 +97,8 @@ mod tests {
 
     #[test]
     fn identities_are_bounded() {
-        let refusal = |wire| ModelIdentity::try_from(wire).unwrap_err().to_string();
+        let refusal =
+            |wire: v1::ModelIdentity| ModelIdentity::try_from(wire).unwrap_err().to_string();
         let long = v1::ModelIdentity { weights: vec![0; 257].into(), ..Default::default() };
         assert_eq!(refusal(long), "identity.weights length is 257; the maximum is 256");
         let rank = v1::ModelIdentity { tp_rank: 2, tp_size: 2, ..Default::default() };

@@ -70,10 +70,10 @@ impl<'a> KeyChain<'a> {
         if key_bytes == 0 || key_bytes > KEY_BYTES_MAX {
             return Err(KeyError::Length { given: key_bytes });
         }
-        if bytes.len() % key_bytes as usize != 0 {
+        if !bytes.len().is_multiple_of(key_bytes as usize) {
             return Err(KeyError::Ragged { bytes: bytes.len() as u64, key_bytes });
         }
-        if key_tokens == 0 || block_tokens % key_tokens != 0 {
+        if key_tokens == 0 || !block_tokens.is_multiple_of(key_tokens) {
             return Err(KeyError::Tokens { key_tokens, block_tokens });
         }
         let keys_per_block = (block_tokens / key_tokens) as usize;

@@ -50,7 +50,7 @@ impl SequenceStore {
             let published = blocks as u32 * block_tokens;
             Err(StoreError::PublishGap { start, published, block_tokens })
         };
-        if start % block_tokens != 0 || first > published.blocks {
+        if !start.is_multiple_of(block_tokens) || first > published.blocks {
             return gap(published.blocks);
         }
         let stored = common_length(entry.layer_mutexes().map(|layer| layer.lock().length));
