@@ -115,7 +115,30 @@ impl Client {
         keys: BlockKeys,
     ) -> Result<v1::PublishBlocksResponse, ClientError> {
         let (sequence_id, keys) = (sequence.0, Some(keys.into()));
-        let request = self.sized_request(v1::PublishBlocksRequest { sequence_id, start, keys })?;
+        self.send_publish(v1::PublishBlocksRequest { sequence_id, start, keys, settle: false })
+            .await
+    }
+
+    /// [`Client::publish_blocks`], after which the sequence itself reads the pages as every sequence
+    /// does that finds them: both answer alike.
+    ///
+    /// # Errors
+    /// As that.
+    pub async fn publish_settled(
+        &self,
+        sequence: SequenceId,
+        start: u32,
+        keys: BlockKeys,
+    ) -> Result<v1::PublishBlocksResponse, ClientError> {
+        let (sequence_id, keys) = (sequence.0, Some(keys.into()));
+        self.send_publish(v1::PublishBlocksRequest { sequence_id, start, keys, settle: true }).await
+    }
+
+    async fn send_publish(
+        &self,
+        message: v1::PublishBlocksRequest,
+    ) -> Result<v1::PublishBlocksResponse, ClientError> {
+        let request = self.sized_request(message)?;
         self.call_rpc(self.rpc.clone().publish_blocks(request)).await
     }
 

@@ -148,6 +148,22 @@ impl SequenceLayer {
         }
     }
 
+    /// Reads blocks from `first` on as they are cached; adds the views that go to `gone`.
+    pub(crate) fn share_blocks(
+        &mut self,
+        first: usize,
+        blocks: &[Arc<CachedBlock>],
+        layer: usize,
+        gone: &mut DiscardedViews,
+    ) {
+        for (index, block) in (first..).zip(blocks) {
+            gone.push(self.views.replace_view(index, block.layer_view(layer)));
+        }
+        if self.settled >= first {
+            self.settled = self.settled.max(first + blocks.len());
+        }
+    }
+
     /// Pins the blocks of `range`, whose tokens are stored.
     pub(crate) fn pin_range(&self, shape: &ModelShape, range: Range<u32>) -> PinnedViews {
         if range.is_empty() {

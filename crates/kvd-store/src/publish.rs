@@ -88,6 +88,7 @@ pub struct PublishTicket {
     first: usize,
     existed: usize,
     own: usize,
+    settles: bool,
     /// Keys of the new blocks.
     keys: Vec<Box<[u8]>>,
     layers: Vec<LayerPublish>,
@@ -116,7 +117,18 @@ impl PublishTicket {
         }
         let stop = (count < new.len()).then_some(PublishStop::Unpackable);
         let first = new.start;
-        let mut ticket = Self { entry, cut_count, base, first, existed, own, keys, layers, stop };
+        let mut ticket = Self {
+            entry,
+            cut_count,
+            base,
+            first,
+            existed,
+            own,
+            settles: false,
+            keys,
+            layers,
+            stop,
+        };
         ticket.keep_first(count);
         ticket
     }
@@ -157,6 +169,12 @@ impl PublishTicket {
         }
     }
 
+    /// This publish, after which the sequence itself reads the blocks as they are cached, also in
+    /// its window: what it answers then is what sequences answer that find them.
+    pub fn with_settling(self) -> Self {
+        Self { settles: true, ..self }
+    }
+
     /// The sequence's model.
     #[must_use]
     pub fn model_shape(&self) -> &Arc<ModelShape> {
@@ -193,7 +211,8 @@ impl PublishTicket {
 
     /// Makes the blocks findable, as far as each is packed on every layer.
     pub fn commit_blocks(self) -> PublishedBlocks {
-        let Self { entry, cut_count, base, first, existed, own, keys, layers, mut stop } = self;
+        let Self { entry, cut_count, base, first, existed, own, settles, keys, layers, mut stop } =
+            self;
         let cache = &entry.shared_memory().cache;
         let count = layers.first().map_or(0, |layer| layer.forms.len());
         let mut forms: Vec<Vec<PinnedBlock>> = (0..count).map(|_| Vec::new()).collect();
@@ -225,6 +244,10 @@ impl PublishTicket {
         cache.note_existing(existed);
         let found = first + inserted.published + inserted.existed;
         if let Some(tail) = inserted.tail {
+            if settles {
+                let blocks = cache.list_blocks(&tail, found - (first - existed));
+                entry.share_blocks(cut_count, first - existed, &blocks);
+            }
             let is_found = existed + inserted.existed > own;
             let origin = if is_found { ChainOrigin::Found } else { ChainOrigin::Stored };
             let chain = PublishedChain { blocks: found, tail: Some(tail), origin };

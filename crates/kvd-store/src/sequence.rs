@@ -8,7 +8,7 @@
 //! holder keeps the entry alive by `Arc`: closing only takes it off the map, and the last holder's
 //! drop gives the bytes back.
 
-use crate::cache::{ChainOrigin, HeldEntry, PrefixIndex};
+use crate::cache::{CachedBlock, ChainOrigin, HeldEntry, PrefixIndex};
 use crate::layer::SequenceLayer;
 use crate::ledger::{ModelLedger, StoredBytes};
 use crate::pool::ArenaPool;
@@ -181,6 +181,22 @@ impl SequenceEntry {
             drop(published);
             self.release_chain(old);
         }
+    }
+
+    /// Reads blocks from `first` on as they are cached, unless the sequence was cut since
+    /// `cut_count`.
+    pub(crate) fn share_blocks(&self, cut_count: u64, first: usize, blocks: &[Arc<CachedBlock>]) {
+        let mut gone = DiscardedViews::default();
+        {
+            let _no_cut = self.cuts.read();
+            if self.count_cuts() != cut_count {
+                return;
+            }
+            for (index, layer) in self.layer_mutexes().enumerate() {
+                layer.lock().share_blocks(first, blocks, index, &mut gone);
+            }
+        }
+        self.discard_views(gone);
     }
 
     /// Takes what is published out: the sequence is no more.

@@ -786,6 +786,10 @@ pub struct PublishBlocksRequest {
     /// Keys of pages that every layer has in full (else RANGE_NOT_STORED).
     #[prost(message, optional, tag = "3")]
     pub keys: ::core::option::Option<BlockKeys>,
+    /// True: this sequence reads the pages encoded from now on, also in its window, as every sequence
+    /// does that finds them. A run that stores a prefix and one that finds it then answer alike.
+    #[prost(bool, tag = "4")]
+    pub settle: bool,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct PublishBlocksResponse {

@@ -179,6 +179,15 @@ impl PrefixIndex {
         Some(AttachedPrefix { blocks, held })
     }
 
+    /// The last `count` blocks up to a held one, in order.
+    pub(crate) fn list_blocks(&self, last: &HeldEntry, count: usize) -> Vec<Arc<CachedBlock>> {
+        let state = self.state.read();
+        let chain = state.slots.walk_up(last.entry).take(count);
+        let mut blocks: Vec<_> = chain.map(|(_, entry)| Arc::clone(&entry.block)).collect();
+        blocks.reverse();
+        blocks
+    }
+
     /// The entry `steps` before another.
     pub(crate) fn find_ancestor(&self, of: &HeldEntry, steps: usize) -> Option<HeldEntry> {
         let state = self.state.read();

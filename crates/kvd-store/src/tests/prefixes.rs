@@ -2,8 +2,8 @@
 
 use super::harness::{Bench, shape};
 use crate::{
-    AttachedSequence, CacheLimits, CacheUsage, EvictionChoice, KeyChain, LeaseRequest, ModelShape,
-    PackedKeys, PinRequest, PublishStop, PublishedBlocks, RowForm, StoreError,
+    AttachedSequence, CacheLimits, CacheUsage, EvictionChoice, KeyChain, LeaseRequest, PackedKeys,
+    PinRequest, PublishStop, PublishedBlocks, RowForm, StoreError,
 };
 use kvd_core::{Coded, ErrorCode, LeaseId, ModelId, Namespace, SequenceId};
 use std::sync::Arc;
@@ -172,6 +172,30 @@ fn the_first_to_publish_wins_and_changes_nobody() {
         b.store.close_sequence(b.ns(), id).unwrap();
     }
     assert_eq!((b.cache_usage().entries, b.cache_usage().bytes), (5, b.used()));
+}
+
+#[test]
+fn a_publish_that_settles_is_read_as_it_is_found() {
+    let b = bench(2, 8);
+    b.cache("ab");
+    let used = b.used();
+    let id = b.write("abcd");
+    let text = keys("abcd");
+    let ticket = b.store.begin_publish(b.ns(), id, 0, &chain(&text)).unwrap().with_settling();
+    let done = b.finish_publish(ticket, |_| false);
+    assert_eq!((done.existed, done.published), (2, 2));
+    let found = b.attach("abcd");
+    for layer in 0..2 {
+        assert_eq!(b.states(id, layer), "rrpppppppppppppp");
+        assert_eq!(b.values(id, layer), values("abcd"));
+        assert_eq!(b.states(found.id, layer), b.states(id, layer));
+    }
+    // It shares what existed, and keeps no rows of its own.
+    assert_eq!(b.cache_usage().bytes, b.used());
+    assert!(b.used() < 2 * used + used / 2);
+    b.write_on(id, 16, "ef");
+    assert_eq!(b.values(id, 0), values("abcdef"));
+    assert_eq!(b.states(id, 1)[16..], *"rrrrrrrr");
 }
 
 #[test]

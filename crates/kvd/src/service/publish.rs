@@ -24,12 +24,38 @@ impl Service {
         start: u32,
         keys: &BlockKeys,
     ) -> Result<PublishedBlocks, ServiceError> {
+        self.publish_by(call, sequence, start, keys, |ticket| ticket).await
+    }
+
+    /// [`Service::publish_blocks`], after which the sequence reads the pages as they are found.
+    ///
+    /// # Errors
+    /// As that.
+    pub async fn publish_settled(
+        &self,
+        call: &CallContext,
+        sequence: SequenceId,
+        start: u32,
+        keys: &BlockKeys,
+    ) -> Result<PublishedBlocks, ServiceError> {
+        self.publish_by(call, sequence, start, keys, PublishTicket::with_settling).await
+    }
+
+    async fn publish_by(
+        &self,
+        call: &CallContext,
+        sequence: SequenceId,
+        start: u32,
+        keys: &BlockKeys,
+        change: fn(PublishTicket) -> PublishTicket,
+    ) -> Result<PublishedBlocks, ServiceError> {
         self.admit_call(call)?;
         let shard = self.shard_of(sequence)?;
         let shape = shard.store.model_of(&call.namespace, sequence)?;
         let model = self.models.find_model(&call.namespace, shape.id)?;
         let chains = self.read_chains(&model, std::slice::from_ref(keys))?;
         let ticket = shard.store.begin_publish(&call.namespace, sequence, start, &chains[0])?;
+        let ticket = change(ticket);
         if ticket.layers_to_pack().next().is_none() {
             return Ok(ticket.commit_blocks());
         }

@@ -65,10 +65,14 @@ pub(super) async fn publish_blocks(
     call: &CallContext,
     message: v1::PublishBlocksRequest,
 ) -> Result<v1::PublishBlocksResponse, ServiceError> {
-    let v1::PublishBlocksRequest { sequence_id, start, keys } = message;
+    let v1::PublishBlocksRequest { sequence_id, start, keys, settle } = message;
     let missing = || ServiceError::new(ErrorCode::InvalidArgument, "keys is missing");
     let keys = keys.map(BlockKeys::from).ok_or_else(missing)?;
-    let done = service.publish_blocks(call, SequenceId(sequence_id), start, &keys).await?;
+    let sequence = SequenceId(sequence_id);
+    let done = match settle {
+        true => service.publish_settled(call, sequence, start, &keys).await?,
+        false => service.publish_blocks(call, sequence, start, &keys).await?,
+    };
     Ok(v1::PublishBlocksResponse {
         length: done.length,
         published: done.published as u32,

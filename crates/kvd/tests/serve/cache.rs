@@ -125,6 +125,10 @@ async fn two_clients_share_a_prefix_and_read_the_same() {
         if codec == "raw" {
             assert_eq!(load(&a, first, 256).await, rows(1, 1, 0, 256));
         }
+        // Settled, it answers what those answer that find its pages.
+        let settled = a.publish_settled(first, 0, keys(1, 300)).await.unwrap();
+        assert_eq!((settled.existed, settled.published), (4, 0));
+        let alike = attend(&a, model, first).await;
         a.close_sequence(first).await.unwrap();
 
         assert_eq!(register(&b, codec).await, model);
@@ -145,6 +149,7 @@ async fn two_clients_share_a_prefix_and_read_the_same() {
         let [one, two] =
             [attend(&a, model, other.sequence).await, attend(&b, model, opened.sequence).await];
         assert_eq!(one, two, "{codec}");
+        assert_eq!(one, alike, "{codec}: cold and warm");
         let apart = one.iter().zip(&own).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(apart < if codec == "raw" { 1e-4 } else { 0.2 }, "{codec}: {apart}");
         // The lease went with the opening.
