@@ -391,7 +391,7 @@ impl Client {
     }
 
     /// [`Client::unary_request`] of a message that carries a payload.
-    fn sized_request<T: Message>(&self, message: T) -> Result<Request<T>, ClientError> {
+    pub(crate) fn sized_request<T: Message>(&self, message: T) -> Result<Request<T>, ClientError> {
         ClientError::check_size(&message, self.message_bytes_max)?;
         Ok(self.unary_request(message))
     }

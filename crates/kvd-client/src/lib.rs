@@ -56,6 +56,7 @@
 #![forbid(unsafe_code)]
 
 mod boot;
+mod cache;
 mod client;
 mod connect;
 mod endpoint;
@@ -68,6 +69,7 @@ mod region_options;
 mod session;
 mod stream;
 
+pub use cache::{MatchedPrefixes, OpenedPrefix};
 pub use client::{Client, LoadedRows};
 pub use connect::ClientOptions;
 pub use endpoint::{Endpoint, EndpointError};
@@ -81,18 +83,19 @@ pub use session::{HeldSession, SessionOptions};
 pub use stream::{AttendStream, LoadStream, PIPELINE_DEPTH_MAX, StoreStream};
 
 pub use kvd_core::{
-    DType, ErrorCode, Geometry, LayerIndex, ModelId, Namespace, NamespaceError, RopePairing,
-    SequenceId, SessionId,
+    DType, ErrorCode, Geometry, LayerIndex, LeaseId, ModelId, Namespace, NamespaceError,
+    RopePairing, SequenceId, SessionId,
 };
 pub use kvd_proto::domain::{
-    AnswerForm, AttendBatch, AttendQuery, Attended, CallError, ForkedSequence, LoadPiece,
-    LoadRange, LoadStep, LoadedStep, LseBase, LseOrder, ModelSpec, PartError, QueryError,
-    RegisteredModel, RowLayout, RowTable, SampledQueries, SequenceFilter, SequenceFork, StepPart,
-    StoreAck, StoreChunk, StoreStep, StoredPart,
+    AnswerForm, AttendBatch, AttendQuery, Attended, BlockKeys, CallError, ForkedSequence,
+    LoadPiece, LoadRange, LoadStep, LoadedStep, LseBase, LseOrder, ModelIdentity, ModelSpec,
+    PartError, QueryError, RegisteredModel, RowLayout, RowTable, SampledQueries, SequenceFilter,
+    SequenceFork, StepPart, StoreAck, StoreChunk, StoreStep, StoredPart,
 };
 pub use kvd_proto::v1::{
-    CodecInfo, DescribeModelResponse as ModelDescription,
-    DescribeSequenceResponse as SequenceDescription, GetServerInfoResponse as ServerInfo,
-    GetStatsResponse as Stats, ListSequencesResponse as SequencePage, ModelStats, PoolStats,
-    SequenceInfo, SessionInfo, StoredBytes,
+    CacheStats, CodecInfo, DescribeModelResponse as ModelDescription,
+    DescribeSequenceResponse as SequenceDescription, DropBlocksResponse as DroppedBlocks,
+    GetServerInfoResponse as ServerInfo, GetStatsResponse as Stats,
+    ListSequencesResponse as SequencePage, ModelStats, PinBlocksResponse as PinnedBlocks,
+    PoolStats, PublishBlocksResponse as PublishedBlocks, SequenceInfo, SessionInfo, StoredBytes,
 };

@@ -133,7 +133,8 @@ impl Client {
         model: ModelId,
         session: SessionId,
     ) -> Result<SequenceId, ClientError> {
-        let message = v1::OpenSequenceRequest { model_id: model.0, session_id: session.0 };
+        let (model_id, session_id) = (model.0, session.0);
+        let message = v1::OpenSequenceRequest { model_id, session_id, ..Default::default() };
         let request = self.unary_request(message);
         let response = self.call_rpc(self.rpc.clone().open_sequence(request)).await?;
         Ok(SequenceId(response.sequence_id))
@@ -151,7 +152,8 @@ impl Client {
     ) -> Result<(), ClientError> {
         // 0 would close it in any case.
         let idle_ms_min = u64::try_from(idle_min.as_millis()).unwrap_or(u64::MAX).max(1);
-        let message = v1::CloseSequenceRequest { sequence_id: sequence.0, idle_ms_min };
+        let sequence_id = sequence.0;
+        let message = v1::CloseSequenceRequest { sequence_id, idle_ms_min, ..Default::default() };
         let request = self.unary_request(message);
         self.call_rpc(self.rpc.clone().close_sequence(request)).await.map(drop)
     }

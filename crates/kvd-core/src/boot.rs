@@ -4,7 +4,7 @@
 //! the ids that were is kept, and who has one cannot count on to another's.
 
 use crate::error::{Coded, ErrorCode};
-use crate::id::{ModelId, SequenceId, SessionId};
+use crate::id::{LeaseId, ModelId, SequenceId, SessionId};
 use siphasher::sip::SipHasher13;
 use std::fmt;
 use std::hash::Hasher;
@@ -61,9 +61,11 @@ impl fmt::Debug for IdSpace {
 /// random permutation; halves as short as 16 bits ask for more.
 const ROUNDS: u8 = 10;
 
-/// Counters of sequences, models and sessions, apart, so that no number is ever an id of two kinds.
-const SEQUENCES: Range<u64> = 0..0xf000_0000;
-const MODELS: Range<u64> = SEQUENCES.end..0xf800_0000;
+/// Counters of sequences, leases, models and sessions, apart, so that no number is ever an id of
+/// two kinds.
+const SEQUENCES: Range<u64> = 0..0xb000_0000;
+const LEASES: Range<u64> = SEQUENCES.end..0xf000_0000;
+const MODELS: Range<u64> = LEASES.end..0xf800_0000;
 const SESSIONS: Range<u64> = MODELS.end..1 << 32;
 
 impl IdSpace {
@@ -95,6 +97,20 @@ impl IdSpace {
     #[must_use]
     pub fn sequence_counter(self: &Arc<Self>, index: u64, count: u64) -> IdCounter<SequenceId> {
         IdCounter::new(self, SEQUENCES.start + index, count, SEQUENCES.end, SequenceId)
+    }
+
+    /// A counter of the lease ids of device `index` of `count`. An [`IdSpace`] has one of each.
+    #[must_use]
+    pub fn lease_counter(self: &Arc<Self>, index: u64, count: u64) -> IdCounter<LeaseId> {
+        IdCounter::new(self, LEASES.start + index, count, LEASES.end, LeaseId)
+    }
+
+    /// Which of `count` devices a lease is of: none for a number that cannot be a lease of this
+    /// boot.
+    #[must_use]
+    pub fn device_of_lease(&self, id: LeaseId, count: u64) -> Option<u64> {
+        let counter = self.recover_counter(id.0).filter(|counter| LEASES.contains(counter))?;
+        Some((counter - LEASES.start) % count)
     }
 
     /// Which of `count` devices a sequence is on, if it is on any: none for a number that cannot be
@@ -212,6 +228,7 @@ mod tests {
         let mut seen = BTreeSet::new();
         for device in 0..3 {
             let sequences = ids.sequence_counter(device, 3);
+            let leases = ids.lease_counter(device, 3);
             for _ in 0..10_000 {
                 let id = sequences.next().unwrap();
                 assert_eq!(ids.device_of(id, 3), Some(device));
@@ -219,6 +236,11 @@ mod tests {
                 let model = models.next().unwrap();
                 assert!(seen.insert(model.0));
                 assert_eq!(ids.device_of(SequenceId(model.0), 3), None, "a model's id");
+                let lease = leases.next().unwrap();
+                assert_eq!(ids.device_of_lease(lease, 3), Some(device));
+                assert_eq!(ids.device_of_lease(LeaseId(id.0), 3), None, "a sequence's id");
+                assert_eq!(ids.device_of(SequenceId(lease.0), 3), None, "a lease's id");
+                assert!(seen.insert(lease.0));
                 let session = sessions.next().unwrap();
                 assert!(seen.insert(session.0));
                 assert_eq!(ids.device_of(SequenceId(session.0), 3), None, "a session's id");

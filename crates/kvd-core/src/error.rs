@@ -21,6 +21,8 @@ pub enum ErrorCode {
     UnknownSequence,
     /// No such session in this namespace: it has ended, or never was.
     UnknownSession,
+    /// No such lease in this namespace: it has ended, or never was.
+    UnknownLease,
     /// A namespace the caller may not use.
     NamespaceDenied,
     /// A stored range begins after the end of the sequence.
@@ -59,7 +61,7 @@ pub enum ErrorCode {
 
 impl ErrorCode {
     /// Every code, in declaration order.
-    pub const ALL: [Self; 25] = [
+    pub const ALL: [Self; 26] = [
         Self::InvalidArgument,
         Self::ShapeMismatch,
         Self::NonFinite,
@@ -68,6 +70,7 @@ impl ErrorCode {
         Self::UnknownModel,
         Self::UnknownSequence,
         Self::UnknownSession,
+        Self::UnknownLease,
         Self::NamespaceDenied,
         Self::RangeGap,
         Self::RangeOverlap,
@@ -99,6 +102,7 @@ impl ErrorCode {
             Self::UnknownModel => "UNKNOWN_MODEL",
             Self::UnknownSequence => "UNKNOWN_SEQUENCE",
             Self::UnknownSession => "UNKNOWN_SESSION",
+            Self::UnknownLease => "UNKNOWN_LEASE",
             Self::NamespaceDenied => "NAMESPACE_DENIED",
             Self::RangeGap => "RANGE_GAP",
             Self::RangeOverlap => "RANGE_OVERLAP",

@@ -30,6 +30,10 @@ id!(
     SessionId(u64)
 );
 id!(
+    /// A hold on cached blocks for a time; never reused while the daemon runs.
+    LeaseId(u64)
+);
+id!(
     /// A transformer layer, counted from 0.
     LayerIndex(u32)
 );

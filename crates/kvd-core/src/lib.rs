@@ -18,6 +18,6 @@ pub use dtype::{DType, DTypeError};
 pub use error::{Coded, ErrorCode};
 pub use extent::Extent;
 pub use geometry::{Geometry, GeometryError, RawLayout, RopePairing, Side};
-pub use id::{LayerIndex, ModelId, Namespace, NamespaceError, SequenceId, SessionId};
+pub use id::{LayerIndex, LeaseId, ModelId, Namespace, NamespaceError, SequenceId, SessionId};
 pub use progress::ProgressLines;
 pub use stored_bytes::{PackedBytes, PageBytes, StoredBytes};

@@ -25,9 +25,10 @@ pub const fn grpc_code(code: ErrorCode) -> Code {
         | ErrorCode::NonFinite
         | ErrorCode::InvalidCodec
         | ErrorCode::InvalidCalibration => Code::InvalidArgument,
-        ErrorCode::UnknownModel | ErrorCode::UnknownSequence | ErrorCode::UnknownSession => {
-            Code::NotFound
-        }
+        ErrorCode::UnknownModel
+        | ErrorCode::UnknownSequence
+        | ErrorCode::UnknownSession
+        | ErrorCode::UnknownLease => Code::NotFound,
         ErrorCode::NamespaceDenied => Code::PermissionDenied,
         ErrorCode::RangeGap | ErrorCode::RangeNotStored => Code::OutOfRange,
         ErrorCode::RangeOverlap | ErrorCode::RangeConflict => Code::AlreadyExists,

@@ -80,6 +80,30 @@ pub struct PackTask {
     pub retried: bool,
 }
 
+/// Blocks of one layer of one sequence that are to be encoded.
+#[derive(Clone, Copy, Debug)]
+pub struct PackBatch<'a> {
+    /// The sequence.
+    pub sequence: SequenceId,
+    /// The layer.
+    pub layer: LayerIndex,
+    /// The blocks, in order.
+    pub tasks: &'a [PackTask],
+    /// State of the block of each task.
+    pub(crate) blocks: &'a [Arc<LayerBlock>],
+}
+
+impl PackBatch<'_> {
+    /// Says that the rows of `tasks[index]` can never be encoded: the block stays raw and is not
+    /// offered again.
+    ///
+    /// # Panics
+    /// When there is no such task.
+    pub fn give_up(&self, index: usize) {
+        self.blocks[index].unpackable.store(true, Relaxed);
+    }
+}
+
 /// The exclusive right to append to one layer of one sequence.
 ///
 /// The device worker executes [`row_copies`](Self::row_copies), then
@@ -130,13 +154,11 @@ impl AppendTicket {
         &self.plan.packs
     }
 
-    /// Says that the rows of `packs()[index]` can never be encoded: the block stays raw and is not
-    /// offered again.
-    ///
-    /// # Panics
-    /// When there is no such task.
-    pub fn give_up(&self, index: usize) {
-        self.plan.pack_blocks[index].unpackable.store(true, Relaxed);
+    /// Blocks to encode, with the right to say that one can never be.
+    #[must_use]
+    pub fn pack_batch(&self) -> PackBatch<'_> {
+        let (tasks, blocks) = (&self.plan.packs[..], &self.plan.pack_blocks[..]);
+        PackBatch { sequence: self.sequence(), layer: self.layer(), tasks, blocks }
     }
 
     /// Tokens the layer will have.
@@ -214,7 +236,12 @@ impl AppendTicket {
 }
 
 /// Gives a block its packed form. Another sequence may have been faster: then this one is dropped.
-fn set_packed(task: PackTask, block: &LayerBlock, pages: PackedPages, ledger: &Arc<ModelLedger>) {
+pub(crate) fn set_packed(
+    task: PackTask,
+    block: &LayerBlock,
+    pages: PackedPages,
+    ledger: &Arc<ModelLedger>,
+) {
     let slot = pages.slot();
     slot.attach_account(|| {
         SlotAccount::new_packed(ledger, pages.accounting(), slot.reserved_bytes())

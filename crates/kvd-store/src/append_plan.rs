@@ -160,33 +160,43 @@ impl AppendPlan {
     /// Adds a task to pack a block. One whose sink rows find no memory waits for the next append:
     /// packing is what frees memory, so the want of it must not refuse the append.
     fn add_pack(&mut self, due: DueBlock, allocation: &RawAllocation<'_>) {
-        let DueBlock { index, raw, block } = due;
-        let shape = allocation.shape;
-        let sink_rows = shape.sink_rows(index);
-        let keep = (sink_rows > 0).then(|| allocation.reserve_rows(sink_rows));
-        let Ok(keep) = keep.transpose() else { return };
-        let keep = keep.map(|to| {
-            let form = RowForm::Raw(raw.clone());
-            RowCopy { from: RowExtent { rows: 0..sink_rows, origin: 0, form }, to, to_row: 0 }
-        });
-        let (rows, retried) = (sink_rows..shape.block_tokens(), block.deferred.load(Relaxed));
-        self.packs.push(PackTask { block: index as u32, from: raw, rows, keep, retried });
-        self.pack_blocks.push(block);
+        let retried = due.block.deferred.load(Relaxed);
+        let Ok(task) = allocation.make_task(due.index, &due.raw, retried) else { return };
+        self.packs.push(task);
+        self.pack_blocks.push(due.block);
     }
 }
 
 /// The pool that a plan's memory comes from, and the ledger that counts it.
-struct RawAllocation<'a> {
-    pool: &'a Arc<ArenaPool>,
-    shape: &'a ModelShape,
-    ledger: &'a Arc<ModelLedger>,
+pub(crate) struct RawAllocation<'a> {
+    pub(crate) pool: &'a Arc<ArenaPool>,
+    pub(crate) shape: &'a ModelShape,
+    pub(crate) ledger: &'a Arc<ModelLedger>,
 }
 
 impl RawAllocation<'_> {
+    /// A task to pack a block, with memory for its rows that stay raw.
+    pub(crate) fn make_task(
+        &self,
+        index: usize,
+        raw: &RawSlot,
+        retried: bool,
+    ) -> Result<PackTask, PoolFull> {
+        let sink_rows = self.shape.sink_rows(index);
+        let keep = (sink_rows > 0).then(|| self.reserve_rows(sink_rows)).transpose()?;
+        let keep = keep.map(|to| {
+            let form = RowForm::Raw(raw.clone());
+            RowCopy { from: RowExtent { rows: 0..sink_rows, origin: 0, form }, to, to_row: 0 }
+        });
+        let rows = sink_rows..self.shape.block_tokens();
+        Ok(PackTask { block: index as u32, from: raw.clone(), rows, keep, retried })
+    }
+
     /// A slot of so many rows in the stored precision.
     fn reserve_rows(&self, rows: u32) -> Result<RawSlot, PoolFull> {
         let size_bytes = self.shape.geometry.raw_layout(rows).size_bytes();
-        let slot = self.pool.reserve_in(SlotRegion::Rows, size_bytes)?.seal_slot();
+        let namespace = Some(&self.shape.namespace);
+        let slot = self.pool.reserve_slot(SlotRegion::Rows, size_bytes, namespace)?.seal_slot();
         let values_per_row = self.shape.geometry.values_per_token();
         slot.attach_account(|| {
             SlotAccount::new_raw(self.ledger, values_per_row, slot.reserved_bytes())

@@ -1,7 +1,10 @@
 //! Why the store refuses, with the numbers needed to act. Values only, no locks.
 
+use crate::cache::KeyError;
 use crate::pool::PoolFull;
-use kvd_core::{Coded, ErrorCode, GeometryError, IdsExhausted, LayerIndex, SequenceId, SessionId};
+use kvd_core::{
+    Coded, ErrorCode, GeometryError, IdsExhausted, LayerIndex, LeaseId, SequenceId, SessionId,
+};
 use std::time::Duration;
 
 /// A refused call; nothing has changed.
@@ -111,6 +114,28 @@ pub enum StoreError {
         /// The session.
         id: SessionId,
     },
+    /// No such lease, or one of another namespace.
+    #[error("lease {id} is unknown in this namespace; it has ended: match the keys again")]
+    UnknownLease {
+        /// The id asked for.
+        id: LeaseId,
+    },
+    /// Keys that cannot be read.
+    #[error(transparent)]
+    Keys(#[from] KeyError),
+    /// A publish that does not follow what the sequence has published.
+    #[error(
+        "keys begin at token {start}, the sequence has published {published}: begin at a page of \
+         {block_tokens} tokens, at most there"
+    )]
+    PublishGap {
+        /// First token of the keys.
+        start: u32,
+        /// Tokens that were published or attached.
+        published: u32,
+        /// Tokens of a page.
+        block_tokens: u32,
+    },
     /// No id is left for another sequence.
     #[error(transparent)]
     IdsExhausted(#[from] IdsExhausted),
@@ -123,9 +148,10 @@ impl Coded for StoreError {
     fn code(&self) -> ErrorCode {
         match self {
             Self::UnknownSequence { .. } => ErrorCode::UnknownSequence,
-            Self::Geometry(_) | Self::LayerOutOfRange { .. } | Self::InvalidRange { .. } => {
-                ErrorCode::InvalidArgument
-            }
+            Self::Geometry(_)
+            | Self::LayerOutOfRange { .. }
+            | Self::InvalidRange { .. }
+            | Self::Keys(_) => ErrorCode::InvalidArgument,
             Self::LimitExceeded { .. } => ErrorCode::LimitExceeded,
             Self::RangeGap { .. } => ErrorCode::RangeGap,
             Self::RangeOverlap { .. } => ErrorCode::RangeOverlap,
@@ -133,6 +159,8 @@ impl Coded for StoreError {
             Self::RangeNotStored { .. } => ErrorCode::RangeNotStored,
             Self::SequenceBusy { .. } | Self::NotIdle { .. } => ErrorCode::SequenceBusy,
             Self::SessionEnded { .. } => ErrorCode::UnknownSession,
+            Self::UnknownLease { .. } => ErrorCode::UnknownLease,
+            Self::PublishGap { .. } => ErrorCode::RangeGap,
             Self::IdsExhausted(error) => error.code(),
             Self::PoolFull(_) => ErrorCode::PoolFull,
         }

@@ -7,6 +7,7 @@
 //! that survive are decoded into a raw block by the next append to it, and encoded again when
 //! that block leaves the window. A fork that is shorter than its parent inherits the same.
 
+use crate::cache::CachedBlock;
 use crate::error::StoreError;
 use crate::layer_block::BlockView;
 use crate::pinned::PinnedViews;
@@ -57,6 +58,21 @@ impl SequenceLayer {
     pub(crate) fn new(view_count: &Arc<AtomicU64>) -> Self {
         let views = ViewList::new(view_count);
         Self { length: 0, views, settled: 0, remembered: VecDeque::new() }
+    }
+
+    /// A layer whose tokens are those of cached blocks, read packed also in its window: what a read
+    /// gives does not depend on who else is here.
+    pub(crate) fn from_blocks(
+        view_count: &Arc<AtomicU64>,
+        shape: &ModelShape,
+        blocks: &[Arc<CachedBlock>],
+        layer: usize,
+    ) -> Self {
+        let mut new = Self::new(view_count);
+        blocks.iter().for_each(|block| new.views.push(block.layer_view(layer)));
+        new.length = blocks.len() as u32 * shape.block_tokens();
+        new.settled = blocks.len();
+        new
     }
 
     /// Where a range that is offered stands to what is stored.
@@ -129,6 +145,22 @@ impl SequenceLayer {
             if in_a_row {
                 self.settled = block + 1;
             }
+        }
+    }
+
+    /// Reads blocks from `first` on as they are cached; adds the views that go to `gone`.
+    pub(crate) fn share_blocks(
+        &mut self,
+        first: usize,
+        blocks: &[Arc<CachedBlock>],
+        layer: usize,
+        gone: &mut DiscardedViews,
+    ) {
+        for (index, block) in (first..).zip(blocks) {
+            gone.push(self.views.replace_view(index, block.layer_view(layer)));
+        }
+        if self.settled >= first {
+            self.settled = self.settled.max(first + blocks.len());
         }
     }
 

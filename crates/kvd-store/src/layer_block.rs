@@ -345,6 +345,25 @@ impl BlockView {
 }
 
 impl PinnedBlock {
+    /// Bytes of the pool that are held.
+    pub(crate) fn reserved_bytes(&self) -> u64 {
+        match self {
+            Self::Raw(raw) => raw.slot.reserved_bytes(),
+            Self::Packed(packed) => {
+                let sink = packed.sink.as_ref().map_or(0, |sink| sink.slot.reserved_bytes());
+                packed.pages.slot().reserved_bytes() + sink
+            }
+        }
+    }
+
+    /// Gives the slots that nobody else holds to `freed`.
+    pub(crate) fn free_into(self, freed: &mut FreedSlots) {
+        match self {
+            Self::Raw(raw) => freed.take_slot(raw.slot),
+            Self::Packed(packed) => packed.free_into(freed),
+        }
+    }
+
     /// Where `rows` of the block lie.
     pub(crate) fn find_rows(&self, rows: Range<u32>) -> FoundRows<'_> {
         match self {

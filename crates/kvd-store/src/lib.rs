@@ -14,6 +14,9 @@
 //! A layer's blocks are seen through chunks of 64 views that forks and readers share, so that a
 //! fork or a read copies a pointer for 64 blocks. Totals are kept where they change.
 //!
+//! What is published stays when its sequence is closed, and is found by key ([`PrefixIndex`]) until
+//! the pool needs its room.
+//!
 //! Locks: the sequence map's shards, one mutex per layer of a sequence, one for the set of each
 //! session's sequences, the mutex of what waits to be freed, one mutex in the pool. A layer's
 //! mutex is held to copy pointers, never to reserve or to free; no other of these is taken under
@@ -26,6 +29,7 @@
 mod allocator;
 mod append;
 mod append_plan;
+mod cache;
 mod error;
 mod free_ranges;
 mod layer;
@@ -33,6 +37,7 @@ mod layer_block;
 mod ledger;
 mod pinned;
 mod pool;
+mod publish;
 mod reclaim;
 mod sequence;
 mod session_sequences;
@@ -44,14 +49,20 @@ mod use_times;
 mod view_list;
 
 pub use allocator::SlotRegion;
-pub use append::{AppendClaim, AppendTicket, BegunAppend, PackTask, RowCopy, RowWrite};
+pub use append::{AppendClaim, AppendTicket, BegunAppend, PackBatch, PackTask, RowCopy, RowWrite};
+pub use cache::{
+    CacheLimits, CacheSimulator, CacheUsage, DroppedBlocks, EvictionChoice, KEY_BYTES_MAX,
+    KeyChain, KeyError, LeaseRequest, PackedKeys, PinRequest, PinnedPrefixes, PrefixIndex,
+    PublishStop, PublishedBlocks,
+};
 pub use error::StoreError;
 pub use kvd_core::{PackedBytes, StoredBytes};
 pub use layer_block::{PackedPages, RawSlot, RowExtent, RowExtentRef, RowForm, RowFormRef};
 pub use ledger::ModelUsage;
 pub use pinned::{PinnedRange, PinnedRows};
 pub use pool::{ArenaPool, PoolFull, PoolSlot, PoolUsage, ReservedSlot};
+pub use publish::PublishTicket;
 pub use sequence::SequenceUsage;
 pub use session_sequences::SessionSequences;
 pub use shape::{ModelShape, StoreLimits};
-pub use store::{ForkedSequence, SequenceQuery, SequenceStore, SequenceSummary};
+pub use store::{AttachedSequence, ForkedSequence, SequenceQuery, SequenceStore, SequenceSummary};

@@ -88,12 +88,12 @@ impl PinnedViews {
     }
 
     #[cfg(test)]
-    pub(crate) fn chunks(&self) -> &[Arc<ViewChunk>] {
+    pub(crate) fn pinned_chunks(&self) -> &[Arc<ViewChunk>] {
         &self.chunks
     }
 
     #[cfg(test)]
-    pub(crate) fn blocks(&self) -> &[PinnedBlock] {
+    pub(crate) fn pinned_blocks(&self) -> &[PinnedBlock] {
         &self.blocks
     }
 }

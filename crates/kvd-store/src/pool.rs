@@ -5,19 +5,23 @@
 //! the last lock of the crate's order and no guard is ever dropped while it is held.
 
 use crate::allocator::{ArenaAllocator, SlotRegion, taken_bytes};
+use crate::cache::{EVICTED_PER_CALL_MAX, PrefixIndex};
 use crate::ledger::SlotAccount;
 use crate::reclaim::ReclaimQueue;
 use crate::view_list::DiscardedViews;
-use kvd_core::Extent;
+use kvd_core::{Extent, Namespace};
 use parking_lot::Mutex;
 use std::fmt;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Instant;
 
 /// One arena's memory, handed out in extents.
 pub struct ArenaPool {
     tier: &'static str,
     allocator: Mutex<ArenaAllocator>,
     reclaim: Arc<ReclaimQueue>,
+    /// Cached blocks, which make room. Weak: they hold slots of this pool.
+    cache: OnceLock<Weak<PrefixIndex>>,
 }
 
 /// State of a pool right now.
@@ -66,7 +70,7 @@ impl ArenaPool {
     #[must_use]
     pub fn new(tier: &'static str, capacity_bytes: u64) -> Arc<Self> {
         let allocator = Mutex::new(ArenaAllocator::new(capacity_bytes));
-        Arc::new(Self { tier, allocator, reclaim: Arc::default() })
+        Arc::new(Self { tier, allocator, reclaim: Arc::default(), cache: OnceLock::new() })
     }
 
     /// Takes `len_bytes` bytes for pages, for the caller alone.
@@ -77,16 +81,44 @@ impl ArenaPool {
         self.reserve_in(SlotRegion::Pages, len_bytes)
     }
 
-    /// Takes `len_bytes` bytes, for the caller alone. A pool that is full first frees what was
-    /// closed before: call without a lock.
+    /// [`ArenaPool::reserve_pages`] for a namespace, whose own cached blocks may go for it.
     ///
     /// # Errors
-    /// When no free range holds them; nothing changes.
+    /// As [`ArenaPool::reserve_in`].
+    pub fn reserve_pages_for(
+        self: &Arc<Self>,
+        namespace: &Namespace,
+        len_bytes: u64,
+    ) -> Result<ReservedSlot, PoolFull> {
+        self.reserve_slot(SlotRegion::Pages, len_bytes, Some(namespace))
+    }
+
+    /// Takes `len_bytes` bytes, for the caller alone. A pool that is full first frees what was
+    /// closed before, and then evicts cached blocks: call without a lock.
+    ///
+    /// # Errors
+    /// When no free range holds them; nothing changes but that some cached blocks may have gone.
     pub fn reserve_in(
         self: &Arc<Self>,
         region: SlotRegion,
         len_bytes: u64,
     ) -> Result<ReservedSlot, PoolFull> {
+        self.reserve_slot(region, len_bytes, None)
+    }
+
+    /// Has the blocks of an index make room.
+    pub(crate) fn evict_from(&self, cache: &Arc<PrefixIndex>) {
+        self.cache.get_or_init(|| Arc::downgrade(cache));
+    }
+
+    /// [`ArenaPool::reserve_in`] for a namespace, if it is known for whom.
+    pub(crate) fn reserve_slot(
+        self: &Arc<Self>,
+        region: SlotRegion,
+        len_bytes: u64,
+        namespace: Option<&Namespace>,
+    ) -> Result<ReservedSlot, PoolFull> {
+        let mut evicted = 0;
         loop {
             let seen = self.reclaim.count_batches();
             let full = {
@@ -109,9 +141,16 @@ impl ArenaPool {
                     capacity: allocator.capacity_bytes(),
                 }
             };
-            if !self.reclaim.free_or_wait(seen) {
+            if self.reclaim.free_or_wait(seen) {
+                continue;
+            }
+            let Some(cache) = self.cache.get().and_then(Weak::upgrade) else { return Err(full) };
+            let may_evict = evicted < EVICTED_PER_CALL_MAX;
+            if !may_evict || !cache.evict_block(namespace, Instant::now()) {
+                cache.note_refusal();
                 return Err(full);
             }
+            evicted += 1;
         }
     }
 

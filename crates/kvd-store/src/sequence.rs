@@ -8,6 +8,7 @@
 //! holder keeps the entry alive by `Arc`: closing only takes it off the map, and the last holder's
 //! drop gives the bytes back.
 
+use crate::cache::{CachedBlock, ChainOrigin, HeldEntry, PrefixIndex};
 use crate::layer::SequenceLayer;
 use crate::ledger::ModelLedger;
 use crate::pool::ArenaPool;
@@ -18,7 +19,7 @@ use crate::view_list::DiscardedViews;
 use kvd_core::{LayerIndex, ModelId, SequenceId, SessionId, StoredBytes};
 use parking_lot::{Mutex, RwLock};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Contents of a sequence. Shared blocks are counted in full for each sequence that sees them, in
 /// the form in which it reads them.
@@ -55,21 +56,152 @@ pub(crate) struct SequenceEntry {
     pub(crate) session: Option<Arc<SessionSequences>>,
     pub(crate) times: UseTimes,
     layers: Box<[LayerEntry]>,
-    pool: Arc<ArenaPool>,
+    memory: SequenceMemory,
+    /// Truncations so far: changed with `cuts` held alone.
+    cut_count: AtomicU64,
+    /// Taken after the layers' mutexes and before the cache's lock.
+    published: Mutex<PublishedChain>,
+}
+
+/// Where a sequence takes its bytes from.
+#[derive(Clone, Debug)]
+pub(crate) struct SequenceMemory {
+    pub(crate) pool: Arc<ArenaPool>,
+    pub(crate) cache: Arc<PrefixIndex>,
+}
+
+/// A sequence that is to be put on the map.
+#[derive(Debug)]
+pub(crate) struct NewSequence {
+    pub(crate) id: SequenceId,
+    pub(crate) model: Arc<ModelShape>,
+    pub(crate) ledger: Arc<ModelLedger>,
+    pub(crate) layers: Vec<SequenceLayer>,
+    pub(crate) published: PublishedChain,
+}
+
+/// The first blocks of a sequence, as far as they are cached under keys.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct PublishedChain {
+    pub(crate) blocks: usize,
+    /// The last of them: held, so that none of them is evicted while the sequence reads it anyway.
+    pub(crate) tail: Option<HeldEntry>,
+    pub(crate) origin: ChainOrigin,
 }
 
 impl SequenceEntry {
-    pub(crate) fn new(
-        id: SequenceId,
-        model: Arc<ModelShape>,
-        ledger: Arc<ModelLedger>,
-        pool: Arc<ArenaPool>,
-        layers: Vec<SequenceLayer>,
-    ) -> Self {
+    pub(crate) fn new(new: NewSequence, memory: SequenceMemory) -> Self {
         let entry = |layer| LayerEntry { layer: Mutex::new(layer), busy: AtomicBool::new(false) };
-        let layers = layers.into_iter().map(entry).collect();
-        let (session, times) = (None, UseTimes::begin_now());
-        Self { id, model, ledger, cuts: RwLock::new(()), session, times, layers, pool }
+        let NewSequence { id, model, ledger, layers, published } = new;
+        Self {
+            id,
+            model,
+            ledger,
+            cuts: RwLock::new(()),
+            session: None,
+            times: UseTimes::begin_now(),
+            layers: layers.into_iter().map(entry).collect(),
+            memory,
+            cut_count: AtomicU64::new(0),
+            published: Mutex::new(published),
+        }
+    }
+
+    /// The pool and the cache.
+    pub(crate) fn shared_memory(&self) -> &SequenceMemory {
+        &self.memory
+    }
+
+    /// Truncations so far. Call with `cuts` held.
+    pub(crate) fn count_cuts(&self) -> u64 {
+        self.cut_count.load(Ordering::Relaxed)
+    }
+
+    /// The part of it that is cached under keys.
+    pub(crate) fn published_chain(&self) -> PublishedChain {
+        self.published.lock().clone()
+    }
+
+    /// The part of that which a fork of the first `blocks` has.
+    pub(crate) fn fork_published(&self, blocks: usize) -> PublishedChain {
+        let chain = PublishedChain { origin: ChainOrigin::Stored, ..self.published_chain() };
+        if chain.blocks <= blocks {
+            return chain;
+        }
+        self.shorten_chain(&chain, blocks)
+    }
+
+    /// Forgets published blocks from `blocks` on. Call with `cuts` held alone.
+    pub(crate) fn cut_published(&self, blocks: usize) {
+        self.cut_count.fetch_add(1, Ordering::Relaxed);
+        let chain = self.published_chain();
+        if chain.blocks > blocks {
+            let shorter = self.shorten_chain(&chain, blocks);
+            *self.published.lock() = shorter;
+            self.release_chain(chain);
+        }
+    }
+
+    fn shorten_chain(&self, chain: &PublishedChain, blocks: usize) -> PublishedChain {
+        let steps = chain.blocks - blocks;
+        let ancestor = |tail| self.memory.cache.find_ancestor(tail, steps);
+        let tail = chain.tail.as_ref().filter(|_| blocks > 0).and_then(ancestor);
+        let blocks = if tail.is_some() { blocks } else { 0 };
+        PublishedChain { blocks, tail, origin: chain.origin }
+    }
+
+    fn release_chain(&self, chain: PublishedChain) {
+        let PublishedChain { tail, origin, .. } = chain;
+        tail.into_iter().for_each(|tail| self.memory.cache.release_sequence(tail, origin));
+    }
+
+    /// Takes over what a publish has made findable, unless the sequence was cut since `cut_count`.
+    pub(crate) fn extend_published(&self, cut_count: u64, mut new: PublishedChain) {
+        let cache = &self.memory.cache;
+        let _no_cut = self.cuts.read();
+        if self.count_cuts() != cut_count {
+            return self.release_chain(new);
+        }
+        let mut published = self.published.lock();
+        if published.origin == ChainOrigin::Found {
+            new.origin = ChainOrigin::Found;
+        }
+        let is_same = |early: &PublishedChain, late: &PublishedChain| {
+            early.blocks <= late.blocks
+                && early.tail.as_ref().is_none_or(|early_tail| {
+                    let steps = late.blocks - early.blocks;
+                    let at = late.tail.as_ref().and_then(|tail| cache.find_ancestor(tail, steps));
+                    at.is_some_and(|at| Arc::ptr_eq(&at.block, &early_tail.block))
+                })
+        };
+        if is_same(&published, &new) {
+            *published = new;
+        } else if !is_same(&new, &published) {
+            let old = std::mem::replace(&mut *published, new);
+            drop(published);
+            self.release_chain(old);
+        }
+    }
+
+    /// Reads blocks from `first` on as they are cached, unless the sequence was cut since
+    /// `cut_count`.
+    pub(crate) fn share_blocks(&self, cut_count: u64, first: usize, blocks: &[Arc<CachedBlock>]) {
+        let mut gone = DiscardedViews::default();
+        {
+            let _no_cut = self.cuts.read();
+            if self.count_cuts() != cut_count {
+                return;
+            }
+            for (index, layer) in self.layer_mutexes().enumerate() {
+                layer.lock().share_blocks(first, blocks, index, &mut gone);
+            }
+        }
+        self.discard_views(gone);
+    }
+
+    /// Takes what is published out: the sequence is no more.
+    pub(crate) fn take_published(&self) -> PublishedChain {
+        std::mem::take(&mut *self.published.lock())
     }
 
     /// This sequence as one of a session.
@@ -111,17 +243,19 @@ impl SequenceEntry {
 
     /// Frees views that were this sequence's. Takes the pool's lock: call without a layer's.
     pub(crate) fn discard_views(&self, views: DiscardedViews) {
-        self.pool.discard_views(views);
+        self.memory.pool.discard_views(views);
     }
 }
 
 impl Drop for SequenceEntry {
     fn drop(&mut self) {
+        let published = self.take_published();
+        self.release_chain(published);
         let mut all = DiscardedViews::default();
         for entry in &mut self.layers {
             all.append_all(entry.layer.get_mut().views.take_all());
         }
-        self.pool.discard_views(all);
+        self.memory.pool.discard_views(all);
     }
 }
 

@@ -6,32 +6,27 @@
 
 mod listing;
 mod reads;
+mod opening;
+mod prefixes;
 
 pub use listing::{SequenceQuery, SequenceSummary};
+pub use opening::ForkedSequence;
+pub use prefixes::AttachedSequence;
 
 use crate::append::{AppendClaim, AppendTicket, BegunAppend};
 use crate::append_plan::AppendDraft;
+use crate::cache::{CacheLimits, PrefixIndex};
 use crate::error::StoreError;
 use crate::layer::{RangeFit, RememberedRange, SequenceLayer};
 use crate::ledger::{ModelLedger, ModelUsage};
 use crate::pool::ArenaPool;
 use crate::sequence::SequenceEntry;
-use crate::session_sequences::SessionSequences;
 use crate::shape::{ModelShape, StoreLimits};
-use crate::view_list::{DiscardedViews, ViewList};
+use crate::view_list::DiscardedViews;
 use dashmap::DashMap;
 use kvd_core::{IdCounter, LayerIndex, ModelId, Namespace, SequenceId};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-
-/// A sequence that was forked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ForkedSequence {
-    /// The new sequence.
-    pub id: SequenceId,
-    /// Tokens that it shares with its parent.
-    pub length: u32,
-}
 
 /// A layer of an open sequence.
 struct EntryLayer {
@@ -43,6 +38,7 @@ struct EntryLayer {
 #[derive(Debug)]
 pub struct SequenceStore {
     pool: Arc<ArenaPool>,
+    cache: Arc<PrefixIndex>,
     limits: StoreLimits,
     pub(crate) ids: IdCounter<SequenceId>,
     open: AtomicU64,
@@ -59,6 +55,7 @@ impl SequenceStore {
     pub fn new(pool: Arc<ArenaPool>, limits: StoreLimits, ids: IdCounter<SequenceId>) -> Self {
         Self {
             pool,
+            cache: Arc::new(PrefixIndex::new(CacheLimits::default())),
             limits,
             ids,
             open: AtomicU64::new(0),
@@ -69,75 +66,19 @@ impl SequenceStore {
         }
     }
 
+    /// This store, without sequences yet, with a cache of those limits, whose blocks make room in
+    /// the pool.
+    #[must_use]
+    pub fn with_cache(self, limits: CacheLimits) -> Self {
+        let cache = Arc::new(PrefixIndex::new(limits));
+        self.pool.evict_from(&cache);
+        Self { cache, ..self }
+    }
+
     /// The pool that every slot comes from.
     #[must_use]
     pub fn pool(&self) -> &Arc<ArenaPool> {
         &self.pool
-    }
-
-    /// Opens an empty sequence.
-    ///
-    /// # Errors
-    /// [`StoreError::LimitExceeded`], or [`StoreError::Geometry`] when the shape is out of range.
-    pub fn open_sequence(&self, model: Arc<ModelShape>) -> Result<SequenceId, StoreError> {
-        self.open_owned(model, None)
-    }
-
-    fn open_owned(
-        &self,
-        model: Arc<ModelShape>,
-        session: Option<Arc<SessionSequences>>,
-    ) -> Result<SequenceId, StoreError> {
-        model.geometry.validate_fields()?;
-        let id = self.admit_sequence(&model)?;
-        let layers =
-            (0..model.geometry.layers).map(|_| SequenceLayer::new(&self.view_count)).collect();
-        let ledger = Arc::clone(&self.ledgers.entry(model.id).or_default());
-        self.insert(id, model, ledger, layers, session)
-    }
-
-    /// Opens a sequence that shares the first `length` tokens of `id`, or all that it has on
-    /// every layer. A partly filled last block is shared too: whoever appends first copies it. The
-    /// parent's session, if it has one, owns the child too.
-    ///
-    /// # Errors
-    /// [`StoreError::UnknownSequence`], [`StoreError::RangeNotStored`] when a layer is shorter
-    /// than `length`, [`StoreError::LimitExceeded`], [`StoreError::SessionEnded`].
-    pub fn fork_sequence(
-        &self,
-        ns: &Namespace,
-        id: SequenceId,
-        length: Option<u32>,
-    ) -> Result<ForkedSequence, StoreError> {
-        self.fork_owned(ns, id, length, None)
-    }
-
-    fn fork_owned(
-        &self,
-        ns: &Namespace,
-        id: SequenceId,
-        length: Option<u32>,
-        session: Option<Arc<SessionSequences>>,
-    ) -> Result<ForkedSequence, StoreError> {
-        let parent = self.find_entry(ns, id)?;
-        // Appends go on: what they add lies behind what is shared.
-        let no_cut = parent.cuts.read();
-        let stored = common_length(parent.layer_mutexes().map(|layer| layer.lock().length));
-        let length = length.unwrap_or(stored);
-        if length > stored {
-            return Err(StoreError::RangeNotStored { asked: length, stored });
-        }
-        let views = ViewList::fork_count(parent.model.count_blocks(length));
-        self.check_views(views * u64::from(parent.model.geometry.layers))?;
-        let forked = self.admit_sequence(&parent.model)?;
-        let layers =
-            parent.layer_mutexes().map(|layer| layer.lock().fork_first(&parent.model, length));
-        let layers = layers.collect();
-        drop(no_cut);
-        let (model, ledger) = (Arc::clone(&parent.model), Arc::clone(&parent.ledger));
-        let session = session.or_else(|| parent.session.clone());
-        let id = self.insert(forked, model, ledger, layers, session)?;
-        Ok(ForkedSequence { id, length })
     }
 
     /// Forgets the tokens from `length` on, on every layer. Precision does not come back: rows
@@ -166,6 +107,8 @@ impl SequenceStore {
                 return Err(StoreError::RangeNotStored { asked: length, stored });
             }
             layers.iter_mut().for_each(|l| gone.append_all(l.truncate_to(&entry.model, length)));
+            drop(layers);
+            entry.cut_published((length / entry.model.block_tokens()) as usize);
         }
         entry.discard_views(gone);
         Ok(())
@@ -280,9 +223,10 @@ impl SequenceStore {
         self.ledgers.get(&model).map_or_else(ModelUsage::default, |ledger| ledger.read_usage())
     }
 
-    /// Drops the ledger of a model without sequences, which nobody opens any from now on. Reads
-    /// and appends in flight when the last was closed kept it.
+    /// Drops the ledger and the cached blocks of a model without sequences, which nobody opens any
+    /// from now on. Reads and appends in flight when the last was closed kept it.
     pub fn forget_model(&self, model: ModelId) {
+        self.cache.forget_model(model);
         self.ledgers.remove(&model);
     }
 
@@ -366,40 +310,6 @@ impl SequenceStore {
         Ok(())
     }
 
-    /// Counts one more sequence and its layers and gives it an id, or refuses.
-    fn admit_sequence(&self, model: &ModelShape) -> Result<SequenceId, StoreError> {
-        let limits = &self.limits;
-        count_within("sequences_max", &self.open, 1, limits.sequences_max)?;
-        let layers = u64::from(model.geometry.layers);
-        let max = limits.sequence_layers_max;
-        count_within("sequence_layers_max", &self.open_layers, layers, max).inspect_err(|_| {
-            self.open.fetch_sub(1, Relaxed);
-        })?;
-        Ok(self.ids.next().inspect_err(|_| self.uncount_sequence(model))?)
-    }
-
-    /// Takes back what [`SequenceStore::admit_sequence`] counted.
-    fn uncount_sequence(&self, model: &ModelShape) {
-        self.open.fetch_sub(1, Relaxed);
-        self.open_layers.fetch_sub(u64::from(model.geometry.layers), Relaxed);
-    }
-
-    fn insert(
-        &self,
-        id: SequenceId,
-        model: Arc<ModelShape>,
-        ledger: Arc<ModelLedger>,
-        layers: Vec<SequenceLayer>,
-        session: Option<Arc<SessionSequences>>,
-    ) -> Result<SequenceId, StoreError> {
-        ledger.sequence_opened();
-        let pool = Arc::clone(&self.pool);
-        let entry = SequenceEntry::new(id, model, ledger, pool, layers).owned_by(session.clone());
-        self.sequences.insert(id, Arc::new(entry));
-        session.map_or(Ok(()), |session| self.join_session(id, &session))?;
-        Ok(id)
-    }
-
     /// Entries of the maps by id: sequences, and ledgers of models. For tests of what is left.
     #[doc(hidden)]
     #[must_use]
@@ -434,18 +344,4 @@ fn known_content(
         return Err(StoreError::RangeGap { expected: state.length, start });
     }
     Ok(None)
-}
-
-/// Adds `more` to a counter that stays within `max`.
-fn count_within(
-    limit: &'static str,
-    counter: &AtomicU64,
-    more: u64,
-    max: u64,
-) -> Result<(), StoreError> {
-    let add = |now: u64| now.checked_add(more).filter(|sum| *sum <= max);
-    match counter.fetch_update(Relaxed, Relaxed, add) {
-        Ok(_) => Ok(()),
-        Err(now) => Err(StoreError::LimitExceeded { limit, max, asked: now.saturating_add(more) }),
-    }
 }

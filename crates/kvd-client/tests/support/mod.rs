@@ -115,7 +115,7 @@ impl v1::kvd_server::Kvd for Fake {
         request: Request<v1::OpenSequenceRequest>,
     ) -> Result<Response<v1::OpenSequenceResponse>, Status> {
         let sequence_id = request.into_inner().model_id + 1;
-        Ok(Response::new(v1::OpenSequenceResponse { sequence_id }))
+        Ok(Response::new(v1::OpenSequenceResponse { sequence_id, length: 0 }))
     }
 
     async fn fork_sequence(
@@ -269,6 +269,48 @@ impl v1::kvd_server::Kvd for Fake {
         &self,
         _: Request<v1::ListSessionsRequest>,
     ) -> Result<Response<v1::ListSessionsResponse>, Status> {
+        unimplemented()
+    }
+
+    async fn match_prefix(
+        &self,
+        _: Request<v1::MatchPrefixRequest>,
+    ) -> Result<Response<v1::MatchPrefixResponse>, Status> {
+        unimplemented()
+    }
+
+    async fn release_lease(
+        &self,
+        _: Request<v1::ReleaseLeaseRequest>,
+    ) -> Result<Response<v1::ReleaseLeaseResponse>, Status> {
+        unimplemented()
+    }
+
+    async fn publish_blocks(
+        &self,
+        _: Request<v1::PublishBlocksRequest>,
+    ) -> Result<Response<v1::PublishBlocksResponse>, Status> {
+        unimplemented()
+    }
+
+    async fn pin_blocks(
+        &self,
+        _: Request<v1::PinBlocksRequest>,
+    ) -> Result<Response<v1::PinBlocksResponse>, Status> {
+        unimplemented()
+    }
+
+    async fn unpin_blocks(
+        &self,
+        _: Request<v1::UnpinBlocksRequest>,
+    ) -> Result<Response<v1::UnpinBlocksResponse>, Status> {
+        unimplemented()
+    }
+
+    async fn drop_blocks(
+        &self,
+        _: Request<v1::DropBlocksRequest>,
+    ) -> Result<Response<v1::DropBlocksResponse>, Status> {
         unimplemented()
     }
 

@@ -17,6 +17,8 @@ const ENCODE_BATCH_BYTES: u64 = 64 << 20;
 /// Where the rows of an append are.
 #[derive(Debug)]
 pub enum AppendRows {
+    /// None: the plan packs blocks that are stored.
+    None,
     /// In memory of the host.
     Host(IncomingRows),
     /// On the device, which has copied and checked them.
@@ -228,7 +230,7 @@ fn write_plan<B: AppendSteps + ?Sized>(
             let (code, message) = (error.code(), error.to_string());
             return Err(BackendError::Device { code, message });
         }
-        AppendRows::Staged(_) => {}
+        AppendRows::Staged(_) | AppendRows::None => {}
     }
     for copy in &plan.copies {
         backend.copy(plan.model, plan.layer, &copy.from, copy.rows, copy.to)?;
@@ -238,6 +240,7 @@ fn write_plan<B: AppendSteps + ?Sized>(
             backend.write(plan.model, rows, write.source_row, write.rows, write.to)
         }),
         AppendRows::Staged(staged) => backend.write_staged(staged, &plan.writes),
+        AppendRows::None => Ok(()),
     }
 }
 

@@ -224,7 +224,7 @@ impl v1::kvd_server::Kvd for StandIn {
         let layers = state.models.get(&model).ok_or_else(unknown)?.1.layers as usize;
         let layers = vec![Default::default(); layers];
         state.sequences.insert(id, Sequence { model, layers });
-        Ok(Response::new(v1::OpenSequenceResponse { sequence_id: id }))
+        Ok(Response::new(v1::OpenSequenceResponse { sequence_id: id, length: 0 }))
     }
 
     async fn close_sequence(
@@ -377,6 +377,48 @@ impl v1::kvd_server::Kvd for StandIn {
         &self,
         _: Request<v1::ListCodecsRequest>,
     ) -> Result<Response<v1::ListCodecsResponse>, Status> {
+        Err(Status::unimplemented("not part of the stand-in"))
+    }
+
+    async fn match_prefix(
+        &self,
+        _: Request<v1::MatchPrefixRequest>,
+    ) -> Result<Response<v1::MatchPrefixResponse>, Status> {
+        Err(Status::unimplemented("not part of the stand-in"))
+    }
+
+    async fn release_lease(
+        &self,
+        _: Request<v1::ReleaseLeaseRequest>,
+    ) -> Result<Response<v1::ReleaseLeaseResponse>, Status> {
+        Err(Status::unimplemented("not part of the stand-in"))
+    }
+
+    async fn publish_blocks(
+        &self,
+        _: Request<v1::PublishBlocksRequest>,
+    ) -> Result<Response<v1::PublishBlocksResponse>, Status> {
+        Err(Status::unimplemented("not part of the stand-in"))
+    }
+
+    async fn pin_blocks(
+        &self,
+        _: Request<v1::PinBlocksRequest>,
+    ) -> Result<Response<v1::PinBlocksResponse>, Status> {
+        Err(Status::unimplemented("not part of the stand-in"))
+    }
+
+    async fn unpin_blocks(
+        &self,
+        _: Request<v1::UnpinBlocksRequest>,
+    ) -> Result<Response<v1::UnpinBlocksResponse>, Status> {
+        Err(Status::unimplemented("not part of the stand-in"))
+    }
+
+    async fn drop_blocks(
+        &self,
+        _: Request<v1::DropBlocksRequest>,
+    ) -> Result<Response<v1::DropBlocksResponse>, Status> {
         Err(Status::unimplemented("not part of the stand-in"))
     }
 

@@ -6,6 +6,7 @@
 
 mod answer_form;
 mod attend;
+mod cache;
 mod call_error;
 mod load;
 mod model;
@@ -19,6 +20,7 @@ mod stored_bytes;
 
 pub use answer_form::{AnswerForm, LseBase, LseOrder};
 pub use attend::{AttendBatch, AttendQuery, Attended, QueryError};
+pub use cache::{BlockKeys, ModelIdentity};
 pub use call_error::CallError;
 pub use load::{LoadPiece, LoadRange};
 pub use model::{ModelSpec, RegisteredModel};

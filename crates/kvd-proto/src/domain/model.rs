@@ -76,6 +76,7 @@ impl From<ModelSpec> for v1::RegisterModelRequest {
             codec: spec.codec,
             calibration: spec.calibration,
             windows: None,
+            identity: None,
         }
     }
 }

@@ -30,8 +30,8 @@ pub struct Geometry {
     pub head_dim_v: u32,
     /// Tokens of a page, the piece that kvd encodes and reads as one; 0 means the daemon's default, 64.
     /// It is not the block size of the engine's own cache, which may be anything: ranges to store begin
-    /// and end where the engine likes. Codecs that quantize take pages of 32 tokens or more, those with
-    /// an entropy coder 64 or more (`limits.page_tokens_min`).
+    /// and end where the engine likes. Codecs that quantize take multiples of 32 tokens, those with an
+    /// entropy coder multiples of 64 (`limits.page_tokens_min`).
     #[prost(uint32, tag = "5")]
     pub block_tokens: u32,
     /// Precision of K and V on the wire and in windows.
@@ -123,6 +123,10 @@ pub struct RegisterModelRequest {
     /// recent = 0, or kvd keeps as many of them raw again.
     #[prost(message, optional, tag = "20")]
     pub windows: ::core::option::Option<Windows>,
+    /// Whose weights these are. Part of the fingerprint where it is given: two checkpoints of one
+    /// geometry are then two models, and never share a cached block.
+    #[prost(message, optional, tag = "40")]
+    pub identity: ::core::option::Option<ModelIdentity>,
 }
 /// Tokens that stay in the stored precision; those that are absent are the codec's.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -178,18 +182,28 @@ pub struct UnregisterModelRequest {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct UnregisterModelResponse {}
-#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct OpenSequenceRequest {
     #[prost(uint64, tag = "1")]
     pub model_id: u64,
     /// The session that owns it: it is closed when that ends. 0: none, it lives until it is closed.
     #[prost(uint64, tag = "2")]
     pub session_id: u64,
+    /// The sequence begins with the longest cached prefix of this chain.
+    #[prost(message, optional, tag = "40")]
+    pub prefix: ::core::option::Option<BlockKeys>,
+    /// A lease that this call ends; one that has ended already is UNKNOWN_LEASE, and nothing is opened.
+    #[prost(uint64, tag = "41")]
+    pub lease_id: u64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct OpenSequenceResponse {
     #[prost(uint64, tag = "1")]
     pub sequence_id: u64,
+    /// Tokens that it has from the cache, on every layer: store the next one at this position. They are
+    /// read from pages, also those in the window.
+    #[prost(uint32, tag = "40")]
+    pub length: u32,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ForkSequenceRequest {
@@ -225,6 +239,10 @@ pub struct CloseSequenceRequest {
     /// Closes it only if no call has named it for so long and nobody appends to it; else SEQUENCE_BUSY.
     #[prost(uint64, tag = "2")]
     pub idle_ms_min: u64,
+    /// False: drops the blocks that it published too, as far as nothing else needs them. Absent or true:
+    /// they stay until the pool needs their room.
+    #[prost(bool, optional, tag = "40")]
+    pub keep_published: ::core::option::Option<bool>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct CloseSequenceResponse {}
@@ -551,6 +569,9 @@ pub struct GetStatsResponse {
     /// Models of the caller's namespace.
     #[prost(message, repeated, tag = "3")]
     pub models: ::prost::alloc::vec::Vec<ModelStats>,
+    /// One of each device, all namespaces together.
+    #[prost(message, repeated, tag = "40")]
+    pub caches: ::prost::alloc::vec::Vec<CacheStats>,
 }
 /// The pool of one device.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -909,6 +930,168 @@ pub struct CodecInfo {
     pub sink: u32,
     #[prost(uint32, tag = "10")]
     pub recent: u32,
+}
+/// The weights behind K and V, and the part of the model that this registration has.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ModelIdentity {
+    /// At most 256 bytes: a checkpoint and its revision, or a digest of the weights.
+    #[prost(bytes = "bytes", tag = "1")]
+    pub weights: ::prost::bytes::Bytes,
+    #[prost(uint32, tag = "2")]
+    pub tp_rank: u32,
+    #[prost(uint32, tag = "3")]
+    pub tp_size: u32,
+    #[prost(uint32, tag = "4")]
+    pub first_layer: u32,
+}
+/// Keys of a prefix, from its first token on. A key is opaque to the daemon and stands for ALL tokens
+/// from the start of the sequence to the end of its engine block, as a chained hash does.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct BlockKeys {
+    /// Side by side, `key_bytes` each: thousands of keys are one field.
+    #[prost(bytes = "bytes", tag = "1")]
+    pub keys: ::prost::bytes::Bytes,
+    /// 1 to 64.
+    #[prost(uint32, tag = "2")]
+    pub key_bytes: u32,
+    /// Tokens of an engine block, a divisor of the model's page (Geometry.block_tokens); 0: the page.
+    /// The daemon caches whole pages: keys behind the last whole page match nothing.
+    #[prost(uint32, tag = "3")]
+    pub key_tokens: u32,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct MatchPrefixRequest {
+    #[prost(uint64, tag = "1")]
+    pub model_id: u64,
+    /// Those of many requests in one call, `cache.keys_per_call_max` keys in all.
+    #[prost(message, repeated, tag = "2")]
+    pub chains: ::prost::alloc::vec::Vec<BlockKeys>,
+    /// How long what is matched must stay; 0: no lease is taken. More than `cache.lease_ms_max` is cut to
+    /// that.
+    #[prost(uint32, tag = "3")]
+    pub lease_ms: u32,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct MatchPrefixResponse {
+    /// Keys of each chain that are cached, from its start.
+    #[prost(uint32, repeated, tag = "1")]
+    pub matched_keys: ::prost::alloc::vec::Vec<u32>,
+    /// As many tokens.
+    #[prost(uint32, repeated, tag = "2")]
+    pub matched_tokens: ::prost::alloc::vec::Vec<u32>,
+    /// 0 where nothing was matched or no lease was asked for.
+    #[prost(uint64, tag = "3")]
+    pub lease_id: u64,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ReleaseLeaseRequest {
+    #[prost(uint64, tag = "1")]
+    pub lease_id: u64,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ReleaseLeaseResponse {}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct PublishBlocksRequest {
+    #[prost(uint64, tag = "1")]
+    pub sequence_id: u64,
+    /// First token that the keys are of: the start of a page, at most where what this sequence has
+    /// published or attached ends (else RANGE_GAP).
+    #[prost(uint32, tag = "2")]
+    pub start: u32,
+    /// Keys of pages that every layer has in full (else RANGE_NOT_STORED).
+    #[prost(message, optional, tag = "3")]
+    pub keys: ::core::option::Option<BlockKeys>,
+    /// True: this sequence reads the pages encoded from now on, also in its window, as every sequence
+    /// does that finds them. A run that stores a prefix and one that finds it then answer alike.
+    #[prost(bool, tag = "4")]
+    pub settle: bool,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct PublishBlocksResponse {
+    /// Tokens of the sequence, from its start, that are found under its keys now.
+    #[prost(uint32, tag = "1")]
+    pub length: u32,
+    /// Pages that were not found before, and pages that were.
+    #[prost(uint32, tag = "2")]
+    pub published: u32,
+    #[prost(uint32, tag = "3")]
+    pub existed: u32,
+    /// Why it ended before the last key; empty where it did not. POOL_FULL, CACHE_FULL or INDEX_FULL:
+    /// nobody can spare room. UNPACKABLE: a page cannot be encoded. KEY_IN_USE: a key stands for another
+    /// prefix already, so keys do not stand for all tokens before them. PARENT_GONE: what was published
+    /// before was dropped meanwhile.
+    #[prost(string, tag = "4")]
+    pub stopped_by: ::prost::alloc::string::String,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct PinBlocksRequest {
+    #[prost(uint64, tag = "1")]
+    pub model_id: u64,
+    #[prost(message, repeated, tag = "2")]
+    pub chains: ::prost::alloc::vec::Vec<BlockKeys>,
+    /// 0: until they are unpinned. Pinning again gives another time.
+    #[prost(uint64, tag = "3")]
+    pub ttl_ms: u64,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct PinBlocksResponse {
+    /// Tokens of each chain that are pinned: what is cached of it.
+    #[prost(uint32, repeated, tag = "1")]
+    pub pinned_tokens: ::prost::alloc::vec::Vec<u32>,
+    /// Bytes of all pinned blocks of the device, of `cache.pinned_bytes_max`.
+    #[prost(uint64, tag = "2")]
+    pub pinned_bytes: u64,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct UnpinBlocksRequest {
+    #[prost(uint64, tag = "1")]
+    pub model_id: u64,
+    #[prost(message, repeated, tag = "2")]
+    pub chains: ::prost::alloc::vec::Vec<BlockKeys>,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct UnpinBlocksResponse {
+    /// Pins that were on prefixes of the chains.
+    #[prost(uint64, tag = "1")]
+    pub unpinned: u64,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct DropBlocksRequest {
+    #[prost(uint64, tag = "1")]
+    pub model_id: u64,
+    /// Blocks of these, the last first; none: all of the model.
+    #[prost(message, repeated, tag = "2")]
+    pub chains: ::prost::alloc::vec::Vec<BlockKeys>,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct DropBlocksResponse {
+    #[prost(uint64, tag = "1")]
+    pub dropped: u64,
+    /// Blocks that stay because something needs them.
+    #[prost(uint64, tag = "2")]
+    pub held: u64,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct CacheStats {
+    #[prost(string, tag = "1")]
+    pub device: ::prost::alloc::string::String,
+    /// Cached pages of tokens.
+    #[prost(uint64, tag = "2")]
+    pub blocks: u64,
+    /// Bytes of the pool that they take, those that open sequences share included, of `limit_bytes`.
+    #[prost(uint64, tag = "3")]
+    pub bytes: u64,
+    #[prost(uint64, tag = "4")]
+    pub limit_bytes: u64,
+    #[prost(uint64, tag = "5")]
+    pub leases: u64,
+    #[prost(uint64, tag = "6")]
+    pub pinned_bytes: u64,
+    /// Since the daemon's start.
+    #[prost(uint64, tag = "7")]
+    pub published: u64,
+    #[prost(uint64, tag = "8")]
+    pub evicted: u64,
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
@@ -1665,6 +1848,139 @@ pub mod kvd_client {
             req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "ListCodecs"));
             self.inner.unary(req, path, codec).await
         }
+        /// How much of each chain of keys is cached, from its start; with a lease it stays so for a while.
+        pub async fn match_prefix(
+            &mut self,
+            request: impl tonic::IntoRequest<super::MatchPrefixRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::MatchPrefixResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/kvd.v1.Kvd/MatchPrefix");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "MatchPrefix"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Ends a lease before its time.
+        pub async fn release_lease(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ReleaseLeaseRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ReleaseLeaseResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/kvd.v1.Kvd/ReleaseLease");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "ReleaseLease"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Makes pages of a sequence findable under keys, for any sequence of its model, also after it is
+        /// closed. Each is found once it is encoded on every layer; those that are in the window still are
+        /// encoded for it, and the sequence itself reads on as before. What is found already is not changed.
+        pub async fn publish_blocks(
+            &mut self,
+            request: impl tonic::IntoRequest<super::PublishBlocksRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::PublishBlocksResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/kvd.v1.Kvd/PublishBlocks");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "PublishBlocks"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Keeps what is cached of chains, whatever else needs room, up to `cache.pinned_bytes_max`.
+        pub async fn pin_blocks(
+            &mut self,
+            request: impl tonic::IntoRequest<super::PinBlocksRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::PinBlocksResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/kvd.v1.Kvd/PinBlocks");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "PinBlocks"));
+            self.inner.unary(req, path, codec).await
+        }
+        pub async fn unpin_blocks(
+            &mut self,
+            request: impl tonic::IntoRequest<super::UnpinBlocksRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::UnpinBlocksResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/kvd.v1.Kvd/UnpinBlocks");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "UnpinBlocks"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Drops cached blocks. Those that leases, pins, open sequences or blocks behind them need stay.
+        pub async fn drop_blocks(
+            &mut self,
+            request: impl tonic::IntoRequest<super::DropBlocksRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::DropBlocksResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/kvd.v1.Kvd/DropBlocks");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "DropBlocks"));
+            self.inner.unary(req, path, codec).await
+        }
     }
 }
 /// Generated server implementations.
@@ -1887,6 +2203,55 @@ pub mod kvd_server {
             request: tonic::Request<super::ListCodecsRequest>,
         ) -> std::result::Result<
             tonic::Response<super::ListCodecsResponse>,
+            tonic::Status,
+        >;
+        /// How much of each chain of keys is cached, from its start; with a lease it stays so for a while.
+        async fn match_prefix(
+            &self,
+            request: tonic::Request<super::MatchPrefixRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::MatchPrefixResponse>,
+            tonic::Status,
+        >;
+        /// Ends a lease before its time.
+        async fn release_lease(
+            &self,
+            request: tonic::Request<super::ReleaseLeaseRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ReleaseLeaseResponse>,
+            tonic::Status,
+        >;
+        /// Makes pages of a sequence findable under keys, for any sequence of its model, also after it is
+        /// closed. Each is found once it is encoded on every layer; those that are in the window still are
+        /// encoded for it, and the sequence itself reads on as before. What is found already is not changed.
+        async fn publish_blocks(
+            &self,
+            request: tonic::Request<super::PublishBlocksRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::PublishBlocksResponse>,
+            tonic::Status,
+        >;
+        /// Keeps what is cached of chains, whatever else needs room, up to `cache.pinned_bytes_max`.
+        async fn pin_blocks(
+            &self,
+            request: tonic::Request<super::PinBlocksRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::PinBlocksResponse>,
+            tonic::Status,
+        >;
+        async fn unpin_blocks(
+            &self,
+            request: tonic::Request<super::UnpinBlocksRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::UnpinBlocksResponse>,
+            tonic::Status,
+        >;
+        /// Drops cached blocks. Those that leases, pins, open sequences or blocks behind them need stay.
+        async fn drop_blocks(
+            &self,
+            request: tonic::Request<super::DropBlocksRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::DropBlocksResponse>,
             tonic::Status,
         >;
     }
@@ -2960,6 +3325,264 @@ pub mod kvd_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = ListCodecsSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/MatchPrefix" => {
+                    #[allow(non_camel_case_types)]
+                    struct MatchPrefixSvc<T: Kvd>(pub Arc<T>);
+                    impl<T: Kvd> tonic::server::UnaryService<super::MatchPrefixRequest>
+                    for MatchPrefixSvc<T> {
+                        type Response = super::MatchPrefixResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::MatchPrefixRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::match_prefix(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = MatchPrefixSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/ReleaseLease" => {
+                    #[allow(non_camel_case_types)]
+                    struct ReleaseLeaseSvc<T: Kvd>(pub Arc<T>);
+                    impl<T: Kvd> tonic::server::UnaryService<super::ReleaseLeaseRequest>
+                    for ReleaseLeaseSvc<T> {
+                        type Response = super::ReleaseLeaseResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ReleaseLeaseRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::release_lease(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ReleaseLeaseSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/PublishBlocks" => {
+                    #[allow(non_camel_case_types)]
+                    struct PublishBlocksSvc<T: Kvd>(pub Arc<T>);
+                    impl<T: Kvd> tonic::server::UnaryService<super::PublishBlocksRequest>
+                    for PublishBlocksSvc<T> {
+                        type Response = super::PublishBlocksResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::PublishBlocksRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::publish_blocks(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = PublishBlocksSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/PinBlocks" => {
+                    #[allow(non_camel_case_types)]
+                    struct PinBlocksSvc<T: Kvd>(pub Arc<T>);
+                    impl<T: Kvd> tonic::server::UnaryService<super::PinBlocksRequest>
+                    for PinBlocksSvc<T> {
+                        type Response = super::PinBlocksResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::PinBlocksRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::pin_blocks(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = PinBlocksSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/UnpinBlocks" => {
+                    #[allow(non_camel_case_types)]
+                    struct UnpinBlocksSvc<T: Kvd>(pub Arc<T>);
+                    impl<T: Kvd> tonic::server::UnaryService<super::UnpinBlocksRequest>
+                    for UnpinBlocksSvc<T> {
+                        type Response = super::UnpinBlocksResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::UnpinBlocksRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::unpin_blocks(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = UnpinBlocksSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/DropBlocks" => {
+                    #[allow(non_camel_case_types)]
+                    struct DropBlocksSvc<T: Kvd>(pub Arc<T>);
+                    impl<T: Kvd> tonic::server::UnaryService<super::DropBlocksRequest>
+                    for DropBlocksSvc<T> {
+                        type Response = super::DropBlocksResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::DropBlocksRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::drop_blocks(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = DropBlocksSvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(

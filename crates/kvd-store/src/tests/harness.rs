@@ -5,6 +5,7 @@
 //! tokens, so decoding sets the mark.
 
 use crate::append::{AppendTicket, BegunAppend, RowCopy};
+use crate::cache::CachedBlock;
 use crate::layer_block::{BlockView, PinnedBlock};
 use crate::pinned::{PinnedRange, PinnedRows};
 use crate::sequence::{SequenceEntry, SequenceUsage};
@@ -13,6 +14,7 @@ use crate::{
     ArenaPool, ModelShape, PackedBytes, PoolSlot, SequenceStore, StoreError, StoreLimits,
     StoredBytes,
 };
+use crate::{CacheLimits, KeyChain, PackTask, PublishTicket, PublishedBlocks};
 use crate::{PackedPages, RawSlot, RowExtent, RowExtentRef, RowForm, RowFormRef};
 use kvd_core::{
     BootId, DType, Extent, Geometry, IdSpace, LayerIndex, ModelId, Namespace, PageBytes,
@@ -72,6 +74,59 @@ impl Bench {
         let ids = Arc::new(IdSpace::new(BootId::new([1; 16]).unwrap(), [2; 16]));
         let store = SequenceStore::new(Arc::clone(&pool), limits, ids.sequence_counter(0, 1));
         Self { store, pool, model, bytes: Mutex::new(vec![0xEE; capacity as usize]) }
+    }
+
+    /// A store whose cache has limits.
+    pub(super) fn cached(capacity: u64, model: Arc<ModelShape>, cache: CacheLimits) -> Self {
+        let Self { store, pool, model, bytes } = Self::new(capacity, model);
+        Self { store: store.with_cache(cache), pool, model, bytes }
+    }
+
+    /// Publishes blocks of a sequence from a token on; packing a block fails where `fail` says so.
+    pub(super) fn publish(
+        &self,
+        id: SequenceId,
+        start: u32,
+        chain: &KeyChain<'_>,
+        fail: impl Fn(u32) -> bool,
+    ) -> Result<PublishedBlocks, StoreError> {
+        let ticket = self.store.begin_publish(self.ns(), id, start, chain)?;
+        Ok(self.finish_publish(ticket, fail))
+    }
+
+    /// Packs what a publish asks for, and commits it.
+    pub(super) fn finish_publish(
+        &self,
+        mut ticket: PublishTicket,
+        fail: impl Fn(u32) -> bool,
+    ) -> PublishedBlocks {
+        let layers: Vec<_> = ticket.layers_to_pack().collect();
+        for layer in layers {
+            let packed = self.pack_tasks(ticket.pack_batch(layer).tasks, &fail);
+            ticket.set_packed(layer, packed);
+        }
+        ticket.commit_blocks()
+    }
+
+    fn pack_tasks(
+        &self,
+        tasks: &[PackTask],
+        fail: impl Fn(u32) -> bool,
+    ) -> Vec<Option<PackedPages>> {
+        let mut answers = Vec::new();
+        for task in tasks {
+            let tokens: Vec<u32> = {
+                let mut bytes = self.bytes.lock();
+                if let Some(keep) = &task.keep {
+                    self.copy(&mut bytes, keep);
+                }
+                let rows = task.rows.clone();
+                rows.map(|row| self.get_row(&bytes, &task.from, row).value).collect()
+            };
+            let pack = || self.pack(&mut self.bytes.lock(), &tokens);
+            answers.push(if fail(task.block) { None } else { pack() });
+        }
+        answers
     }
 
     pub(super) fn ns(&self) -> &Namespace {
@@ -381,9 +436,9 @@ impl Live {
     }
 
     pub(super) fn add_pinned(&mut self, pinned: &PinnedRange) {
-        let chunks = pinned.views.chunks().iter();
+        let chunks = pinned.views.pinned_chunks().iter();
         chunks.flat_map(|chunk| chunk.views()).for_each(|view| self.add_view(view));
-        pinned.views.blocks().iter().for_each(|block| self.add_block(block));
+        pinned.views.pinned_blocks().iter().for_each(|block| self.add_block(block));
     }
 
     pub(super) fn add_entry(&mut self, entry: &SequenceEntry) {
@@ -391,6 +446,10 @@ impl Live {
             let layer = layer.lock();
             (0..layer.views.len()).for_each(|block| self.add_view(layer.views.get(block)));
         }
+    }
+
+    pub(super) fn add_cached(&mut self, block: &CachedBlock) {
+        block.layer_forms().iter().for_each(|layer| self.add_block(layer));
     }
 
     pub(super) fn add_ticket(&mut self, ticket: &AppendTicket) {

@@ -2,10 +2,13 @@
 //! threads.
 
 mod append;
+mod cache_model;
 mod chunks;
 mod forks;
 mod harness;
 mod model;
+mod prefixes;
 mod rules;
 mod sessions;
+mod shares;
 mod threads;

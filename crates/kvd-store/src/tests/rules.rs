@@ -336,7 +336,7 @@ fn a_block_that_was_given_up_stays_raw_and_holds_up_no_other() {
     let b = Bench::new(1 << 20, shape(1, 4, 0, 0));
     let id = b.open();
     let ticket = b.begin(id, 0, 0, 8).unwrap();
-    ticket.give_up(0);
+    ticket.pack_batch().give_up(0);
     b.finish(ticket, &[0, 1, 2, 3, 4, 5, 6, 7], |block| block == 0);
     let ticket = b.begin(id, 0, 8, 4).unwrap();
     let offered: Vec<_> = ticket.pack_tasks().iter().map(|task| task.block).collect();

@@ -50,6 +50,21 @@ Examples:
   kvd sessions close engine-0
   kvd sessions close 1311768464867721223";
 
+pub(super) const CACHE: &str = "\
+Examples:
+  kvd cache stat
+  kvd cache simulate --trace conversation_trace.jsonl";
+
+pub(super) const CACHE_STAT: &str = "\
+Examples:
+  kvd cache stat
+  kvd cache stat --json --endpoint unix:/run/kvd/kvd.sock";
+
+pub(super) const CACHE_SIMULATE: &str = "\
+Examples:
+  kvd cache simulate --trace conversation_trace.jsonl
+  kvd cache simulate --trace mine.jsonl --blocks 10000,100000 --json";
+
 pub(super) const CODECS: &str = "\
 Examples:
   kvd codecs                         which codec to take

@@ -5,6 +5,7 @@
 
 mod ask_daemon;
 mod bench;
+mod cache;
 #[cfg(feature = "eval")]
 mod calibrate;
 mod codecs;
@@ -66,6 +67,9 @@ enum CliCommand {
     /// List and end the sessions that own them.
     #[command(subcommand, after_help = help::SESSIONS)]
     Sessions(sessions::SessionsCommand),
+    /// See what a daemon has cached, and play traces against caches.
+    #[command(subcommand, after_help = help::CACHE)]
+    Cache(cache::CacheCommand),
     /// Compare the codec presets: what each saves, what it loses, and when to take it.
     #[command(after_help = help::CODECS)]
     Codecs(codecs::CodecsArgs),
@@ -250,6 +254,9 @@ fn run_command(command: CliCommand) -> Result<(), CliError> {
         }
         CliCommand::Sessions(command) => {
             print_text(&build_runtime()?.block_on(sessions::run_command(command))?)
+        }
+        CliCommand::Cache(command) => {
+            print_text(&build_runtime()?.block_on(cache::run_command(command))?)
         }
         CliCommand::Codecs(args) => print_text(&codecs::codecs_text(&args)?),
         CliCommand::Bench(command) => print_text(&bench::run_bench(command)?),

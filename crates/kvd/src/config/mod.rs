@@ -4,20 +4,24 @@
 //! `kvd config --print-default` prints it.
 
 mod address;
+mod cache;
+mod kernel_cache;
 mod log_filter;
 mod raw;
 mod size;
 
+pub use cache::CacheConfig;
+pub use kernel_cache::KernelCache;
 pub use raw::{ConfigError, ConfigOverrides, CountSetting, RawConfig};
 pub use size::SizeSetting;
 
 use crate::service::PART_BYTES;
 use address::parse_address;
+use kernel_cache::kernel_cache;
 use kvd_compute::{CpuOptions, Precision};
 use kvd_core::Namespace;
 use kvd_cuda::GpuName;
 use std::collections::{BTreeSet, HashMap};
-use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -115,6 +119,8 @@ pub struct Config {
     pub step_rows_max: u64,
     /// Fewest tokens of a page under a codec with an entropy coder; others that quantize take half.
     pub page_tokens_min: u32,
+    /// The cache.
+    pub cache: CacheConfig,
     /// Who may use the daemon.
     pub namespaces: AllowedNamespaces,
     /// Shares of a device's time, of namespaces whose share is not 1.
@@ -139,17 +145,6 @@ pub enum DeviceChoice {
     Auto,
     /// This GPU or nothing.
     Cuda(GpuName),
-}
-
-/// Where kernels are kept that are compiled while the daemon runs.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum KernelCache {
-    /// None are compiled.
-    Off,
-    /// Nothing says where caches are: they are compiled and not kept.
-    Nowhere,
-    /// This folder.
-    Folder(PathBuf),
 }
 
 /// Tenants that may use the daemon.
@@ -193,10 +188,7 @@ impl Config {
             admin_connections_max: to_permits("admin.connections_max", raw.admin.connections_max)?,
             admin_head_timeout: to_millis("admin.head_timeout_ms", raw.admin.head_timeout_ms)?,
             message_bytes_max: message_bytes(server.message_bytes_max)?,
-            stream_window_bytes: to_window(
-                "server.stream_window_bytes",
-                server.stream_window_bytes,
-            )?,
+            stream_window_bytes: stream_window(server.stream_window_bytes)?,
             connection_window_bytes: to_window(
                 "server.connection_window_bytes",
                 server.connection_window_bytes,
@@ -239,6 +231,7 @@ impl Config {
             attend_work_max: at_least("limits.attend_work_max", limits.attend_work_max, 1)?,
             step_rows_max: at_least("limits.step_rows_max", limits.step_rows_max, 1)?,
             page_tokens_min: page_tokens("limits.page_tokens_min", limits.page_tokens_min)?,
+            cache: CacheConfig::validate_raw(&raw.cache)?,
             namespaces: parse_namespaces(&raw.namespaces.allowed)?,
             weights: parse_weights(&raw.namespaces.weights)?,
             block_tokens_default: page_tokens("defaults.block_tokens", raw.defaults.block_tokens)?,
@@ -382,6 +375,10 @@ fn sequence_tokens(value: u32) -> Result<u32, ConfigError> {
     at_least("limits.tokens_per_sequence_max", value, 1)
 }
 
+fn stream_window(value: SizeSetting) -> Result<u32, ConfigError> {
+    to_window("server.stream_window_bytes", value)
+}
+
 /// HTTP/2 windows are 31-bit (RFC 9113, section 6.9.1).
 fn to_window(key: &'static str, value: SizeSetting) -> Result<u32, ConfigError> {
     match u32::try_from(value.as_u64()) {
@@ -443,21 +440,6 @@ fn log_json(format: &str) -> Result<bool, ConfigError> {
         "text" => Ok(false),
         "json" => Ok(true),
         _ => Err(ConfigError::new("log.format", format!("{format:?} is not text or json"))),
-    }
-}
-
-/// The folder of compiled kernels.
-fn kernel_cache(text: &str, variable: impl Fn(&str) -> Option<OsString>) -> KernelCache {
-    let folder = |name| variable(name).filter(|path| !path.is_empty()).map(PathBuf::from);
-    match text {
-        "off" => KernelCache::Off,
-        "" => {
-            let caches = folder("XDG_CACHE_HOME").filter(|path| path.is_absolute());
-            let caches = caches.or_else(|| folder("HOME").map(|home| home.join(".cache")));
-            let folder = caches.map(|caches| caches.join("kvd/kernels"));
-            folder.map_or(KernelCache::Nowhere, KernelCache::Folder)
-        }
-        path => KernelCache::Folder(PathBuf::from(path)),
     }
 }
 

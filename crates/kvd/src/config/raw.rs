@@ -42,6 +42,7 @@ pub struct RawConfig {
     pub admin: AdminSettings,
     pub device: DeviceSettings,
     pub limits: LimitSettings,
+    pub cache: CacheSettings,
     pub namespaces: NamespaceSettings,
     pub defaults: DefaultSettings,
     pub log: LogSettings,
@@ -122,6 +123,20 @@ pub struct LimitSettings {
     pub attend_work_max: u64,
     pub step_rows_max: u64,
     pub page_tokens_min: u32,
+}
+
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+#[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
+pub struct CacheSettings {
+    pub policy: String,
+    pub small_percent: u8,
+    pub pool_percent: u8,
+    pub blocks_max: u64,
+    pub keys_per_call_max: u64,
+    pub lease_ms_max: u32,
+    pub leases_max: usize,
+    pub pinned_bytes_max: SizeSetting,
 }
 
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
@@ -249,10 +264,11 @@ const PREFIX: &str = "KVD_";
 
 /// An error of the wrong type, for people who do not know Rust's.
 fn plain_reason(reason: &str) -> String {
-    const WORDS: [(&str, &str); 5] = [
+    const WORDS: [(&str, &str); 6] = [
         ("usize", "a whole number from 0 on"),
         ("u64", "a whole number from 0 on"),
         ("u32", "a whole number from 0 to 4294967295"),
+        ("u8", "a whole number from 0 to 255"),
         ("a boolean", "true or false"),
         ("a sequence", "a list such as [\"default\"]"),
     ];

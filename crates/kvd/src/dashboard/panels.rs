@@ -1,5 +1,7 @@
 //! The panels of the dashboard, row by row.
 
+mod memory;
+
 use super::query::{
     OF_DAEMON, PanelQuery, busy_seconds, legend, quantile_queries, rate, rate_where, selector,
     sum_level,
@@ -85,7 +87,8 @@ pub(super) fn all_rows() -> Vec<PanelRow> {
         row("Requests", request_panels()),
         row("Device", [device_use(), device_speed()].into_iter().flatten().collect()),
         row("Compression", [held_panels(), encoding_panels()].into_iter().flatten().collect()),
-        row("Pool", pool_panels()),
+        row("Pool", memory::pool_panels()),
+        row("Cache", memory::cache_panels()),
     ]
 }
 
@@ -470,30 +473,4 @@ fn speed_query(bytes: Metric, work: &str) -> PanelQuery {
     let seconds = rate_where(Metric::ModelDeviceSecondsTotal, &work, MODEL);
     let expr = format!("{} / {seconds}", rate(bytes, MODEL));
     PanelQuery::new(expr, &legend(MODEL))
-}
-
-fn pool_panels() -> Vec<DashboardPanel> {
-    use Metric::{PoolCapacityBytes, PoolLargestFreeBytes, PoolSlots, PoolUsedBytes};
-    const TIER: &[&str] = &["instance", "device", "tier"];
-    let used =
-        format!("{} / {}", sum_level(PoolUsedBytes, TIER), sum_level(PoolCapacityBytes, TIER));
-    vec![
-        lines(
-            "Pool",
-            "bytes",
-            [
-                PanelQuery::level(PoolUsedBytes, TIER).named("used"),
-                PanelQuery::level(PoolCapacityBytes, TIER).named("capacity"),
-                PanelQuery::level(PoolLargestFreeBytes, TIER).named("largest free"),
-            ],
-        )
-        .described("A small largest free range with much free memory in all is fragmentation.")
-        .wide(12),
-        lines("Pool use", "percentunit", [PanelQuery::new(used, &legend(TIER))])
-            .described("Used over capacity, by device.")
-            .colored(threshold::POOL)
-            .up_to(1.0)
-            .wide(6),
-        lines("Slots", "none", [PanelQuery::level(PoolSlots, TIER)]).explained(PoolSlots).wide(6),
-    ]
 }

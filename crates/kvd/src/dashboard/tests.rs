@@ -160,6 +160,7 @@ async fn exposition() -> String {
     let (layer, v) = (LayerIndex(0), k.clone());
     let chunk = StoreChunk { sequence, layer, start: 0, tokens: 128, k, v };
     service.store_chunk(&call, chunk).await.unwrap();
+    service.match_prefixes(&call, model, &[], Duration::ZERO).unwrap();
     service.metrics().count_request("RegisterModel", None, Duration::from_millis(1));
     service.refresh_gauges();
     let page = service.metrics().render_page();

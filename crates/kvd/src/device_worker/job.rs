@@ -3,8 +3,8 @@
 use crate::scheduler::JobKind;
 use crate::service::ServiceError;
 use crate::service::jobs::{
-    AttendInPlace, AttendJob, CloseRegion, LoadJob, LoadStepJob, OpenRegion, ReadRegion,
-    RegisterJob, StoreInPlace, StoreJob, StoreStepJob, UnregisterJob, WriteRegion,
+    AttendInPlace, AttendJob, CloseRegion, LoadJob, LoadStepJob, OpenRegion, PublishJob,
+    ReadRegion, RegisterJob, StoreInPlace, StoreJob, StoreStepJob, UnregisterJob, WriteRegion,
 };
 use kvd_compute::{Backend, Stop};
 use std::any::Any;
@@ -109,6 +109,7 @@ jobs! {
     StoreStep: StoreStepJob;
     Load: LoadJob;
     LoadStep: LoadStepJob;
+    Publish: PublishJob;
     OpenRegion: OpenRegion;
     CloseRegion: CloseRegion;
     ReadRegion: ReadRegion;

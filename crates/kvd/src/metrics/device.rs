@@ -27,6 +27,36 @@ pub struct DeviceMetrics {
     pub(crate) pool_used_bytes: Gauge,
     pub(crate) pool_largest_free_bytes: Gauge,
     pub(crate) pool_slots: Gauge,
+    pub(crate) cache: CacheMetrics,
+}
+
+/// Handles of a device's cache.
+pub(crate) struct CacheMetrics {
+    pub(crate) entries: Gauge,
+    pub(crate) bytes: Gauge,
+    pub(crate) pinned_bytes: Gauge,
+    pub(crate) leases: Gauge,
+    /// Blocks that are new, and those that existed.
+    pub(crate) published: [Counter; 2],
+    /// For room, by a limit, and dropped.
+    pub(crate) evicted: [Counter; 3],
+    pub(crate) blocked: Counter,
+}
+
+impl CacheMetrics {
+    fn new(group: &mut GroupBuilder<'_>) -> Self {
+        Self {
+            entries: group.gauge(Metric::IndexEntries, &[]),
+            bytes: group.gauge(Metric::CachedBytes, &[]),
+            pinned_bytes: group.gauge(Metric::PinnedBytes, &[]),
+            leases: group.gauge(Metric::Leases, &[]),
+            published: ["new", "existed"]
+                .map(|result| group.counter(Metric::PublishedBlocksTotal, &[("result", result)])),
+            evicted: ["room", "limit", "dropped"]
+                .map(|reason| group.counter(Metric::EvictedBlocksTotal, &[("reason", reason)])),
+            blocked: group.counter(Metric::EvictBlockedTotal, &[]),
+        }
+    }
 }
 
 impl DeviceMetrics {
@@ -58,6 +88,7 @@ impl DeviceMetrics {
             pool_used_bytes: group.gauge(Metric::PoolUsedBytes, &tiered),
             pool_largest_free_bytes: group.gauge(Metric::PoolLargestFreeBytes, &tiered),
             pool_slots: group.gauge(Metric::PoolSlots, &tiered),
+            cache: CacheMetrics::new(&mut group),
             tier,
             label: label.clone(),
         };

@@ -37,7 +37,7 @@ pub const ALERT_CODES: [ErrorCode; 5] = [
 ];
 
 /// Names of calls in labels: those of the service, and those of regions.
-pub const RPCS: [&str; 26] = [
+pub const RPCS: [&str; 32] = [
     "GetServerInfo",
     "RegisterModel",
     "DescribeModel",
@@ -61,6 +61,12 @@ pub const RPCS: [&str; 26] = [
     "StoreStep",
     "LoadStep",
     "ListCodecs",
+    "MatchPrefix",
+    "ReleaseLease",
+    "PublishBlocks",
+    "PinBlocks",
+    "UnpinBlocks",
+    "DropBlocks",
     "AttendRegion",
     "StoreRegion",
     "ControlRegion",

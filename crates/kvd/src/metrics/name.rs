@@ -94,6 +94,18 @@ metrics! {
     PoolLargestFreeBytes = "kvd_pool_largest_free_bytes", Gauge, Device, "Largest slot that could be reserved now.";
     PoolSlots = "kvd_pool_slots", Gauge, Device, "Slots in use: one for each packed or raw block of a layer.";
 
+    MatchSeconds = "kvd_match_seconds", Histogram, Daemon, "Time to look keys up in the cache, of one call.";
+    MatchKeysTotal = "kvd_match_keys_total", Counter, Daemon, "Keys that were looked up in the cache.";
+    MatchHitTokensTotal = "kvd_match_hit_tokens_total", Counter, Daemon, "Tokens of prefixes that look-ups found.";
+    AttachedTokensTotal = "kvd_attached_tokens_total", Counter, Daemon, "Tokens that new sequences took from the cache.";
+    IndexEntries = "kvd_index_entries", Gauge, Device, "Cached blocks: pages of tokens on all layers.";
+    CachedBytes = "kvd_cached_bytes", Gauge, Device, "Page memory of cached blocks, those that open sequences share included.";
+    PinnedBytes = "kvd_pinned_bytes", Gauge, Device, "Page memory of blocks that clients pin.";
+    Leases = "kvd_leases", Gauge, Device, "Leases on cached blocks that have not ended.";
+    PublishedBlocksTotal = "kvd_published_blocks_total", Counter, Device, "Blocks that were published, by result: new, or existed.";
+    EvictedBlocksTotal = "kvd_evicted_blocks_total", Counter, Device, "Cached blocks that went, by reason: room (the pool was full), limit (cache.pool_percent or cache.blocks_max), dropped (a client asked, or their model went).";
+    EvictBlockedTotal = "kvd_evict_blocked_total", Counter, Device, "Reservations that were refused while blocks were cached, because all of them were held or too few could go.";
+
     Sessions = "kvd_sessions", Gauge, Daemon, "Sessions that are held, or that wait to be held again.";
     SessionEndsTotal = "kvd_session_ends_total", Counter, Daemon, "Sessions that ended, by reason: closed, expired (nobody held it for its time to live), taken_over.";
     SessionSequencesClosedTotal = "kvd_session_sequences_closed_total", Counter, Daemon, "Sequences that were closed because their session ended.";

@@ -1,7 +1,7 @@
 //! The ids of this start of the daemon, and what is said of those of another.
 
 use super::{CallContext, DeviceShard, RegisteredModel, Service, ServiceError};
-use kvd_core::{BootId, ErrorCode, IdSpace, ModelId, SequenceId, SessionId};
+use kvd_core::{BootId, ErrorCode, IdSpace, LeaseId, ModelId, SequenceId, SessionId};
 use kvd_proto::StaleId;
 use kvd_proto::domain::AttendBatch;
 use kvd_store::StoreError;
@@ -48,6 +48,19 @@ pub(super) fn unknown_session(
             "session {id} is unknown in namespace {namespace}; it has ended or was never held"
         );
         ServiceError::new(ErrorCode::UnknownSession, message)
+    })
+}
+
+/// A lease that nobody took in this boot, or that has ended; of another boot it says so.
+pub(super) fn unknown_lease(
+    ids: &IdSpace,
+    namespace: &kvd_core::Namespace,
+    id: LeaseId,
+) -> ServiceError {
+    stale_error(ids, ErrorCode::UnknownLease, "lease", id.0).unwrap_or_else(|| {
+        let message =
+            format!("lease {id} is unknown in namespace {namespace}; match the keys again");
+        ServiceError::new(ErrorCode::UnknownLease, message)
     })
 }
 

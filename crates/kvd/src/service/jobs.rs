@@ -2,6 +2,7 @@
 
 pub(crate) use super::attend_job::{AttendInPlace, AttendJob};
 pub(crate) use super::load::LoadJob;
+pub(crate) use super::publish::PublishJob;
 pub(crate) use super::region::{CloseRegion, OpenRegion, ReadRegion, WriteRegion};
 pub(crate) use super::register::{RegisterJob, UnregisterJob};
 pub(crate) use super::step::{LoadStepJob, StoreStepJob};

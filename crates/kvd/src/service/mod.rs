@@ -5,6 +5,7 @@ mod answer_form;
 mod attend;
 mod attend_job;
 mod budget;
+mod cache;
 mod call;
 mod error;
 mod ids;
@@ -15,6 +16,7 @@ mod model;
 mod pack;
 mod plan;
 mod pool_log;
+mod publish;
 mod query_sample;
 mod recent_queries;
 mod region;
@@ -31,6 +33,8 @@ mod tests;
 pub use attend::{AttendReply, RefusedQuery};
 pub(crate) use attend::{InPlaceQueries, PART_BYTES};
 pub(crate) use budget::{ByteBudgets, InFlight};
+pub(crate) use cache::DeviceCache;
+pub use cache::{MatchReply, PinReply, PrefixOpening};
 pub use call::{CallContext, CallOwner};
 pub use error::ServiceError;
 pub(crate) use ids::draw_ids;
@@ -68,6 +72,8 @@ const ANSWER_TIME: Duration = Duration::from_secs(10);
 pub(crate) struct DeviceShard {
     worker: DeviceWorker,
     store: Arc<SequenceStore>,
+    /// Ids of leases on its cache.
+    leases: cache::LeaseIds,
 }
 
 /// The daemon's state, shared by all transports.
@@ -108,10 +114,11 @@ impl Service {
         let shard = |(index, worker): (u64, DeviceWorker)| {
             let pool = ArenaPool::new(worker.metrics().tier, worker.device_info().arena_bytes);
             let sequences = ids.sequence_counter(index, count);
-            DeviceShard {
-                worker,
-                store: Arc::new(SequenceStore::new(pool, limits.clone(), sequences)),
-            }
+            let pool_bytes = worker.device_info().arena_bytes;
+            let cache = cache::cache_limits(&config.cache, &config.weights, pool_bytes);
+            let store = SequenceStore::new(pool, limits.clone(), sequences).with_cache(cache);
+            let leases = cache::lease_ids(&ids, index, count);
+            DeviceShard { worker, store: Arc::new(store), leases }
         };
         let shards: Vec<DeviceShard> = (0..).zip(workers).map(shard).collect();
         assert!(!shards.is_empty(), "a service without a device");
@@ -131,6 +138,7 @@ impl Service {
         }
         launches::describe_launches(&metrics);
         session::describe_sessions(&metrics);
+        cache::describe_cache(&metrics);
         let of_sessions =
             SessionLimits { sessions_max: config.sessions_max, ttl_max: config.session_ttl_max };
         Self {

@@ -1,19 +1,58 @@
 //! Packed blocks of a store: what came of each, told to the ticket, the metrics and the log.
 
-use super::RegisteredModel;
-use kvd_compute::{Appended, BlockAnswer, EncodedPages};
-use kvd_store::{AppendTicket, PackedPages, ReservedSlot};
+use super::{RegisteredModel, ServiceError, plan};
+use kvd_compute::{AppendPlan, AppendRows, Appended, Backend, BlockAnswer, EncodedPages};
+use kvd_store::{ArenaPool, PackBatch, PackedPages, ReservedSlot};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Takes note of what came of the ticket's blocks; the answers are for its commit. `slots` are
-/// those of packed blocks, in order.
-pub(super) fn settle_blocks(
+/// Packs blocks whose rows are where they belong.
+///
+/// # Errors
+/// Those of the device; nothing is packed then.
+pub(super) fn pack_blocks(
+    backend: &mut dyn Backend,
+    pool: &Arc<ArenaPool>,
     model: &RegisteredModel,
-    ticket: &AppendTicket,
+    batch: &PackBatch<'_>,
+) -> Result<Vec<Option<PackedPages>>, ServiceError> {
+    if batch.tasks.is_empty() {
+        return Ok(Vec::new());
+    }
+    append_blocks(backend, pool, model, batch, &plan::plan_packing(model, batch, AppendRows::None))
+}
+
+/// Carries out the plan of a batch.
+///
+/// # Errors
+/// As [`pack_blocks`].
+pub(super) fn append_blocks(
+    backend: &mut dyn Backend,
+    pool: &Arc<ArenaPool>,
+    model: &RegisteredModel,
+    batch: &PackBatch<'_>,
+    plan: &AppendPlan,
+) -> Result<Vec<Option<PackedPages>>, ServiceError> {
+    let mut slots = Vec::new();
+    let appended = backend.append(plan, &mut |bytes| {
+        let slot = pool.reserve_pages_for(&model.shape.namespace, bytes).ok()?;
+        let extent = slot.extent();
+        slots.push(slot);
+        Some(extent)
+    });
+    let appended = appended.inspect_err(|_| plan::give_back_queries(model, plan))?;
+    Ok(settle_blocks(model, batch, slots, appended))
+}
+
+/// Takes note of what came of a batch's blocks; the answers are for its ticket. `slots` are
+/// those of packed blocks, in order.
+fn settle_blocks(
+    model: &RegisteredModel,
+    batch: &PackBatch<'_>,
     slots: Vec<ReservedSlot>,
     appended: Appended,
 ) -> Vec<Option<PackedPages>> {
-    let (sequence, layer) = (ticket.sequence().0, ticket.layer().0);
+    let (sequence, layer) = (batch.sequence.0, batch.layer.0);
     if let Some(error) = &appended.query_error {
         tracing::warn!(layer, %error, "pages are measured without recent queries");
     }
@@ -29,14 +68,14 @@ pub(super) fn settle_blocks(
                 slots.next().map(|slot| seal_pages(slot, &pages))
             }
             BlockAnswer::Refused(error) => {
-                let block = ticket.pack_tasks()[index].block;
+                let block = batch.tasks[index].block;
                 tracing::warn!(sequence, layer, block, %error, "a block stays raw for good");
-                ticket.give_up(index);
+                batch.give_up(index);
                 None
             }
         });
     }
-    count_deferred(model, ticket, &packed);
+    count_deferred(model, batch, &packed);
     if let Some(time) = appended.packing_time {
         model.metrics.encode.record_job(time);
     }
@@ -48,14 +87,18 @@ pub(super) fn settle_blocks(
 }
 
 /// Counts blocks that are raw and were not offered before.
-fn count_deferred(model: &RegisteredModel, ticket: &AppendTicket, packed: &[Option<PackedPages>]) {
+fn count_deferred(
+    model: &RegisteredModel,
+    batch: &PackBatch<'_>,
+    packed: &[Option<PackedPages>],
+) {
     // Rows that are kept as they came lose nothing by waiting: no alert is to tell of them.
     if !model.saves_memory() {
         return;
     }
     // Those after the first without room were not tried, or found none either.
     let answers = packed.iter().map(Option::is_some).chain(std::iter::repeat(false));
-    let tasks = ticket.pack_tasks().iter().zip(answers);
+    let tasks = batch.tasks.iter().zip(answers);
     let deferred = tasks.filter(|(task, is_packed)| !task.retried && !is_packed).count() as u64;
     model.metrics.pack_deferred.increment(deferred);
     model.deferred_blocks.fetch_add(deferred, Ordering::Relaxed);

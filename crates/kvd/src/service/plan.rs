@@ -6,7 +6,7 @@ use kvd_compute::{
     RawTarget, Source,
 };
 use kvd_store::{
-    AppendTicket, PackTask, PinnedRange, PinnedRows, RawSlot, RowCopy, RowExtentRef, RowFormRef,
+    AppendTicket, PackBatch, PackTask, PinnedRange, PinnedRows, RawSlot, RowCopy, RowExtentRef, RowFormRef,
     RowWrite,
 };
 
@@ -16,17 +16,29 @@ pub(super) fn plan_append(
     ticket: &AppendTicket,
     rows: AppendRows,
 ) -> AppendPlan {
-    let (layer, tasks) = (ticket.layer(), ticket.pack_tasks());
-    let geometry = &model.shape.geometry;
+    AppendPlan {
+        copies: ticket.row_copies().iter().map(plan_copy).collect(),
+        writes: ticket.row_writes().iter().map(plan_write).collect(),
+        ..plan_packing(model, &ticket.pack_batch(), rows)
+    }
+}
+
+/// What a batch of blocks asks of the device, beside `rows` that are not written anywhere yet.
+pub(super) fn plan_packing(
+    model: &RegisteredModel,
+    batch: &PackBatch<'_>,
+    rows: AppendRows,
+) -> AppendPlan {
+    let (layer, geometry) = (batch.layer, &model.shape.geometry);
     // Only blocks that are packed are measured.
-    let recent = model.recent_queries.as_ref().filter(|_| !tasks.is_empty());
+    let recent = model.recent_queries.as_ref().filter(|_| !batch.tasks.is_empty());
     AppendPlan {
         model: model.shape.id,
         layer,
         rows,
-        copies: ticket.row_copies().iter().map(plan_copy).collect(),
-        writes: ticket.row_writes().iter().map(plan_write).collect(),
-        blocks: tasks.iter().map(plan_block).collect(),
+        copies: Vec::new(),
+        writes: Vec::new(),
+        blocks: batch.tasks.iter().map(plan_block).collect(),
         block_bytes: u64::from(geometry.block_tokens) * geometry.token_bytes(),
         queries: recent.and_then(|recent| recent.take_changed(layer)),
     }

@@ -17,7 +17,7 @@ use kvd_codec::{
 };
 use kvd_compute::{Backend, Stop};
 use kvd_core::{ErrorCode, Geometry, ModelId, Namespace};
-use kvd_proto::domain::ModelSpec;
+use kvd_proto::domain::{ModelIdentity, ModelSpec};
 use kvd_store::{ModelShape, SequenceStore};
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -25,10 +25,18 @@ use std::sync::atomic::AtomicU64;
 use tokio::sync::OwnedSemaphorePermit;
 
 /// Hashes what two equal registrations have in common.
-fn model_fingerprint(geometry: &Geometry, spec: &CodecSpec, calibration: &[u8]) -> String {
+fn model_fingerprint(spec: &ModelSpec, codec: &CodecSpec, identity: &ModelIdentity) -> String {
     let mut hash = xxhash_rust::xxh3::Xxh3::new();
-    hash.update(format!("{geometry:?}\n{spec}\n").as_bytes());
-    hash.update(calibration);
+    hash.update(format!("{:?}\n{codec}\n", spec.geometry).as_bytes());
+    hash.update(&spec.calibration);
+    // Nothing is added for who gives none: fingerprints are as they were.
+    if *identity != ModelIdentity::default() {
+        let ModelIdentity { weights, tp_rank, tp_size, first_layer } = identity;
+        hash.update(weights);
+        for number in [tp_rank, tp_size, first_layer] {
+            hash.update(&number.to_le_bytes());
+        }
+    }
     format!("{:032x}", hash.digest128())
 }
 
@@ -86,14 +94,27 @@ pub(crate) fn least_page_tokens(codec: &CodecSpec, min: u32) -> u32 {
 }
 
 impl Service {
-    /// Registers a model, or finds it when the same was registered before.
+    /// [`Service::register_identified`] of weights that nobody names.
     ///
     /// # Errors
-    /// A codec or calibration that does not fit, a name in use, or a limit.
+    /// As that.
     pub async fn register_model(
         &self,
         call: &CallContext,
         spec: ModelSpec,
+    ) -> Result<Arc<RegisteredModel>, ServiceError> {
+        self.register_identified(call, spec, &ModelIdentity::default()).await
+    }
+
+    /// Registers a model, or finds it when the same was registered before.
+    ///
+    /// # Errors
+    /// A codec or calibration that does not fit, a name in use, or a limit.
+    pub async fn register_identified(
+        &self,
+        call: &CallContext,
+        spec: ModelSpec,
+        identity: &ModelIdentity,
     ) -> Result<Arc<RegisteredModel>, ServiceError> {
         self.admit_call(call)?;
         check_calibration_bytes(&spec, self.config.calibration_bytes_max)?;
@@ -101,7 +122,7 @@ impl Service {
         let inflight = self.take_bytes(call, bytes)?;
         let codec = kvd_codec::resolve_spec(&spec.codec)?;
         check_page_tokens(&spec.geometry, &codec, self.config.page_tokens_min)?;
-        let fingerprint = model_fingerprint(&spec.geometry, &codec, &spec.calibration);
+        let fingerprint = model_fingerprint(&spec, &codec, identity);
         let check = || self.models.check_name(&call.namespace, &spec.name, &fingerprint);
         if let Some(model) = check()? {
             return Ok(model);

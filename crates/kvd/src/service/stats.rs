@@ -7,6 +7,7 @@ use kvd_core::DType;
 use kvd_store::{ModelUsage, PoolUsage, StoredBytes};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 /// Use of pools.
 pub type PoolStats = PoolUsage;
@@ -98,6 +99,16 @@ fn refresh_device(shard: &DeviceShard) {
     metrics.pool_used_bytes.set(pool.used_bytes as f64);
     metrics.pool_largest_free_bytes.set(pool.largest_free_bytes as f64);
     metrics.pool_slots.set(pool.slots as f64);
+    let (cache, usage) = (&metrics.cache, shard.store.prefix_index().read_usage(Instant::now()));
+    cache.entries.set(usage.entries as f64);
+    cache.bytes.set(usage.bytes as f64);
+    cache.pinned_bytes.set(usage.pinned_bytes as f64);
+    cache.leases.set(usage.leases as f64);
+    let published = [usage.published, usage.existed];
+    let evicted = [usage.evicted_for_room, usage.evicted_by_limit, usage.dropped];
+    let counts = cache.published.iter().zip(published).chain(cache.evicted.iter().zip(evicted));
+    counts.for_each(|(counter, count)| counter.absolute(count));
+    cache.blocked.absolute(usage.evictions_blocked);
 }
 
 fn model_bytes(model: &RegisteredModel) -> ModelBytes {

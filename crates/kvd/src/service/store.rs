@@ -318,15 +318,7 @@ pub(super) fn fill_ticket(
     rows: AppendRows,
 ) -> Result<Vec<Option<PackedPages>>, ServiceError> {
     let plan = plan::plan_append(model, ticket, rows);
-    let mut slots = Vec::new();
-    let appended = backend.append(&plan, &mut |bytes| {
-        let slot = pool.reserve_pages(bytes).ok()?;
-        let extent = slot.extent();
-        slots.push(slot);
-        Some(extent)
-    });
-    let appended = appended.inspect_err(|_| plan::give_back_queries(model, &plan))?;
-    Ok(pack::settle_blocks(model, ticket, slots, appended))
+    pack::append_blocks(backend, pool, model, &ticket.pack_batch(), &plan)
 }
 
 /// Makes what a ticket stores visible.

@@ -1,5 +1,6 @@
 //! The gRPC service: proto to domain, one span and one metric per rpc, domain to proto.
 
+use super::cache;
 use super::call::{find_meter, read_call};
 use super::convert;
 use super::discovery;
@@ -10,14 +11,13 @@ use super::stream::{
     self, AnswerStream, OpenedStream, ReplyStream, StreamAnswer, StreamKind, StreamState,
 };
 use crate::metrics::OpenCount;
-use crate::service::{CallContext, Service, ServiceError};
+use crate::service::{CallContext, PrefixOpening, Service, ServiceError};
 use kvd_core::{Coded, LayerIndex, ModelId, SequenceId, SessionId};
 use kvd_proto::domain::{
     AnswerForm, AttendBatch, LoadRange, ModelSpec, StoreChunk, session_from_wire,
 };
 use kvd_proto::v1::{self, kvd_server::Kvd};
 use std::sync::Arc;
-use std::time::Duration;
 use tokio::sync::mpsc;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::Instrument;
@@ -81,8 +81,9 @@ impl Kvd for GrpcService {
         let (caller, message) = (read_call(&request), request.into_inner());
         self.answer_rpc("RegisterModel", caller, async |call| {
             let block_tokens = self.service.config().block_tokens_default;
+            let identity = to_domain(message.identity.clone().unwrap_or_default())?;
             let spec = ModelSpec::from_wire(message, block_tokens)?;
-            let model = self.service.register_model(call, spec).await?;
+            let model = self.service.register_identified(call, spec, &identity).await?;
             Ok(convert::register_response(&model))
         })
         .await
@@ -131,11 +132,20 @@ impl Kvd for GrpcService {
         &self,
         request: Request<v1::OpenSequenceRequest>,
     ) -> Result<Response<v1::OpenSequenceResponse>, Status> {
-        let v1::OpenSequenceRequest { model_id, session_id } = *request.get_ref();
-        let session = session_from_wire(session_id);
-        self.answer_rpc("OpenSequence", read_call(&request), async |call| {
-            let id = self.service.open_sequence_in(call, ModelId(model_id), session)?;
-            Ok(v1::OpenSequenceResponse { sequence_id: id.0 })
+        let (caller, message) = (read_call(&request), request.into_inner());
+        self.answer_rpc("OpenSequence", caller, async |call| {
+            let (model, lease) =
+                (ModelId(message.model_id), cache::lease_from_wire(message.lease_id));
+            let session = session_from_wire(message.session_id);
+            let (sequence_id, length) = if message.prefix.is_some() || lease.is_some() {
+                let prefix = message.prefix.unwrap_or_default().into();
+                let opening = PrefixOpening { model, session, prefix, lease };
+                let opened = self.service.open_on_prefix(call, &opening)?;
+                (opened.id.0, opened.length)
+            } else {
+                (self.service.open_sequence_in(call, model, session)?.0, 0)
+            };
+            Ok(v1::OpenSequenceResponse { sequence_id, length })
         })
         .await
     }
@@ -168,13 +178,9 @@ impl Kvd for GrpcService {
         &self,
         request: Request<v1::CloseSequenceRequest>,
     ) -> Result<Response<v1::CloseSequenceResponse>, Status> {
-        let v1::CloseSequenceRequest { sequence_id, idle_ms_min } = *request.get_ref();
-        let (id, idle_min) = (SequenceId(sequence_id), Duration::from_millis(idle_ms_min));
+        let message = *request.get_ref();
         self.answer_rpc("CloseSequence", read_call(&request), async |call| {
-            match idle_ms_min {
-                0 => self.service.close_sequence(call, id)?,
-                _ => self.service.close_idle_sequence(call, id, idle_min)?,
-            }
+            cache::close_sequence(&self.service, call, message)?;
             Ok(v1::CloseSequenceResponse {})
         })
         .await
@@ -365,6 +371,72 @@ impl Kvd for GrpcService {
         .await
     }
 
+    async fn match_prefix(
+        &self,
+        request: Request<v1::MatchPrefixRequest>,
+    ) -> Result<Response<v1::MatchPrefixResponse>, Status> {
+        let (caller, message) = (read_call(&request), request.into_inner());
+        self.answer_rpc("MatchPrefix", caller, async |call| {
+            cache::match_prefix(&self.service, call, message)
+        })
+        .await
+    }
+
+    async fn release_lease(
+        &self,
+        request: Request<v1::ReleaseLeaseRequest>,
+    ) -> Result<Response<v1::ReleaseLeaseResponse>, Status> {
+        let (caller, message) = (read_call(&request), request.into_inner());
+        self.answer_rpc("ReleaseLease", caller, async |call| {
+            cache::release_lease(&self.service, call, message)
+        })
+        .await
+    }
+
+    async fn publish_blocks(
+        &self,
+        request: Request<v1::PublishBlocksRequest>,
+    ) -> Result<Response<v1::PublishBlocksResponse>, Status> {
+        let (caller, message) = (read_call(&request), request.into_inner());
+        self.answer_rpc("PublishBlocks", caller, async |call| {
+            cache::publish_blocks(&self.service, call, message).await
+        })
+        .await
+    }
+
+    async fn pin_blocks(
+        &self,
+        request: Request<v1::PinBlocksRequest>,
+    ) -> Result<Response<v1::PinBlocksResponse>, Status> {
+        let (caller, message) = (read_call(&request), request.into_inner());
+        self.answer_rpc("PinBlocks", caller, async |call| {
+            cache::pin_blocks(&self.service, call, message)
+        })
+        .await
+    }
+
+    async fn unpin_blocks(
+        &self,
+        request: Request<v1::UnpinBlocksRequest>,
+    ) -> Result<Response<v1::UnpinBlocksResponse>, Status> {
+        let (caller, message) = (read_call(&request), request.into_inner());
+        self.answer_rpc("UnpinBlocks", caller, async |call| {
+            cache::unpin_blocks(&self.service, call, message)
+        })
+        .await
+    }
+
+    async fn drop_blocks(
+        &self,
+        request: Request<v1::DropBlocksRequest>,
+    ) -> Result<Response<v1::DropBlocksResponse>, Status> {
+        let (caller, message) = (read_call(&request), request.into_inner());
+        self.answer_rpc("DropBlocks", caller, async |call| {
+            cache::drop_blocks(&self.service, call, message)
+        })
+        .await
+    }
+
     async fn get_stats(
         &self,
         request: Request<v1::GetStatsRequest>,
@@ -378,6 +450,7 @@ impl Kvd for GrpcService {
                 boot_id: self.service.boot_id().to_owned(),
                 pools: self.service.device_pools().map(convert::pool_stats).collect(),
                 models,
+                caches: self.service.device_caches().map(cache::cache_stats).collect(),
             })
         })
         .await

@@ -2,6 +2,7 @@
 //! daemon lives here.
 
 mod bytes;
+mod cache;
 mod call;
 mod connection;
 mod convert;

@@ -7,6 +7,7 @@ mod ids;
 mod limits;
 mod models;
 mod packing;
+mod publish;
 mod queries;
 mod sessions;
 mod shares;

@@ -1,0 +1,361 @@
+//! The cache: packed blocks that outlive the sequence that stored them, found by key.
+//!
+//! Owns [`PrefixIndex`]. Its lock is taken after the locks of a sequence and before the pool's: by
+//! matches for reading, by whoever adds, evicts or releases for writing. Blocks are freed without
+//! it. The mutex of leases and pins comes before it.
+//!
+//! These always hold: the page before a cached one is cached; a page is found only once its pages
+//! lie sealed on every layer; a page that went is not found again unless it is published again;
+//! what somebody holds, by an open sequence, a lease or a pin, stays.
+
+mod block;
+mod holds;
+mod insert;
+mod key;
+mod lease;
+mod policy;
+mod simulate;
+mod slots;
+mod state;
+
+pub(crate) use block::{CachedBlock, HeldEntry};
+pub use holds::{LeaseRequest, PinRequest, PinnedPrefixes};
+pub(crate) use insert::{InsertBase, NewBlock};
+pub use insert::{PublishStop, PublishedBlocks};
+pub use key::{KEY_BYTES_MAX, KeyChain, KeyError, PackedKeys};
+pub(crate) use key::{KeyHasher, KeyLineage};
+pub use policy::EvictionChoice;
+pub use simulate::CacheSimulator;
+
+use crate::pool::FreedSlots;
+use kvd_core::{ModelId, Namespace};
+use lease::HoldTable;
+use parking_lot::{Mutex, RwLock};
+pub(crate) use state::ChainOrigin;
+use state::IndexState;
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Instant;
+
+/// Blocks that one reservation evicts at most, before it is refused.
+pub(crate) const EVICTED_PER_CALL_MAX: usize = 16;
+
+/// Named limits and choices of the cache.
+#[derive(Clone, Debug)]
+pub struct CacheLimits {
+    /// The order in which blocks go. Default `s3-fifo` with a small queue of 50 %.
+    pub eviction: EvictionChoice,
+    /// Bytes of the pool that cached blocks take, those that open sequences share included;
+    /// published beyond it, blocks that nobody holds make room. Default: no limit.
+    pub bytes_max: u64,
+    /// Entries of the index, one a page. Default 4 194 304 (2^22).
+    pub entries_max: usize,
+    /// Leases and pins. Default 65 536.
+    pub leases_max: usize,
+    /// Bytes of blocks that users pin. Default 0: none.
+    pub pinned_bytes_max: u64,
+    /// Shares of the cache, of namespaces whose share is not 1.
+    pub weights: HashMap<Namespace, u32>,
+    /// Secret of the daemon under which keys are hashed.
+    pub seed: u64,
+}
+
+impl Default for CacheLimits {
+    fn default() -> Self {
+        Self {
+            eviction: EvictionChoice::S3Fifo { small_percent: 50 },
+            bytes_max: u64::MAX,
+            entries_max: 1 << 22,
+            leases_max: 65_536,
+            pinned_bytes_max: 0,
+            weights: HashMap::new(),
+            seed: 0,
+        }
+    }
+}
+
+/// Levels and counts of the cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheUsage {
+    /// Entries of the index: cached blocks.
+    pub entries: u64,
+    /// Bytes of the pool that they keep, those that open sequences share included.
+    pub bytes: u64,
+    /// Leases that have not ended.
+    pub leases: u64,
+    /// Bytes of blocks that users pin.
+    pub pinned_bytes: u64,
+    /// Blocks that were published, since the start.
+    pub published: u64,
+    /// Blocks that were published when they were there already.
+    pub existed: u64,
+    /// Blocks that went because a reservation found no room.
+    pub evicted_for_room: u64,
+    /// Blocks that went because the cache had as much as it may.
+    pub evicted_by_limit: u64,
+    /// Blocks that users dropped, or that went with their model.
+    pub dropped: u64,
+    /// Reservations that were refused though blocks were cached, all of them held.
+    pub evictions_blocked: u64,
+}
+
+/// Counts since the start.
+#[derive(Debug, Default)]
+struct CacheCounters {
+    published: AtomicU64,
+    existed: AtomicU64,
+    evicted_for_room: AtomicU64,
+    evicted_by_limit: AtomicU64,
+    dropped: AtomicU64,
+    evictions_blocked: AtomicU64,
+}
+
+/// Cached blocks by the keys of their prefixes.
+#[derive(Debug)]
+pub struct PrefixIndex {
+    limits: CacheLimits,
+    hasher: KeyHasher,
+    state: RwLock<IndexState>,
+    holds: Mutex<HoldTable>,
+    counters: CacheCounters,
+}
+
+/// Blocks of a call that drops some.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DroppedBlocks {
+    /// Blocks that are no more.
+    pub dropped: u64,
+    /// Blocks that stay, because something holds them or blocks behind them.
+    pub held: u64,
+}
+
+/// A prefix that a new sequence is to have.
+#[derive(Debug)]
+pub(crate) struct AttachedPrefix {
+    /// All its blocks, in order.
+    pub(crate) blocks: Vec<Arc<CachedBlock>>,
+    /// The last of them.
+    pub(crate) held: HeldEntry,
+}
+
+impl PrefixIndex {
+    /// An empty index.
+    #[must_use]
+    pub fn new(limits: CacheLimits) -> Self {
+        let state = IndexState::new(limits.eviction, limits.weights.clone());
+        Self {
+            hasher: KeyHasher { seed: limits.seed },
+            limits,
+            state: RwLock::new(state),
+            holds: Mutex::default(),
+            counters: CacheCounters::default(),
+        }
+    }
+
+    /// Blocks of each chain that are cached, from its start.
+    #[must_use]
+    pub fn match_prefixes(&self, model: ModelId, chains: &[KeyChain<'_>]) -> Vec<usize> {
+        let state = self.state.read();
+        let find = |chain| state.find_prefix(self.hasher, model, KeyLineage::default(), chain);
+        chains.iter().map(|chain| find(chain).map_or(0, |found| found.blocks)).collect()
+    }
+
+    /// Holds the longest cached prefix of a chain, of `blocks_max` blocks at most. Its use is noted
+    /// when it is let go of.
+    pub(crate) fn attach_prefix(
+        &self,
+        model: ModelId,
+        chain: &KeyChain<'_>,
+        blocks_max: usize,
+    ) -> Option<AttachedPrefix> {
+        let state = self.state.read();
+        let found = state.find_prefix(self.hasher, model, KeyLineage::default(), chain)?;
+        let skipped = found.blocks.saturating_sub(blocks_max);
+        let chain: Vec<_> = state.slots.walk_up(found.last).skip(skipped).collect();
+        let (last, _) = chain.first().copied()?;
+        let held = state.hold_entry(last)?;
+        let blocks = chain.iter().rev().map(|(_, entry)| Arc::clone(&entry.block)).collect();
+        Some(AttachedPrefix { blocks, held })
+    }
+
+    /// The last `count` blocks up to a held one, in order.
+    pub(crate) fn list_blocks(&self, last: &HeldEntry, count: usize) -> Vec<Arc<CachedBlock>> {
+        let state = self.state.read();
+        let chain = state.slots.walk_up(last.entry).take(count);
+        let mut blocks: Vec<_> = chain.map(|(_, entry)| Arc::clone(&entry.block)).collect();
+        blocks.reverse();
+        blocks
+    }
+
+    /// The entry `steps` before another.
+    pub(crate) fn find_ancestor(&self, of: &HeldEntry, steps: usize) -> Option<HeldEntry> {
+        let state = self.state.read();
+        let (number, _) = state.slots.walk_up(of.entry).nth(steps)?;
+        state.hold_entry(number)
+    }
+
+    /// Lets go of the last block of a sequence: from now on it goes by its turn, and those before
+    /// it.
+    pub(crate) fn release_sequence(&self, held: HeldEntry, origin: ChainOrigin) {
+        let mut state = self.state.write();
+        if state.slots.is_there(&held) {
+            state.queue_chain(held.entry, origin);
+        }
+        drop(state);
+        free_blocks([held.block]);
+    }
+
+    /// Evicts one block, if any may go.
+    pub(crate) fn evict_block(&self, asker: Option<&Namespace>, now: Instant) -> bool {
+        self.end_due(now);
+        let Some(block) = self.state.write().evict_block(asker) else { return false };
+        self.counters.evicted_for_room.fetch_add(1, Relaxed);
+        free_blocks([block]);
+        true
+    }
+
+    /// Counts a reservation that was refused, if anything is cached.
+    pub(crate) fn note_refusal(&self) {
+        if self.state.read().slots.count_entries() > 0 {
+            self.counters.evictions_blocked.fetch_add(1, Relaxed);
+        }
+    }
+
+    /// Drops the blocks of chains that nothing holds, the last of each first.
+    pub fn drop_prefixes(&self, model: ModelId, chains: &[KeyChain<'_>]) -> DroppedBlocks {
+        let mut gone = Vec::new();
+        let mut answer = DroppedBlocks::default();
+        let mut state = self.state.write();
+        for chain in chains {
+            let found = state.find_prefix(self.hasher, model, KeyLineage::default(), chain);
+            let Some(found) = found else { continue };
+            let numbers: Vec<_> = state.slots.walk_up(found.last).map(|(n, _)| n).collect();
+            let is_free = |state: &IndexState, number| {
+                state.slots.find_entry(number).is_some_and(|entry| entry.is_free())
+            };
+            let mut left = numbers.len() as u64;
+            for number in numbers {
+                if !is_free(&state, number) {
+                    break;
+                }
+                gone.extend(state.remove_entry(number));
+                left -= 1;
+            }
+            answer.held += left;
+        }
+        drop(state);
+        self.finish_drop(gone, answer)
+    }
+
+    /// Drops the blocks up to one that nothing else holds, the last first; the others go by their
+    /// turn.
+    pub(crate) fn drop_chain(&self, last: HeldEntry) {
+        let mut gone = Vec::new();
+        let mut state = self.state.write();
+        if state.slots.is_there(&last) {
+            state.queue_chain(last.entry, ChainOrigin::Stored);
+            let mut next = Some(last.entry);
+            drop(last);
+            while let Some(number) = next {
+                let entry = state.slots.find_entry(number).filter(|entry| entry.is_free());
+                let Some(entry) = entry else { break };
+                next = entry.parent;
+                gone.extend(state.remove_entry(number));
+            }
+        }
+        drop(state);
+        self.finish_drop(gone, DroppedBlocks::default());
+    }
+
+    /// Drops all blocks of a model that nothing holds.
+    pub fn drop_model_blocks(&self, model: ModelId) -> DroppedBlocks {
+        self.drop_all_of(model, false)
+    }
+
+    /// Drops all blocks of a model that is no more, with the leases and pins on them.
+    pub(crate) fn forget_model(&self, model: ModelId) {
+        let mut holds = self.holds.lock();
+        let (leases, pins) = (holds.take_leases_of(model), holds.take_pins_of(model));
+        self.uncount_pins(&mut holds, &pins);
+        drop(holds);
+        drop((leases, pins));
+        self.drop_all_of(model, true);
+    }
+
+    fn drop_all_of(&self, model: ModelId, with_held: bool) -> DroppedBlocks {
+        let mut state = self.state.write();
+        let of_model = state.slots.list_entries().filter(|(_, entry)| entry.model == model);
+        let mut numbers: Vec<_> =
+            of_model.map(|(number, entry)| (entry.position, number)).collect();
+        // Those behind go before those that they need.
+        numbers.sort_unstable_by(|a, b| b.cmp(a));
+        let (mut gone, mut answer) = (Vec::new(), DroppedBlocks::default());
+        for (_, number) in numbers {
+            let entry = state.slots.find_entry(number);
+            if with_held || entry.is_some_and(|entry| entry.is_free()) {
+                gone.extend(state.remove_entry(number));
+            } else {
+                answer.held += 1;
+            }
+        }
+        drop(state);
+        self.finish_drop(gone, answer)
+    }
+
+    fn finish_drop(&self, gone: Vec<Arc<CachedBlock>>, answer: DroppedBlocks) -> DroppedBlocks {
+        let dropped = gone.len() as u64;
+        self.counters.dropped.fetch_add(dropped, Relaxed);
+        free_blocks(gone);
+        DroppedBlocks { dropped, ..answer }
+    }
+
+    /// All cached blocks, once it is certain that the tables fit together.
+    #[cfg(test)]
+    pub(crate) fn check_blocks(&self) -> Vec<Arc<CachedBlock>> {
+        let state = self.state.read();
+        state.check_tables();
+        state.slots.list_entries().map(|(_, entry)| Arc::clone(&entry.block)).collect()
+    }
+
+    /// Bytes of a namespace's blocks.
+    #[cfg(test)]
+    pub(crate) fn tenant_bytes(&self, namespace: &Namespace) -> u64 {
+        self.state.read().tenant_bytes(namespace)
+    }
+
+    /// Levels and counts.
+    #[must_use]
+    pub fn read_usage(&self, now: Instant) -> CacheUsage {
+        self.end_due(now);
+        let (leases, pinned_bytes) = {
+            let holds = self.holds.lock();
+            (holds.count_leases() as u64, holds.pinned_bytes)
+        };
+        let (entries, bytes) = {
+            let state = self.state.read();
+            (state.slots.count_entries() as u64, state.bytes)
+        };
+        let CacheCounters { published, existed, evicted_for_room, .. } = &self.counters;
+        let CacheCounters { evicted_by_limit, dropped, evictions_blocked, .. } = &self.counters;
+        CacheUsage {
+            entries,
+            bytes,
+            leases,
+            pinned_bytes,
+            published: published.load(Relaxed),
+            existed: existed.load(Relaxed),
+            evicted_for_room: evicted_for_room.load(Relaxed),
+            evicted_by_limit: evicted_by_limit.load(Relaxed),
+            dropped: dropped.load(Relaxed),
+            evictions_blocked: evictions_blocked.load(Relaxed),
+        }
+    }
+}
+
+/// Gives the bytes of blocks back that nobody else holds. Call without a lock.
+fn free_blocks(blocks: impl IntoIterator<Item = Arc<CachedBlock>>) {
+    let mut freed = FreedSlots::default();
+    blocks.into_iter().for_each(|block| block.free_into(&mut freed));
+    freed.give_back();
+}

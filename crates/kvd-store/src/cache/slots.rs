@@ -1,0 +1,132 @@
+//! The entries of the index by number, and the marks in which their uses are noted.
+//!
+//! Owns [`EntrySlots`]. Marks lie side by side, apart from the entries: a hit on thousands of
+//! blocks writes to few cache lines. No locks: the index's lock guards it.
+
+use super::block::{CachedBlock, HeldEntry};
+use super::key::{KeyDigest, KeyLineage};
+use super::policy::{EntryFate, EntryLookup, QueuedEntry};
+use kvd_core::{ModelId, Namespace};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+/// One page of tokens under its key.
+#[derive(Debug)]
+pub(crate) struct IndexEntry {
+    pub(crate) serial: u64,
+    pub(crate) digest: KeyDigest,
+    pub(crate) lineage: KeyLineage,
+    pub(crate) model: ModelId,
+    pub(crate) namespace: Namespace,
+    /// The page before it; none for a first page.
+    pub(crate) parent: Option<u32>,
+    /// Entries whose parent it is.
+    pub(crate) children: u32,
+    /// Pages before it.
+    pub(crate) position: u32,
+    /// Whether the policy has it: not while the sequence that published it is open.
+    pub(crate) is_queued: bool,
+    pub(crate) block: Arc<CachedBlock>,
+}
+
+impl IndexEntry {
+    /// Whether nothing needs it but the index. The lock for writing keeps the answer true.
+    pub(crate) fn is_free(&self) -> bool {
+        self.children == 0 && Arc::strong_count(&self.block) == 1
+    }
+}
+
+/// Entries by number. The number of one that went is given again.
+#[derive(Debug, Default)]
+pub(crate) struct EntrySlots {
+    entries: Vec<Option<IndexEntry>>,
+    marks: Vec<AtomicU64>,
+    free: Vec<u32>,
+    serials: u64,
+}
+
+impl EntrySlots {
+    /// Entries that are there.
+    pub(crate) fn count_entries(&self) -> usize {
+        self.entries.len() - self.free.len()
+    }
+
+    /// The entry of that number, if there is one.
+    pub(crate) fn find_entry(&self, number: u32) -> Option<&IndexEntry> {
+        self.entries.get(number as usize)?.as_ref()
+    }
+
+    pub(crate) fn find_entry_mut(&mut self, number: u32) -> Option<&mut IndexEntry> {
+        self.entries.get_mut(number as usize)?.as_mut()
+    }
+
+    /// A serial that no entry had.
+    pub(crate) fn next_serial(&mut self) -> u64 {
+        self.serials += 1;
+        self.serials
+    }
+
+    /// Adds an entry and says its number.
+    pub(crate) fn add_entry(&mut self, entry: IndexEntry) -> u32 {
+        match self.free.pop() {
+            Some(number) => {
+                *self.marks[number as usize].get_mut() = 0;
+                self.entries[number as usize] = Some(entry);
+                number
+            }
+            None => {
+                self.marks.push(AtomicU64::new(0));
+                self.entries.push(Some(entry));
+                (self.entries.len() - 1) as u32
+            }
+        }
+    }
+
+    /// Takes an entry out.
+    pub(crate) fn take_entry(&mut self, number: u32) -> Option<IndexEntry> {
+        let entry = self.entries.get_mut(number as usize)?.take()?;
+        self.free.push(number);
+        Some(entry)
+    }
+
+    /// Whether a hold is on an entry that is there.
+    pub(crate) fn is_there(&self, held: &HeldEntry) -> bool {
+        let entry = self.find_entry(held.entry);
+        entry.is_some_and(|entry| Arc::ptr_eq(&entry.block, &held.block))
+    }
+
+    /// An entry and those before it, the last first.
+    pub(crate) fn walk_up(&self, last: u32) -> impl Iterator<Item = (u32, &IndexEntry)> {
+        let with_number = |number| Some((number, self.find_entry(number)?));
+        std::iter::successors(with_number(last), move |(_, entry)| with_number(entry.parent?))
+    }
+
+    /// All entries.
+    pub(crate) fn list_entries(&self) -> impl Iterator<Item = (u32, &IndexEntry)> {
+        (0..).zip(&self.entries).filter_map(|(number, entry)| Some((number, entry.as_ref()?)))
+    }
+
+    /// The mark of an entry.
+    pub(crate) fn entry_mark(&self, number: u32) -> &AtomicU64 {
+        &self.marks[number as usize]
+    }
+}
+
+impl EntryLookup for EntrySlots {
+    fn find_fate(&self, queued: QueuedEntry) -> EntryFate {
+        match self.find_entry(queued.entry).filter(|entry| entry.serial == queued.serial) {
+            None => EntryFate::Gone,
+            Some(entry) if entry.is_free() => EntryFate::Free,
+            Some(_) => EntryFate::Held,
+        }
+    }
+
+    fn use_mark(&self, queued: QueuedEntry) -> &AtomicU64 {
+        self.entry_mark(queued.entry)
+    }
+
+    fn key_digest(&self, queued: QueuedEntry) -> KeyDigest {
+        let entry = self.find_entry(queued.entry);
+        entry.map_or_else(KeyDigest::default, |entry| entry.digest)
+    }
+}
