@@ -1,6 +1,7 @@
 //! How long a step of all layers takes through a region, beside one call a layer, and how fast a
 //! prefix comes back: `step_speed REGION_SOCKET DAEMON_PID [CODEC...]`, over a daemon that serves
 //! there. Wall times tell of a quiet machine alone, so processor times stand beside them.
+#![expect(clippy::print_stdout, reason = "its figures are for a person to read")]
 
 use kvd_client::{
     ClientError, DType, Geometry, LayerIndex, LoadStep, ModelSpec, RegionClient, RegionOptions,

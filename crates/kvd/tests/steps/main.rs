@@ -1,5 +1,6 @@
 //! Steps: many layers in one call, from and to an engine's own memory, by region and by gRPC.
 #![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 mod refusals;
 #[path = "../support/mod.rs"]
