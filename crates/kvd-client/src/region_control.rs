@@ -129,7 +129,8 @@ impl ControlCalls<'_> {
         session: Option<SessionId>,
     ) -> Result<SequenceId, ClientError> {
         let session_id = session.map_or(0, |session| session.0);
-        let request = v1::OpenSequenceRequest { model_id: model.0, session_id };
+        let opened = v1::OpenSequenceRequest::default();
+        let request = v1::OpenSequenceRequest { model_id: model.0, session_id, ..opened };
         let response: v1::OpenSequenceResponse = self.call_rpc("OpenSequence", &request)?;
         Ok(SequenceId(response.sequence_id))
     }
