@@ -5,9 +5,9 @@
 //! or while an entry drops.
 
 mod listing;
-mod reads;
 mod opening;
 mod prefixes;
+mod reads;
 
 pub use listing::{SequenceQuery, SequenceSummary};
 pub use opening::ForkedSequence;

@@ -323,7 +323,8 @@ mod tests {
     use super::super::{ContextBits, EvalSetup};
     use super::*;
     use crate::ModelReport;
-    use crate::measure::{AttentionError, DeviceSpeed, LayerError, StorageRatios, StoredParts};
+    use crate::measure::{AttentionError, DeviceSpeed, LayerError, StorageRatios};
+    use kvd_core::StoredBytes;
     use kvd_engine::TextQuality;
 
     #[test]
@@ -349,7 +350,7 @@ mod tests {
                 bits_per_value_value: 16.03,
                 code_bits: 16.0,
                 model_bytes: 123 << 20,
-                parts: StoredParts { packed_values: 1 << 20, ..StoredParts::default() },
+                parts: StoredBytes { packed_values: 1 << 20, ..StoredBytes::default() },
                 ..StorageRatios::default()
             },
             context: ContextBits { total: 16.031, ..ContextBits::default() },

@@ -212,10 +212,8 @@ fn is_usage(error: &anyhow::Error) -> bool {
                     | CalibrateError::NoQueries { .. }
             )
         );
-        let few = matches!(
-            cause.downcast_ref(),
-            Some(kvd_codec::CalibrationError::TooFewSamples { .. })
-        );
+        let few =
+            matches!(cause.downcast_ref(), Some(kvd_codec::CalibrationError::TooFewSamples { .. }));
         // A model folder that is not computed is mended by whoever wrote the command.
         idle || few || cause.is::<kvd_eval::UsageError>() || cause.is::<kvd_eval::ModelError>()
     })

@@ -87,11 +87,7 @@ fn settle_blocks(
 }
 
 /// Counts blocks that are raw and were not offered before.
-fn count_deferred(
-    model: &RegisteredModel,
-    batch: &PackBatch<'_>,
-    packed: &[Option<PackedPages>],
-) {
+fn count_deferred(model: &RegisteredModel, batch: &PackBatch<'_>, packed: &[Option<PackedPages>]) {
     // Rows that are kept as they came lose nothing by waiting: no alert is to tell of them.
     if !model.saves_memory() {
         return;

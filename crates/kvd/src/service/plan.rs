@@ -6,8 +6,8 @@ use kvd_compute::{
     RawTarget, Source,
 };
 use kvd_store::{
-    AppendTicket, PackBatch, PackTask, PinnedRange, PinnedRows, RawSlot, RowCopy, RowExtentRef, RowFormRef,
-    RowWrite,
+    AppendTicket, PackBatch, PackTask, PinnedRange, PinnedRows, RawSlot, RowCopy, RowExtentRef,
+    RowFormRef, RowWrite,
 };
 
 /// What a ticket asks of the device, for rows of that model.
