@@ -119,7 +119,7 @@ impl Client {
             .await
     }
 
-    /// [`Client::publish_blocks`], after which the sequence itself reads the pages as every sequence
+    /// [`Client::publish_blocks`], after which the sequence itself reads the pages as every one
     /// does that finds them: both answer alike.
     ///
     /// # Errors

@@ -172,8 +172,8 @@ impl UnusedTensors {
         match numbers.iter().position(|number| !number.is_finite()) {
             Some(at) => {
                 let reason = format!(
-                    "number {at} is {}; weights must be finite: was the file damaged, or a training \
-                     run saved that had diverged?",
+                    "number {at} is {}; weights must be finite: was the file damaged, or a run \
+                     saved that had diverged?",
                     numbers[at]
                 );
                 Err(ModelError::tensor_error(name, reason))
