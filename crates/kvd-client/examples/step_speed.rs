@@ -1,5 +1,7 @@
 //! How long a step of all layers takes through a region, beside one call a layer, and how fast a
-//! prefix comes back: `step_speed REGION_SOCKET [CODEC...]`, over a daemon that serves there.
+//! prefix comes back: `step_speed REGION_SOCKET DAEMON_PID [CODEC...]`, over a daemon that serves
+//! there. Wall times tell of a quiet machine alone, so processor times stand beside them.
+#![expect(clippy::print_stdout, reason = "its figures are for a person to read")]
 
 use kvd_client::{
     ClientError, DType, Geometry, LayerIndex, LoadStep, ModelSpec, RegionClient, RegionOptions,
@@ -32,7 +34,8 @@ type SpeedError = Box<dyn std::error::Error>;
 
 fn main() -> Result<(), SpeedError> {
     let mut words = std::env::args().skip(1);
-    let path = words.next().ok_or("step_speed REGION_SOCKET [CODEC...]")?;
+    let path = words.next().ok_or("step_speed REGION_SOCKET DAEMON_PID [CODEC...]")?;
+    let daemon: u32 = words.next().ok_or("the daemon's process, by number")?.parse()?;
     let mut codecs: Vec<String> = words.collect();
     if codecs.is_empty() {
         codecs = ["raw", "kivi-4"].map(str::to_owned).to_vec();
@@ -40,9 +43,7 @@ fn main() -> Result<(), SpeedError> {
     let bytes = ROOM.offset + ROOM.bytes;
     let region = RegionClient::open_region(path, &RegionOptions::default().with_bytes(bytes))?;
     fill_with_noise(&region)?;
-    println!(
-        "codec       store of 64 tokens, ms: a call a layer    one step    load of 1024, GB/s"
-    );
+    println!("medians (bests): wall ms, processor ms of both sides");
     for codec in codecs {
         let spec = ModelSpec {
             name: format!("speed/{codec}"),
@@ -57,27 +58,24 @@ fn main() -> Result<(), SpeedError> {
         let mut start = 0;
         // In turns, so that both meet the same machine.
         for _ in 0..ROUNDS {
-            by_layer.push(measure_call(|| store_layers(&region, sequence, start))?);
+            by_layer.push(measure_call(daemon, || store_layers(&region, sequence, start))?);
             start += STEP_TOKENS;
             let parts = vec![layers_of(sequence, start, STEP_TOKENS)];
             let step = StoreStep { model, parts, memory: bytes::Bytes::new() };
-            by_step.push(measure_call(|| calls.store_step(step).map(drop))?);
+            by_step.push(measure_call(daemon, || calls.store_step(step).map(drop))?);
             start += STEP_TOKENS;
         }
         let parts = vec![layers_of(sequence, 0, PREFIX_TOKENS)];
         let load = LoadStep { model, parts, dtype: None, memory_bytes: 0 };
         let mut loads = Vec::new();
         for _ in 0..ROUNDS {
-            loads.push(measure_call(|| calls.load_step(load.clone()).map(drop))?);
+            loads.push(measure_call(daemon, || calls.load_step(load.clone()).map(drop))?);
         }
-        let speed = ROWS_BYTES as f64 / 1e9;
-        println!(
-            "{codec:12}{:>40}{:>12}{:>12.2} ({:.2} at best)",
-            in_ms(&mut by_layer),
-            in_ms(&mut by_step),
-            speed / median_time(&mut loads).as_secs_f64(),
-            speed / loads[0].as_secs_f64(),
-        );
+        println!("{codec}, store of {STEP_TOKENS} tokens of 32 layers");
+        println!("  a call a layer   {}", describe_times(&by_layer));
+        println!("  one step         {}", describe_times(&by_step));
+        println!("{codec}, load of {PREFIX_TOKENS} tokens, {} MB", ROWS_BYTES / 1_000_000);
+        println!("  one step         {}", describe_times(&loads));
         calls.close_sequence(sequence)?;
         let request = kvd_proto::v1::UnregisterModelRequest { model_id: model.0 };
         calls.call_rpc::<kvd_proto::v1::UnregisterModelResponse>("UnregisterModel", &request)?;
@@ -127,20 +125,44 @@ fn store_layers(
     Ok(())
 }
 
-fn measure_call(call: impl FnOnce() -> Result<(), ClientError>) -> Result<Duration, ClientError> {
-    let began = Instant::now();
+/// Times of one call.
+#[derive(Clone, Copy)]
+struct CallTimes {
+    wall: Duration,
+    /// Of this process and the daemon.
+    processor: Duration,
+}
+
+fn measure_call(
+    daemon: u32,
+    call: impl FnOnce() -> Result<(), ClientError>,
+) -> Result<CallTimes, SpeedError> {
+    let both = || -> Result<u64, SpeedError> {
+        Ok(processor_ns(daemon)? + processor_ns(std::process::id())?)
+    };
+    let (began, before) = (Instant::now(), both()?);
     call()?;
-    Ok(began.elapsed())
+    let wall = began.elapsed();
+    Ok(CallTimes { wall, processor: Duration::from_nanos(both()? - before) })
 }
 
-/// The median; the times are sorted then.
-fn median_time(times: &mut [Duration]) -> Duration {
-    times.sort_unstable();
-    times[times.len() / 2]
+/// Processor time of all threads of a process so far, nanoseconds.
+fn processor_ns(process: u32) -> Result<u64, SpeedError> {
+    let mut sum = 0;
+    for task in std::fs::read_dir(format!("/proc/{process}/task"))? {
+        // A thread may have ended meanwhile.
+        let Ok(text) = std::fs::read_to_string(task?.path().join("schedstat")) else { continue };
+        sum += text.split(' ').next().unwrap_or_default().parse::<u64>()?;
+    }
+    Ok(sum)
 }
 
-/// Median and best.
-fn in_ms(times: &mut [Duration]) -> String {
-    let median = median_time(times).as_secs_f64() * 1e3;
-    format!("{median:.2} ({:.2})", times[0].as_secs_f64() * 1e3)
+/// Medians and bests.
+fn describe_times(times: &[CallTimes]) -> String {
+    let sorted = |time: fn(&CallTimes) -> Duration| {
+        let mut all: Vec<f64> = times.iter().map(|of| time(of).as_secs_f64() * 1e3).collect();
+        all.sort_by(f64::total_cmp);
+        format!("{:8.2} ({:7.2})", all[all.len() / 2], all[0])
+    };
+    format!("{}  {}", sorted(|of| of.wall), sorted(|of| of.processor))
 }

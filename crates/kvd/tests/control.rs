@@ -1,6 +1,7 @@
 //! Rpcs through a region: answers and refusals as by gRPC, sessions that a region holds, and
 //! workers that ask for what cannot be.
 #![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 #[path = "support/calls.rs"]
 mod calls;

@@ -1,5 +1,6 @@
 //! Answers in the form that an engine takes, and what a daemon tells an engine of itself.
 #![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 #[path = "support/calls.rs"]
 mod calls;

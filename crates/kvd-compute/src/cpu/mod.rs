@@ -488,6 +488,7 @@ impl Backend for CpuBackend {
 
     fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
         let codec = self.codec(plan.model)?;
-        raw_slots::load_rows(LayerReader { arena: &self.arena, codec, layer: plan.layer }, plan)
+        let reader = LayerReader { arena: &self.arena, codec, layer: plan.layer };
+        raw_slots::load_rows(reader, plan, &self.threads)
     }
 }

@@ -2,9 +2,12 @@
 
 use crate::cpu::arena::HostArena;
 use crate::cpu::row_reader::{LayerReader, RowReader, TILE_TOKENS};
-use crate::{BackendError, EncodeSource, IncomingRows, LoadPlan, LoadedRows, RawTarget, Source};
+use crate::{
+    BackendError, EncodeSource, IncomingRows, LoadPlan, LoadedRows, PlanPart, RawTarget, Source,
+};
 use kvd_codec::{HeadCodec, ModelCodec, RowSpace, widen_values};
 use kvd_core::{DType, Extent, Geometry, LayerIndex, Side};
+use rayon::prelude::*;
 
 /// First value of `bytes` that is NaN or infinite, and its index.
 #[must_use]
@@ -164,56 +167,84 @@ pub(crate) fn read_block(
     }
 }
 
-/// Decodes a range of a layer for `LoadBlocks`: `[tokens, heads, dim]`.
+/// Decodes a range of a layer, `[tokens, heads, dim]`; parts beside one another where `threads`
+/// has more than one.
 pub(crate) fn load_rows(
     reader: LayerReader<'_>,
     plan: &LoadPlan,
+    threads: &rayon::ThreadPool,
 ) -> Result<LoadedRows, BackendError> {
     let geometry = reader.codec.geometry();
-    let heads = geometry.kv_heads as usize;
+    let token_bytes = Side::BOTH
+        .map(|side| geometry.kv_heads as usize * geometry.head_dim(side) * plan.dtype.size_bytes());
     let tokens: usize = plan.parts.iter().map(|part| part.rows as usize).sum();
-    let mut sides = Side::BOTH
-        .map(|side| vec![0u8; tokens * heads * geometry.head_dim(side) * plan.dtype.size_bytes()]);
-    let mut first_token = 0;
-    let mut tile = Vec::new();
+    let [mut k, mut v] = token_bytes.map(|bytes| vec![0u8; tokens * bytes]);
+    let mut rest = [&mut k[..], &mut v[..]];
+    let mut parts = Vec::with_capacity(plan.parts.len());
     for part in &plan.parts {
+        let mut sides = rest.into_iter().zip(token_bytes);
+        let mut take = || {
+            let (bytes, of_token) = sides.next().unwrap_or_default();
+            bytes.split_at_mut(part.rows as usize * of_token)
+        };
+        let (k_part, k_rest) = take();
+        let (v_part, v_rest) = take();
+        rest = [k_rest, v_rest];
+        parts.push(PartRows { part, dtype: plan.dtype, sides: [k_part, v_part] });
+    }
+    if parts.len() > 1 && threads.current_num_threads() > 1 {
+        let load = |tile: &mut Vec<f32>, mut part: PartRows<'_>| part.load_part(reader, tile);
+        threads.install(|| parts.into_par_iter().try_for_each_init(Vec::new, load))?;
+    } else {
+        let mut tile = Vec::new();
+        parts.iter_mut().try_for_each(|part| part.load_part(reader, &mut tile))?;
+    }
+    Ok(LoadedRows { k, v })
+}
+
+/// Rows of one part, K and V, `[tokens, heads, dim]`.
+struct PartRows<'a> {
+    part: &'a PlanPart,
+    dtype: DType,
+    sides: [&'a mut [u8]; 2],
+}
+
+impl PartRows<'_> {
+    fn load_part(
+        &mut self,
+        reader: LayerReader<'_>,
+        tile: &mut Vec<f32>,
+    ) -> Result<(), BackendError> {
+        let (part, dtype) = (self.part, self.dtype);
+        let heads = reader.codec.geometry().kv_heads as usize;
         for side in Side::BOTH {
             for head in 0..heads {
                 let rows = reader.open_rows(&part.source, part.rows, side, head)?;
                 rows.verify_checksum()?;
                 let codec = reader.codec.head_codec(reader.layer, side, head);
-                let to = LoadTarget { dtype: plan.dtype, heads, head, first_token };
-                let bytes = &mut sides[side.index()];
-                load_head(&rows, codec, part.rows, &mut tile, HeadRows { to, bytes })?;
+                let bytes = &mut *self.sides[side.index()];
+                let to = HeadRows { dtype, heads, head, bytes };
+                load_head(&rows, codec, part.rows, tile, to)?;
             }
         }
-        first_token += part.rows as usize;
+        Ok(())
     }
-    let [k, v] = sides;
-    Ok(LoadedRows { k, v })
 }
 
 /// Rows of one head among `[tokens, heads, dim]`.
-#[derive(Clone, Copy)]
-struct LoadTarget {
+struct HeadRows<'a> {
     dtype: DType,
     heads: usize,
     head: usize,
-    first_token: usize,
-}
-
-/// Those rows, and the bytes of all heads.
-struct HeadRows<'a> {
-    to: LoadTarget,
+    /// Those of all heads.
     bytes: &'a mut [u8],
 }
 
 impl HeadRows<'_> {
     /// The bytes of a row, counted in the part.
     fn row_bytes_mut(&mut self, row: usize, dim: usize) -> &mut [u8] {
-        let LoadTarget { dtype, heads, head, first_token } = self.to;
-        let row_bytes = dim * dtype.size_bytes();
-        &mut self.bytes[((first_token + row) * heads + head) * row_bytes..][..row_bytes]
+        let row_bytes = dim * self.dtype.size_bytes();
+        &mut self.bytes[(row * self.heads + self.head) * row_bytes..][..row_bytes]
     }
 }
 
@@ -226,7 +257,7 @@ fn load_head(
     tile: &mut Vec<f32>,
     mut to: HeadRows<'_>,
 ) -> Result<(), BackendError> {
-    let (dim, dtype, space) = (codec.dim(), to.to.dtype, rows.row_space());
+    let (dim, dtype, space) = (codec.dim(), to.dtype, rows.row_space());
     tile.resize(TILE_TOKENS as usize * dim, 0.0);
     for first in (0..count).step_by(TILE_TOKENS as usize) {
         let tokens = TILE_TOKENS.min(count - first);

@@ -1,5 +1,6 @@
 //! Steps: many layers in one call, from and to an engine's own memory, by region and by gRPC.
 #![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 mod refusals;
 #[path = "../support/mod.rs"]
@@ -285,7 +286,15 @@ async fn rows_go_to_and_from_the_blocks_of_an_engine() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn some_layers_and_tokens_are_loaded_in_another_precision() {
-    let host = Host::start(&[]).await;
+    // One thread alone, and blocks on threads beside one another: the answers are the same.
+    let alone = load_some(&Host::start(&[]).await).await;
+    let beside = load_some(&Host::start(&[("device.threads", "3")]).await).await;
+    assert!(alone == beside);
+}
+
+/// Loads the middle layer of a few codecs, in f32; the rows of all of them.
+async fn load_some(host: &Host) -> Vec<u8> {
+    let mut all = Vec::new();
     let (k, v) = (noise(5, 300), noise(6, 300));
     for codec in ["raw", "kivi-4"] {
         let model = host.model(codec).await;
@@ -305,9 +314,10 @@ async fn some_layers_and_tokens_are_loaded_in_another_precision() {
             let step = LoadStep { model, parts: vec![part.clone()], dtype, memory_bytes: 2 * side };
             let loaded = host.load(way, step).await.unwrap();
             assert!(loaded.memory == [&right.k[..], &right.v[..]].concat(), "{codec} {way:?}");
+            all.extend(loaded.memory);
         }
     }
-    host.running.drain().await;
+    all
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

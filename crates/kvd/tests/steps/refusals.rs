@@ -1,6 +1,8 @@
 //! Steps that cannot be: refused before any work, by region and by gRPC.
 
-use super::{DONE, Host, MEMORY_BYTES, ROOM, TOKEN, WAYS, Way, blocking, dense_step, noise};
+use super::{
+    DONE, Host, MEMORY_BYTES, ROOM, TOKEN, WAYS, Way, blocking, dense_part, dense_step, noise,
+};
 use kvd_client::{ErrorCode, LayerIndex, LoadStep, RowLayout, RowTable, StepPart, StoreStep};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -92,5 +94,30 @@ async fn parts_that_meet_or_are_too_many_are_refused() {
     let load = LoadStep { model, parts: vec![part], dtype: None, memory_bytes: 1 };
     let refused = blocking(|| calls.load_step(load)).unwrap_err();
     assert!(refused.message.starts_with("memory_bytes: "), "{refused}");
+    host.running.drain().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_layer_that_would_be_no_message_and_layers_without_end_are_refused() {
+    let flags = [
+        ("server.message_bytes_max", "256 KiB"),
+        ("limits.calibration_bytes_max", "64 KiB"),
+        ("limits.step_rows_max", "10000"),
+    ];
+    let host = Host::start(&flags).await;
+    let model = host.model("raw").await;
+    let sequence = host.open(model).await;
+    let memory = bytes::Bytes::new();
+    // One layer of 600 tokens takes 300 KiB.
+    let part = StepPart { layers: Some(1), ..dense_part(sequence, 0, 600) };
+    let step = StoreStep { model, parts: vec![part], memory: memory.clone() };
+    let refused = host.store(Way::Region, step).await.unwrap_err();
+    assert_eq!(refused.code, Some(ErrorCode::MessageTooLarge), "{refused}");
+    assert!(refused.message.contains("one layer of a part takes 307200 bytes"), "{refused}");
+    // Three layers of one token count as 384 rows, so that 27 parts are too many.
+    let parts = vec![dense_part(sequence, 0, 1); 27];
+    let step = StoreStep { model, parts, memory };
+    let refused = host.store(Way::Region, step).await.unwrap_err();
+    assert_eq!(refused.code, Some(ErrorCode::LimitExceeded), "{refused}");
     host.running.drain().await;
 }

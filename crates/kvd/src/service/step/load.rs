@@ -15,9 +15,12 @@ use kvd_store::PinnedRange;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Rows of a piece that is decoded at once, K and V, about: they stay in a processor's cache until
-/// they are copied to their places.
-const PIECE_BYTES: u64 = 512 << 10;
+/// Rows of a piece that is decoded at once, K and V, about: some blocks for the threads of a
+/// processor, and few enough to stay in its cache until they are copied to their places.
+const PIECE_BYTES: u64 = 1 << 20;
+
+/// Bytes of a row in the search for rows that meet, at most.
+const RUN_BYTES: u64 = 16;
 
 /// The answer to a step.
 pub(crate) struct LoadedStep {
@@ -77,6 +80,9 @@ impl Service {
         let (memory_bytes, rows_max) = (memory.size_bytes(), self.config.step_rows_max);
         let plan = PartsPlan { geometry, dtype, memory_bytes, rows_max };
         let parts = plan.place_parts(step.parts)?;
+        let rows = parts.iter().flat_map(|part| [&part.k, &part.v]);
+        let rows: u64 = rows.map(|places| places.row_shape().count_rows()).sum();
+        let _runs = self.take_bytes(call, rows * RUN_BYTES)?;
         if let Some(at) = find_overlap(parts.iter().flat_map(|part| [&part.k, &part.v])) {
             let message = format!("two rows of the step have byte {at} of the memory in common");
             return Err(ServiceError::new(ErrorCode::InvalidArgument, message));

@@ -78,6 +78,9 @@ impl StepMemory {
     }
 }
 
+/// Rows that a layer of a part counts for at least, on each side.
+const LAYER_ROWS_MIN: u64 = 64;
+
 /// A part of a step whose rows all are inside the memory.
 struct PlacedPart {
     part: StepPart,
@@ -109,9 +112,11 @@ impl PartsPlan<'_> {
         let mut placed = Vec::with_capacity(parts.len());
         for (index, part) in parts.into_iter().enumerate() {
             let part = self.place_part(part).map_err(|error| error.in_part(index))?;
-            rows = rows
-                .saturating_add(part.k.row_shape().count_rows())
-                .saturating_add(part.v.row_shape().count_rows());
+            // Each layer of a part has book-keeping, however few its rows are.
+            let least = u64::from(part.layers) * LAYER_ROWS_MIN;
+            for places in [&part.k, &part.v] {
+                rows = rows.saturating_add(places.row_shape().count_rows().max(least));
+            }
             // Before anything that takes time by rows.
             if rows > self.rows_max {
                 let max = self.rows_max;

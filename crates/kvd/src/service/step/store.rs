@@ -96,6 +96,7 @@ impl Service {
         check_apart(&parts)?;
         // One layer at a time is copied out of the engine's memory.
         let copied = parts.iter().map(PlacedPart::layer_bytes).max().unwrap_or(0);
+        check_layer_bytes(copied, self.config.message_bytes_max as u64)?;
         let _inflight = self.take_bytes(call, copied)?;
         let shard = &self.shards[model.shard];
         let store = shard.store.clone();
@@ -129,6 +130,18 @@ impl Service {
         };
         shard.worker.ask_device(call, job).await
     }
+}
+
+/// Refuses a layer that would be no message either: room for it may never come.
+fn check_layer_bytes(bytes: u64, max: u64) -> Result<(), ServiceError> {
+    if bytes <= max {
+        return Ok(());
+    }
+    let message = format!(
+        "one layer of a part takes {bytes} bytes, over server.message_bytes_max = {max}; store \
+         fewer tokens at once"
+    );
+    Err(ServiceError::new(ErrorCode::MessageTooLarge, message))
 }
 
 /// Refuses parts that have a layer of a sequence in common.
