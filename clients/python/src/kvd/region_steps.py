@@ -15,8 +15,8 @@ from .ring import aligned
 if TYPE_CHECKING:
     from .region import Region
 
-# Of a step: 4,096 parts, and what `limits.step_rows_max` is by default; a layer counts for some rows
-# at least.
+# Of a step: 4,096 parts, and what `limits.step_rows_max` is by default; a layer counts for some
+# rows at least.
 _PARTS_MAX = 4096
 _ROWS_MAX = 4_194_304
 _ROWS_MIN = 64
