@@ -15,9 +15,11 @@ from .ring import aligned
 if TYPE_CHECKING:
     from .region import Region
 
-# Of a step: 4,096 parts, and what `limits.step_rows_max` is by default.
+# Of a step: 4,096 parts, and what `limits.step_rows_max` is by default; a layer counts for some
+# rows at least.
 _PARTS_MAX = 4096
 _ROWS_MAX = 4_194_304
+_ROWS_MIN = 64
 # Share of a region that one load takes at a time.
 _LOAD_SHARE = 4
 
@@ -26,7 +28,8 @@ def fits_step(items: SequenceOf[StoreItem], bytes_max: int) -> bool:
     """Whether these ranges can be one step: no layer of a sequence twice, and not too much."""
     if len(items) > _PARTS_MAX or len({(one.sequence_id, one.layer) for one in items}) < len(items):
         return False
-    rows = sum(2 * item.k.values.shape[0] * item.k.values.shape[1] for item in items)
+    counts = [item.k.values.shape[0] * item.k.values.shape[1] for item in items]
+    rows = sum(2 * max(_ROWS_MIN, count) for count in counts)
     return rows <= _ROWS_MAX and _size_of(items) <= bytes_max
 
 
