@@ -8,6 +8,7 @@
 mod attend;
 #[cfg(feature = "eval")]
 mod beside;
+mod cache;
 mod codec;
 mod data;
 pub mod limits;
@@ -21,6 +22,7 @@ mod store;
 mod transport;
 
 pub use attend::{AttendBench, AttendRow};
+pub use cache::{CacheBench, CacheRow};
 pub use codec::{CodecBench, CodecRow, HuffmanRow};
 pub use measure::{BenchResult, MachineInfo, MeasuredFigure};
 #[cfg(feature = "eval")]
