@@ -12,6 +12,7 @@
 mod attend;
 #[cfg(feature = "clients")]
 mod beside;
+mod cache;
 mod codec;
 mod data;
 pub mod limits;
@@ -25,6 +26,7 @@ mod store;
 mod transport;
 
 pub use attend::{AttendBench, AttendRow};
+pub use cache::{CacheBench, CacheRow};
 pub use codec::{CodecBench, CodecRow, HuffmanRow};
 pub use data::fit_codec;
 pub use measure::{BenchResult, MachineInfo, MeasuredFigure};

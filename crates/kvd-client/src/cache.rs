@@ -119,8 +119,8 @@ impl Client {
             .await
     }
 
-    /// [`Client::publish_blocks`], after which the sequence itself reads the pages as every one
-    /// does that finds them: both answer alike.
+    /// [`Client::publish_blocks`], after which the sequence itself reads the pages as every
+    /// sequence does that finds them: both answer alike.
     ///
     /// # Errors
     /// As that.

@@ -3,6 +3,7 @@
 
 mod append;
 mod cache_model;
+mod cache_threads;
 mod chunks;
 mod forks;
 mod harness;

@@ -1,5 +1,6 @@
 //! `kvd bench`: arguments in, a table or JSON out.
 
+mod cache;
 #[cfg(feature = "eval")]
 mod daemon;
 pub(super) mod flags;
@@ -37,6 +38,9 @@ pub(super) enum BenchCommand {
     /// Storing a prefill through the backend.
     #[command(after_help = help::BENCH_STORE)]
     Store(StoreArgs),
+    /// Looking keys up in the cache, opening on them, and evicting.
+    #[command(after_help = help::BENCH_CACHE)]
+    Cache(cache::CacheBenchArgs),
     /// One attend from a client to a daemon and back, by transport.
     #[cfg(feature = "eval")]
     #[command(after_help = help::BENCH_TRANSPORT)]
@@ -233,6 +237,7 @@ pub(super) fn run_bench(command: BenchCommand) -> Result<String, CliError> {
             };
             report_text(&args.common, bench.measure_all()?, &tables::STORE)
         }
+        BenchCommand::Cache(args) => cache::run_cache(&args),
         #[cfg(feature = "eval")]
         BenchCommand::Transport(args) => {
             let bench = TransportBench {

@@ -99,6 +99,11 @@ Examples:
   kvd bench store
   kvd bench store --codec kvcomp --tokens 4096 --threads 1,2";
 
+pub(super) const BENCH_CACHE: &str = "\
+Examples:
+  kvd bench cache
+  kvd bench cache --entries 100000 --keys 512 --json";
+
 #[cfg(feature = "eval")]
 pub(super) const BENCH_TRANSPORT: &str = "\
 Examples:
