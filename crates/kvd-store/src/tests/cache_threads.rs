@@ -53,8 +53,8 @@ fn run_thread(b: &Bench, thread: u64) {
         if whole {
             assert_eq!(b.values(opened.id, (number % 2) as u32), values(&text));
             let ticket = b.store.begin_publish(b.ns(), opened.id, 0, &chain(&bytes)).unwrap();
-            let ticket = if number % 3 == 0 { ticket.with_settling() } else { ticket };
-            b.finish_publish(ticket, |_| number % 7 == 0);
+            let ticket = if number.is_multiple_of(3) { ticket.with_settling() } else { ticket };
+            b.finish_publish(ticket, |_| number.is_multiple_of(7));
             assert_eq!(b.values(opened.id, 0), values(&text));
         }
         match number % 5 {
@@ -71,7 +71,7 @@ fn run_thread(b: &Bench, thread: u64) {
             3 => drop(index.drop_prefixes(b.model.id, &[chain(&bytes)])),
             _ => drop(index.evict_block(None, now)),
         }
-        let closed = if number % 11 == 0 {
+        let closed = if number.is_multiple_of(11) {
             b.store.close_and_drop(b.ns(), opened.id)
         } else {
             b.store.close_sequence(b.ns(), opened.id)
