@@ -129,7 +129,7 @@ fn store_layers(
 #[derive(Clone, Copy)]
 struct CallTimes {
     wall: Duration,
-    /// Of this process and the daemon.
+    /// Processor time of this process and the daemon.
     processor: Duration,
 }
 
