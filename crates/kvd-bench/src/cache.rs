@@ -1,4 +1,4 @@
-//! What the cache's index costs: matches, opens, and reservations that evict.
+//! Costs of the cache's index: matches, opens, and reservations that evict.
 //!
 //! A pool of offsets alone: no bytes are touched. A plain map, asked key by key, is timed in the
 //! same run.
@@ -129,9 +129,9 @@ impl CacheBench {
             let chain = read_chain(self.text_of(texts, round));
             let (store, model) = (&filled.store, filled.model.clone());
             let began = Instant::now();
-            let opened = store.open_with_prefix(model, &chain, None).map_err(failed)?;
+            let opened = store.open_with_prefix(model, &chain, None).map_err(cache_failure)?;
             times.push(began.elapsed());
-            store.close_sequence(&filled.model.namespace, opened.id).map_err(failed)?;
+            store.close_sequence(&filled.model.namespace, opened.id).map_err(cache_failure)?;
         }
         let case = format!("open on {} pages of one layer", self.keys);
         Ok(CacheRow::from_times(case, texts.len() * self.keys, times))
@@ -151,13 +151,13 @@ fn time_evictions() -> Result<CacheRow, BenchError> {
         let began = Instant::now();
         let reserved = full.store.pool().reserve_pages_for(namespace, PAGE_BYTES);
         times.push(began.elapsed());
-        held.push(reserved.map_err(failed)?);
+        held.push(reserved.map_err(cache_failure)?);
     }
     let case = "reservation of a page in a full pool";
     Ok(CacheRow::from_times(case, FULL_PAGES, times))
 }
 
-fn failed<E: std::fmt::Display>(error: E) -> BenchError {
+fn cache_failure<E: std::fmt::Display>(error: E) -> BenchError {
     BenchError::failed_step("cache")(error)
 }
 
@@ -193,7 +193,7 @@ impl IndexStore {
             dtype: DType::F16,
             rope_pairing: RopePairing::Half,
         };
-        let namespace = Namespace::new("bench").map_err(failed)?;
+        let namespace = Namespace::new("bench").map_err(cache_failure)?;
         let model = ModelShape { id: ModelId(1), namespace, geometry, sink: 0, recent: 0 };
         let boot = BootId::new([1; 16]).expect("not all 0");
         let ids = Arc::new(IdSpace::new(boot, [2; 16])).sequence_counter(0, 1);
@@ -206,23 +206,24 @@ impl IndexStore {
     /// Stores a page for each key, packed, and publishes all.
     fn publish_text(&self, keys: &[u8]) -> Result<(), BenchError> {
         let (store, namespace) = (&self.store, &self.model.namespace);
-        let id = store.open_sequence(self.model.clone()).map_err(failed)?;
+        let id = store.open_sequence(self.model.clone()).map_err(cache_failure)?;
         for block in 0..(keys.len() / KEY_BYTES) as u32 {
             self.append_block(id, block * BLOCK_TOKENS)?;
         }
-        let ticket = store.begin_publish(namespace, id, 0, &read_chain(keys)).map_err(failed)?;
+        let ticket =
+            store.begin_publish(namespace, id, 0, &read_chain(keys)).map_err(cache_failure)?;
         let published = ticket.commit_blocks();
         if let Some(stop) = published.stop {
-            return Err(failed(format!("publishing ended by {stop:?}")));
+            return Err(cache_failure(format!("publishing ended by {stop:?}")));
         }
-        store.close_sequence(namespace, id).map_err(failed)
+        store.close_sequence(namespace, id).map_err(cache_failure)
     }
 
     fn append_block(&self, id: SequenceId, start: u32) -> Result<(), BenchError> {
         let (namespace, layer) = (&self.model.namespace, LayerIndex(0));
         let begun = self.store.begin_append(namespace, id, layer, start, BLOCK_TOKENS, 0);
-        let BegunAppend::Ticket(ticket) = begun.map_err(failed)? else {
-            return Err(failed("a block was stored twice"));
+        let BegunAppend::Ticket(ticket) = begun.map_err(cache_failure)? else {
+            return Err(cache_failure("a block was stored twice"));
         };
         let pack = |_| {
             let slot = self.store.pool().reserve_pages_for(namespace, PAGE_BYTES).ok()?;
