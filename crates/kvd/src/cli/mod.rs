@@ -13,6 +13,7 @@ mod demo;
 #[cfg(feature = "eval")]
 mod eval;
 mod help;
+mod kernels;
 #[cfg(feature = "eval")]
 mod local;
 mod machine;
