@@ -1,7 +1,7 @@
 //! Packed blocks of a store: what came of each, told to the ticket, the metrics and the log.
 
 use super::RegisteredModel;
-use kvd_compute::{Appended, BlockAnswer, EncodedPages};
+use kvd_compute::{AppendOutcome, BlockAnswer, EncodedPages};
 use kvd_store::{AppendTicket, PackedPages, ReservedSlot};
 use std::sync::atomic::Ordering;
 
@@ -11,7 +11,7 @@ pub(super) fn settle_blocks(
     model: &RegisteredModel,
     ticket: &AppendTicket,
     slots: Vec<ReservedSlot>,
-    appended: Appended,
+    appended: AppendOutcome,
 ) -> Vec<Option<PackedPages>> {
     let (sequence, layer) = (ticket.sequence().0, ticket.layer().0);
     if let Some(error) = &appended.query_error {
