@@ -11,19 +11,19 @@ const CLIPPY: &[&str] =
     &["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"];
 
 /// Runs every check.
-pub(crate) fn run(root: &Path, report: &Report) -> Result<()> {
-    report.step("cargo fmt --all --check");
-    cargo(root, FMT)?;
-    report.step("cargo clippy --workspace --all-targets");
-    cargo(root, CLIPPY)?;
-    report.step("xtask gen --check");
+pub(crate) fn run_checks(root: &Path, report: &Report) -> Result<()> {
+    report.begin_step("cargo fmt --all --check");
+    run_cargo(root, FMT)?;
+    report.begin_step("cargo clippy --workspace --all-targets");
+    run_cargo(root, CLIPPY)?;
+    report.begin_step("xtask gen --check");
     check_generated(root)?;
-    report.step("xtask tidy");
-    tidy::run(root, &tidy::Arguments::default(), report)
+    report.begin_step("xtask tidy");
+    tidy::run_rules(root, &tidy::Arguments::default(), report)
 }
 
 /// Runs cargo with `arguments`, its output passed through.
-fn cargo(root: &Path, arguments: &[&str]) -> Result<()> {
+fn run_cargo(root: &Path, arguments: &[&str]) -> Result<()> {
     // Set by the cargo that runs us, so that the toolchain is the same.
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let status = Command::new(cargo).args(arguments).current_dir(root).status();

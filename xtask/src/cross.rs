@@ -43,12 +43,12 @@ pub(crate) struct Arguments {
 }
 
 /// Runs every step; the first failure ends the run.
-pub(crate) fn run(root: &Path, arguments: &Arguments, report: &Report) -> Result<()> {
+pub(crate) fn run_emulated(root: &Path, arguments: &Arguments, report: &Report) -> Result<()> {
     for tool in [LINKER, EMULATOR] {
-        ensure!(starts(tool), "{tool} is missing: CONTRIBUTING.md says what to install");
+        ensure!(can_start(tool), "{tool} is missing: CONTRIBUTING.md says what to install");
     }
     for arguments in [CHECK, if arguments.quick { QUICK } else { ALL }] {
-        report.step(&format!("cargo {}", arguments.join(" ")));
+        report.begin_step(&format!("cargo {}", arguments.join(" ")));
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let variable = |name: &str| format!("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_{name}");
         let status = Command::new(cargo)
@@ -68,7 +68,7 @@ pub(crate) fn run(root: &Path, arguments: &Arguments, report: &Report) -> Result
 }
 
 /// Whether a program can be started.
-fn starts(tool: &str) -> bool {
+fn can_start(tool: &str) -> bool {
     let mut command = Command::new(tool);
     command.arg("--version").stdout(Stdio::null()).stderr(Stdio::null());
     command.status().is_ok_and(|status| status.success())

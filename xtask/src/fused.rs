@@ -36,31 +36,31 @@ struct MultiplyAdd {
 }
 
 /// Compiles the kernels, disassembles them and fails where a product is fused that must not be.
-pub(crate) fn run(root: &Path, arguments: &Arguments, report: &Report) -> Result<()> {
-    let tools = match kernels::tools(root, report) {
+pub(crate) fn check_kernels(root: &Path, arguments: &Arguments, report: &Report) -> Result<()> {
+    let tools = match kernels::find_tools(root, report) {
         Err(reason) if arguments.skip_offline => {
-            return kernels::skip("fused: store kernels not looked through", &reason, report);
+            return kernels::skip_step("fused: store kernels not looked through", &reason, report);
         }
         tools => tools?,
     };
-    let found = multiply_adds(&disassemble(root, &tools)?);
-    let count = check(&found, |file, line| {
+    let found = multiply_adds(&disassemble_store(root, &tools)?);
+    let count = count_allowed(&found, |file, line| {
         let text = fs::read_to_string(file).unwrap_or_default();
         text.lines().nth(line.saturating_sub(1)).unwrap_or_default().to_owned()
     })?;
-    report.line(&format!("fused products of sm_{SM}: {count}, all of divisions and roots"));
+    report.print_line(&format!("fused products of sm_{SM}: {count}, all of divisions and roots"));
     Ok(())
 }
 
 /// The disassembly of the kernel file, with source lines.
-fn disassemble(root: &Path, tools: &Tools) -> Result<String> {
+fn disassemble_store(root: &Path, tools: &Tools) -> Result<String> {
     let out = root.join("target/kernels").join(format!("{FILE}.sm_{SM}.cubin"));
     let source = root.join("kernels").join(FILE).with_extension("cu");
     let mut nvcc = Command::new(&tools.nvcc);
     nvcc.args(["-std=c++17", "-O3", "-lineinfo", "-cubin"]);
     nvcc.arg(format!("-arch=sm_{SM}")).arg("-I").arg(root.join("kernels/include"));
-    kernels::output(nvcc.arg(source).arg("-o").arg(&out))?;
-    kernels::output(Command::new(&tools.nvdisasm).args(["-c", "-gi"]).arg(&out))
+    kernels::command_output(nvcc.arg(source).arg("-o").arg(&out))?;
+    kernels::command_output(Command::new(&tools.nvdisasm).args(["-c", "-gi"]).arg(&out))
 }
 
 /// Reads what `nvdisasm -c -gi` prints. The compiler's own subroutines for rare numbers, which
@@ -111,7 +111,7 @@ fn fused_opcode(line: &str) -> Option<&str> {
 
 /// Counts the multiply-adds of divisions and roots; fails with all others. `line_of` gives the text
 /// of a line of a source file.
-fn check(found: &[MultiplyAdd], line_of: impl Fn(&Path, usize) -> String) -> Result<usize> {
+fn count_allowed(found: &[MultiplyAdd], line_of: impl Fn(&Path, usize) -> String) -> Result<usize> {
     let mut others = Vec::new();
     for MultiplyAdd { kernel, opcode, source: (file, line) } in found {
         let text = line_of(file, *line);
@@ -162,17 +162,17 @@ $__internal_0_$__cuda_sm3x_div_rn_noftz_f32_slowpath:
 
     #[test]
     fn divisions_may_fuse_products_and_nothing_else() {
-        assert_eq!(check(&multiply_adds(TEXT), line_of).unwrap(), 2);
+        assert_eq!(count_allowed(&multiply_adds(TEXT), line_of).unwrap(), 2);
         for fused in ["FFMA R1, R2, R3, R4", "HFMA2 R1, R2, R3, R4", "DFMA R2, R4, R6, -R8"] {
             let text = TEXT.replace("FMUL R1, R2, R3", fused);
-            let error = check(&multiply_adds(&text), line_of).unwrap_err().to_string();
+            let error = count_allowed(&multiply_adds(&text), line_of).unwrap_err().to_string();
             assert!(error.contains("kvd_store_a: ") && error.contains("sum += a * b"), "{error}");
         }
     }
 
     #[test]
     fn a_listing_that_was_not_read_is_refused() {
-        assert!(check(&multiply_adds(""), line_of).is_err());
+        assert!(count_allowed(&multiply_adds(""), line_of).is_err());
     }
 
     #[test]
@@ -180,7 +180,7 @@ $__internal_0_$__cuda_sm3x_div_rn_noftz_f32_slowpath:
         let root = tempfile::tempdir().unwrap();
         // It is no folder that a compiler could be in.
         fs::write(root.path().join("target"), "a file").unwrap();
-        let of = |skip_offline| run(root.path(), &Arguments { skip_offline }, &Report);
+        let of = |skip_offline| check_kernels(root.path(), &Arguments { skip_offline }, &Report);
         assert!(of(false).is_err());
         assert_eq!(of(true).is_ok(), std::env::var_os("KVD_REQUIRE_KERNELS").is_none());
     }

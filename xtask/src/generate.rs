@@ -15,7 +15,7 @@ pub(crate) const FILES: [&str; 2] = ["kvd.v1.rs", "kvd.v1.bin"];
 pub(crate) const OUTPUT: &str = "crates/kvd-proto/src/gen";
 
 /// Compiles the `.proto` files under `root` into `out`.
-pub(crate) fn generate(root: &Path, out: &Path) -> Result<()> {
+pub(crate) fn generate_code(root: &Path, out: &Path) -> Result<()> {
     let include = root.join("proto");
     let source = include.join("kvd/v1/kvd.proto");
     let mut set = protox::compile([&source], [&include]).context("parse proto/kvd/v1/kvd.proto")?;
@@ -34,8 +34,8 @@ pub(crate) fn generate(root: &Path, out: &Path) -> Result<()> {
 
 /// The names among [`FILES`] whose content under `out` is not what `root` generates into
 /// `scratch`.
-pub(crate) fn stale(root: &Path, out: &Path, scratch: &Path) -> Result<Vec<&'static str>> {
-    generate(root, scratch)?;
+pub(crate) fn find_stale(root: &Path, out: &Path, scratch: &Path) -> Result<Vec<&'static str>> {
+    generate_code(root, scratch)?;
     let mut stale = Vec::new();
     for name in FILES {
         let fresh = fs::read(scratch.join(name)).with_context(|| format!("read {name}"))?;

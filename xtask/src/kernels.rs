@@ -66,17 +66,23 @@ impl Usage {
 }
 
 /// Compiles the requested kernels.
-pub(crate) fn asked(root: &Path, arguments: &Arguments, report: &Report) -> Result<()> {
+pub(crate) fn compile_asked(root: &Path, arguments: &Arguments, report: &Report) -> Result<()> {
     let Arguments { skip_offline, late, sm } = arguments;
     let targets = if sm.is_empty() { &TARGETS[..] } else { sm };
-    let compile = || if *late { late::run(root, targets, report) } else { run(root, report) };
+    let compile = || {
+        if *late {
+            late::compile_late(root, targets, report)
+        } else {
+            compile_kernels(root, report)
+        }
+    };
     if *skip_offline { or_skip(root, report, compile) } else { compile() }
 }
 
 /// Compiles all kernels and prints what each uses.
-pub(crate) fn run(root: &Path, report: &Report) -> Result<()> {
-    let out = folder(root)?;
-    let nvcc = compiler(&out, report)?;
+pub(crate) fn compile_kernels(root: &Path, report: &Report) -> Result<()> {
+    let out = output_folder(root)?;
+    let nvcc = find_compiler(&out, report)?;
     for entry in fs::read_dir(&out)? {
         let path = entry?.path();
         // One whose kernels are gone would be embedded with the others.
@@ -84,42 +90,42 @@ pub(crate) fn run(root: &Path, report: &Report) -> Result<()> {
             fs::remove_file(path)?;
         }
     }
-    let sources = sources(&root.join("kernels"))?;
-    let compiled = compile_all(&sources, |source| compile(&nvcc, root, source, &out));
+    let sources = list_sources(&root.join("kernels"))?;
+    let compiled = compile_all(&sources, |source| compile_file(&nvcc, root, source, &out));
     ensure!(compiled.len() == sources.len(), "a thread that compiled has ended early");
     let mut count = 0;
-    report.line(HEADING);
+    report.print_line(HEADING);
     for usages in compiled {
         for usage in usages? {
-            report.line(&usage.line());
+            report.print_line(&usage.line());
             let Usage { kernel, target, spill_bytes, .. } = usage;
             ensure!(spill_bytes == 0, "{kernel} spills {spill_bytes} bytes for {target}");
             count += 1;
         }
     }
     ensure!(count > 0, "nvcc named no kernel");
-    report.line(&format!("kernels: {count} compiled, into {}", out.display()));
+    report.print_line(&format!("kernels: {count} compiled, into {}", out.display()));
     Ok(())
 }
 
 /// Does what needs the compiler, but where that is not there and cannot be installed it says so and
 /// why.
 fn or_skip(root: &Path, report: &Report, compile: impl Fn() -> Result<()>) -> Result<()> {
-    match folder(root).and_then(|out| compiler(&out, report)) {
+    match output_folder(root).and_then(|out| find_compiler(&out, report)) {
         Ok(_) => compile(),
-        Err(reason) => skip("kernels: not compiled for GPUs", &reason, report),
+        Err(reason) => skip_step("kernels: not compiled for GPUs", &reason, report),
     }
 }
 
 /// Says which step is skipped and why; `KVD_REQUIRE_KERNELS` makes that a failure.
-pub(crate) fn skip(what: &str, reason: &Error, report: &Report) -> Result<()> {
+pub(crate) fn skip_step(what: &str, reason: &Error, report: &Report) -> Result<()> {
     ensure!(std::env::var_os(REQUIRE).is_none(), "{REQUIRE} is set, but: {reason:#}");
-    report.line(&format!("SKIP {what}, because {reason:#}"));
+    report.print_line(&format!("SKIP {what}, because {reason:#}"));
     Ok(())
 }
 
 /// The compiler's place, and its output for the kernels.
-fn folder(root: &Path) -> Result<PathBuf> {
+fn output_folder(root: &Path) -> Result<PathBuf> {
     let out = root.join("target/kernels");
     fs::create_dir_all(&out).with_context(|| format!("create {}", out.display()))?;
     Ok(out)
@@ -128,8 +134,8 @@ fn folder(root: &Path) -> Result<PathBuf> {
 /// Whether a kernel file has no fat binary in `out`, or something in `kernels/` is newer than it.
 pub(crate) fn are_stale(root: &Path, out: &Path) -> Result<bool> {
     let kernels = root.join("kernels");
-    let newest = newest(&kernels)?;
-    for source in sources(&kernels)? {
+    let newest = newest_change(&kernels)?;
+    for source in list_sources(&kernels)? {
         let name = source.file_stem().context("a kernel file without a name")?;
         if !is_made_after(&out.join(name).with_extension("fatbin"), newest) {
             return Ok(true);
@@ -144,13 +150,13 @@ fn is_made_after(file: &Path, time: SystemTime) -> bool {
 }
 
 /// When the latest of a folder's kernels and headers was changed.
-fn newest(folder: &Path) -> Result<SystemTime> {
+fn newest_change(folder: &Path) -> Result<SystemTime> {
     let mut latest = SystemTime::UNIX_EPOCH;
     for entry in fs::read_dir(folder).with_context(|| format!("read {}", folder.display()))? {
         let path = entry?.path();
         let is_source = path.extension().is_some_and(|end| end == "cu" || end == "cuh");
         if path.is_dir() {
-            latest = latest.max(newest(&path)?);
+            latest = latest.max(newest_change(&path)?);
         } else if is_source {
             latest = latest.max(fs::metadata(&path)?.modified()?);
         }
@@ -159,17 +165,17 @@ fn newest(folder: &Path) -> Result<SystemTime> {
 }
 
 /// The compiler, installed on first use.
-fn compiler(out: &Path, report: &Report) -> Result<PathBuf> {
+fn find_compiler(out: &Path, report: &Report) -> Result<PathBuf> {
     let environment = out.join(ENVIRONMENT);
-    if let Some(nvcc) = installed(&environment)? {
+    if let Some(nvcc) = find_installed(&environment)? {
         return Ok(nvcc);
     }
-    report.step(&format!("pip install {WHEELS}"));
+    report.begin_step(&format!("pip install {WHEELS}"));
     let mut venv = Command::new("python3");
-    output(venv.args(["-m", "venv"]).arg(&environment))?;
+    command_output(venv.args(["-m", "venv"]).arg(&environment))?;
     let mut pip = Command::new(environment.join("bin/pip"));
-    output(pip.args(["install", "--quiet", "--disable-pip-version-check", WHEELS]))?;
-    installed(&environment)?.with_context(|| format!("{WHEELS} holds no {NVCC}"))
+    command_output(pip.args(["install", "--quiet", "--disable-pip-version-check", WHEELS]))?;
+    find_installed(&environment)?.with_context(|| format!("{WHEELS} holds no {NVCC}"))
 }
 
 /// Programs of the virtual environment.
@@ -179,22 +185,22 @@ pub(crate) struct Tools {
 }
 
 /// Compiler and disassembler, installed on first use.
-pub(crate) fn tools(root: &Path, report: &Report) -> Result<Tools> {
-    let out = folder(root)?;
-    let nvcc = compiler(&out, report)?;
+pub(crate) fn find_tools(root: &Path, report: &Report) -> Result<Tools> {
+    let out = output_folder(root)?;
+    let nvcc = find_compiler(&out, report)?;
     let nvdisasm = nvcc.with_file_name("nvdisasm");
     if !nvdisasm.is_file() {
-        report.step(&format!("pip install {DISASSEMBLER}"));
+        report.begin_step(&format!("pip install {DISASSEMBLER}"));
         let mut pip = Command::new(out.join(ENVIRONMENT).join("bin/pip"));
         pip.args(["install", "--quiet", "--disable-pip-version-check", "--no-deps", DISASSEMBLER]);
-        output(&mut pip)?;
+        command_output(&mut pip)?;
         ensure!(nvdisasm.is_file(), "{DISASSEMBLER} holds no nvdisasm beside {NVCC}");
     }
     Ok(Tools { nvcc, nvdisasm })
 }
 
 /// The compiler in a virtual environment, whatever Python's version.
-fn installed(environment: &Path) -> Result<Option<PathBuf>> {
+fn find_installed(environment: &Path) -> Result<Option<PathBuf>> {
     let Ok(versions) = fs::read_dir(environment.join("lib")) else {
         return Ok(None);
     };
@@ -208,7 +214,7 @@ fn installed(environment: &Path) -> Result<Option<PathBuf>> {
 }
 
 /// The files that hold kernels.
-fn sources(kernels: &Path) -> Result<Vec<PathBuf>> {
+fn list_sources(kernels: &Path) -> Result<Vec<PathBuf>> {
     let mut sources = Vec::new();
     for entry in fs::read_dir(kernels).with_context(|| format!("read {}", kernels.display()))? {
         let path = entry?.path();
@@ -242,15 +248,15 @@ fn compile_all<T: Send>(sources: &[PathBuf], compile: impl Fn(&Path) -> T + Sync
 }
 
 /// Compiles one file for every target into one fat binary.
-fn compile(nvcc: &Path, root: &Path, source: &Path, out: &Path) -> Result<Vec<Usage>> {
-    let mut command = strict(nvcc, &TARGETS);
+fn compile_file(nvcc: &Path, root: &Path, source: &Path, out: &Path) -> Result<Vec<Usage>> {
+    let mut command = strict_compiler(nvcc, &TARGETS);
     command.arg("-lineinfo").arg(format!("-gencode=arch=compute_{PTX},code=compute_{PTX}"));
     command.arg("-I").arg(root.join("kernels/include"));
     compile_with(command, source, out)
 }
 
 /// The compiler, with warnings and spills as errors, for some targets.
-fn strict(nvcc: &Path, targets: &[u32]) -> Command {
+fn strict_compiler(nvcc: &Path, targets: &[u32]) -> Command {
     let mut command = Command::new(nvcc);
     command.args(["-std=c++17", "-O3", "-fatbin", "-Werror", "all-warnings"]);
     command.args(["-Xptxas", "-v,--warn-on-spills,-Werror"]);
@@ -264,11 +270,11 @@ fn strict(nvcc: &Path, targets: &[u32]) -> Command {
 fn compile_with(mut command: Command, source: &Path, out: &Path) -> Result<Vec<Usage>> {
     let name = source.file_stem().context("a kernel file without a name")?;
     command.arg(source).arg("-o").arg(out.join(name).with_extension("fatbin"));
-    Ok(usages(&output(&mut command)?))
+    Ok(read_usages(&command_output(&mut command)?))
 }
 
 /// Runs a command; gives its output.
-pub(crate) fn output(command: &mut Command) -> Result<String> {
+pub(crate) fn command_output(command: &mut Command) -> Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
     let output = command.output().with_context(|| format!("start {name}"))?;
     let text = [output.stdout, output.stderr].concat();
@@ -280,7 +286,7 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
 }
 
 /// Reads ptxas's verbose lines: a kernel's name, then its stack, then its registers.
-fn usages(text: &str) -> Vec<Usage> {
+fn read_usages(text: &str) -> Vec<Usage> {
     let mut usages: Vec<Usage> = Vec::new();
     for line in text.lines() {
         if line.contains("Compiling entry function") {
@@ -331,7 +337,7 @@ ptxas info    : Used 40 registers, used 0 barriers
             spill_bytes,
         };
         let wanted = [usage("kvd_a", "sm_80", 64, 128, 44), usage("kvd_b", "sm_90", 40, 0, 0)];
-        assert_eq!(usages(text), wanted);
+        assert_eq!(read_usages(text), wanted);
     }
 
     #[test]
@@ -352,11 +358,11 @@ ptxas info    : Used 40 registers, used 0 barriers
         fs::create_dir_all(&out).unwrap();
         // No virtual environment can be made there.
         fs::write(out.join("nvcc-13.0.3"), "a file").unwrap();
-        assert!(run(root.path(), &Report).is_err());
+        assert!(compile_kernels(root.path(), &Report).is_err());
         if std::env::var_os(REQUIRE).is_none() {
             for late in [false, true] {
                 let asked_for = Arguments { skip_offline: true, late, sm: Vec::new() };
-                asked(root.path(), &asked_for, &Report).unwrap();
+                compile_asked(root.path(), &asked_for, &Report).unwrap();
             }
         }
     }
@@ -388,10 +394,10 @@ ptxas info    : Used 40 registers, used 0 barriers
     #[test]
     fn a_compiler_that_is_not_there_is_not_found() {
         let empty = tempfile::tempdir().unwrap();
-        assert_eq!(installed(empty.path()).unwrap(), None);
+        assert_eq!(find_installed(empty.path()).unwrap(), None);
         let nvcc = empty.path().join("lib/python3.99/site-packages").join(NVCC);
         fs::create_dir_all(nvcc.parent().unwrap()).unwrap();
         fs::write(&nvcc, "").unwrap();
-        assert_eq!(installed(empty.path()).unwrap(), Some(nvcc));
+        assert_eq!(find_installed(empty.path()).unwrap(), Some(nvcc));
     }
 }

@@ -54,34 +54,34 @@ enum Chore {
 
 fn main() -> ExitCode {
     let report = Report;
-    match run(Arguments::parse().chore, &root(), &report) {
+    match run_chore(Arguments::parse().chore, &find_root(), &report) {
         Ok(()) => ExitCode::SUCCESS,
         // Not `fn main() -> Result`: findings are no defect of this program, so no backtrace.
         Err(error) => {
-            report.line(&format!("error: {error:#}"));
+            report.print_line(&format!("error: {error:#}"));
             ExitCode::FAILURE
         }
     }
 }
 
-fn run(chore: Chore, root: &Path, report: &Report) -> Result<()> {
+fn run_chore(chore: Chore, root: &Path, report: &Report) -> Result<()> {
     match chore {
         Chore::Gen { check: false } => {
-            fs::write(root.join(results::PAGE), results::page(root)?)?;
-            generate::generate(root, &root.join(generate::OUTPUT))
+            fs::write(root.join(results::PAGE), results::render_page(root)?)?;
+            generate::generate_code(root, &root.join(generate::OUTPUT))
         }
         Chore::Gen { check: true } => check_generated(root),
-        Chore::Tidy(arguments) => tidy::run(root, &arguments, report),
-        Chore::Ci => ci::run(root, report),
-        Chore::Cross(arguments) => cross::run(root, &arguments, report),
-        Chore::Kernels(arguments) => kernels::asked(root, &arguments, report),
-        Chore::Fused(arguments) => fused::run(root, &arguments, report),
-        Chore::Gpu { step } => gpu::run(root, step, report),
+        Chore::Tidy(arguments) => tidy::run_rules(root, &arguments, report),
+        Chore::Ci => ci::run_checks(root, report),
+        Chore::Cross(arguments) => cross::run_emulated(root, &arguments, report),
+        Chore::Kernels(arguments) => kernels::compile_asked(root, &arguments, report),
+        Chore::Fused(arguments) => fused::check_kernels(root, &arguments, report),
+        Chore::Gpu { step } => gpu::run_step(root, step, report),
     }
 }
 
 /// The repository's root: this package's parent.
-fn root() -> PathBuf {
+fn find_root() -> PathBuf {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
     package.parent().unwrap_or(package).to_owned()
 }
@@ -89,11 +89,11 @@ fn root() -> PathBuf {
 /// Fails if generated files in the repository are not up to date.
 fn check_generated(root: &Path) -> Result<()> {
     let page = fs::read_to_string(root.join(results::PAGE)).unwrap_or_default();
-    if page != results::page(root)? {
+    if page != results::render_page(root)? {
         bail!("{} differs from bench/results: run `cargo xtask gen`", results::PAGE);
     }
     let scratch = tempfile::tempdir()?;
-    let stale = generate::stale(root, &root.join(generate::OUTPUT), scratch.path())?;
+    let stale = generate::find_stale(root, &root.join(generate::OUTPUT), scratch.path())?;
     if stale.is_empty() {
         return Ok(());
     }

@@ -6,12 +6,12 @@ pub(crate) struct Report;
 
 impl Report {
     /// A step begins.
-    pub(crate) fn step(&self, name: &str) {
+    pub(crate) fn begin_step(&self, name: &str) {
         println!("== {name}");
     }
 
     /// One line of detail.
-    pub(crate) fn line(&self, text: &str) {
+    pub(crate) fn print_line(&self, text: &str) {
         println!("{text}");
     }
 }

@@ -43,7 +43,7 @@ struct Results {
 }
 
 /// The text that the page must have.
-pub(crate) fn page(root: &Path) -> Result<String> {
+pub(crate) fn render_page(root: &Path) -> Result<String> {
     let folder = root.join(FOLDER);
     let entries = fs::read_dir(&folder).with_context(|| format!("read {FOLDER}"))?;
     let mut files = entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
@@ -81,23 +81,24 @@ impl Results {
         words.push(format!("{}, {}", known("commit", &self.commit), known("date", &self.date)));
         words.extend(self.command.iter().map(|command| format!("`{command}`")));
         words.extend(self.notes.iter().cloned());
-        let mut text = format!("\n## {}\n\n{}\n", self.title, wrapped(&(words.join("; ") + ".")));
-        write!(text, "\n{}{}", row(&self.columns), "|---".repeat(self.columns.len()))?;
+        let mut text =
+            format!("\n## {}\n\n{}\n", self.title, wrap_lines(&(words.join("; ") + ".")));
+        write!(text, "\n{}{}", render_row(&self.columns), "|---".repeat(self.columns.len()))?;
         text.push_str("|\n");
         for values in &self.rows {
             let (count, columns) = (values.len(), self.columns.len());
             anyhow::ensure!(count == columns, "a row has {count} values for {columns} columns");
-            text.push_str(&row(&values.iter().map(cell).collect::<Vec<_>>()));
+            text.push_str(&render_row(&values.iter().map(render_cell).collect::<Vec<_>>()));
         }
         Ok(text)
     }
 }
 
-fn row(cells: &[String]) -> String {
+fn render_row(cells: &[String]) -> String {
     format!("| {} |\n", cells.join(" | "))
 }
 
-fn cell(value: &Value) -> String {
+fn render_cell(value: &Value) -> String {
     match value {
         Value::Null => "–".to_owned(),
         Value::String(text) => text.clone(),
@@ -110,7 +111,7 @@ fn cell(value: &Value) -> String {
 }
 
 /// Breaks a text into lines.
-fn wrapped(text: &str) -> String {
+fn wrap_lines(text: &str) -> String {
     let mut lines = vec![String::new()];
     for word in text.split(' ') {
         let Some(line) = lines.last_mut() else { continue };
@@ -169,7 +170,7 @@ mod tests {
 
     #[test]
     fn lines_have_at_most_a_hundred_characters() {
-        let text = wrapped(&"ab ".repeat(100));
+        let text = wrap_lines(&"ab ".repeat(100));
         assert!(text.lines().all(|line| line.chars().count() <= LINE_CHARS_MAX));
         assert_eq!(text.lines().count(), 4);
     }

@@ -61,27 +61,25 @@ pub(crate) fn append_page(
     scratch: &mut EncodeScratch,
     out: &mut Vec<u8>,
 ) -> EncodedPage {
-    let PagePlan { side, place, dtype, rows, absmax, stage } = *plan;
+    let PagePlan { side, place, dtype, rows, stage, .. } = *plan;
     let stage = if side.rung { EntropyCoder::Fixed } else { stage };
     let start = out.len();
     out.resize(start + HEADER_BYTES, 0);
-    let part = (side, place.side, dtype);
     scratch.table_version = 0;
     let mut gains = 0;
-    let (mut parts, fallback) =
-        match append_payload(part, CheckedRows { rows, absmax }, stage, scratch, out) {
-            Ok(mut parts) => {
-                gains = gain::append_shifts(&scratch.gains, out) as u64;
-                parts.scales += gains;
-                (parts, false)
-            }
-            Err(Unquantizable) => {
-                out.truncate(start + HEADER_BYTES);
-                float::encode_rows(dtype, rows, out).expect("the block was checked");
-                let codes = (out.len() - start - HEADER_BYTES) as u64;
-                (PageBytes { codes, ..PageBytes::default() }, true)
-            }
-        };
+    let (mut parts, fallback) = match append_payload(&PagePlan { stage, ..*plan }, scratch, out) {
+        Ok(mut parts) => {
+            gains = gain::append_shifts(&scratch.gains, out) as u64;
+            parts.scales += gains;
+            (parts, false)
+        }
+        Err(Unquantizable) => {
+            out.truncate(start + HEADER_BYTES);
+            float::encode_rows(dtype, rows, out).expect("the block was checked");
+            let codes = (out.len() - start - HEADER_BYTES) as u64;
+            (PageBytes { codes, ..PageBytes::default() }, true)
+        }
+    };
     let header = PageHeader {
         side: place.side,
         quantizer: if fallback { id::float_id(dtype) } else { side.quantizer_id() },
@@ -102,21 +100,13 @@ pub(crate) fn append_page(
     EncodedPage { parts, fallback }
 }
 
-/// Rows `[tokens, dim]` that were checked, and their largest magnitude.
-#[derive(Clone, Copy)]
-struct CheckedRows<'a> {
-    rows: &'a [f32],
-    absmax: f32,
-}
-
 fn append_payload(
-    (side, of, dtype): (&HeadCodec, Side, DType),
-    input: CheckedRows<'_>,
-    stage: EntropyCoder<'_>,
+    plan: &PagePlan<'_>,
     scratch: &mut EncodeScratch,
     out: &mut Vec<u8>,
 ) -> Result<PageBytes, Unquantizable> {
-    let CheckedRows { rows, absmax } = input;
+    let PagePlan { side, place, dtype, rows, absmax, stage } = *plan;
+    let of = place.side;
     let (dim, tokens) = (side.dim(), rows.len() / side.dim());
     let EncodeScratch { coefficients, symbols, scales, gains, table_version } = scratch;
     let coefficients = transform_rows(side, rows, coefficients, gains);

@@ -52,17 +52,17 @@ pub fn fit_calibration(
         ));
     }
     let heads = geometry.layers as usize * geometry.kv_heads as usize;
-    let mut parts: Vec<(Side, &SideSpec)> = Vec::new();
+    let mut parts: Vec<FittedPart<'_>> = Vec::new();
     for side in Side::BOTH {
         for variant in spec.side_specs(side) {
             variant
                 .check_geometry(geometry, side)
                 .map_err(|reason| Box::new(CodecError::InvalidCodec { side, reason }))?;
-            let known = |(other, spec): &(Side, &SideSpec)| {
-                *other == side && spec.fitted_text() == variant.fitted_text()
+            let known = |part: &FittedPart<'_>| {
+                part.side == side && part.spec.fitted_text() == variant.fitted_text()
             };
             if variant.needs_calibration() && !parts.iter().any(known) {
-                parts.push((side, variant));
+                parts.push(FittedPart { side, spec: variant });
             }
         }
     }
@@ -96,13 +96,21 @@ pub(crate) trait QuantizerFit {
     -> Result<(), CalibrationError>;
 }
 
+/// A side that is to be fitted.
+#[derive(Clone, Copy)]
+struct FittedPart<'a> {
+    side: Side,
+    spec: &'a SideSpec,
+}
+
 fn fit_side(
     geometry: &Geometry,
-    (side, side_spec): (Side, &SideSpec),
+    part: FittedPart<'_>,
     samples: &Samples,
     seed: u64,
     one_more: &mut dyn FnMut(),
 ) -> Result<SideCalibration, CalibrationError> {
+    let FittedPart { side, spec: side_spec } = part;
     let mut fitted = SideCalibration::new(side, side_spec.fitted_text());
     let transforms = &side_spec.transforms[..];
     let target = FitTarget { geometry, side, transforms, seed };

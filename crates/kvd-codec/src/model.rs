@@ -245,7 +245,7 @@ impl ModelCodec {
             for head in 0..self.geometry.kv_heads as usize {
                 let head_side = self.head_codec(layer, side, head);
                 let rows = block.head_rows(side, head, head_side.dim());
-                let absmax = match self.check_head_rows(side, head, (rows, block.tokens)) {
+                let absmax = match self.check_head_rows(side, head, rows, block.tokens) {
                     Ok(absmax) => absmax,
                     Err(error) => {
                         out.truncate(start);
@@ -336,7 +336,7 @@ impl ModelCodec {
         for side in Side::BOTH {
             for head in 0..self.geometry.kv_heads as usize {
                 let rows = block.head_rows(side, head, self.geometry.head_dim(side));
-                self.check_head_rows(side, head, (rows, block.tokens))?;
+                self.check_head_rows(side, head, rows, block.tokens)?;
             }
         }
         Ok(())
@@ -347,7 +347,8 @@ impl ModelCodec {
         &self,
         side: Side,
         head: usize,
-        (rows, tokens): (&[f32], usize),
+        rows: &[f32],
+        tokens: usize,
     ) -> Result<f32, CodecError> {
         let limit = largest_finite(self.geometry.dtype);
         if let Some(absmax) = largest_within(rows, limit) {

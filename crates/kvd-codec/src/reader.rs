@@ -104,7 +104,7 @@ impl<'a> PageReader<'a> {
             StoredLayout::Float(dtype) => rows_payload(dtype, &page, dim)?,
             StoredLayout::Grid(grid) => {
                 let (runs, tables) = (&grid.runs[..], &grid.tables[..]);
-                let layout = stream_layout(&page, (dim, true), CodeTables { runs, tables });
+                let layout = stream_layout(&page, dim, true, CodeTables { runs, tables });
                 PagePayload::Grid { grid, streams: streams::split_chunks(layout, page.payload())? }
             }
             StoredLayout::BitAlloc(bitalloc) => bitalloc_payload(bitalloc, &page)?,
@@ -286,7 +286,7 @@ impl<'a> PageReader<'a> {
             }
             PagePayload::Grid { grid, streams } => grid.decode_rows(&streams, first..end, out),
             PagePayload::BitAlloc { bitalloc, codes, outliers } => {
-                bitalloc.decode_rows(CodedRows { codes, outliers }, (tokens, first), out);
+                bitalloc.decode_rows(CodedRows { tokens, codes, outliers }, first, out);
                 Ok(())
             }
             PagePayload::Huffman { scales, streams } => {
@@ -382,13 +382,14 @@ fn huffman_payload<'a>(
         runs: std::slice::from_ref(&side.trained_run),
         tables: std::slice::from_ref(table),
     };
-    let streams = streams::split_chunks(stream_layout(page, (per_row, false), coding), rest)?;
+    let streams = streams::split_chunks(stream_layout(page, per_row, false, coding), rest)?;
     Ok(PagePayload::Huffman { scales, streams })
 }
 
 fn stream_layout<'a>(
     page: &Page<'_>,
-    (per_row, outliers): (usize, bool),
+    per_row: usize,
+    outliers: bool,
     coding: CodeTables<'a>,
 ) -> StreamLayout<'a> {
     let CodeTables { runs, tables } = coding;

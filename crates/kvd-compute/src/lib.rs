@@ -17,10 +17,10 @@ mod stop;
 mod task;
 
 pub use backend::{
-    AppendPlan, AppendRows, AppendSteps, Appended, AttendBackend, Attended, Backend, BlockAnswer,
-    DeviceInfo, EncodeSource, EncodedPages, HeldPages, IncomingRows, Launches, LoadedRows,
-    ModelBytes, PageBackend, PlannedBlock, PlannedCopy, PlannedWrite, RawTarget, RegionBackend,
-    ReserveSlot,
+    AppendOutcome, AppendPlan, AppendRows, AppendSteps, AttendBackend, Attended, Backend,
+    BlockAnswer, DeviceInfo, EncodeSource, EncodedPages, HeldPages, IncomingRows, Launches,
+    LoadedRows, ModelBytes, PageBackend, PlannedBlock, PlannedCopy, PlannedWrite, RawTarget,
+    RegionBackend, ReserveSlot,
 };
 pub use cpu::{
     ArenaError, CodeDecoder, CpuBackend, CpuOptions, EncodeAs, InstructionSet, KernelChoice,

@@ -38,7 +38,11 @@ impl Sampling {
     }
 
     /// Takes note of what was found of a layer's blocks.
-    pub fn saw(&mut self, layer: LayerIndex, encoded: &[Result<EncodedPages, BackendError>]) {
+    pub fn note_blocks(
+        &mut self,
+        layer: LayerIndex,
+        encoded: &[Result<EncodedPages, BackendError>],
+    ) {
         let of_layer = self.0.entry(layer).or_default();
         for pages in encoded.iter().flatten().filter(|pages| pages.sampled.is_some()) {
             let is_over = pages.over_bound() != [0, 0];

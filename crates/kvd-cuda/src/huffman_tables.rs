@@ -250,7 +250,7 @@ pub struct SharedMemory {
     pub under_way: usize,
 }
 
-/// What thread blocks of a kernel have of a multiprocessor.
+/// Room of a kernel's thread blocks on a multiprocessor.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BlockRoom {
     pub(crate) shared: SharedMemory,
@@ -260,7 +260,8 @@ pub(crate) struct BlockRoom {
 
 /// Chunks of each side that a thread block decodes together, and the shared memory that it takes
 /// for them beside `other` bytes: `planned` where a thread block has room for them, else so that a
-/// multiprocessor decodes as many as it can. `chunk_bytes` is of keys and values, 0 for sides of fixed width.
+/// multiprocessor decodes as many as it can. `chunk_bytes` is of keys and values, 0 for sides of
+/// fixed width.
 pub(crate) fn plan_decoding(
     chunk_bytes: [usize; 2],
     other: usize,

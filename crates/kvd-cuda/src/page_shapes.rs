@@ -254,11 +254,11 @@ fn copied_bytes(bytes: usize) -> usize {
 }
 
 impl TileShape<'_> {
-    fn rows(&self) -> usize {
+    fn tile_rows(&self) -> usize {
         self.tokens.min(TILE_TOKENS)
     }
 
-    fn dim(&self) -> usize {
+    fn head_dim(&self) -> usize {
         self.shape.dim as usize
     }
 
@@ -268,7 +268,9 @@ impl TileShape<'_> {
         if self.shape.stride != 0 {
             return 0;
         }
-        copied_bytes((self.rows() * per_row * self.shape.bits as usize).div_ceil(8) + PLANES_MAX)
+        copied_bytes(
+            (self.tile_rows() * per_row * self.shape.bits as usize).div_ceil(8) + PLANES_MAX,
+        )
     }
 
     /// Rows of scales that a tile meets.
@@ -279,11 +281,11 @@ impl TileShape<'_> {
 
     /// Scales of a row.
     fn scale_pairs(&self) -> usize {
-        self.dim().div_ceil(self.shape.scale_channels as usize)
+        self.head_dim().div_ceil(self.shape.scale_channels as usize)
     }
 
     fn row_bytes(&self, value_bytes: usize) -> usize {
-        copied_bytes(self.rows() * self.dim() * value_bytes).next_multiple_of(LINE_BYTES)
+        copied_bytes(self.tile_rows() * self.head_dim() * value_bytes).next_multiple_of(LINE_BYTES)
     }
 }
 
@@ -299,17 +301,17 @@ pub(crate) fn tile_of_halves(tile: TileShape<'_>) -> usize {
 
 /// Codes behind one scale.
 pub(crate) fn tile_of_fp8(tile: TileShape<'_>) -> usize {
-    copied_bytes(4) + tile.code_bytes(tile.dim()).next_multiple_of(LINE_BYTES)
+    copied_bytes(4) + tile.code_bytes(tile.head_dim()).next_multiple_of(LINE_BYTES)
 }
 
 /// Codes behind pairs of minimum and step.
 pub(crate) fn tile_of_uniform(tile: TileShape<'_>) -> usize {
-    copied_bytes(tile.scale_rows() * tile.scale_pairs() * 4) + tile.code_bytes(tile.dim())
+    copied_bytes(tile.scale_rows() * tile.scale_pairs() * 4) + tile.code_bytes(tile.head_dim())
 }
 
 /// Codes behind steps.
 pub(crate) fn tile_of_symmetric(tile: TileShape<'_>) -> usize {
-    copied_bytes(tile.scale_rows() * tile.scale_pairs() * 2) + tile.code_bytes(tile.dim())
+    copied_bytes(tile.scale_rows() * tile.scale_pairs() * 2) + tile.code_bytes(tile.head_dim())
 }
 
 /// Codes behind groups' modes, signs and steps.
@@ -318,24 +320,26 @@ pub(crate) fn tile_of_hybrid(tile: TileShape<'_>) -> usize {
     let values = share.min(tile.tokens) * tile.shape.scale_channels as usize;
     let word = values.div_ceil(8).max(WORD_BYTES_MIN);
     let groups = tile.scale_rows() * tile.scale_pairs();
-    copied_bytes(groups / 8 + 2) + copied_bytes(groups * (word + 2)) + tile.code_bytes(tile.dim())
+    copied_bytes(groups / 8 + 2)
+        + copied_bytes(groups * (word + 2))
+        + tile.code_bytes(tile.head_dim())
 }
 
 /// Codes of every stage.
 pub(crate) fn tile_of_vq(tile: TileShape<'_>) -> usize {
-    tile.code_bytes(tile.dim() / tile.shape.book_dim as usize * tile.shape.stages as usize)
+    tile.code_bytes(tile.head_dim() / tile.shape.book_dim as usize * tile.shape.stages as usize)
 }
 
 /// Codes of pairs, behind steps where pages have them.
 pub(crate) fn tile_of_polar(tile: TileShape<'_>) -> usize {
     let has_steps = tile.shape.table_bytes == 8 << tile.shape.angle_bits;
-    let scales = if has_steps { copied_bytes(tile.scale_rows() * tile.dim()) } else { 0 };
-    scales + tile.code_bytes(tile.dim() / 2)
+    let scales = if has_steps { copied_bytes(tile.scale_rows() * tile.head_dim()) } else { 0 };
+    scales + tile.code_bytes(tile.head_dim() / 2)
 }
 
 /// Codes behind a scale of each row.
 pub(crate) fn tile_of_lloyd(tile: TileShape<'_>) -> usize {
-    copied_bytes(2 * tile.rows()) + tile.code_bytes(tile.dim())
+    copied_bytes(2 * tile.tile_rows()) + tile.code_bytes(tile.head_dim())
 }
 
 /// Its bits are those of a row; every run has a place of its own, that of a full tile.

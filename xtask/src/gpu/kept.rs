@@ -88,7 +88,7 @@ impl Subject {
     pub(super) fn mismatch(&self) -> Option<String> {
         let packed = self.pack["device"].as_str()?;
         let name = self.device.split(',').next().unwrap_or_default().trim();
-        let kind = known::kind(name);
+        let kind = known::find_kind(name);
         if kind == Some(packed) {
             return None;
         }

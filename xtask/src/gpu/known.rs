@@ -14,7 +14,7 @@ const KNOWN: [Known; 5] = [
 ];
 
 /// The name of a GPU for `--device`; none if no plan is made for it.
-pub(super) fn kind(name: &str) -> Option<&'static str> {
+pub(super) fn find_kind(name: &str) -> Option<&'static str> {
     let name = name.to_uppercase();
     let words: Vec<&str> = name.split(|c: char| !c.is_alphanumeric()).collect();
     let has = |word: &&str| words.contains(word);
@@ -47,7 +47,7 @@ pub(super) mod tests {
     #[test]
     fn a_gpu_is_known_by_its_name_unless_it_is_of_another_form() {
         for (name, wanted) in NAMES {
-            assert_eq!(kind(name), wanted, "{name}");
+            assert_eq!(find_kind(name), wanted, "{name}");
         }
     }
 }

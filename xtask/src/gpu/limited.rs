@@ -25,7 +25,7 @@ pub(super) enum Ended {
 
 /// Runs a command, whose output goes to the end of the file `log`; gives how it ended and what it
 /// printed.
-pub(super) fn run(
+pub(super) fn run_limited(
     command: &mut Command,
     limit: Duration,
     log: &Path,
@@ -34,12 +34,12 @@ pub(super) fn run(
     let start = log.seek(SeekFrom::End(0))?;
     command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log.try_clone()?);
     let mut child = command.process_group(0).spawn()?;
-    let ended = wait(&mut child, limit);
+    let ended = wait_for(&mut child, limit);
     // Processes that a command leaves behind hold GPU memory.
     kill_group(child.id());
     let ended = match ended? {
         Some(status) => Ended::By(status),
-        None if wait(&mut child, LAST_WAIT)?.is_some() => Ended::Killed,
+        None if wait_for(&mut child, LAST_WAIT)?.is_some() => Ended::Killed,
         None => Ended::Stays,
     };
     Ok((ended, read_from(&mut log, start)?))
@@ -52,7 +52,7 @@ fn read_from(log: &mut File, start: u64) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<ExitStatus>> {
+fn wait_for(child: &mut Child, limit: Duration) -> io::Result<Option<ExitStatus>> {
     let begun = Instant::now();
     loop {
         if let Some(status) = child.try_wait()? {
@@ -82,7 +82,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("log");
         std::fs::write(&log, "of others\n").unwrap();
-        run(Command::new("sh").args(["-c", script]), limit, &log).unwrap()
+        run_limited(Command::new("sh").args(["-c", script]), limit, &log).unwrap()
     }
 
     /// Waits until a process is gone.

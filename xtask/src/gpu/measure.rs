@@ -34,11 +34,11 @@ pub(super) fn run(folder: &Path, smi: &str, asked: &Asked, report: &Report) -> R
         Err(reason) => {
             let required = std::env::var_os("KVD_REQUIRE_GPU").is_some();
             ensure!(!required, "KVD_REQUIRE_GPU is set, but: {reason:#}");
-            report.line(&format!("no GPU: skipped because {reason:#}"));
+            report.print_line(&format!("no GPU: skipped because {reason:#}"));
             return Ok(());
         }
     };
-    report.step(&device);
+    report.begin_step(&device);
     let out = asked.out.clone().unwrap_or_else(|| folder.join("report"));
     let pack = fs::read(folder.join(PACK)).ok();
     let pack: Value =
@@ -47,14 +47,14 @@ pub(super) fn run(folder: &Path, smi: &str, asked: &Asked, report: &Report) -> R
     let of = Subject { device, date, pack };
     let other = of.mismatch();
     if let Some(reason) = &other {
-        report.line(&format!("warning: {reason}"));
+        report.print_line(&format!("warning: {reason}"));
     }
-    let steps = steps::all(folder, |file| of.figures(&out, file));
+    let steps = steps::list_steps(folder, |file| of.figures(&out, file));
     let names: Vec<_> = steps.iter().map(|step| step.name.as_str()).collect();
     let mut kept = Kept::open(&out, of, &names)?;
     let has_ended =
         |step: &Step| kept.steps.iter().any(|done| done.name == step.name && done.has_ended());
-    let chosen = steps::chosen(&steps, &asked.only, has_ended)?;
+    let chosen = steps::choose_steps(&steps, &asked.only, has_ended)?;
     kept.save()?;
     let (mut bad, mut left) = (Vec::new(), Vec::new());
     let asked_for = steps.into_iter().enumerate().zip(chosen).filter(|(_, chosen)| *chosen);
@@ -64,20 +64,21 @@ pub(super) fn run(folder: &Path, smi: &str, asked: &Asked, report: &Report) -> R
             left.push(step.key);
             continue;
         }
-        report.step(&format!("{}, {} s at most", step.name, limit.as_secs()));
+        report.begin_step(&format!("{}, {} s at most", step.name, limit.as_secs()));
         let done = match &other {
             Some(reason) if step.is_planned() => refuse_step(&mut kept, index, &step, reason)?,
             _ => run_step(&mut kept, index, &mut step, limit)?,
         };
-        report.line(&format!("{}, {:.1} s", done.outcome, done.seconds));
+        report.print_line(&format!("{}, {:.1} s", done.outcome, done.seconds));
         if done.is_bad() {
             bad.push(step.key);
         }
     }
-    report.line(&format!("report: {} (belongs into docs/perf/gpu)", kept.path("md").display()));
+    report
+        .print_line(&format!("report: {} (belongs into docs/perf/gpu)", kept.path("md").display()));
     if !left.is_empty() {
         let (left, within) = (left.join(","), asked.within);
-        report.line(&format!("not begun, as {within} s were too few: --only {left}"));
+        report.print_line(&format!("not begun, as {within} s were too few: --only {left}"));
     }
     ensure!(bad.is_empty(), "{} steps failed: {}", bad.len(), bad.join(","));
     Ok(())
@@ -115,7 +116,7 @@ fn attempt(name: &str, command: &mut Command, limit: Duration, log: &Path) -> Do
     let begun = Instant::now();
     let named = OpenOptions::new().create(true).append(true).open(log);
     let named = named.and_then(|mut log| writeln!(log, "== {name}"));
-    let ended = named.and_then(|()| limited::run(command, limit, log));
+    let ended = named.and_then(|()| limited::run_limited(command, limit, log));
     let (outcome, output) = match ended {
         Err(error) => {
             let program = command.get_program().to_string_lossy().into_owned();
@@ -161,7 +162,7 @@ fn first_visible(visible: &str) -> Option<&str> {
 fn text(command: &mut Command, limit: Duration) -> Result<String> {
     let name = command.get_program().to_string_lossy().into_owned();
     let log = tempfile::NamedTempFile::new()?;
-    let ended = limited::run(command, limit, log.path());
+    let ended = limited::run_limited(command, limit, log.path());
     let (ended, output) = ended.with_context(|| format!("{name} does not start"))?;
     match ended {
         Ended::By(status) if status.success() => Ok(output.trim().to_owned()),

@@ -61,9 +61,9 @@ pub(crate) struct Asked {
     within: u64,
 }
 
-pub(crate) fn run(root: &Path, step: Step, report: &Report) -> Result<()> {
+pub(crate) fn run_step(root: &Path, step: Step, report: &Report) -> Result<()> {
     match step {
-        Step::Pack { device, out } => pack::pack(root, &root.join(out), &device, report),
+        Step::Pack { device, out } => pack::pack_folder(root, &root.join(out), &device, report),
         Step::Run(asked) => {
             let program = std::env::current_exe()?;
             measure::run(program.parent().unwrap_or(root), "nvidia-smi", &asked, report)

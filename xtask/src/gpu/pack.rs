@@ -18,10 +18,10 @@ const MOST_BYTES: u64 = 64 << 20;
 const REPORTS: &str = "report";
 
 /// Packs for the GPU that `kvd plan --device` calls `device`: its plans are launched.
-pub(crate) fn pack(root: &Path, out: &Path, device: &str, report: &Report) -> Result<()> {
+pub(crate) fn pack_folder(root: &Path, out: &Path, device: &str, report: &Report) -> Result<()> {
     let fatbins = root.join("target/kernels");
     if kernels::are_stale(root, &fatbins)? {
-        kernels::run(root, report)?;
+        kernels::compile_kernels(root, report)?;
     }
     // An earlier pack may hold codecs and kernels that are gone.
     for folder in ["fixtures", "fatbins"].map(|name| out.join(name)) {
@@ -40,9 +40,9 @@ pub(crate) fn pack(root: &Path, out: &Path, device: &str, report: &Report) -> Re
         fs::copy(root.join("kernels/gpu").join(script), out.join(script))?;
     }
     let tests = ["-p", "kvd-cuda", "--features", "embed-kernels", "--test", "gpu"];
-    copy_program(&program(root, &tests, report)?, &out.join("conformance"))?;
-    report.step("cargo test -p kvd-emu --test fixtures");
-    let mut command = cargo(root);
+    copy_program(&build_tests(root, &tests, report)?, &out.join("conformance"))?;
+    report.begin_step("cargo test -p kvd-emu --test fixtures");
+    let mut command = cargo_command(root);
     command.args(["test", "--quiet", "-p", "kvd-emu", "--test", "fixtures"]);
     command.env("KVD_GPU_FIXTURES", &fixtures).env("KVD_GPU_DEVICE", device);
     let status = command.env("KVD_REQUIRE_EMU", "1").status()?;
@@ -50,9 +50,9 @@ pub(crate) fn pack(root: &Path, out: &Path, device: &str, report: &Report) -> Re
     pack_daemon(root, out, &images, report)?;
     copy_program(&std::env::current_exe()?, &out.join("xtask"))?;
     let packed = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
-    let facts = json!({ "commit": commit(root), "device": device, "packed": packed });
+    let facts = json!({ "commit": packed_commit(root), "device": device, "packed": packed });
     fs::write(out.join(PACK), format!("{facts:#}\n"))?;
-    say_sizes(out, &archive(out)?, report)
+    say_sizes(out, &archive_folder(out)?, report)
 }
 
 /// Copies a program without what only a debugger reads, which is most of it.
@@ -64,7 +64,7 @@ fn copy_program(from: &Path, to: &Path) -> Result<()> {
 }
 
 /// The commit that is packed, and whether files differ from it.
-fn commit(root: &Path) -> Option<String> {
+fn packed_commit(root: &Path) -> Option<String> {
     let git = |arguments: &[&str]| {
         let output = Command::new("git").current_dir(root).args(arguments).output().ok()?;
         let text = String::from_utf8_lossy(&output.stdout).trim().to_owned();
@@ -76,7 +76,7 @@ fn commit(root: &Path) -> Option<String> {
 }
 
 /// The folder as one file beside it: a machine may take fewer bytes than it has room for.
-fn archive(out: &Path) -> Result<PathBuf> {
+fn archive_folder(out: &Path) -> Result<PathBuf> {
     let folder = out.file_name().context("a folder without a name")?;
     let parent = out.parent().context("a folder without a parent")?;
     let mut name = folder.to_owned();
@@ -114,24 +114,25 @@ fn say_sizes(out: &Path, archive: &Path, report: &Report) -> Result<()> {
     parts.sort_by(|a, b| b.cmp(a));
     let total = parts.iter().map(|(bytes, _)| bytes).sum();
     let packed = bytes_of(archive)?;
-    let parts = parts.iter().take(6).map(|(bytes, name)| format!("{name} {}", mib(*bytes)));
+    let parts =
+        parts.iter().take(6).map(|(bytes, name)| format!("{name} {}", mebibytes_text(*bytes)));
     let parts = parts.collect::<Vec<_>>().join(", ");
-    report.line(&format!("packed: {}, {} ({parts})", out.display(), mib(total)));
-    report.line(&format!("as one file: {}, {}", archive.display(), mib(packed)));
-    if let Some(warning) = warning(total, packed) {
-        report.line(&warning);
+    report.print_line(&format!("packed: {}, {} ({parts})", out.display(), mebibytes_text(total)));
+    report.print_line(&format!("as one file: {}, {}", archive.display(), mebibytes_text(packed)));
+    if let Some(warning) = size_warning(total, packed) {
+        report.print_line(&warning);
     }
-    report.line("there, in the folder: ./xtask gpu run");
+    report.print_line("there, in the folder: ./xtask gpu run");
     Ok(())
 }
 
-fn mib(bytes: u64) -> String {
+fn mebibytes_text(bytes: u64) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
 /// The warning about a folder, or its archive too, that is too large to be carried.
-fn warning(folder: u64, archive: u64) -> Option<String> {
-    let most = mib(MOST_BYTES);
+fn size_warning(folder: u64, archive: u64) -> Option<String> {
+    let most = mebibytes_text(MOST_BYTES);
     match (folder > MOST_BYTES, archive > MOST_BYTES) {
         (false, _) => None,
         (true, false) => Some(format!("warning: more than {most}: carry the one file")),
@@ -145,16 +146,16 @@ fn pack_daemon(root: &Path, out: &Path, images: &[PathBuf], report: &Report) -> 
     let target = target.map_or_else(|| root.join("target"), PathBuf::from);
     let daemon = target.join("release/kvd");
     let packed = ["kvd", "on_device"].map(|name| out.join(name));
-    if holds(&fs::read(&daemon).unwrap_or_default(), images)? {
+    if holds_images(&fs::read(&daemon).unwrap_or_default(), images)? {
         copy_program(&daemon, &packed[0])?;
         let tests = ["-p", "kvd", "--test", "on_device"];
-        copy_program(&program(root, &tests, report)?, &packed[1])?;
+        copy_program(&build_tests(root, &tests, report)?, &packed[1])?;
         return Ok(());
     }
     for stale in packed.iter().filter(|path| path.exists()) {
         fs::remove_file(stale)?;
     }
-    report.line(&format!(
+    report.print_line(&format!(
         "without a daemon: {} does not hold these kernels (cargo build --release -p kvd --features \
          gpu-kernels)",
         daemon.display()
@@ -163,7 +164,7 @@ fn pack_daemon(root: &Path, out: &Path, images: &[PathBuf], report: &Report) -> 
 }
 
 /// Whether a program holds each of these files; there is at least one.
-fn holds(program: &[u8], images: &[PathBuf]) -> Result<bool> {
+fn holds_images(program: &[u8], images: &[PathBuf]) -> Result<bool> {
     for image in images {
         let image = fs::read(image)?;
         let Some(first) = image.first_chunk::<16>() else { return Ok(false) };
@@ -175,7 +176,7 @@ fn holds(program: &[u8], images: &[PathBuf]) -> Result<bool> {
     Ok(!images.is_empty())
 }
 
-fn cargo(root: &Path) -> Command {
+fn cargo_command(root: &Path) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(root);
     command
@@ -191,19 +192,19 @@ fn fatbins_in(folder: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Builds the tests that arguments of `cargo test` choose, the target last; says where they are.
-fn program(root: &Path, tests: &[&str], report: &Report) -> Result<PathBuf> {
+fn build_tests(root: &Path, tests: &[&str], report: &Report) -> Result<PathBuf> {
     let choice = tests.join(" ");
-    report.step(&format!("cargo test {choice} --no-run"));
-    let mut command = cargo(root);
+    report.begin_step(&format!("cargo test {choice} --no-run"));
+    let mut command = cargo_command(root);
     command.arg("test").args(tests).args(["--no-run", "--message-format", "json"]);
     let output = command.stderr(Stdio::inherit()).output().context("start cargo")?;
     ensure!(output.status.success(), "{choice} does not build");
     let target = tests.last().context("a target")?;
-    executable(&String::from_utf8_lossy(&output.stdout), target)
+    find_executable(&String::from_utf8_lossy(&output.stdout), target)
 }
 
 /// The program of a target among cargo's messages.
-fn executable(messages: &str, target: &str) -> Result<PathBuf> {
+fn find_executable(messages: &str, target: &str) -> Result<PathBuf> {
     for line in messages.lines() {
         let Ok(message) = serde_json::from_str::<Value>(line) else { continue };
         if message["target"]["name"] == target
@@ -227,8 +228,8 @@ warning: not a message
 {\"reason\":\"compiler-artifact\",\"target\":{\"name\":\"gpu\"},\"executable\":\"/t/gpu-1\"}
 {\"reason\":\"build-finished\",\"success\":true}
 ";
-        assert_eq!(executable(messages, "gpu").unwrap(), PathBuf::from("/t/gpu-1"));
-        assert!(executable(messages, "other").is_err());
+        assert_eq!(find_executable(messages, "gpu").unwrap(), PathBuf::from("/t/gpu-1"));
+        assert!(find_executable(messages, "other").is_err());
     }
 
     #[test]
@@ -242,9 +243,9 @@ warning: not a message
         let images = [image("a", &[7; 40]), image("b", b"0123456789abcdef, the end")];
         let program =
             [&[7; 60][..], b"0123456789abcdef, but 0123456789abcdef, the end, and"].concat();
-        assert!(holds(&program, &images).unwrap());
-        assert!(!holds(&program[..program.len() - 9], &images).unwrap(), "one is cut off");
-        assert!(!holds(&[], &images).unwrap() && !holds(&program, &[]).unwrap());
+        assert!(holds_images(&program, &images).unwrap());
+        assert!(!holds_images(&program[..program.len() - 9], &images).unwrap(), "one is cut off");
+        assert!(!holds_images(&[], &images).unwrap() && !holds_images(&program, &[]).unwrap());
     }
 
     #[test]
@@ -258,17 +259,17 @@ warning: not a message
         fs::write(out.join("fixtures/checks/b.bin"), [0; 500]).unwrap();
         fs::write(out.join(REPORTS).join("old.md"), "a").unwrap();
         assert_eq!(bytes_of(&out.join("fixtures")).unwrap(), 1500);
-        let archive = archive(&out).unwrap();
+        let archive = archive_folder(&out).unwrap();
         assert_eq!(archive, folder.path().join("gpu-pack.tar.gz"));
         let list = Command::new("tar").arg("-tzf").arg(&archive).output().unwrap().stdout;
         let list = String::from_utf8(list).unwrap();
         assert!(list.contains("gpu-pack/fixtures/checks/b.bin"), "{list}");
         assert!(!list.contains("old.md"), "{list}");
         say_sizes(&out, &archive, &Report).unwrap();
-        assert_eq!(mib(3 << 19), "1.5 MiB");
-        assert_eq!(warning(MOST_BYTES, 1), None);
-        assert!(warning(MOST_BYTES + 1, 1).unwrap().ends_with("64.0 MiB: carry the one file"));
-        assert!(warning(MOST_BYTES + 1, MOST_BYTES + 1).unwrap().contains("both"));
+        assert_eq!(mebibytes_text(3 << 19), "1.5 MiB");
+        assert_eq!(size_warning(MOST_BYTES, 1), None);
+        assert!(size_warning(MOST_BYTES + 1, 1).unwrap().ends_with("64.0 MiB: carry the one file"));
+        assert!(size_warning(MOST_BYTES + 1, MOST_BYTES + 1).unwrap().contains("both"));
     }
 
     #[test]

@@ -45,7 +45,7 @@ impl Step {
 
 /// Every step: what says most first, as a run may end before the last. `figures` says where a file
 /// of figures is written.
-pub(super) fn all(folder: &Path, figures: impl Fn(&str) -> PathBuf) -> Vec<Step> {
+pub(super) fn list_steps(folder: &Path, figures: impl Fn(&str) -> PathBuf) -> Vec<Step> {
     // A filter with which tests of other processes are all that runs, or all that does not.
     let halves = [
         ("conformance", "conformance", &["--skip", "worker"][..], CONFORMANCE_LIMIT),
@@ -106,7 +106,7 @@ pub(super) fn all(folder: &Path, figures: impl Fn(&str) -> PathBuf) -> Vec<Step>
 
 /// Whether each step is one of `only`, where nothing means every one; `ended` says which have an
 /// outcome.
-pub(super) fn chosen(
+pub(super) fn choose_steps(
     steps: &[Step],
     only: &[String],
     ended: impl Fn(&Step) -> bool,
@@ -135,7 +135,7 @@ mod tests {
 
     #[test]
     fn the_benchmark_comes_before_every_sanitizer_and_each_of_those_runs_every_test() {
-        let steps = all(Path::new("f"), |file| Path::new("o").join(file));
+        let steps = list_steps(Path::new("f"), |file| Path::new("o").join(file));
         let keys: Vec<_> = steps.iter().map(|step| step.key.as_str()).collect();
         assert_eq!(keys[..5], ["conformance", "benchmark", "shapes", "daemon", "ipc"]);
         let first: Duration = steps[..5].iter().map(|step| step.limit).sum();
@@ -166,10 +166,10 @@ mod tests {
 
     #[test]
     fn steps_are_chosen_by_name_as_sanitizers_and_as_what_has_no_outcome() {
-        let steps = all(Path::new("f"), |file| Path::new("o").join(file));
+        let steps = list_steps(Path::new("f"), |file| Path::new("o").join(file));
         let of = |only: &[&str]| {
             let only: Vec<_> = only.iter().map(|word| (*word).to_owned()).collect();
-            let chosen = chosen(&steps, &only, |step| step.key != "ipc")?;
+            let chosen = choose_steps(&steps, &only, |step| step.key != "ipc")?;
             let of_step = |(step, chosen): (&Step, bool)| chosen.then_some(step.key.clone());
             Ok::<_, anyhow::Error>(steps.iter().zip(chosen).filter_map(of_step).collect::<Vec<_>>())
         };

@@ -2,7 +2,10 @@
 //! on tensor cores: with the pinned compiler and for every target, as NVRTC tells nobody of spills.
 //! The texts are the daemon's own, which `xtask/tests/late.rs` writes.
 
-use super::{HEADING, Usage, compile_all, compile_with, compiler, folder, sources, strict};
+use super::{
+    HEADING, Usage, compile_all, compile_with, find_compiler, list_sources, output_folder,
+    strict_compiler,
+};
 use crate::report::Report;
 use anyhow::{Context, Result, ensure};
 use std::fs;
@@ -16,8 +19,8 @@ const OUT: &str = "target/kernels-late";
 
 /// Compiles every pair for the targets, prints what each kernel uses and fails with all that spill
 /// or do not compile.
-pub(super) fn run(root: &Path, targets: &[u32], report: &Report) -> Result<()> {
-    let nvcc = compiler(&folder(root)?, report)?;
+pub(super) fn compile_late(root: &Path, targets: &[u32], report: &Report) -> Result<()> {
+    let nvcc = find_compiler(&output_folder(root)?, report)?;
     let out = root.join(OUT);
     // Pairs of earlier may be gone.
     if out.exists() {
@@ -25,18 +28,18 @@ pub(super) fn run(root: &Path, targets: &[u32], report: &Report) -> Result<()> {
     }
     fs::create_dir_all(&out).with_context(|| format!("create {}", out.display()))?;
     write_texts(root, &out, report)?;
-    let sources = sources(&out)?;
+    let sources = list_sources(&out)?;
     ensure!(!sources.is_empty(), "no text in {}", out.display());
-    report.step(&format!("{} pairs, for {targets:?}", sources.len()));
+    report.begin_step(&format!("{} pairs, for {targets:?}", sources.len()));
     let headers = root.join("kernels/include/kvd");
     let compiled = compile_all(&sources, |source| {
-        let mut command = strict(&nvcc, targets);
+        let mut command = strict_compiler(&nvcc, targets);
         // Texts name headers as NVRTC is given them.
         command.arg("-I").arg(&headers);
         compile_with(command, source, &out).with_context(|| source.display().to_string())
     });
     ensure!(compiled.len() == sources.len(), "a thread that compiled has ended early");
-    report.line(HEADING);
+    report.print_line(HEADING);
     let mut wrong = Vec::new();
     let mut all = Vec::new();
     for usages in compiled {
@@ -45,16 +48,16 @@ pub(super) fn run(root: &Path, targets: &[u32], report: &Report) -> Result<()> {
             Err(error) => wrong.push(format!("{error:#}")),
         }
     }
-    all.iter().for_each(|usage| report.line(&usage.line()));
+    all.iter().for_each(|usage| report.print_line(&usage.line()));
     wrong.extend(all.iter().filter_map(spill));
     ensure!(wrong.is_empty(), "late kernels:\n{}", wrong.join("\n"));
-    report.line(&summary(&all)?);
+    report.print_line(&summary(&all)?);
     Ok(())
 }
 
 /// Has the program that knows the pairs write them down.
 fn write_texts(root: &Path, out: &Path, report: &Report) -> Result<()> {
-    report.step("cargo test -p xtask --test late");
+    report.begin_step("cargo test -p xtask --test late");
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo.current_dir(root).args(["test", "--quiet", "-p", "xtask", "--test", "late"]);
     let status = cargo.env(TEXTS, out).stdout(Stdio::null()).status().context("start cargo")?;

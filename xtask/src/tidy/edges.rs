@@ -67,18 +67,18 @@ const NEVER: &[(&str, &[&str])] = &[
 ];
 
 /// Checks the workspace that `cargo metadata` describes.
-pub(super) fn check(metadata: &Value) -> Result<Vec<String>> {
+pub(super) fn check_edges(metadata: &Value) -> Result<Vec<String>> {
     let mut findings = Vec::new();
-    let members = members(metadata)?;
-    let names: BTreeSet<&str> = members.iter().map(|package| name(package)).collect();
+    let members = list_members(metadata)?;
+    let names: BTreeSet<&str> = members.iter().map(|package| name_of(package)).collect();
     for package in &members {
-        let user = name(package);
+        let user = name_of(package);
         let Some((_, allowed)) = MEMBERS.iter().find(|(member, _)| *member == user) else {
             findings.push(format!("{user}: not in the table of xtask/src/tidy/edges.rs"));
             continue;
         };
         for dependency in package["dependencies"].as_array().into_iter().flatten() {
-            let used = name(dependency);
+            let used = name_of(dependency);
             let in_tests = dependency["kind"] == "dev"
                 && TESTS.iter().any(|(member, extra)| *member == user && extra.contains(&used));
             if names.contains(used) && !allowed.contains(&used) && !in_tests {
@@ -95,13 +95,13 @@ pub(super) fn check(metadata: &Value) -> Result<Vec<String>> {
 }
 
 /// The packages of the workspace.
-pub(super) fn members(metadata: &Value) -> Result<Vec<&Value>> {
+pub(super) fn list_members(metadata: &Value) -> Result<Vec<&Value>> {
     let ids = metadata["workspace_members"].as_array().context("metadata: workspace_members")?;
     let packages = metadata["packages"].as_array().context("metadata: packages")?;
     Ok(packages.iter().filter(|package| ids.contains(&package["id"])).collect())
 }
 
-fn name(value: &Value) -> &str {
+fn name_of(value: &Value) -> &str {
     value["name"].as_str().unwrap_or_default()
 }
 
@@ -109,14 +109,14 @@ fn check_reach(metadata: &Value, members: &[&Value]) -> Result<Vec<String>> {
     let packages = metadata["packages"].as_array().context("metadata: packages")?;
     let id = |package: &Value| package["id"].as_str().unwrap_or_default().to_owned();
     let names: BTreeMap<String, &str> =
-        packages.iter().map(|package| (id(package), name(package))).collect();
-    let graph = graph(metadata)?;
+        packages.iter().map(|package| (id(package), name_of(package))).collect();
+    let graph = read_graph(metadata)?;
     let mut findings = Vec::new();
     for (member, never) in NEVER {
-        let Some(package) = members.iter().find(|package| name(package) == *member) else {
+        let Some(package) = members.iter().find(|package| name_of(package) == *member) else {
             continue;
         };
-        let reached = reach(&graph, id(package));
+        let reached = find_reached(&graph, id(package));
         let reached: BTreeSet<&str> =
             reached.iter().filter_map(|id| names.get(id).copied()).collect();
         for used in never.iter().filter(|used| reached.contains(*used)) {
@@ -127,7 +127,7 @@ fn check_reach(metadata: &Value, members: &[&Value]) -> Result<Vec<String>> {
 }
 
 /// Package id to the ids it uses when it is built, tests left out.
-fn graph(metadata: &Value) -> Result<BTreeMap<String, Vec<String>>> {
+fn read_graph(metadata: &Value) -> Result<BTreeMap<String, Vec<String>>> {
     let nodes = metadata["resolve"]["nodes"].as_array().context("metadata: resolve.nodes")?;
     let mut graph = BTreeMap::new();
     for node in nodes {
@@ -143,7 +143,7 @@ fn graph(metadata: &Value) -> Result<BTreeMap<String, Vec<String>>> {
     Ok(graph)
 }
 
-fn reach(graph: &BTreeMap<String, Vec<String>>, from: String) -> BTreeSet<String> {
+fn find_reached(graph: &BTreeMap<String, Vec<String>>, from: String) -> BTreeSet<String> {
     let (mut reached, mut open) = (BTreeSet::new(), vec![from]);
     while let Some(id) = open.pop() {
         for used in graph.get(&id).into_iter().flatten() {
@@ -183,7 +183,7 @@ mod tests {
     }
 
     fn findings(edges: &[(&str, &str, Option<&str>)]) -> Vec<String> {
-        check(&workspace(edges)).unwrap()
+        check_edges(&workspace(edges)).unwrap()
     }
 
     #[test]

@@ -49,9 +49,9 @@ pub(super) fn unsafe_words(path: &str, code: &str) -> Vec<Finding> {
 }
 
 /// Crate roots that do not forbid unsafe code.
-pub(super) fn roots(root: &Path, metadata: &Value) -> Result<Vec<String>> {
+pub(super) fn check_roots(root: &Path, metadata: &Value) -> Result<Vec<String>> {
     let mut missing = Vec::new();
-    for package in super::edges::members(metadata)? {
+    for package in super::edges::list_members(metadata)? {
         let name = package["name"].as_str().unwrap_or_default();
         if UNSAFE_CRATES.contains(&name) {
             continue;
@@ -63,7 +63,7 @@ pub(super) fn roots(root: &Path, metadata: &Value) -> Result<Vec<String>> {
             }
             let path = target["src_path"].as_str().context("metadata: target without src_path")?;
             let text = fs::read_to_string(path).with_context(|| format!("read {path}"))?;
-            if !super::mask::mask(&text).contains("#![forbid(unsafe_code)]") {
+            if !super::mask::mask_text(&text).contains("#![forbid(unsafe_code)]") {
                 let path = Path::new(path).strip_prefix(root).unwrap_or(Path::new(path));
                 missing.push(format!("{}:1: #![forbid(unsafe_code)] is missing", path.display()));
             }
@@ -82,14 +82,14 @@ fn has_word(line: &str, word: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::mask::mask;
+    use super::super::mask::mask_text;
     use super::*;
 
     #[test]
     fn left_overs_are_found_where_they_count() {
         let marker = ANYWHERE[0];
         let text = format!("let a = {}();\n// {marker}: later\n\"{}\"\n", CODE[0], CODE[1]);
-        let lines: Vec<_> = left_overs(&text, &mask(&text)).iter().map(|f| f.line).collect();
+        let lines: Vec<_> = left_overs(&text, &mask_text(&text)).iter().map(|f| f.line).collect();
         assert_eq!(lines, [1, 2]);
         let longer = format!("my_{}() {marker}ED", CODE[0]);
         assert_eq!(left_overs(&longer, &longer), []);
@@ -97,7 +97,7 @@ mod tests {
 
     #[test]
     fn unsafe_is_found_outside_its_fence_only() {
-        let code = mask("// unsafe\n#![forbid(unsafe_code)]\nunsafe { x }\n\"unsafe\"");
+        let code = mask_text("// unsafe\n#![forbid(unsafe_code)]\nunsafe { x }\n\"unsafe\"");
         assert_eq!(unsafe_words("crates/kvd-store/src/lib.rs", &code)[0].line, 3);
         assert_eq!(unsafe_words("crates/kvd-store/src/lib.rs", &code).len(), 1);
         for fenced in

@@ -21,7 +21,7 @@ struct Texts {
 }
 
 /// Checks the file against the manifests under `root` and what `cargo metadata` says of them.
-pub(super) fn check(root: &Path, metadata: &Value) -> Result<Vec<String>> {
+pub(super) fn check_image(root: &Path, metadata: &Value) -> Result<Vec<String>> {
     let read = |path: &str| fs::read_to_string(root.join(path)).with_context(|| path.to_owned());
     let texts = Texts {
         toolchain: read("rust-toolchain.toml")?,
@@ -29,10 +29,10 @@ pub(super) fn check(root: &Path, metadata: &Value) -> Result<Vec<String>> {
         ci: read(".ci/parts/nvrtc.sh")?,
         compiler: read("crates/kvd-cuda/src/driver/nvrtc.rs")?,
     };
-    Ok(findings(&read(DOCKERFILE)?, &texts, metadata))
+    Ok(list_findings(&read(DOCKERFILE)?, &texts, metadata))
 }
 
-fn findings(image: &str, texts: &Texts, metadata: &Value) -> Vec<String> {
+fn list_findings(image: &str, texts: &Texts, metadata: &Value) -> Vec<String> {
     let Texts { toolchain, manifest, ci, compiler } = texts;
     let channel = toolchain.lines().find_map(|line| line.strip_prefix("channel = "));
     let channel = channel.unwrap_or_default().trim_matches('"');
@@ -84,7 +84,7 @@ mod tests {
             ci: "if pip install nvidia-cuda-nvrtc==2.0.11; then".to_owned(),
             compiler: "const NAMES: [&str; 2] = [\"libnvrtc.so.2\", \"libnvrtc.so.1\"];".to_owned(),
         };
-        let of = |image: &str| findings(image, &texts, &metadata);
+        let of = |image: &str| list_findings(image, &texts, &metadata);
         let good = "# rust:0.9 -p nothing\nFROM rust:1.2.3-slim\nENV RUSTUP_TOOLCHAIN=1.2.3\n\
                     RUN cargo build --profile dist -p kvd --features gpu\n\
                     RUN pip install nvidia-cuda-nvrtc==2.0.11\n\

@@ -2,7 +2,7 @@
 //! comment cannot fool the rules. Every character keeps its line and column.
 
 /// `text` with comments and the contents of string and character literals replaced by spaces.
-pub(super) fn mask(text: &str) -> String {
+pub(super) fn mask_text(text: &str) -> String {
     let mut masker = Masker { input: text.chars().collect(), at: 0, output: String::new() };
     while masker.at < masker.input.len() {
         masker.step();
@@ -140,15 +140,15 @@ mod tests {
             ("for\"{\"", "for\" \""),
             ("\"open {", "\"      "),
         ] {
-            assert_eq!(mask(text), expected, "{text}");
-            assert_eq!(mask(text).chars().count(), text.chars().count(), "{text}");
+            assert_eq!(mask_text(text), expected, "{text}");
+            assert_eq!(mask_text(text).chars().count(), text.chars().count(), "{text}");
         }
     }
 
     #[test]
     fn lines_keep_their_numbers() {
         let text = "a\n/* x\ny */ \"p\nq\"\nb";
-        let masked = mask(text);
+        let masked = mask_text(text);
         assert_eq!(masked.lines().count(), text.lines().count());
         assert_eq!(masked.lines().last(), Some("b"));
     }

@@ -45,43 +45,47 @@ impl Finding {
 }
 
 /// Checks the tree under `root`.
-pub(crate) fn run(root: &Path, arguments: &Arguments, report: &Report) -> Result<()> {
-    let measured = measure(root)?;
+pub(crate) fn run_rules(root: &Path, arguments: &Arguments, report: &Report) -> Result<()> {
+    let measured = measure_words(root)?;
     if arguments.lower {
         measured.lower(root)?;
     }
     if arguments.measure {
-        report.line(measured.table()?.trim_end());
+        report.print_line(measured.table()?.trim_end());
         return Ok(());
     }
-    check(root, &measured, report)
+    check_tree(root, &measured, report)
 }
 
-fn check(root: &Path, measured: &Measured, report: &Report) -> Result<()> {
+fn check_tree(root: &Path, measured: &Measured, report: &Report) -> Result<()> {
     let mut broken = 0;
     let files = listed_files(root, "*.rs")?;
     for path in &files {
         let text = fs::read_to_string(root.join(path)).with_context(|| format!("read {path}"))?;
         for finding in check_file(path, &text) {
             broken += 1;
-            report.line(&format!("{path}:{}: {}", finding.line, finding.text));
+            report.print_line(&format!("{path}:{}: {}", finding.line, finding.text));
         }
     }
-    let metadata = metadata(root)?;
-    let others = [edges::check(&metadata)?, fence::roots(root, &metadata)?, measured.check(root)?];
-    for text in others.into_iter().flatten().chain(image::check(root, &metadata)?) {
+    let metadata = read_metadata(root)?;
+    let others = [
+        edges::check_edges(&metadata)?,
+        fence::check_roots(root, &metadata)?,
+        measured.check(root)?,
+    ];
+    for text in others.into_iter().flatten().chain(image::check_image(root, &metadata)?) {
         broken += 1;
-        report.line(&text);
+        report.print_line(&text);
     }
     if broken > 0 {
         bail!("tidy: {broken} findings in {} files", files.len());
     }
-    report.line(&format!("tidy: {} files, no findings", files.len()));
+    report.print_line(&format!("tidy: {} files, no findings", files.len()));
     Ok(())
 }
 
 /// The figures of words.
-fn measure(root: &Path) -> Result<Measured> {
+fn measure_words(root: &Path) -> Result<Measured> {
     let mut measured = Measured::default();
     let read =
         |path: &str| fs::read_to_string(root.join(path)).with_context(|| format!("read {path}"));
@@ -97,10 +101,10 @@ fn measure(root: &Path) -> Result<Measured> {
 }
 
 fn check_file(path: &str, text: &str) -> Vec<Finding> {
-    let code = mask::mask(text);
+    let code = mask::mask_text(text);
     let mut findings = fence::unsafe_words(path, &code);
     if !GENERATED.iter().any(|prefix| path.starts_with(prefix)) {
-        findings.extend(size::check(path, text, &code));
+        findings.extend(size::check_sizes(path, text, &code));
         findings.extend(fence::left_overs(text, &code));
     }
     findings.sort_by_key(|finding| finding.line);
@@ -121,7 +125,7 @@ fn listed_files(root: &Path, pattern: &str) -> Result<Vec<String>> {
     Ok(listed.lines().filter(exists).map(str::to_owned).collect())
 }
 
-fn metadata(root: &Path) -> Result<serde_json::Value> {
+fn read_metadata(root: &Path) -> Result<serde_json::Value> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let arguments = ["metadata", "--format-version", "1"];
     let output = Command::new(cargo).args(arguments).current_dir(root).output();

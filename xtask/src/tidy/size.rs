@@ -10,14 +10,14 @@ const LINE_CHARS_MAX: usize = 100;
 const TABLES: &[&str] = &["crates/kvd/src/metrics/name.rs"];
 
 /// Checks the file at `path`; `code` is its [masked](super::mask) text.
-pub(super) fn check(path: &str, text: &str, code: &str) -> Vec<Finding> {
+pub(super) fn check_sizes(path: &str, text: &str, code: &str) -> Vec<Finding> {
     let mut findings = Vec::new();
     let lines = production_lines(code);
     if lines > FILE_LINES_MAX {
         let text = format!("{lines} lines before the tests; at most {FILE_LINES_MAX}");
         findings.push(Finding::new(0, text));
     }
-    for (start, length) in functions(code) {
+    for (start, length) in find_functions(code) {
         if length > FUNCTION_LINES_MAX {
             let text = format!("a function of {length} lines; at most {FUNCTION_LINES_MAX}");
             findings.push(Finding::new(start, text));
@@ -57,7 +57,7 @@ pub(super) fn production_lines(code: &str) -> usize {
 }
 
 /// First line and number of lines of every function with a body.
-fn functions(code: &str) -> Vec<(usize, usize)> {
+fn find_functions(code: &str) -> Vec<(usize, usize)> {
     let chars: Vec<char> = code.chars().collect();
     let line_at = |at: usize| 1 + chars[..at].iter().filter(|c| **c == '\n').count();
     let is_word = |c: char| c.is_alphanumeric() || c == '_';
@@ -101,11 +101,11 @@ fn body_end(chars: &[char]) -> Option<usize> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::mask::mask;
+    use super::super::mask::mask_text;
     use super::*;
 
     fn lengths(text: &str) -> Vec<(usize, usize)> {
-        functions(&mask(text))
+        find_functions(&mask_text(text))
     }
 
     #[test]
@@ -134,15 +134,15 @@ mod tests {
     #[test]
     fn only_the_part_before_the_tests_counts() {
         let text = "a\nb\n#[cfg(test)]\n#[path = \"x.rs\"]\nmod tests;\nc\n";
-        assert_eq!(production_lines(&mask(text)), 2);
+        assert_eq!(production_lines(&mask_text(text)), 2);
         let text = "a\n#[cfg(test)]\nfn helper() {}\nb\n// #[cfg(test)]\n// mod tests {}\n";
-        assert_eq!(production_lines(&mask(text)), 6);
+        assert_eq!(production_lines(&mask_text(text)), 6);
     }
 
     #[test]
     fn limits_are_inclusive_and_found_with_their_line() {
         let function = |lines: usize| format!("fn a() {{\n{}}}\n", "x;\n".repeat(lines - 2));
-        let found = |text: &str| check("src/lib.rs", text, &mask(text));
+        let found = |text: &str| check_sizes("src/lib.rs", text, &mask_text(text));
         assert_eq!(found(&function(70)), []);
         assert_eq!(found(&function(71))[0].line, 1);
         assert_eq!(found(&"x\n".repeat(500)), []);
@@ -151,6 +151,6 @@ mod tests {
         assert_eq!(found(&line(100)), []);
         assert_eq!(found(&format!("\n{}", line(101)))[0].line, 2);
         assert_eq!(found(&format!("    \"{}\",", line(101))), []);
-        assert_eq!(check(TABLES[0], &line(101), ""), []);
+        assert_eq!(check_sizes(TABLES[0], &line(101), ""), []);
     }
 }

@@ -1,7 +1,7 @@
 //! Words: names of one word, tuples in place of parameters, openings of doc comments, length of
 //! Markdown. What is counted may only become less: `words.toml` holds a maximum for each crate.
 
-use super::mask::mask;
+use super::mask::mask_text;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -73,21 +73,22 @@ impl Measured {
         let totals = self.totals.entry(name).or_default();
         for opening in doc_openings(text) {
             totals.docs += 1;
-            words.doc_openings += usize::from(OPENINGS.iter().any(|word| begins(opening, word)));
+            words.doc_openings +=
+                usize::from(OPENINGS.iter().any(|word| begins_with_words(opening, word)));
         }
         if is_test(path) {
             return;
         }
-        let code = mask(text);
+        let code = mask_text(text);
         let lines = super::size::production_lines(&code);
         let code: String = code.lines().take(lines).flat_map(|line| [line, "\n"]).collect();
-        for (name, rest) in declared(&code, &["fn"]) {
+        for (name, rest) in find_declared(&code, &["fn"]) {
             totals.functions += 1;
             let is_given = GIVEN.contains(&name);
             words.one_word_functions += usize::from(!is_given && !name.contains('_'));
             words.tuple_arguments += usize::from(has_pattern(rest));
         }
-        for (name, _) in declared(&code, &["struct", "enum", "trait", "union", "type"]) {
+        for (name, _) in find_declared(&code, &["struct", "enum", "trait", "union", "type"]) {
             let is_one = !name.chars().skip(1).any(char::is_uppercase);
             totals.types += 1;
             words.one_word_types += usize::from(is_one);
@@ -262,13 +263,13 @@ fn doc_openings(text: &str) -> Vec<&str> {
 }
 
 /// Whether a text begins with these words and not with a longer one.
-fn begins(text: &str, words: &str) -> bool {
+fn begins_with_words(text: &str, words: &str) -> bool {
     let rest = text.strip_prefix(words);
     rest.is_some_and(|rest| !rest.starts_with(|c: char| c.is_alphanumeric() || c == '_'))
 }
 
 /// Names after a keyword, each with the code that follows it.
-fn declared<'a>(code: &'a str, keywords: &[&str]) -> Vec<(&'a str, &'a str)> {
+fn find_declared<'a>(code: &'a str, keywords: &[&str]) -> Vec<(&'a str, &'a str)> {
     let is_word = |c: char| c.is_alphanumeric() || c == '_';
     let mut found = Vec::new();
     for keyword in keywords {

@@ -105,7 +105,8 @@ impl QuantizerSpec for BitAllocSpec {
             hash.update(widths);
             scales.iter().chain([&bound]).for_each(|x| hash.update(&x.to_le_bytes()));
             levels.values().iter().for_each(|x| hash.update(&x.to_le_bytes()));
-            let bound = BitAlloc::new(which, widths, (scales, bound), Arc::clone(&levels));
+            let bound =
+                BitAlloc::new(which, widths, BoundScales { scales, bound }, Arc::clone(&levels));
             Ok(Arc::new(bound) as Arc<dyn HeadQuantizer>)
         }))
     }
@@ -146,9 +147,10 @@ pub(crate) struct PayloadCodes<'a> {
     pub(crate) codes: usize,
 }
 
-/// Codes and checked outliers of a page.
+/// Codes and checked outliers of a page of so many rows.
 #[derive(Clone, Copy)]
 pub(crate) struct CodedRows<'a> {
+    pub(crate) tokens: usize,
     pub(crate) codes: &'a [u8],
     pub(crate) outliers: &'a [u8],
 }
@@ -183,13 +185,21 @@ fn width_runs(widths: &[u8]) -> Vec<WidthRun> {
     runs
 }
 
+/// Scales of coefficients, and the largest magnitude of a value.
+#[derive(Clone, Copy)]
+pub(crate) struct BoundScales<'a> {
+    pub(crate) scales: &'a [f32],
+    pub(crate) bound: f32,
+}
+
 impl BitAlloc {
     pub(crate) fn new(
         side: Side,
         widths: &[u8],
-        (scales, bound): (&[f32], f32),
+        scales: BoundScales<'_>,
         levels: Arc<BitLevels>,
     ) -> Self {
+        let BoundScales { scales, bound } = scales;
         Self { side, runs: width_runs(widths), scales: scales.to_vec(), levels, bound }
     }
 
@@ -319,13 +329,8 @@ impl BitAlloc {
 
     /// Writes rows from `first` on into `out` (`[count, dim]`). `codes` are those of the page's
     /// `tokens` rows, `outliers` have been checked.
-    pub(crate) fn decode_rows(
-        &self,
-        payload: CodedRows<'_>,
-        (tokens, first): (usize, usize),
-        out: &mut [f32],
-    ) {
-        let CodedRows { codes, outliers } = payload;
+    pub(crate) fn decode_rows(&self, payload: CodedRows<'_>, first: usize, out: &mut [f32]) {
+        let CodedRows { tokens, codes, outliers } = payload;
         let dim = self.scales.len();
         let (mut start, mut symbols, mut tile) = (0, [0u16; DIM_MAX], Vec::new());
         for run in &self.runs {
@@ -362,7 +367,7 @@ impl BitAlloc {
                 (rest, row) = (after, row + count);
             }
         }
-        Self::add_outliers(outliers, (first, dim), out);
+        Self::add_outliers(outliers, first, dim, out);
     }
 
     /// Writes the values of a run for the rows of a full tile, from codes in the order in which
@@ -400,7 +405,7 @@ impl BitAlloc {
     }
 
     /// Adds those of rows from `first` on.
-    fn add_outliers(outliers: &[u8], (first, dim): (usize, usize), out: &mut [f32]) {
+    fn add_outliers(outliers: &[u8], first: usize, dim: usize, out: &mut [f32]) {
         for outlier in Self::residuals(outliers, first..first + out.len() / dim) {
             out[(outlier.row - first) * dim + outlier.coefficient] += outlier.residual;
         }
@@ -523,13 +528,14 @@ mod tests {
             let (dim, first) = (widths.len(), first.min(tokens - 1));
             let rows = &values[..dim * tokens];
             let scales: Vec<f32> = (0..dim).map(|i| 0.2 + i as f32 * 0.01).collect();
-            let bitalloc = BitAlloc::new(side, &widths, (&scales, bound), levels());
+            let scales = BoundScales { scales: &scales, bound };
+            let bitalloc = BitAlloc::new(side, &widths, scales, levels());
             let mut out = Vec::new();
             let outliers = bitalloc.append_runs(rows, usize::MAX, &mut out).unwrap() as usize;
             prop_assert_eq!(out.len(), bitalloc.run_bytes(tokens) + outliers);
             let (codes, outliers) = out.split_at(bitalloc.run_bytes(tokens));
             let mut back = vec![0f32; dim * (tokens - first)];
-            bitalloc.decode_rows(CodedRows { codes, outliers }, (tokens, first), &mut back);
+            bitalloc.decode_rows(CodedRows { tokens, codes, outliers }, first, &mut back);
             for (a, b) in rows[first * dim..].iter().zip(&back) {
                 prop_assert!((a - b).abs() <= bound.max(a.abs() / 1024.0) * 1.001, "{a} {b}");
             }
@@ -542,19 +548,25 @@ mod tests {
             count in 0usize..8,
         ) {
             let scales = vec![1.0; widths.len()];
-            let side = BitAlloc::new(Side::Key, &widths, (&scales, 1.0), levels());
+            let scales = BoundScales { scales: &scales, bound: 1.0 };
+            let side = BitAlloc::new(Side::Key, &widths, scales, levels());
             let codes = side.run_bytes(4);
             let payload = &bytes[..codes + count * OUTLIER_BYTES];
             let mut out = vec![0f32; widths.len() * 4];
             if let Ok((codes, outliers)) = side.split_payload(PayloadCodes { payload, codes }, 4) {
-                side.decode_rows(CodedRows { codes, outliers }, (4, 0), &mut out);
+                side.decode_rows(CodedRows { tokens: 4, codes, outliers }, 0, &mut out);
             }
         }
     }
 
     #[test]
     fn what_no_outlier_can_hold_is_unquantizable() {
-        let side = BitAlloc::new(Side::Key, &[4, 0], (&[1.0, 1.0], 1.0), levels());
+        let side = BitAlloc::new(
+            Side::Key,
+            &[4, 0],
+            BoundScales { scales: &[1.0, 1.0], bound: 1.0 },
+            levels(),
+        );
         for bad in [f32::NAN, f32::INFINITY, 1e6] {
             assert!(side.append_runs(&[bad, 0.0], usize::MAX, &mut Vec::new()).is_err(), "{bad}");
             assert!(side.append_runs(&[0.0, bad], usize::MAX, &mut Vec::new()).is_err(), "{bad}");

@@ -204,7 +204,7 @@ impl CodeLoop for LloydMax {
                 }
             }
             let count = symbols.len() / dim;
-            sum_in_order(&squared, (symbols, dim), &mut decoded[..count]);
+            sum_in_order(&squared, symbols, dim, &mut decoded[..count]);
             for (energy, decoded) in energies[..count].iter().zip(&decoded) {
                 let scale = (energy / decoded).sqrt() as f32;
                 let stored = f16::from_f32(scale);
@@ -224,7 +224,7 @@ impl CodeLoop for LloydMax {
 /// The sums of the squared levels of some rows' codes. A sum in order is a chain, and chains can
 /// take turns.
 #[inline(always)]
-fn sum_in_order(squared: &[f64], (symbols, dim): (&[u16], usize), sums: &mut [f64]) {
+fn sum_in_order(squared: &[f64], symbols: &[u16], dim: usize, sums: &mut [f64]) {
     if sums.len() < SUMS {
         for (sum, symbols) in sums.iter_mut().zip(symbols.chunks_exact(dim)) {
             *sum = symbols.iter().fold(0.0, |sum, symbol| sum + squared[usize::from(*symbol)]);

@@ -59,13 +59,13 @@ pub(super) fn group_extremes<S: Simd>(
     for (pair, (low, high)) in low.iter_mut().zip(high).enumerate() {
         if *low == 0.0 || *high == 0.0 {
             let rows = rows.chunks_exact(dim).map(|row| &row[pair * span..]);
-            sign_zeros(rows.flat_map(|row| &row[..span.min(row.len())]), (low, high));
+            sign_zeros(rows.flat_map(|row| &row[..span.min(row.len())]), low, high);
         }
     }
 }
 
 /// Where an extreme is a zero, it takes the sign of the first of the group.
-fn sign_zeros<'a>(mut values: impl Iterator<Item = &'a f32>, (low, high): (&mut f32, &mut f32)) {
+fn sign_zeros<'a>(mut values: impl Iterator<Item = &'a f32>, low: &mut f32, high: &mut f32) {
     let first = values.find(|x| **x == 0.0).copied().unwrap_or(0.0);
     *low = if *low == 0.0 { first } else { *low };
     *high = if *high == 0.0 { first } else { *high };
@@ -98,7 +98,7 @@ pub(super) fn run_extremes(rows: &[f32], span: usize, low: &mut [f32], high: &mu
         let groups = rows.chunks_exact(span);
         for (values, (low, high)) in groups.zip(low.iter_mut().zip(high)) {
             if *low == 0.0 || *high == 0.0 {
-                sign_zeros(values.iter(), (low, high));
+                sign_zeros(values.iter(), low, high);
             }
         }
     }
@@ -148,7 +148,7 @@ fn column_extremes<S: Simd>(simd: S, block: RowBlock<'_>, low: &mut [f32], high:
     if any {
         for (channel, (low, high)) in low.iter_mut().zip(high).enumerate() {
             if *low == 0.0 || *high == 0.0 {
-                sign_zeros(rows[channel..].iter().step_by(dim), (low, high));
+                sign_zeros(rows[channel..].iter().step_by(dim), low, high);
             }
         }
     }
@@ -258,7 +258,7 @@ pub(super) fn append_f16(values: &[f32], out: &mut Vec<u8>) {
 /// Appends minima and steps that f16 holds exactly: of each scale row all of `pairs` minima, then
 /// all steps. All are narrowed first, since a row has too few for a register.
 #[inline(always)]
-pub(super) fn append_pairs((minima, steps): (&[f32], &[f32]), pairs: usize, out: &mut Vec<u8>) {
+pub(super) fn append_pairs(minima: &[f32], steps: &[f32], pairs: usize, out: &mut Vec<u8>) {
     let [mut low, mut high] = [(); 2].map(|()| vec![0u16; minima.len()]);
     for (to, value) in low.iter_mut().zip(minima) {
         *to = bits_of(*value) as u16;

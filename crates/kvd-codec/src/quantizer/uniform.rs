@@ -203,7 +203,7 @@ impl Uniform {
             }
         }
         self.fit_steps(&mut minima, &mut steps, absmax)?;
-        append_pairs((&minima, &steps), pairs, scales);
+        append_pairs(&minima, &steps, pairs, scales);
         steps.iter_mut().for_each(|step| *step = step_reciprocal(*step));
         Ok((minima, steps))
     }

@@ -80,7 +80,7 @@ pub struct AppendPlan {
     pub queries: Option<Vec<Vec<f32>>>,
 }
 
-/// What became of one block.
+/// The outcome of one block.
 #[derive(Debug)]
 pub enum BlockAnswer {
     /// Its pages are in the slot that was reserved for them.
@@ -89,9 +89,9 @@ pub enum BlockAnswer {
     Refused(BackendError),
 }
 
-/// What came of an append. It becomes visible by the caller's commit.
+/// The outcome of an append, which becomes visible by the caller's commit.
 #[derive(Debug, Default)]
-pub struct Appended {
+pub struct AppendOutcome {
     /// One for each of the plan's blocks, in order; those behind the last stay raw for now.
     pub blocks: Vec<BlockAnswer>,
     /// Why blocks behind the last answer could not be encoded, where that is not for want of room.
@@ -200,9 +200,9 @@ pub(super) fn run_append<B: PageBackend + ?Sized>(
     backend: &mut B,
     plan: &AppendPlan,
     reserve: &mut ReserveSlot<'_>,
-) -> Result<Appended, BackendError> {
+) -> Result<AppendOutcome, BackendError> {
     write_plan(backend, plan)?;
-    let mut appended = Appended::default();
+    let mut appended = AppendOutcome::default();
     if !plan.blocks.is_empty() {
         let began = Instant::now();
         pack_plan(backend, plan, reserve, &mut appended)?;
@@ -249,7 +249,7 @@ fn pack_plan<B: PageBackend + ?Sized>(
     backend: &mut B,
     plan: &AppendPlan,
     reserve: &mut ReserveSlot<'_>,
-    appended: &mut Appended,
+    appended: &mut AppendOutcome,
 ) -> Result<(), BackendError> {
     if let Some(queries) = &plan.queries {
         // They only measure: an append does not fail for want of them.
@@ -275,7 +275,7 @@ fn pack_batch<B: AppendSteps + ?Sized>(
     plan: &AppendPlan,
     blocks: &[PlannedBlock],
     reserve: &mut ReserveSlot<'_>,
-    appended: &mut Appended,
+    appended: &mut AppendOutcome,
 ) -> Result<bool, BackendError> {
     for keep in blocks.iter().filter_map(|block| block.keep.as_ref()) {
         backend.copy(plan.model, plan.layer, &keep.from, keep.rows, keep.to)?;

@@ -12,7 +12,7 @@ mod pages;
 mod regions;
 
 pub use append::{
-    AppendPlan, AppendRows, AppendSteps, Appended, BlockAnswer, PlannedBlock, PlannedCopy,
+    AppendOutcome, AppendPlan, AppendRows, AppendSteps, BlockAnswer, PlannedBlock, PlannedCopy,
     PlannedWrite, ReserveSlot,
 };
 pub use attend::{AttendBackend, Attended, Launches};

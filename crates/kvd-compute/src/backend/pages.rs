@@ -1,7 +1,7 @@
 //! Rows in and pages out: what a device keeps of models and their blocks.
 
 use super::append::run_append;
-use super::{AppendPlan, AppendSteps, Appended, ReserveSlot};
+use super::{AppendOutcome, AppendPlan, AppendSteps, ReserveSlot};
 use crate::{BackendError, LoadPlan};
 use bytes::Bytes;
 use kvd_codec::{CheckedBlock, ModelCodec};
@@ -162,7 +162,7 @@ pub trait PageBackend: AppendSteps + Send {
         &mut self,
         plan: &AppendPlan,
         reserve: &mut ReserveSlot<'_>,
-    ) -> Result<Appended, BackendError> {
+    ) -> Result<AppendOutcome, BackendError> {
         run_append(self, plan, reserve)
     }
 

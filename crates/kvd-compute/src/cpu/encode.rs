@@ -161,7 +161,7 @@ fn encode_sampled<R: Fn(usize, &mut WidenedBlock) + Sync>(
             *pages = blocks.with(index, |block| encode_one(codec, layer, block, true));
         });
     }
-    sampling.saw(layer, &encoded);
+    sampling.note_blocks(layer, &encoded);
     encoded
 }
 

@@ -12,7 +12,7 @@ use crate::cpu::simd::{InstructionSet, KernelConfig, Precision};
 use kvd_codec::{HeadCodec, ModelCodec};
 use kvd_core::{LayerIndex, Side};
 
-/// What a kernel is chosen for, beside the side.
+/// Processor, precision and rows that a kernel is chosen for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct KernelTarget {
     set: InstructionSet,
@@ -82,8 +82,8 @@ enum KernelSets {
     Vectors,
     /// AVX2 and AVX-512, where AMX does not take the rows.
     ByteLookUps,
-    /// The same without AVX-VNNI, which multiplies entries in fewer operations than AVX2 takes to
-    /// look up what they add.
+    /// `ByteLookUps` without AVX-VNNI, which multiplies entries in fewer operations than AVX2 needs
+    /// to look up what they add.
     EntryLookUps,
     /// Those with products of bf16, where AMX does not take the rows.
     Bf16Products,
@@ -92,7 +92,7 @@ enum KernelSets {
 }
 
 impl KernelSets {
-    fn has(self, target: KernelTarget) -> bool {
+    fn has_kernel(self, target: KernelTarget) -> bool {
         let looks_up =
             matches!(target.set.vector_set(), InstructionSet::Avx2 | InstructionSet::Avx512)
                 && !target.wants_bytes();
@@ -130,18 +130,24 @@ const KEY_KERNELS: &[KernelRow<KeyKernelId>] = {
     use KernelSets::{All, Bf16Products, ByteLookUps, EntryLookUps, PlainAvx2, Vectors};
     use KeyKernelId as K;
     &[
-        row(K::Fp8, "fp8", Vectors, EXACT, fp8::takes_side),
-        row(K::Grid, "grid", All, ROUNDED, |side| side.grid().is_some()),
-        row(K::BitAlloc, "bitalloc", All, ROUNDED, bitalloc::takes_side),
-        row(K::ScoreTables, "score_tables", EntryLookUps, BYTES, score_tables::takes_codebook),
-        row(K::Vq, "vq", All, ROUNDED, vq::takes_side),
-        row(K::LevelTables, "score_tables", ByteLookUps, BYTES, score_tables::takes_levels),
-        row(K::Lloyd, "lloyd", All, ROUNDED, lloyd::takes_side),
-        row(K::Polar, "polar", All, ROUNDED, polar::takes_side),
-        row(K::ByToken, "uniform/by_token", All, ROUNDED, by_token::takes_side),
-        row(K::Bf16, "uniform/bf16", Bf16Products, BYTES, bf16::takes_keys),
-        row(K::Nibbles, "uniform/nibbles", PlainAvx2, BYTES, nibbles::takes_keys),
-        row(K::Uniform, "uniform", All, ROUNDED, uniform::takes_keys),
+        kernel_row(K::Fp8, "fp8", Vectors, EXACT, fp8::takes_side),
+        kernel_row(K::Grid, "grid", All, ROUNDED, |side| side.grid().is_some()),
+        kernel_row(K::BitAlloc, "bitalloc", All, ROUNDED, bitalloc::takes_side),
+        kernel_row(
+            K::ScoreTables,
+            "score_tables",
+            EntryLookUps,
+            BYTES,
+            score_tables::takes_codebook,
+        ),
+        kernel_row(K::Vq, "vq", All, ROUNDED, vq::takes_side),
+        kernel_row(K::LevelTables, "score_tables", ByteLookUps, BYTES, score_tables::takes_levels),
+        kernel_row(K::Lloyd, "lloyd", All, ROUNDED, lloyd::takes_side),
+        kernel_row(K::Polar, "polar", All, ROUNDED, polar::takes_side),
+        kernel_row(K::ByToken, "uniform/by_token", All, ROUNDED, by_token::takes_side),
+        kernel_row(K::Bf16, "uniform/bf16", Bf16Products, BYTES, bf16::takes_keys),
+        kernel_row(K::Nibbles, "uniform/nibbles", PlainAvx2, BYTES, nibbles::takes_keys),
+        kernel_row(K::Uniform, "uniform", All, ROUNDED, uniform::takes_keys),
     ]
 };
 
@@ -150,18 +156,18 @@ const VALUE_KERNELS: &[KernelRow<ValueKernelId>] = {
     use KernelSets::{All, Bf16Products, PlainAvx2, Vectors};
     use ValueKernelId as V;
     &[
-        row(V::Fp8, "fp8", Vectors, EXACT, fp8::takes_side),
-        row(V::Grid, "grid", All, ROUNDED, |side| side.grid().is_some()),
-        row(V::BitAlloc, "bitalloc", All, ROUNDED, bitalloc::takes_side),
-        row(V::Vq, "vq", All, ROUNDED, vq::takes_side),
-        row(V::Lloyd, "lloyd", All, ROUNDED, lloyd::takes_side),
-        row(V::Bf16, "uniform/bf16", Bf16Products, BYTES, bf16::takes_values),
-        row(V::Nibbles, "uniform/nibbles", PlainAvx2, BYTES, nibbles::takes_values),
-        row(V::Uniform, "uniform", All, ROUNDED, values::takes_side),
+        kernel_row(V::Fp8, "fp8", Vectors, EXACT, fp8::takes_side),
+        kernel_row(V::Grid, "grid", All, ROUNDED, |side| side.grid().is_some()),
+        kernel_row(V::BitAlloc, "bitalloc", All, ROUNDED, bitalloc::takes_side),
+        kernel_row(V::Vq, "vq", All, ROUNDED, vq::takes_side),
+        kernel_row(V::Lloyd, "lloyd", All, ROUNDED, lloyd::takes_side),
+        kernel_row(V::Bf16, "uniform/bf16", Bf16Products, BYTES, bf16::takes_values),
+        kernel_row(V::Nibbles, "uniform/nibbles", PlainAvx2, BYTES, nibbles::takes_values),
+        kernel_row(V::Uniform, "uniform", All, ROUNDED, values::takes_side),
     ]
 };
 
-const fn row<K>(
+const fn kernel_row<K>(
     kernel: K,
     name: &'static str,
     sets: KernelSets,
@@ -178,7 +184,9 @@ fn find_row<'a, K>(
     side: &HeadCodec,
 ) -> Option<&'a KernelRow<K>> {
     rows.iter().find(|row| {
-        row.precisions.contains(&target.precision) && row.sets.has(target) && (row.takes_side)(side)
+        row.precisions.contains(&target.precision)
+            && row.sets.has_kernel(target)
+            && (row.takes_side)(side)
     })
 }
 

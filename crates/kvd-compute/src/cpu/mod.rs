@@ -323,8 +323,8 @@ impl CpuBackend {
         self.arena.extent_bytes_mut(to).copy_from_slice(bytes);
     }
 
-    /// Encodes blocks as [`AppendSteps::encode`] does, `how` instead of as the host decides, with the
-    /// Huffman tables that there are: for a device that has its own [`Sampling`].
+    /// Encodes blocks as [`AppendSteps::encode`] does, `how` instead of as the host decides, with
+    /// the Huffman tables that there are: for a device that has its own [`Sampling`].
     ///
     /// # Errors
     /// As [`AppendSteps::encode`].

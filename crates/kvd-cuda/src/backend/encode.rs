@@ -75,7 +75,7 @@ impl CudaBackend {
         let [mut measured, mut others] = [measured.into_iter(), others.into_iter()];
         let next = |due: &bool| if *due { measured.next() } else { others.next() };
         let encoded: Vec<EncodeResult> = due.iter().filter_map(next).collect();
-        self.models.entry(model).or_default().sampling.saw(layer, &encoded);
+        self.models.entry(model).or_default().sampling.note_blocks(layer, &encoded);
         Ok(encoded)
     }
 

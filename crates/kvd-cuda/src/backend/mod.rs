@@ -1,10 +1,11 @@
-//! A [`Backend`](kvd_compute::Backend) on a GPU: page memory, attention and encoding on the device; what is measured or has
-//! no store kernel is encoded on the host, which also builds Huffman tables and decodes.
+//! A [`Backend`](kvd_compute::Backend) on a GPU: page memory, attention and encoding on the device;
+//! what is measured or has no store kernel is encoded on the host, which also builds Huffman tables
+//! and decodes.
 //!
-//! Runs on the device worker's thread. All memory is taken when it is opened, that for tables of layers,
-//! every kernel and pinned memory of the host too (only a driver takes some for itself, for graphs
-//! and for kernels that are compiled late): bytes for the device are copied while kernels run, and
-//! results are waited for by an event, for a bounded time.
+//! Runs on the device worker's thread. All memory is taken when it is opened, that for tables of
+//! layers, every kernel and pinned memory of the host too (only a driver takes some for itself, for
+//! graphs and for kernels that are compiled late): bytes for the device are copied while kernels
+//! run, and results are waited for by an event, for a bounded time.
 //! After an error that sticks, or work that does not end, nothing is called any more: every answer
 //! is `DEVICE_FAILED`, and [`PageBackend::failure`] tells the worker.
 

@@ -1,5 +1,6 @@
 //! `kvd codecs`: the presets, and what speaks for each.
 
+use super::kernels::kernels_text;
 use super::table::{TableColumn, render_table, wrap_text};
 use super::{CliError, machine};
 use clap::Args;
@@ -11,7 +12,7 @@ use serde::Serialize;
 use std::fmt::Write;
 
 /// The shape for which bits and savings are given; they hardly depend on it.
-const GEOMETRY: Geometry = Geometry {
+pub(super) const GEOMETRY: Geometry = Geometry {
     layers: 1,
     kv_heads: 1,
     head_dim_k: 128,
@@ -44,6 +45,9 @@ pub(super) struct CodecsArgs {
     /// Spec, source and bits per value of every preset, instead of the comparison.
     #[arg(long, conflicts_with_all = ["speed", "json"])]
     wide: bool,
+    /// Which CPU kernel multiplies each preset, by instruction set and precision.
+    #[arg(long, conflicts_with_all = ["speed", "json", "wide"])]
+    kernels: bool,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -94,6 +98,9 @@ struct PresetReport {
 pub(super) fn codecs_text(args: &CodecsArgs) -> Result<String, CliError> {
     if args.wide {
         return Ok(wide_text());
+    }
+    if args.kernels {
+        return kernels_text(presets().iter().map(|preset| preset.name));
     }
     let mut report =
         PresetReport { measured: measured_text(), timed: None, presets: preset_rows() };

@@ -70,6 +70,7 @@ Examples:
   kvd codecs                         which codec to take
   kvd codecs --speed                 with attention timed on this machine
   kvd codecs --wide                  with spec, source and bits of every preset
+  kvd codecs --kernels               which CPU kernel multiplies each preset
   kvd codecs --json | jq '.presets[] | select(.needs_calibration | not).name'";
 
 pub(super) const BENCH: &str = "\

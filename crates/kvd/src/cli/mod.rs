@@ -14,6 +14,7 @@ mod demo;
 #[cfg(feature = "eval")]
 mod eval;
 mod help;
+mod kernels;
 #[cfg(feature = "eval")]
 mod local;
 mod machine;

@@ -339,7 +339,7 @@ struct PinnedRead {
 /// The reads of a batch, query by query, and which queries fail alone.
 pub(super) struct ResolvedReads {
     pub(super) reads: Vec<QueryRead>,
-    /// Of each distinct read that is not empty.
+    /// A pin of each distinct read that is not empty.
     pub(super) pins: HashMap<ReadKey, PinnedRange>,
     pub(super) query_errors: Vec<RefusedQuery>,
 }

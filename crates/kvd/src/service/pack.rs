@@ -1,7 +1,7 @@
 //! Packed blocks of a store: what came of each, told to the ticket, the metrics and the log.
 
 use super::{RegisteredModel, ServiceError, plan};
-use kvd_compute::{AppendPlan, AppendRows, Appended, Backend, BlockAnswer, EncodedPages};
+use kvd_compute::{AppendOutcome, AppendPlan, AppendRows, Backend, BlockAnswer, EncodedPages};
 use kvd_store::{ArenaPool, PackBatch, PackedPages, ReservedSlot};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -50,7 +50,7 @@ fn settle_blocks(
     model: &RegisteredModel,
     batch: &PackBatch<'_>,
     slots: Vec<ReservedSlot>,
-    appended: Appended,
+    appended: AppendOutcome,
 ) -> Vec<Option<PackedPages>> {
     let (sequence, layer) = (batch.sequence.0, batch.layer.0);
     if let Some(error) = &appended.query_error {

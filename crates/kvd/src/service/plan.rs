@@ -10,7 +10,7 @@ use kvd_store::{
     RowFormRef, RowWrite,
 };
 
-/// What a ticket asks of the device, for rows of that model.
+/// The plan of a ticket, for rows of that model.
 pub(super) fn plan_append(
     model: &RegisteredModel,
     ticket: &AppendTicket,

@@ -3,8 +3,8 @@
 use super::super::CliError;
 use super::super::table::{TableColumn, render_table};
 use super::flags::count_up_to;
-use kvd_bench::{CacheBench, CacheRow};
 use clap::Args;
+use kvd_bench::{CacheBench, CacheRow};
 
 /// Entries of the largest index.
 const ENTRIES_MAX: usize = 1 << 24;
