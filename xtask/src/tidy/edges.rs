@@ -20,7 +20,7 @@ const MEMBERS: &[(&str, &[&str])] = &[
     // Measurement and demonstration are clients like any other.
     ("kvd-eval", &["kvd-core", "kvd-codec", "kvd-client", "kvd-engine"]),
     // Measures devices and, as a client, daemons that somebody else starts.
-    ("kvd-bench", &["kvd-core", "kvd-codec", "kvd-compute", "kvd-client"]),
+    ("kvd-bench", &["kvd-core", "kvd-codec", "kvd-compute", "kvd-store", "kvd-client"]),
     (
         "kvd",
         &[

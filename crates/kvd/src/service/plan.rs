@@ -23,7 +23,7 @@ pub(super) fn plan_append(
     }
 }
 
-/// What a batch of blocks asks of the device, beside `rows` that are not written anywhere yet.
+/// The device's work for a batch of blocks, beside `rows` that are not written anywhere yet.
 pub(super) fn plan_packing(
     model: &RegisteredModel,
     batch: &PackBatch<'_>,
