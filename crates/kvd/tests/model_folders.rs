@@ -91,6 +91,6 @@ fn what_is_refused_ends_with_64_and_its_name() {
     ids[94..96].copy_from_slice(&48u16.to_le_bytes());
     std::fs::write(foreign.path().join("eval_ids.u16"), ids).unwrap();
     let done = eval(foreign.path());
-    assert_eq!(done.status.code(), Some(1));
+    assert_eq!(done.status.code(), Some(64));
     assert!(String::from_utf8_lossy(&done.stderr).contains("token 48 lies outside"));
 }
