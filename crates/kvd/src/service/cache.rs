@@ -84,6 +84,8 @@ pub(super) fn describe_cache(metrics: &Metrics) {
     {
         metrics.counter(metric, &[]).increment(0);
     }
+    // Registered is shown, with a count of 0.
+    metrics.histogram(Metric::MatchSeconds, &[]);
 }
 
 impl Service {
