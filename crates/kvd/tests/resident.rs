@@ -5,8 +5,10 @@ mod support;
 
 use kvd_proto::v1;
 
-/// Bytes that a turn may leave behind; 3,200 and 660 were seen where something was not freed.
-const LEFT_MAX: i64 = 300;
+/// Bytes that a model may leave behind; 3,200 were seen where something was not freed.
+const MODEL_LEFT_MAX: i64 = 800;
+/// Bytes that a connection may leave behind; 660 were seen.
+const CONNECTION_LEFT_MAX: i64 = 300;
 
 fn resident_bytes() -> i64 {
     let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
@@ -35,7 +37,7 @@ async fn what_is_gone_takes_no_memory() {
     let running = support::start(&[("log.filter", "error")]).await;
     let mut rpc = support::rpc(&running).await;
     let rows = vec![0x3f; 130 * 64 * 4];
-    let models = growth(500, async |number| {
+    let models = growth(1000, async |number| {
         let (name, codec) = (format!("model-{number}"), "kvcomp".to_owned());
         let spec = v1::RegisterModelRequest { name, codec, ..support::spec() };
         let model_id = rpc.register_model(spec).await.unwrap().into_inner().model_id;
@@ -51,7 +53,8 @@ async fn what_is_gone_takes_no_memory() {
         rpc.unregister_model(v1::UnregisterModelRequest { model_id }).await.unwrap();
     });
     let left = models.await;
-    assert!(left <= LEFT_MAX, "{left} bytes left by each model");
+    println!("{left} bytes left by each model");
+    assert!(left <= MODEL_LEFT_MAX, "{left} bytes left by each model");
 
     let model_id = rpc.register_model(support::spec()).await.unwrap().into_inner().model_id;
     let open = v1::OpenSequenceRequest { model_id, ..Default::default() };
@@ -61,5 +64,6 @@ async fn what_is_gone_takes_no_memory() {
         once.attend(support::attend_nothing(model_id, sequence_id)).await.unwrap();
     });
     let left = connections.await;
-    assert!(left <= LEFT_MAX, "{left} bytes left by each connection");
+    println!("{left} bytes left by each connection");
+    assert!(left <= CONNECTION_LEFT_MAX, "{left} bytes left by each connection");
 }
