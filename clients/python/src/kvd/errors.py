@@ -67,6 +67,12 @@ class UnknownSequence(KvdError, LookupError):
     code = "UNKNOWN_SEQUENCE"
 
 
+class UnknownLease(KvdError, LookupError):
+    """No such lease of cached blocks: it has ended, or never was."""
+
+    code = "UNKNOWN_LEASE"
+
+
 class UnknownSession(KvdError, LookupError):
     """No such session in this namespace: it has ended."""
 

@@ -233,7 +233,7 @@ fn ordinary_rows_are_not_answered_twice() {
             let plan = plan(&geometry(64), &parts, data, ask);
             let rows = backend.with_job(&plan, attend::rows_again).unwrap();
             // Its steps are so wide that a sum of few tokens is near the bound (ADR 19).
-            let rows_max = usize::from(name == "kvd-1.5");
+            let rows_max = if name == "kvd-1.5" { 2 } else { 0 };
             assert!(rows <= rows_max, "{name}, {data:?}, {position}: {rows} rows");
         }
     }
