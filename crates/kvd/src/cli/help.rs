@@ -111,6 +111,7 @@ Examples:
   kvd bench transport --context 64 --rounds 3
   kvd bench transport --codec kivi-4 --context 8192 --storing 1";
 
+#[cfg(feature = "eval")]
 pub(super) const BENCH_MIXED: &str = "\
 Examples:
   kvd bench mixed --endpoint http://127.0.0.1:7070 --context 65536 --long 512

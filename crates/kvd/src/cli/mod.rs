@@ -1,7 +1,8 @@
 //! The command line.
 //!
 //! Exit codes: 0 done, 1 failed, 64 wrong usage or configuration, 69 a socket or device could
-//! not be had, 70 the device failed while serving, or the GPU asked for cannot be used.
+//! not be had, 70 the device failed while serving, or the GPU asked for cannot be used, 128 and the
+//! number of a signal that ended `eval` or `demo` before their work was done.
 
 mod ask_daemon;
 mod bench;
@@ -18,6 +19,7 @@ mod kernels;
 #[cfg(feature = "eval")]
 mod local;
 mod machine;
+#[cfg(feature = "eval")]
 mod paths;
 mod plan;
 mod sequences;
@@ -167,6 +169,7 @@ enum CliError {
     #[error("the device failed")]
     DeviceFailed,
     /// A signal ended a command that had not done its work.
+    #[cfg(feature = "eval")]
     #[error("ended by signal {0} before the work was done")]
     Interrupted(i32),
     #[error("{0:#}")]
@@ -191,6 +194,7 @@ impl CliError {
             Self::Build(BuildError::Device(DeviceError::Gpu { .. })) | Self::DeviceFailed => 70,
             Self::Build(_) => 69,
             // As shells say it.
+            #[cfg(feature = "eval")]
             Self::Interrupted(signal) => 128 + u8::try_from(*signal).unwrap_or(0),
             Self::Bench(_) | Self::Other(_) => 1,
         }
