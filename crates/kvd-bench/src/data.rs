@@ -143,7 +143,7 @@ impl FilledBackend {
         for i in 0..count {
             let page = &pages[i % pages.len()];
             let extent = Extent { offset, len: page.bytes.len() as u64 };
-            backend.place(page, extent);
+            backend.move_pages(page, extent);
             blocks.push(Source::Pages { extent, ends: Arc::clone(&page.page_ends), first_row: 0 });
             offset += stride(page);
         }

@@ -162,7 +162,7 @@ impl StoreBench {
         for pages in backend.encode(MODEL, LAYER, &sources)? {
             let pages = pages?;
             let extent = Extent { offset, len: pages.bytes.len() as u64 };
-            backend.place(&pages, extent);
+            backend.move_pages(&pages, extent);
             stored += extent.len;
             offset += extent.len.next_multiple_of(64);
         }

@@ -67,7 +67,7 @@ pub struct RegionRows {
 /// attend. What the worker writes later changes nothing of it.
 #[derive(Debug)]
 pub struct StagedRows {
-    /// Which call of [`crate::RegionBackend::stage`] copied them.
+    /// Which call of [`crate::RegionBackend::stage_rows`] copied them.
     pub call: u64,
     /// [`crate::content_hash`] of them.
     pub content_hash: u64,

@@ -277,7 +277,7 @@ fn rows_that_kernels_encode_stay_on_the_device() {
         assert_eq!(pages.packed.parts.total_bytes(), pages.size_bytes());
         assert_eq!(pages.packed.sides.iter().sum::<u64>(), pages.size_bytes());
         let extent = Extent { offset: 65_536 + 8192 * index as u64, len: pages.size_bytes() };
-        backend.place(&pages, extent);
+        backend.move_pages(&pages, extent);
         let source = Source::Pages { extent, ends: pages.page_ends.clone(), first_row: 0 };
         let loaded = load(&mut backend, &PlanPart { source, ..part.clone() });
         sizes.push((pages.packed.parts, loaded.unwrap()));
@@ -322,7 +322,7 @@ fn pages_whose_size_the_kernel_finds_stay_on_the_device() {
             );
             let extent = Extent { offset: 65_536 + 8192 * index as u64, len: pages.size_bytes() };
             let copies = watch.lock().copies;
-            backend.place(&pages, extent);
+            backend.move_pages(&pages, extent);
             // Four pages with room between them go at once.
             assert_eq!(watch.lock().copies - copies, usize::from(index > 0), "{text}");
             let source = Source::Pages { extent, ends: pages.page_ends.clone(), first_row: 0 };
@@ -347,7 +347,7 @@ fn pages_that_are_no_longer_held_cannot_be_placed() {
     let pages = encoded[1].as_ref().unwrap();
     backend.attend(&suite::attend_plan(vec![part.clone()], 1)).unwrap();
     assert_eq!(backend.failure(), None);
-    backend.place(pages, Extent { offset: 65_536, len: pages.size_bytes() });
+    backend.move_pages(pages, Extent { offset: 65_536, len: pages.size_bytes() });
     assert!(backend.failure().unwrap().contains("no longer held"));
     assert_eq!(load(&mut backend, &part), Err(ErrorCode::DeviceFailed));
 }
@@ -429,7 +429,7 @@ fn work(backend: &mut CudaBackend, part: &PlanPart) -> Result<Vec<u8>, ErrorCode
         let pages = pages.as_ref().map_err(|error| error.code())?;
         assert!(pages.held.is_some(), "the device encodes all but the first");
         let extent = Extent { offset: 65_536 + (slot << 14), len: pages.size_bytes() };
-        backend.place(pages, extent);
+        backend.move_pages(pages, extent);
     }
     let pages = encoded[1].as_ref().map_err(|error| error.code())?;
     let extent = Extent { offset: 65_536, len: pages.size_bytes() };

@@ -14,8 +14,8 @@
 //! A layer's blocks are seen through chunks of 64 views that forks and readers share, so that a
 //! fork or a read copies a pointer for 64 blocks. Totals are kept where they change.
 //!
-//! What is published stays when its sequence is closed, and is found by key ([`PrefixIndex`]) until
-//! the pool needs its room.
+//! Published blocks stay when their sequence is closed, and are found by key ([`PrefixIndex`])
+//! until the pool needs their memory.
 //!
 //! Locks: the sequence map's shards, one mutex per layer of a sequence, one for the set of each
 //! session's sequences, the mutex of what waits to be freed, one mutex in the pool. A layer's

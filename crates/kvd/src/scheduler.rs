@@ -143,11 +143,6 @@ impl<J> KindQueue<J> {
         self.took_out(removed)
     }
 
-    /// Forgets who had how much: where nobody waits, nobody has had too much.
-    fn forget_shares(&mut self) {
-        self.namespaces = TimeShares::default();
-    }
-
     /// Places that each connection has.
     fn count_places(&self) -> impl Iterator<Item = OwnerPlaces> {
         self.namespaces.iter().flat_map(|(namespace, connections)| {
@@ -302,12 +297,6 @@ impl<J> JobScheduler<J> {
             (_, 0) => true,
             _ => self.turn == NextKind::Attends,
         };
-        if self.attends.waiting == 0 {
-            self.attends.forget_shares();
-        }
-        if self.others.waiting == 0 {
-            self.others.forget_shares();
-        }
         if !attend_first {
             return self.others.pop();
         }

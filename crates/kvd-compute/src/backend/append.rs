@@ -183,7 +183,7 @@ pub trait AppendSteps {
     ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError>;
 
     /// Moves encoded pages into their slot, after the call that encoded them and before any other.
-    fn place(&mut self, pages: &EncodedPages, to: Extent);
+    fn move_pages(&mut self, pages: &EncodedPages, to: Extent);
 }
 
 impl AppendPlan {
@@ -293,7 +293,7 @@ fn pack_batch<B: AppendSteps + ?Sized>(
             Ok(mut pages) => {
                 // A pool without room for one block has none for the rest.
                 let Some(slot) = reserve(pages.size_bytes()) else { return Ok(false) };
-                backend.place(&pages, slot);
+                backend.move_pages(&pages, slot);
                 pages.bytes = Vec::new();
                 BlockAnswer::Packed(pages)
             }

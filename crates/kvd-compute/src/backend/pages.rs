@@ -127,7 +127,7 @@ pub trait PageBackend: AppendSteps + Send {
     /// it is registered.
     ///
     /// # Errors
-    /// What it cannot do, or has no room for.
+    /// The part of the codec that the device does not serve or has no memory for.
     fn supports(&self, codec: &ModelCodec) -> Result<(), BackendError> {
         let _ = codec;
         Ok(())

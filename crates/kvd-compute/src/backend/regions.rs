@@ -78,7 +78,7 @@ pub trait RegionBackend {
     ///
     /// # Errors
     /// When the model is unknown, the region is not open or a place not inside it or not aligned.
-    fn stage(
+    fn stage_rows(
         &mut self,
         model: ModelId,
         rows: &RegionRows,

@@ -240,7 +240,7 @@ fn filled_with(
     for (pages, source) in backend.encode(MODEL, LAYER, &sources).unwrap().iter().zip(&sources) {
         let pages = pages.as_ref().unwrap();
         let extent = Extent { offset, len: pages.bytes.len() as u64 };
-        backend.place(pages, extent);
+        backend.move_pages(pages, extent);
         offset += extent.len.next_multiple_of(64);
         let source_ = Source::Pages { extent, ends: pages.page_ends.clone(), first_row: 0 };
         parts.push(PlanPart { first_token, rows: source.rows, source: source_ });

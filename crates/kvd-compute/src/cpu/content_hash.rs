@@ -1,7 +1,7 @@
 //! The hash that tells a range that is stored again from other content under the same range, made
 //! so that a device computes it over its own memory as the host does over a message
 //! (`kernels/include/kvd/region/copy.cuh`). It is here because a device's answer to
-//! [`crate::RegionBackend::stage`] holds it.
+//! [`crate::RegionBackend::stage_rows`] holds it.
 //!
 //! Each word of eight bytes is mixed with its place by itself, one to one, and the results are
 //! added up: in any order, so blocks of threads need not wait for each other. It keeps nobody out

@@ -479,7 +479,7 @@ impl AppendSteps for CpuBackend {
         Ok(state.codec.set_queries(layer, heads)?)
     }
 
-    fn place(&mut self, pages: &EncodedPages, to: Extent) {
+    fn move_pages(&mut self, pages: &EncodedPages, to: Extent) {
         self.arena.extent_bytes_mut(to).copy_from_slice(&pages.bytes);
     }
 }

@@ -60,7 +60,7 @@ fn fill(backend: &mut CpuBackend, number: u64, value: impl Fn(usize) -> f32) -> 
 /// Puts pages at the end of the arena.
 fn place(backend: &mut CpuBackend, pages: &EncodedPages) -> Source {
     let extent = Extent { offset: 1 << 15, len: pages.bytes.len() as u64 };
-    backend.place(pages, extent);
+    backend.move_pages(pages, extent);
     Source::Pages { extent, ends: pages.page_ends.clone(), first_row: 0 }
 }
 

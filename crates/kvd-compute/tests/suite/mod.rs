@@ -144,7 +144,7 @@ fn store(backend: &mut dyn Backend, ask: &Ask) -> Option<Stored> {
         assert!(encoded.held.is_some() || encoded.bytes == bytes, "{text}");
         let slot = Extent { offset, len: encoded.size_bytes() };
         offset += slot.len.next_multiple_of(64);
-        backend.place(&encoded, slot);
+        backend.move_pages(&encoded, slot);
         let ends = encoded.page_ends.clone();
         let rows_of_pages = decoded(&codec, &bytes, &ends);
         let source = Source::Pages { extent: slot, ends, first_row: 0 };

@@ -149,7 +149,7 @@ impl<B: Backend> AppendSteps for InPlace<B> {
             let first = source_row + done;
             let now = STAGED_TOKENS.min(count - done);
             let (places, [k, v]) = self.leave(rows, first..first + now)?;
-            let staged = self.backend.stage(model, &places)?.expect("room for a few tokens");
+            let staged = self.backend.stage_rows(model, &places)?.expect("room for a few tokens");
             assert_eq!(staged.content_hash, content_hash(&k, &v));
             assert!(staged.finite.is_ok(), "{:?}", staged.finite);
             // The second half first: order is not what the caller promises.
@@ -174,8 +174,8 @@ impl<B: Backend> AppendSteps for InPlace<B> {
         self.backend.encode(model, layer, blocks)
     }
 
-    fn place(&mut self, pages: &EncodedPages, to: Extent) {
-        self.backend.place(pages, to);
+    fn move_pages(&mut self, pages: &EncodedPages, to: Extent) {
+        self.backend.move_pages(pages, to);
     }
 }
 

@@ -312,7 +312,7 @@ impl AppendSteps for CudaBackend {
         self.encode_blocks(model, layer, blocks)
     }
 
-    fn place(&mut self, pages: &EncodedPages, to: Extent) {
+    fn move_pages(&mut self, pages: &EncodedPages, to: Extent) {
         // Headers of the slot's earlier pages are stale.
         let stale: Vec<u64> =
             self.headers.range(to.offset..to.end()).map(|(offset, _)| *offset).collect();
@@ -397,7 +397,7 @@ impl RegionBackend for CudaBackend {
         self.attend_at(plan, places, launched)
     }
 
-    fn stage(
+    fn stage_rows(
         &mut self,
         model: ModelId,
         rows: &RegionRows,

@@ -43,7 +43,7 @@ fn no_stage() {
     let region = backend.open_region(handle(&mut peer, 1 << 16), 1 << 16).unwrap().region;
     let rows = RegionRows { region, tokens: 2, k: 0, v: 1 << 12 };
     // A worker's store is refused, and the lane goes on.
-    let error = backend.stage(ModelId(1), &rows).unwrap_err();
+    let error = backend.stage_rows(ModelId(1), &rows).unwrap_err();
     assert_eq!(error.code(), ErrorCode::LimitExceeded, "{error}");
     assert!(error.to_string().contains("no memory left for kvd_stage"), "{error}");
     assert_eq!(backend.failure(), None);

@@ -119,7 +119,7 @@ fn store(backend: &mut CudaBackend, codec: ModelCodec) -> PlanPart {
     let encoded = backend.encode(ModelId(1), LayerIndex(0), &blocks(&part, 1)).unwrap();
     let pages = encoded[0].as_ref().unwrap();
     let extent = Extent { offset: 65_536, len: pages.size_bytes() };
-    backend.place(pages, extent);
+    backend.move_pages(pages, extent);
     let source = Source::Pages { extent, ends: pages.page_ends.clone(), first_row: 0 };
     PlanPart { source, ..part }
 }

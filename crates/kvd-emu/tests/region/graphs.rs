@@ -152,7 +152,7 @@ fn pages(backend: &mut CudaBackend) -> PlanPart {
     let source = EncodeSource { extent, capacity_rows: 64, first_row: 0, rows: 64 };
     let encoded = backend.encode(ModelId(1), LayerIndex(0), &[source]).unwrap().remove(0).unwrap();
     let slot = Extent { offset: 524_288, len: encoded.size_bytes() };
-    backend.place(&encoded, slot);
+    backend.move_pages(&encoded, slot);
     let source = Source::Pages { extent: slot, ends: encoded.page_ends, first_row: 0 };
     PlanPart { first_token: 0, rows: 64, source }
 }

@@ -101,7 +101,7 @@ fn pages(backend: &mut CudaBackend, writes: &[PlannedWrite]) -> (Vec<Vec<u32>>, 
     for pages in &encoded {
         let extent = Extent { offset: at, len: pages.size_bytes() };
         at += extent.len.next_multiple_of(64);
-        backend.place(pages, extent);
+        backend.move_pages(pages, extent);
         let source = Source::Pages { extent, ends: pages.page_ends.clone(), first_row: 0 };
         parts.push(PlanPart { first_token: 0, rows: BLOCK, source });
     }
@@ -112,7 +112,7 @@ fn pages(backend: &mut CudaBackend, writes: &[PlannedWrite]) -> (Vec<Vec<u32>>, 
 
 pub(super) fn stage(fixture: &mut Fixture, rows: &IncomingRows) -> (RegionRows, StagedRows) {
     let (places, _) = fixture.backend.leave(rows, 0..rows.tokens).unwrap();
-    let staged = fixture.backend.backend.stage(MODEL, &places).unwrap();
+    let staged = fixture.backend.backend.stage_rows(MODEL, &places).unwrap();
     (places, staged.expect("room for them"))
 }
 
@@ -191,7 +191,7 @@ fn a_check_of_each_thread_block_is_all_that_a_store_brings_to_the_host() {
         [watch.read_bytes, watch.written_bytes, watch.launches, watch.writes, watch.waits]
     };
     let before = seen();
-    let staged = backend.stage(MODEL, &places).unwrap().unwrap();
+    let staged = backend.stage_rows(MODEL, &places).unwrap().unwrap();
     backend.write_staged(&staged, &writes).unwrap();
     let passed: Vec<usize> = seen().iter().zip(before).map(|(now, before)| now - before).collect();
     // 2240 words of each side, 1024 of a thread block; two heads of both sides for each write.
@@ -289,7 +289,7 @@ fn a_tail_that_is_copied_after_rows_were_staged_leaves_them_as_they_are() {
                     let block = EncodeSource { extent, capacity_rows, first_row: 0, rows: BLOCK };
                     let pages = backend.encode(MODEL, LAYER, &[block]).unwrap().remove(0).unwrap();
                     let extent = Extent { offset: 1 << 19, len: pages.size_bytes() };
-                    backend.place(&pages, extent);
+                    backend.move_pages(&pages, extent);
                     source = Source::Pages { extent, ends: pages.page_ends.clone(), first_row: 0 };
                 }
                 let tail = loaded(backend, &source, begun, dtype);
@@ -334,16 +334,16 @@ fn rows_outside_a_region_unaligned_or_of_no_model_are_refused_before_any_launch(
         RegionRows { v: u64::MAX - 1, ..good },
         RegionRows { tokens: u32::MAX, ..good },
     ] {
-        let text = refused(backend.stage(MODEL, &places), ErrorCode::InvalidArgument);
+        let text = refused(backend.stage_rows(MODEL, &places), ErrorCode::InvalidArgument);
         assert!(text.contains("not inside the 65536"), "{text}");
     }
     let odd = RegionRows { v: good.v + 1, ..good };
-    let text = refused(backend.stage(MODEL, &odd), ErrorCode::InvalidArgument);
+    let text = refused(backend.stage_rows(MODEL, &odd), ErrorCode::InvalidArgument);
     assert!(text.contains("aligned to 2"), "{text}");
-    refused(backend.stage(ModelId(9), &good), ErrorCode::UnknownModel);
+    refused(backend.stage_rows(ModelId(9), &good), ErrorCode::UnknownModel);
     assert_eq!(fixture.watch.lock().launches, 0);
     backend.close_region(good.region);
-    let text = refused(backend.stage(MODEL, &good), ErrorCode::InvalidArgument);
+    let text = refused(backend.stage_rows(MODEL, &good), ErrorCode::InvalidArgument);
     assert!(text.contains("no device memory 0 is open"), "{text}");
     assert_eq!(backend.failure(), None);
 }
@@ -405,7 +405,7 @@ fn more_rows_than_scratch_memory_holds_are_not_staged_and_the_device_goes_on() {
     for (tokens, fits) in [(32, false), (28, true), (64, false), (1, true)] {
         let rows = incoming(&geometry, tokens, 0.3);
         let (places, _) = backend.leave(&rows, 0..tokens).unwrap();
-        let staged = backend.backend.stage(MODEL, &places).unwrap();
+        let staged = backend.backend.stage_rows(MODEL, &places).unwrap();
         assert_eq!(staged.is_some(), fits, "{tokens} tokens of 512 bytes");
     }
     assert_eq!(watch.lock().launches, 2);
@@ -429,12 +429,12 @@ fn a_store_that_meets_a_fault_ends_every_call_and_nothing_leaks() {
         fixture.watch.lock().fail = fail;
         let backend = &mut fixture.backend.backend;
         let failed = if while_staging {
-            refused(backend.stage(MODEL, &places), ErrorCode::DeviceFailed)
+            refused(backend.stage_rows(MODEL, &places), ErrorCode::DeviceFailed)
         } else {
             refused(backend.write_staged(&staged, &writes), ErrorCode::DeviceFailed)
         };
         assert!(backend.failure().is_some(), "{fail:?}: {failed}");
-        refused(backend.stage(MODEL, &places), ErrorCode::DeviceFailed);
+        refused(backend.stage_rows(MODEL, &places), ErrorCode::DeviceFailed);
         backend.close_region(places.region);
         let Fixture { backend, watch, memory, .. } = fixture;
         drop(backend);

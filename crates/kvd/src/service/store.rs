@@ -275,7 +275,7 @@ impl DeviceWork for StoreInPlace {
         _: &Stop,
     ) -> Result<Option<Self::Reply>, ServiceError> {
         let (began, store, model) = (Instant::now(), &self.store, &self.model);
-        let Some(staged) = backend.stage(model.shape.id, &self.rows)? else {
+        let Some(staged) = backend.stage_rows(model.shape.id, &self.rows)? else {
             return Ok(Some(None));
         };
         let content_hash = staged.content_hash;

@@ -128,8 +128,8 @@ impl AppendSteps for Device {
         Ok(encoded)
     }
 
-    fn place(&mut self, pages: &EncodedPages, to: Extent) {
-        self.inner.place(pages, to);
+    fn move_pages(&mut self, pages: &EncodedPages, to: Extent) {
+        self.inner.move_pages(pages, to);
     }
 }
 

@@ -214,8 +214,8 @@ impl AppendSteps for Device {
         self.cpu.encode(model, layer, blocks)
     }
 
-    fn place(&mut self, pages: &EncodedPages, to: Extent) {
-        self.cpu.place(pages, to);
+    fn move_pages(&mut self, pages: &EncodedPages, to: Extent) {
+        self.cpu.move_pages(pages, to);
     }
 }
 
@@ -290,7 +290,7 @@ impl RegionBackend for Device {
         Ok(attended.stored_bytes_read)
     }
 
-    fn stage(
+    fn stage_rows(
         &mut self,
         model: ModelId,
         rows: &RegionRows,
