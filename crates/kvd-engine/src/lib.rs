@@ -27,5 +27,5 @@ pub use error::ModelError;
 pub use generate::{Continuation, generate_tokens};
 pub use local::LocalAttention;
 pub use model::LanguageModel;
-pub use quality::{QualitySums, TextQuality, WindowPredictions, teacher_forced};
+pub use quality::{QualitySums, TextQuality, TextSteps, WindowPredictions, teacher_forced};
 pub use weights::WeightFiles;

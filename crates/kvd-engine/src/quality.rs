@@ -4,11 +4,25 @@ use crate::assets::TokenWindow;
 use crate::attention::LayerAttention;
 use crate::model::LanguageModel;
 use anyhow::{Result, ensure};
+use std::ops::Range;
+
+/// The steps in which a window is read.
+#[derive(Clone, Copy, Debug)]
+pub struct TextSteps {
+    /// Tokens of a step.
+    pub chunk: usize,
+    /// First position to read; the attention has all tokens before it.
+    pub start: usize,
+    /// First position that is scored, `start` or later.
+    pub scored_from: usize,
+}
 
 /// Natural-log next-token distributions `[positions, vocabulary]` of a window, from the first
 /// scored position on, and what they give the true next tokens.
 #[derive(Clone, Debug)]
 pub struct WindowPredictions {
+    /// The first scored position.
+    pub first: usize,
     /// Log probabilities of every token at every scored position.
     pub log_probs: Vec<f32>,
     /// Entries of the vocabulary.
@@ -17,15 +31,32 @@ pub struct WindowPredictions {
     pub losses: Vec<f64>,
 }
 
-/// Runs `window` in steps of `chunk` tokens; positions from `scored_from` on are kept.
+impl WindowPredictions {
+    /// One past the last scored position.
+    #[must_use]
+    pub fn end(&self) -> usize {
+        self.first + self.losses.len()
+    }
+
+    /// Distributions of some scored positions.
+    fn rows_at(&self, positions: &Range<usize>) -> impl Iterator<Item = &[f32]> {
+        self.log_probs.chunks(self.vocabulary).skip(positions.start - self.first)
+    }
+
+    /// The loss of some scored positions.
+    fn loss_at(&self, positions: &Range<usize>) -> f64 {
+        self.losses[positions.start - self.first..positions.end - self.first].iter().sum()
+    }
+}
+
+/// Reads a window; the predictions of its scored positions are kept.
 ///
 /// # Errors
 /// When a target is not in the vocabulary, the attention fails or a loss is not finite.
 pub async fn teacher_forced<A: LayerAttention>(
     model: &LanguageModel,
     window: &TokenWindow,
-    chunk: usize,
-    scored_from: usize,
+    steps: TextSteps,
     attention: &mut A,
     mut on_chunk: impl FnMut(usize),
 ) -> Result<WindowPredictions> {
@@ -33,8 +64,10 @@ pub async fn teacher_forced<A: LayerAttention>(
     model.check_tokens(&window.targets)?;
     let mut log_probs = Vec::new();
     let mut losses = Vec::new();
-    let mut position = 0;
-    for (inputs, targets) in window.inputs.chunks(chunk).zip(window.targets.chunks(chunk)) {
+    let TextSteps { chunk, start, scored_from } = steps;
+    let mut position = start;
+    let inputs = window.inputs[start..].chunks(chunk);
+    for (inputs, targets) in inputs.zip(window.targets[start..].chunks(chunk)) {
         let mut logits = model.forward_tokens(inputs, position, attention).await?;
         for (i, (row, &target)) in logits.chunks_mut(vocabulary).zip(targets).enumerate() {
             if position + i >= scored_from {
@@ -53,7 +86,7 @@ pub async fn teacher_forced<A: LayerAttention>(
         position += inputs.len();
         on_chunk(inputs.len());
     }
-    Ok(WindowPredictions { log_probs, vocabulary, losses })
+    Ok(WindowPredictions { first: scored_from, log_probs, vocabulary, losses })
 }
 
 fn log_softmax(logits: &mut [f32]) {
@@ -95,14 +128,27 @@ pub struct QualitySums {
 impl QualitySums {
     /// Adds one window: the run's predictions and those of the run without kvd.
     pub fn add_window(&mut self, run: &WindowPredictions, reference: &WindowPredictions) {
-        let rows = run.log_probs.chunks(run.vocabulary);
-        for (p, q) in reference.log_probs.chunks(reference.vocabulary).zip(rows) {
+        self.add_positions(run, reference, run.first..run.end());
+    }
+
+    /// [`QualitySums::add_window`] of some positions.
+    ///
+    /// # Panics
+    /// When either run did not score one of them.
+    pub fn add_positions(
+        &mut self,
+        run: &WindowPredictions,
+        reference: &WindowPredictions,
+        positions: Range<usize>,
+    ) {
+        let rows = reference.rows_at(&positions).zip(run.rows_at(&positions));
+        for (p, q) in rows.take(positions.len()) {
             self.kl += kl_divergence(p, q);
             self.agreed += u64::from(argmax(p) == argmax(q));
         }
-        self.positions += run.losses.len() as u64;
-        self.loss += run.losses.iter().sum::<f64>();
-        self.reference_loss += reference.losses.iter().sum::<f64>();
+        self.positions += positions.len() as u64;
+        self.loss += run.loss_at(&positions);
+        self.reference_loss += reference.loss_at(&positions);
     }
 
     /// The means.
@@ -147,7 +193,23 @@ mod tests {
         let mut rows = rows.to_vec();
         rows.iter_mut().for_each(|row| log_softmax(row));
         let losses = rows.iter().zip(targets).map(|(row, &t)| -f64::from(row[t])).collect();
-        WindowPredictions { log_probs: rows.concat(), vocabulary: 2, losses }
+        WindowPredictions { first: 0, log_probs: rows.concat(), vocabulary: 2, losses }
+    }
+
+    #[test]
+    fn positions_are_counted_from_the_start_of_the_window() {
+        let three = 3f32.ln();
+        let reference = predictions(&[[0.0, 0.0], [three, 0.0], [0.0, 0.0]], &[0, 0, 0]);
+        let later = predictions(&[[0.0, three], [0.0, 0.0]], &[0, 0]);
+        let run = WindowPredictions { first: 1, ..later };
+        let (mut both, mut one) = (QualitySums::default(), QualitySums::default());
+        both.add_window(&run, &reference);
+        one.add_positions(&run, &reference, 1..2);
+        let (both, one) = (both.mean_quality(), one.mean_quality());
+        assert!((one.kl_nats - 0.5 * 3f64.ln()).abs() < 1e-6, "{one:?}");
+        assert!((both.kl_nats - 0.25 * 3f64.ln()).abs() < 1e-6, "{both:?}");
+        assert_eq!((one.scored_tokens, both.scored_tokens), (1, 2));
+        assert!((one.loss_nats - 4f64.ln()).abs() < 1e-6);
     }
 
     #[test]

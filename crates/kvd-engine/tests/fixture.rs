@@ -1,7 +1,7 @@
 //! The engine without kvd against the numbers measured when the fixture was made.
 
 use kvd_engine::{
-    LanguageModel, LocalAttention, ModelAssets, ModelConfig, QualitySums, TokenWindow,
+    LanguageModel, LocalAttention, ModelAssets, ModelConfig, QualitySums, TextSteps, TokenWindow,
     teacher_forced,
 };
 
@@ -24,7 +24,8 @@ async fn held_out_loss_is_the_one_the_fixture_was_published_with() {
     for index in 0..3 {
         let window = TokenWindow::new(&assets.held_out, 0, 2048, index).unwrap();
         let mut attention = local(&model);
-        let run = teacher_forced(&model, &window, 64, 256, &mut attention, |_| {}).await.unwrap();
+        let steps = TextSteps { chunk: 64, start: 0, scored_from: 256 };
+        let run = teacher_forced(&model, &window, steps, &mut attention, |_| {}).await.unwrap();
         sums.add_window(&run, &run);
     }
     let quality = sums.mean_quality();

@@ -102,6 +102,31 @@ async fn codecs_of_one_fit_differ_by_windows_alone_and_the_pages_say_so() {
     assert!(String::from_utf8(text).unwrap().contains("Attention error by layer"));
 }
 
+/// A prefix from the cache is packed to its last token. That costs what the window of the sequence
+/// that stored it is worth, and nothing where there is none.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_attached_prefix_costs_the_window_that_it_has_not() {
+    let two = "k=uniform(b=2,g=32,axis=channel); v=uniform(b=2,g=32,axis=token)";
+    let with_window = format!("{two}; recent=64");
+    let running = support::start(&[]).await;
+    let codecs = ["raw", two, &with_window];
+    let options = EvalOptions {
+        attached_prefix: Some(128),
+        ..options(&running, &codecs, vec![WindowChoice::Own])
+    };
+    let report = eval::run_eval(&options).await.unwrap();
+    running.drain().await;
+    let [raw, none, window] = &report.blocks[0].rows[..] else { panic!("three rows") };
+    let [raw, none, window] = [raw, none, window].map(|row| row.attached.unwrap());
+    assert_eq!((raw.prefix_tokens, raw.next_tokens, raw.all.stored.scored_tokens), (128, 128, 128));
+    assert_eq!(raw.all.stored, raw.all.attached);
+    assert!(none.all.stored.kl_nats > 0.0);
+    assert_eq!(none.all.stored, none.all.attached);
+    let more = window.next.kl_change_percent().unwrap();
+    assert!(more > 5.0, "{more} % {window:?}");
+    assert!(eval::markdown_page(&report, None).contains("### Attached prefix"));
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_search_keeps_its_budget_and_its_policy_is_evaluated_last() {
     let running = support::start(&[]).await;
@@ -181,6 +206,9 @@ fn what_cannot_be_evaluated_is_refused_with_its_exit_code() {
         (&["eval", "--codec", "raw", "--passages", "0"], 64, "passages"),
         (&["eval", "--codec", "raw", "--tokens", "4096"], 64, "2048 positions"),
         (&["eval", "--codec", "raw", "--passages", "99"], 64, "fewer --passages"),
+        (&["eval", "--codec", "raw", "--attached-prefix", "100"], 64, "steps of 8"),
+        (&["eval", "--codec", "raw", "--attached-prefix", "2048"], 64, "a passage of 2048"),
+        (&["eval", "--codec", "raw", "--attached-prefix", "96"], 64, "pages of 64"),
         (&["eval", "--codec", "vecinfer-2", "--calibration", "/no/such"], 64, "/no/such"),
     ] {
         let output = kvd(arguments);

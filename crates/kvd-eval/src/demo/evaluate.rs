@@ -41,16 +41,16 @@ impl DemoEvaluation<'_> {
         let (subject, options) = (self.subject, self.options);
         let (written, decode_device) =
             run.generate_text(&subject.prompt, options.new_tokens).await?;
-        let (quality, stored) = run.run_passages(&self.reference.passages).await?;
+        let passages = run.run_passages(&self.reference.passages).await?;
         let latencies = run.take_latencies();
         let reference = &self.reference.report.generation.tokens;
         let report = CodecReport {
             codec: label.clone(),
             codec_spec: run.codec_spec().to_owned(),
             model: run.model_name().to_owned(),
-            storage: run.storage_ratios(&stored).await?,
+            storage: run.storage_ratios(&passages.stored).await?,
             attention_error,
-            quality,
+            quality: passages.quality,
             generation: subject.compare_generation(written, Some(reference))?,
             decode: latencies.decode.summarize_calls(),
             prefill: latencies.prefill.summarize_calls(),

@@ -18,6 +18,9 @@ pub struct EvalOptions {
     pub model_dir: Option<PathBuf>,
     /// Held-out texts (UTF-8), one block of rows each; the model's own when empty.
     pub texts: Vec<PathBuf>,
+    /// Tokens of a prefix, whole pages and whole steps, that each passage is run on once more,
+    /// attached from the cache. Positions from there on are scored, in both runs.
+    pub attached_prefix: Option<usize>,
     /// Codecs, one row each.
     pub codecs: Vec<EvalCodec>,
     /// Windows, one block of rows each.
@@ -53,6 +56,7 @@ impl EvalOptions {
             metrics: None,
             model_dir: None,
             texts: Vec::new(),
+            attached_prefix: None,
             codecs,
             windows: vec![WindowChoice::Own],
             passages: 2,
@@ -80,11 +84,32 @@ impl EvalOptions {
             ensure!(count > 0, UsageError(format!("{name} must be at least 1")));
         }
         ensure!(self.passage_tokens >= 8, UsageError("tokens must be at least 8".to_owned()));
+        let Some(prefix) = self.attached_prefix else { return Ok(()) };
+        ensure!(
+            prefix < self.passage_tokens && prefix.is_multiple_of(self.chunk_tokens),
+            UsageError(format!(
+                "an attached prefix of {prefix} tokens is no number of steps of {} tokens that \
+                 leaves some of a passage of {}",
+                self.chunk_tokens, self.passage_tokens
+            ))
+        );
+        Ok(())
+    }
+
+    /// Refuses a prefix that is no number of pages.
+    pub(super) fn check_prefix(&self, block_tokens: u32) -> Result<()> {
+        let prefix = self.attached_prefix.unwrap_or_default();
+        ensure!(
+            prefix.is_multiple_of(block_tokens as usize),
+            UsageError(format!(
+                "an attached prefix of {prefix} tokens is no number of pages of {block_tokens}"
+            ))
+        );
         Ok(())
     }
 
     /// First position of a passage that is scored.
     pub(super) fn scored_from(&self) -> usize {
-        self.passage_tokens / 8
+        self.attached_prefix.unwrap_or(self.passage_tokens / 8)
     }
 }

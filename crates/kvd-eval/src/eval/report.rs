@@ -1,7 +1,7 @@
 //! The report of an evaluation, for programs: `--json` writes one [`EvalReport`].
 
 use crate::ModelReport;
-use crate::measure::{AttentionError, DeviceSpeed, StorageRatios};
+use crate::measure::{AttachedQuality, AttentionError, DeviceSpeed, StorageRatios};
 use crate::search::SearchReport;
 use kvd_engine::TextQuality;
 use serde::Serialize;
@@ -88,6 +88,9 @@ pub struct EvalRow {
     pub attention_error: AttentionError,
     /// On the passages, against the run without kvd.
     pub quality: TextQuality,
+    /// After a prefix from the cache, where that was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub attached: Option<AttachedQuality>,
     /// Encode, load and attend; absent without the daemon's metrics.
     pub speed: Option<DeviceSpeed>,
     /// Time the calibration took; 0 for codecs without.

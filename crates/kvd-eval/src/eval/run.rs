@@ -32,6 +32,7 @@ impl EvalSession {
         let connected = Client::connect(options.endpoint.clone()).await;
         let client = connected.with_context(|| format!("no daemon at {}", options.endpoint))?;
         let info = client.server_info().await?;
+        options.check_prefix(info.block_tokens_default)?;
         let material = EvalMaterial::load_material(options)?;
         Ok(Self { client, info, material, progress: RunProgress::new(0), begin })
     }
@@ -150,7 +151,10 @@ impl EvalRun<'_> {
             PassageReference::run_passages(rig.model, passages, from, rig.chunk, rig.progress)
                 .await?;
         let runs = options.codecs.len() * options.windows.len();
-        let each = passage_tokens + reference.clean.measured_tokens();
+        let attached = options
+            .attached_prefix
+            .map_or(0, |prefix| options.passages * (options.passage_tokens - prefix));
+        let each = passage_tokens + attached + reference.clean.measured_tokens();
         rig.progress.begin_steps("codecs", runs * each);
         let mut blocks: Vec<EvalBlock> = Vec::new();
         for windows in &options.windows {
@@ -203,16 +207,21 @@ impl EvalRun<'_> {
         let registration = CodecRegistration { name, label, codec, calibration };
         let mut run = CodecRun::open_run(&self.rig, registration).await?;
         let attention_error = run.attention_error(&reference.clean).await?;
-        let (quality, stored) = run.run_passages(reference).await?;
+        let passages = run.run_passages(reference).await?;
+        let attached = match self.options.attached_prefix {
+            Some(prefix) => Some(run.run_attached(reference, &passages, prefix).await?),
+            None => None,
+        };
         let speed = run.measure_speed(&reference.clean).await?;
-        let storage = run.storage_ratios(&stored).await?;
+        let storage = run.storage_ratios(&passages.stored).await?;
         let row = EvalRow {
             codec: label.to_owned(),
             codec_spec: run.codec_spec().to_owned(),
             context: self.context_bits(&storage),
             storage,
             attention_error,
-            quality,
+            quality: passages.quality,
+            attached,
             speed,
             calibration_seconds,
         };

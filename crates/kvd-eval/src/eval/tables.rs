@@ -1,6 +1,7 @@
 //! The report as tables, for the terminal and for the page.
 
 use super::{EvalBlock, EvalReport, EvalRow};
+use crate::measure::QualityPair;
 use crate::search::SearchReport;
 use crate::table::{COLUMNS, format_fitted, format_number, format_table, wrap_lines};
 use std::io::{self, Write};
@@ -35,7 +36,9 @@ pub(super) fn codec_legend(block: &EvalBlock) -> Vec<(String, &str)> {
 
 /// All tables of a block.
 pub(super) fn block_sheets(report: &EvalReport, block: &EvalBlock) -> Vec<TableSheet> {
-    let mut sheets = vec![quality_sheet(block), parts_sheet(report, block), layers_sheet(block)];
+    let mut sheets = vec![quality_sheet(block)];
+    sheets.extend(attached_sheet(block));
+    sheets.extend([parts_sheet(report, block), layers_sheet(block)]);
     sheets.extend(speed_sheet(block));
     if report.orderings {
         sheets.extend(super::orderings::claims_sheet(block));
@@ -98,6 +101,43 @@ fn quality_sheet(block: &EvalBlock) -> TableSheet {
         );
     }
     new_sheet("Quality", &header, rows, note)
+}
+
+/// The table of runs on a prefix from the cache.
+fn attached_sheet(block: &EvalBlock) -> Option<TableSheet> {
+    let first = block.rows.iter().find_map(|row| row.attached)?;
+    let next = |name: &str| format!("next {} {name}", first.next_tokens);
+    let header = [next("stored"), next("attached"), next("%"), next("top-1 %")];
+    let header =
+        header.into_iter().chain(["all stored", "all attached", "all %"].map(str::to_owned));
+    let row = |row: &EvalRow| {
+        let attached = row.attached?;
+        let kl = |pair: &QualityPair| {
+            let change = pair.kl_change_percent();
+            [
+                format_number(pair.stored.kl_nats, 5),
+                format_number(pair.attached.kl_nats, 5),
+                change.map_or_else(|| "-".to_owned(), |change| format!("{change:+.1}")),
+            ]
+        };
+        let mut cells = vec![row_label(block, row)];
+        cells.extend(kl(&attached.next));
+        cells.push(format_number(attached.next.attached.top1_agreement_percent, 2));
+        cells.extend(kl(&attached.all));
+        Some(cells)
+    };
+    let note = format!(
+        "KL in nats from the run without kvd, over the {} tokens after a prefix of {} and over all \
+         after it: by the sequence that stored the prefix, and by one that found it in the cache, \
+         packed to its last token.",
+        first.next_tokens, first.prefix_tokens
+    );
+    Some(TableSheet {
+        title: "Attached prefix",
+        header: std::iter::once("codec".to_owned()).chain(header).collect(),
+        rows: block.rows.iter().filter_map(row).collect(),
+        note,
+    })
 }
 
 /// Whether all that was stored lies in windows and open blocks: then nothing is known of the codec.
@@ -323,7 +363,7 @@ mod tests {
     use super::super::{ContextBits, EvalSetup};
     use super::*;
     use crate::ModelReport;
-    use crate::measure::{AttentionError, DeviceSpeed, LayerError, StorageRatios};
+    use crate::measure::{AttachedQuality, AttentionError, DeviceSpeed, LayerError, StorageRatios};
     use kvd_core::StoredBytes;
     use kvd_engine::TextQuality;
 
@@ -367,6 +407,7 @@ mod tests {
                 top1_agreement_percent: 100.0,
                 ..TextQuality::default()
             },
+            attached: Some(AttachedQuality { next_tokens: 128, ..AttachedQuality::default() }),
             speed: Some(DeviceSpeed {
                 encode_values_per_second: 1.2e12,
                 encode_gb_per_second: 123.456,

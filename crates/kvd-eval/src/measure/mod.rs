@@ -1,6 +1,7 @@
 //! Measurement of one codec through a daemon over gRPC: the parts that the demo, the evaluation and
 //! the search share.
 
+mod attached;
 mod attention_error;
 mod daemon;
 mod latency;
@@ -10,6 +11,7 @@ mod speed;
 mod storage;
 mod through_kvd;
 
+pub use attached::{AttachedQuality, QualityPair};
 pub use attention_error::{AttentionError, LayerError};
 pub use daemon::{DeviceMeans, MetricsSource};
 pub use latency::{CallSummaries, LatencySummary};

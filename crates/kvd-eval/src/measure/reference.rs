@@ -4,8 +4,8 @@ use super::CleanWindow;
 use crate::progress::RunProgress;
 use anyhow::{Context, Result};
 use kvd_engine::{
-    AttentionRecorder, LanguageModel, LocalAttention, QualitySums, TextQuality, TokenWindow,
-    WindowPredictions, teacher_forced,
+    AttentionRecorder, LanguageModel, LocalAttention, QualitySums, TextQuality, TextSteps,
+    TokenWindow, WindowPredictions, teacher_forced,
 };
 
 /// Passages of one text and what the model makes of them with an f16 cache of its own.
@@ -36,8 +36,8 @@ impl PassageReference {
         for window in &passages {
             let local = LocalAttention::new(config.attention_heads(), layers);
             let mut attention = AttentionRecorder::new(local, layers);
-            let run =
-                teacher_forced(model, window, chunk, scored_from, &mut attention, tick).await?;
+            let steps = TextSteps { chunk, start: 0, scored_from };
+            let run = teacher_forced(model, window, steps, &mut attention, tick).await?;
             sums.add_window(&run, &run);
             predictions.push(run);
             clean.get_or_insert_with(|| attention.into_layers());

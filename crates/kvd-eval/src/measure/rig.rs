@@ -1,20 +1,22 @@
 //! One codec, registered with the daemon and taken through the measurements one by one.
 
+use super::attached::AttachedSums;
 use super::daemon::CallTimes;
 use super::storage::{StorageRatios, storage_ratios};
 use super::through_kvd::StepLatencies;
 use super::{
-    AttentionError, CallSummaries, CleanWindow, DeviceMeans, KvdAttention, MetricsSource,
-    PassageReference,
+    AttachedQuality, AttentionError, CallSummaries, CleanWindow, DeviceMeans, KvdAttention,
+    MetricsSource, PassageReference,
 };
 use super::{DeviceSpeed, speed};
 use crate::progress::RunProgress;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use bytes::Bytes;
-use kvd_client::{Client, ModelSpec, RegisteredModel};
+use kvd_client::{BlockKeys, Client, ModelSpec, RegisteredModel};
 use kvd_core::{Geometry, SequenceId, StoredBytes};
 use kvd_engine::{
-    Continuation, LanguageModel, QualitySums, TextQuality, generate_tokens, teacher_forced,
+    Continuation, LanguageModel, QualitySums, TextQuality, TextSteps, WindowPredictions,
+    generate_tokens, teacher_forced,
 };
 
 /// The client, model and settings that the runs of all codecs share.
@@ -39,6 +41,16 @@ pub(crate) struct CodecRegistration<'a> {
     pub(crate) codec: String,
     /// The artefact, empty when the codec needs none.
     pub(crate) calibration: Bytes,
+}
+
+/// What teacher-forced passes gave.
+pub(crate) struct PassageRuns {
+    /// Against the run without kvd.
+    pub(crate) quality: TextQuality,
+    /// Bytes of all passages.
+    pub(crate) stored: StoredBytes,
+    /// Those of each passage.
+    predictions: Vec<WindowPredictions>,
 }
 
 /// A registered codec and the streams of one client to it.
@@ -123,24 +135,58 @@ impl<'a> CodecRun<'a> {
     }
 
     /// Teacher-forced passes; each passage is left stored in a sequence of its own until
-    /// [`CodecRun::close_run`]. Returns the quality against the run without kvd and what is stored.
+    /// [`CodecRun::close_run`].
     pub(crate) async fn run_passages(
         &mut self,
         reference: &PassageReference,
-    ) -> Result<(TextQuality, StoredBytes)> {
+    ) -> Result<PassageRuns> {
         let (rig, label) = (self.rig, self.label);
         rig.progress.name_step(label, "held-out passages");
         let mut sums = QualitySums::default();
         let mut stored = StoredBytes::default();
+        let mut predictions = Vec::new();
         let tick = |tokens| rig.progress.add_steps(tokens);
         for (window, without) in reference.passages.iter().zip(&reference.predictions) {
-            let (from, kvd) = (reference.scored_from, &mut self.kvd);
-            let run = teacher_forced(rig.model, window, rig.chunk, from, kvd, tick).await?;
+            let (scored_from, kvd) = (reference.scored_from, &mut self.kvd);
+            let steps = TextSteps { chunk: rig.chunk, start: 0, scored_from };
+            let run = teacher_forced(rig.model, window, steps, kvd, tick).await?;
             sums.add_window(&run, without);
+            predictions.push(run);
             stored += self.kvd.stored_bytes().await?;
             self.passages.push(self.kvd.next_sequence().await?);
         }
-        Ok((sums.mean_quality(), stored))
+        Ok(PassageRuns { quality: sums.mean_quality(), stored, predictions })
+    }
+
+    /// Runs every passage once more from `prefix` on, in a sequence that finds the tokens before it
+    /// in the cache, where [`CodecRun::run_passages`] left them.
+    pub(crate) async fn run_attached(
+        &mut self,
+        reference: &PassageReference,
+        runs: &PassageRuns,
+        prefix: usize,
+    ) -> Result<AttachedQuality> {
+        let (rig, label) = (self.rig, self.label);
+        rig.progress.name_step(label, "attached prefix");
+        let mut sums = AttachedSums::new(prefix);
+        for (index, window) in reference.passages.iter().enumerate() {
+            let keys = (0..prefix as u64 / u64::from(rig.geometry.block_tokens))
+                .flat_map(|page| [index as u64, page].map(u64::to_be_bytes).concat())
+                .collect();
+            let keys = BlockKeys { keys, key_bytes: 16, key_tokens: 0 };
+            let found = self.kvd.switch_to_prefix(self.passages[index], keys).await?;
+            ensure!(
+                found as usize == prefix,
+                "only {found} of the {prefix} tokens of a prefix are in the cache: give a larger \
+                 --pool"
+            );
+            let steps = TextSteps { chunk: rig.chunk, start: prefix, scored_from: prefix };
+            let tick = |tokens| rig.progress.add_steps(tokens);
+            let run = teacher_forced(rig.model, window, steps, &mut self.kvd, tick).await?;
+            sums.add_passage(&reference.predictions[index], &runs.predictions[index], &run);
+            self.close_sequence().await?;
+        }
+        Ok(sums.mean_quality())
     }
 
     /// Device time of encoding, loading and attending; nothing without the daemon's metrics.

@@ -4,7 +4,7 @@ use super::latency::CallLatencies;
 use anyhow::{Context, Result};
 use bytes::Bytes;
 use kvd_client::{
-    AttendBatch, AttendQuery, AttendStream, Client, LoadRange, StoreChunk, StoreStream,
+    AttendBatch, AttendQuery, AttendStream, BlockKeys, Client, LoadRange, StoreChunk, StoreStream,
 };
 use kvd_core::{DType, LayerIndex, ModelId, SequenceId, StoredBytes};
 use kvd_engine::{AttentionInput, HeadCounts, LayerAttention};
@@ -57,6 +57,20 @@ impl KvdAttention {
     pub(crate) async fn next_sequence(&mut self) -> Result<SequenceId> {
         let next = self.client.open_sequence(self.model).await?;
         Ok(std::mem::replace(&mut self.sequence, next))
+    }
+
+    /// Goes on with a new sequence that has a prefix of `passage` from the cache, of one page for
+    /// each key. Closes the sequence so far and returns the tokens of the prefix.
+    pub(crate) async fn switch_to_prefix(
+        &mut self,
+        passage: SequenceId,
+        keys: BlockKeys,
+    ) -> Result<u32> {
+        self.client.publish_blocks(passage, 0, keys.clone()).await?;
+        let opened = self.client.open_on_prefix(self.model, keys, None, None).await?;
+        let before = std::mem::replace(&mut self.sequence, opened.sequence);
+        self.client.close_sequence(before).await?;
+        Ok(opened.length)
     }
 
     /// Ends the streams and returns the sequence, still open.

@@ -70,9 +70,9 @@ impl SensitivityBench<'_> {
         let spec = CodecSpec { overrides: vec![place], ..one_side_codec(side, raw_side()) };
         let reference = self.reference;
         let mut run = self.open_run("probes", spec).await?;
-        let (quality, _) = run.run_passages(reference).await?;
+        let passages = run.run_passages(reference).await?;
         run.close_run().await?;
-        Ok(quality.kl_nats)
+        Ok(passages.quality.kl_nats)
     }
 }
 

@@ -42,6 +42,10 @@ pub(super) struct EvalArgs {
     /// Tokens of a passage, 8 at least.
     #[arg(long, value_name = "N", default_value_t = 2048, value_parser = count_up_to(COUNT_MAX))]
     tokens: usize,
+    /// Run each passage once more from this token on, the tokens before it attached from the
+    /// cache: whole pages, whole steps.
+    #[arg(long, value_name = "N", conflicts_with = "search", value_parser = count_up_to(COUNT_MAX))]
+    attached_prefix: Option<usize>,
     /// Tokens per step of a passage.
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = count_up_to(COUNT_MAX))]
     chunk: usize,
@@ -157,6 +161,7 @@ async fn report_eval(args: &EvalArgs, running: &RunningDaemon) -> Result<(), Cli
         windows: args.windows.clone(),
         passages: args.passages,
         passage_tokens: args.tokens,
+        attached_prefix: args.attached_prefix,
         chunk_tokens: args.chunk,
         calibration_windows: args.calibration_windows,
         calibration: args.calibration.clone(),
