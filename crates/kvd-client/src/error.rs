@@ -85,14 +85,7 @@ impl ClientError {
     }
 
     pub(crate) fn from_transport(error: &tonic::transport::Error) -> Self {
-        let mut message = error.to_string();
-        // The transport's own text is only "transport error"; the reason is in its sources.
-        let mut source = std::error::Error::source(error);
-        while let Some(cause) = source {
-            message = format!("{message}: {cause}");
-            source = cause.source();
-        }
-        Self::lost_connection(message)
+        Self::lost_connection(with_causes(error.to_string(), std::error::Error::source(error)))
     }
 
     /// A connection that broke.
@@ -120,6 +113,11 @@ impl From<CallError> for ClientError {
 
 impl From<Status> for ClientError {
     fn from(status: Status) -> Self {
+        // A status with a cause was made here and not received: the connection broke under a call.
+        let cause = std::error::Error::source(&status);
+        if status.code() == Code::Unknown && cause.is_some() {
+            return Self::lost_connection(with_causes(status.message().to_owned(), cause));
+        }
         Self {
             code: kvd_proto::error_code(&status).or_else(|| runtime_code(&status)),
             grpc: status.code(),
@@ -129,6 +127,21 @@ impl From<Status> for ClientError {
             message: status.message().to_owned(),
         }
     }
+}
+
+/// A message with those of its causes. The transport's own text is only "transport error".
+fn with_causes(
+    mut message: String,
+    mut cause: Option<&(dyn std::error::Error + 'static)>,
+) -> String {
+    while let Some(next) = cause {
+        let text = next.to_string();
+        if !message.ends_with(&text) {
+            message = format!("{message}: {text}");
+        }
+        cause = next.source();
+    }
+    message
 }
 
 /// The code of what the gRPC runtime raises before kvd sees a call, or after it answered. tonic
@@ -184,6 +197,14 @@ mod tests {
         let error = ClientError::from(Status::unknown("?"));
         assert!(!error.is_retryable());
         assert_eq!(error.to_string(), "Unknown: ?");
+    }
+
+    #[test]
+    fn a_connection_that_breaks_under_a_call_is_a_reason_to_try_again() {
+        let broken = std::io::Error::new(std::io::ErrorKind::ConnectionReset, "reset by peer");
+        let error = ClientError::from(Status::from_error(Box::new(broken)));
+        assert_eq!(error.to_string(), "Unavailable: reset by peer");
+        assert!(error.is_retryable(), "{error:?}");
     }
 
     #[test]
