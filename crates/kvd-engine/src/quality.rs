@@ -34,7 +34,7 @@ pub struct WindowPredictions {
 impl WindowPredictions {
     /// One past the last scored position.
     #[must_use]
-    pub fn end(&self) -> usize {
+    pub fn end_position(&self) -> usize {
         self.first + self.losses.len()
     }
 
@@ -128,7 +128,7 @@ pub struct QualitySums {
 impl QualitySums {
     /// Adds one window: the run's predictions and those of the run without kvd.
     pub fn add_window(&mut self, run: &WindowPredictions, reference: &WindowPredictions) {
-        self.add_positions(run, reference, run.first..run.end());
+        self.add_positions(run, reference, run.first..run.end_position());
     }
 
     /// [`QualitySums::add_window`] of some positions.

@@ -6,7 +6,7 @@ mod support;
 
 use kvd::RunningDaemon;
 use kvd_eval::eval::{self, EvalCodec, EvalOptions, EvalReport, WindowChoice};
-use kvd_eval::measure::MetricsSource;
+use kvd_eval::measure::{AttachedPrefix, MetricsSource};
 use kvd_eval::search::{self, SearchOptions};
 use std::process::{Command, Output};
 
@@ -111,7 +111,7 @@ async fn an_attached_prefix_costs_the_window_that_it_has_not() {
     let running = support::start(&[]).await;
     let codecs = ["raw", two, &with_window];
     let options = EvalOptions {
-        attached_prefix: Some(128),
+        attached_prefix: Some(AttachedPrefix { tokens: 128, recomputed: 0 }),
         ..options(&running, &codecs, vec![WindowChoice::Own])
     };
     let report = eval::run_eval(&options).await.unwrap();

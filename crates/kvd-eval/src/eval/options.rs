@@ -2,7 +2,7 @@
 
 use super::{EvalCodec, WindowChoice};
 use crate::UsageError;
-use crate::measure::MetricsSource;
+use crate::measure::{AttachedPrefix, MetricsSource};
 use anyhow::{Result, ensure};
 use kvd_client::Endpoint;
 use std::path::PathBuf;
@@ -18,9 +18,9 @@ pub struct EvalOptions {
     pub model_dir: Option<PathBuf>,
     /// Held-out texts (UTF-8), one block of rows each; the model's own when empty.
     pub texts: Vec<PathBuf>,
-    /// Tokens of a prefix, whole pages and whole steps, that each passage is run on once more,
-    /// attached from the cache. Positions from there on are scored, in both runs.
-    pub attached_prefix: Option<usize>,
+    /// A prefix that each passage is run on once more, attached from the cache. Positions from
+    /// there on are scored, in both runs.
+    pub attached_prefix: Option<AttachedPrefix>,
     /// Codecs, one row each.
     pub codecs: Vec<EvalCodec>,
     /// Windows, one block of rows each.
@@ -84,13 +84,23 @@ impl EvalOptions {
             ensure!(count > 0, UsageError(format!("{name} must be at least 1")));
         }
         ensure!(self.passage_tokens >= 8, UsageError("tokens must be at least 8".to_owned()));
-        let Some(prefix) = self.attached_prefix else { return Ok(()) };
+        let Some(AttachedPrefix { tokens, recomputed }) = self.attached_prefix else {
+            return Ok(());
+        };
+        let chunk = self.chunk_tokens;
         ensure!(
-            prefix < self.passage_tokens && prefix.is_multiple_of(self.chunk_tokens),
+            tokens < self.passage_tokens && tokens.is_multiple_of(chunk),
             UsageError(format!(
-                "an attached prefix of {prefix} tokens is no number of steps of {} tokens that \
-                 leaves some of a passage of {}",
-                self.chunk_tokens, self.passage_tokens
+                "an attached prefix of {tokens} tokens is no number of steps of {chunk} tokens \
+                 that leaves some of a passage of {}",
+                self.passage_tokens
+            ))
+        );
+        ensure!(
+            recomputed < tokens && recomputed.is_multiple_of(chunk),
+            UsageError(format!(
+                "{recomputed} recomputed tokens are no number of steps of {chunk} tokens that \
+                 leaves some of a prefix of {tokens}"
             ))
         );
         Ok(())
@@ -98,11 +108,12 @@ impl EvalOptions {
 
     /// Refuses a prefix that is no number of pages.
     pub(super) fn check_prefix(&self, block_tokens: u32) -> Result<()> {
-        let prefix = self.attached_prefix.unwrap_or_default();
+        let Some(prefix) = self.attached_prefix else { return Ok(()) };
+        let attached = prefix.attached_tokens();
         ensure!(
-            prefix.is_multiple_of(block_tokens as usize),
+            attached.is_multiple_of(block_tokens as usize),
             UsageError(format!(
-                "an attached prefix of {prefix} tokens is no number of pages of {block_tokens}"
+                "an attached prefix of {attached} tokens is no number of pages of {block_tokens}"
             ))
         );
         Ok(())
@@ -110,6 +121,6 @@ impl EvalOptions {
 
     /// First position of a passage that is scored.
     pub(super) fn scored_from(&self) -> usize {
-        self.attached_prefix.unwrap_or(self.passage_tokens / 8)
+        self.attached_prefix.map_or(self.passage_tokens / 8, |prefix| prefix.tokens)
     }
 }

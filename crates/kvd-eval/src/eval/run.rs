@@ -151,9 +151,9 @@ impl EvalRun<'_> {
             PassageReference::run_passages(rig.model, passages, from, rig.chunk, rig.progress)
                 .await?;
         let runs = options.codecs.len() * options.windows.len();
-        let attached = options
-            .attached_prefix
-            .map_or(0, |prefix| options.passages * (options.passage_tokens - prefix));
+        let attached = options.attached_prefix.map_or(0, |prefix| {
+            options.passages * (options.passage_tokens - prefix.attached_tokens())
+        });
         let each = passage_tokens + attached + reference.clean.measured_tokens();
         rig.progress.begin_steps("codecs", runs * each);
         let mut blocks: Vec<EvalBlock> = Vec::new();

@@ -126,12 +126,15 @@ fn attached_sheet(block: &EvalBlock) -> Option<TableSheet> {
         cells.extend(kl(&attached.all));
         Some(cells)
     };
-    let note = format!(
+    let mut note = format!(
         "KL in nats from the run without kvd, over the {} tokens after a prefix of {} and over all \
          after it: by the sequence that stored the prefix, and by one that found it in the cache, \
          packed to its last token.",
         first.next_tokens, first.prefix_tokens
     );
+    if first.recomputed_tokens > 0 {
+        note += &format!(" Its last {} tokens were computed anew.", first.recomputed_tokens);
+    }
     Some(TableSheet {
         title: "Attached prefix",
         header: std::iter::once("codec".to_owned()).chain(header).collect(),

@@ -7,6 +7,23 @@
 use kvd_engine::{QualitySums, TextQuality, WindowPredictions};
 use serde::Serialize;
 
+/// A prefix from the cache, and where scoring begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AttachedPrefix {
+    /// Tokens of the prefix that are scored after, whole pages and whole steps.
+    pub tokens: usize,
+    /// How many of its last tokens, whole pages, are not attached but computed anew: they are rows
+    /// then.
+    pub recomputed: usize,
+}
+
+impl AttachedPrefix {
+    /// Tokens that come from the cache.
+    pub(crate) fn attached_tokens(&self) -> usize {
+        self.tokens - self.recomputed
+    }
+}
+
 /// Positions after the prefix that are scored by themselves: about a window of the presets. Later
 /// queries see the same rows either way.
 const NEXT_TOKENS: usize = 128;
@@ -34,6 +51,8 @@ impl QualityPair {
 pub struct AttachedQuality {
     /// Tokens of the prefix.
     pub prefix_tokens: usize,
+    /// Its last tokens that were computed anew and not attached.
+    pub recomputed_tokens: usize,
     /// Positions scored by themselves.
     pub next_tokens: usize,
     /// Quality of those.
@@ -44,7 +63,7 @@ pub struct AttachedQuality {
 
 /// Sums of [`AttachedQuality`] over passages.
 pub(super) struct AttachedSums {
-    prefix: usize,
+    prefix: AttachedPrefix,
     next_tokens: usize,
     next: PairSums,
     all: PairSums,
@@ -63,22 +82,22 @@ impl PairSums {
 }
 
 impl AttachedSums {
-    pub(super) fn new(prefix: usize) -> Self {
+    pub(super) fn new(prefix: AttachedPrefix) -> Self {
         let (next, all) = (PairSums::default(), PairSums::default());
         Self { prefix, next_tokens: NEXT_TOKENS, next, all }
     }
 
     /// Adds a passage: without kvd, by the sequence that stored it, and from the prefix on by one
-    /// that attached the prefix.
+    /// that attached it.
     pub(super) fn add_passage(
         &mut self,
         without: &WindowPredictions,
         stored: &WindowPredictions,
         attached: &WindowPredictions,
     ) {
-        let all = self.prefix..attached.end();
+        let all = self.prefix.tokens..attached.end_position();
         self.next_tokens = self.next_tokens.min(all.len());
-        let next = self.prefix..self.prefix + self.next_tokens;
+        let next = all.start..all.start + self.next_tokens;
         for (sums, positions) in [(&mut self.next, next), (&mut self.all, all)] {
             sums.stored.add_positions(stored, without, positions.clone());
             sums.attached.add_positions(attached, without, positions);
@@ -87,7 +106,8 @@ impl AttachedSums {
 
     pub(super) fn mean_quality(self) -> AttachedQuality {
         AttachedQuality {
-            prefix_tokens: self.prefix,
+            prefix_tokens: self.prefix.tokens,
+            recomputed_tokens: self.prefix.recomputed,
             next_tokens: self.next_tokens,
             next: self.next.mean_quality(),
             all: self.all.mean_quality(),

@@ -11,7 +11,7 @@ mod speed;
 mod storage;
 mod through_kvd;
 
-pub use attached::{AttachedQuality, QualityPair};
+pub use attached::{AttachedPrefix, AttachedQuality, QualityPair};
 pub use attention_error::{AttentionError, LayerError};
 pub use daemon::{DeviceMeans, MetricsSource};
 pub use latency::{CallSummaries, LatencySummary};

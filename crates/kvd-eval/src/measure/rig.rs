@@ -5,8 +5,8 @@ use super::daemon::CallTimes;
 use super::storage::{StorageRatios, storage_ratios};
 use super::through_kvd::StepLatencies;
 use super::{
-    AttachedQuality, AttentionError, CallSummaries, CleanWindow, DeviceMeans, KvdAttention,
-    MetricsSource, PassageReference,
+    AttachedPrefix, AttachedQuality, AttentionError, CallSummaries, CleanWindow, DeviceMeans,
+    KvdAttention, MetricsSource, PassageReference,
 };
 use super::{DeviceSpeed, speed};
 use crate::progress::RunProgress;
@@ -43,7 +43,7 @@ pub(crate) struct CodecRegistration<'a> {
     pub(crate) calibration: Bytes,
 }
 
-/// What teacher-forced passes gave.
+/// Results of teacher-forced passes.
 pub(crate) struct PassageRuns {
     /// Against the run without kvd.
     pub(crate) quality: TextQuality,
@@ -164,23 +164,24 @@ impl<'a> CodecRun<'a> {
         &mut self,
         reference: &PassageReference,
         runs: &PassageRuns,
-        prefix: usize,
+        prefix: AttachedPrefix,
     ) -> Result<AttachedQuality> {
         let (rig, label) = (self.rig, self.label);
         rig.progress.name_step(label, "attached prefix");
         let mut sums = AttachedSums::new(prefix);
         for (index, window) in reference.passages.iter().enumerate() {
-            let keys = (0..prefix as u64 / u64::from(rig.geometry.block_tokens))
+            let keys = (0..prefix.attached_tokens() as u64 / u64::from(rig.geometry.block_tokens))
                 .flat_map(|page| [index as u64, page].map(u64::to_be_bytes).concat())
                 .collect();
             let keys = BlockKeys { keys, key_bytes: 16, key_tokens: 0 };
             let found = self.kvd.switch_to_prefix(self.passages[index], keys).await?;
             ensure!(
-                found as usize == prefix,
-                "only {found} of the {prefix} tokens of a prefix are in the cache: give a larger \
-                 --pool"
+                found as usize == prefix.attached_tokens(),
+                "only {found} of the {} tokens of a prefix are in the cache: give a larger --pool",
+                prefix.attached_tokens()
             );
-            let steps = TextSteps { chunk: rig.chunk, start: prefix, scored_from: prefix };
+            let (start, scored_from) = (prefix.attached_tokens(), prefix.tokens);
+            let steps = TextSteps { chunk: rig.chunk, start, scored_from };
             let tick = |tokens| rig.progress.add_steps(tokens);
             let run = teacher_forced(rig.model, window, steps, &mut self.kvd, tick).await?;
             sums.add_passage(&reference.predictions[index], &runs.predictions[index], &run);

@@ -9,6 +9,7 @@ use anyhow::Context;
 use clap::Args;
 use kvd_eval::demo::DemoOptions;
 use kvd_eval::eval::{self, EvalCodec, EvalOptions, EvalReport, LineWidth, WindowChoice};
+use kvd_eval::measure::AttachedPrefix;
 use kvd_eval::search::{self, SearchOptions};
 use std::path::{Path, PathBuf};
 
@@ -46,6 +47,9 @@ pub(super) struct EvalArgs {
     /// cache: whole pages, whole steps.
     #[arg(long, value_name = "N", conflicts_with = "search", value_parser = count_up_to(COUNT_MAX))]
     attached_prefix: Option<usize>,
+    /// Tokens at the end of that prefix that are computed anew and not attached.
+    #[arg(long, value_name = "N", requires = "attached_prefix", default_value_t = 0)]
+    recomputed: usize,
     /// Tokens per step of a passage.
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = count_up_to(COUNT_MAX))]
     chunk: usize,
@@ -161,7 +165,9 @@ async fn report_eval(args: &EvalArgs, running: &RunningDaemon) -> Result<(), Cli
         windows: args.windows.clone(),
         passages: args.passages,
         passage_tokens: args.tokens,
-        attached_prefix: args.attached_prefix,
+        attached_prefix: args
+            .attached_prefix
+            .map(|tokens| AttachedPrefix { tokens, recomputed: args.recomputed }),
         chunk_tokens: args.chunk,
         calibration_windows: args.calibration_windows,
         calibration: args.calibration.clone(),

@@ -263,8 +263,8 @@ impl ChaosWorker {
         self.random.usize(0..state.texts.len())
     }
 
-    /// Where a text is cut. A page that is cut inside is packed again from its decoded rows (contract
-    /// 24) and loses each time, so that nothing could be said of rows that are not exact.
+    /// Where a text is cut. A page that is cut inside is packed again from its decoded rows
+    /// (contract 24) and loses each time, so that nothing could be said of rows that are not exact.
     fn choose_cut(&mut self, state: &WorkerState, length: u32) -> u32 {
         let at = self.random.u32(0..=length);
         if state.is_exact { at } else { at - at % PAGE_TOKENS }
