@@ -45,6 +45,7 @@ from .errors import (
     UnknownSession,
     Unsupported,
 )
+from .keys import Keys, Matches, Published
 from .merge import merge
 from .model import Geometry, Model
 from .sequence import Sequence, SequenceState, StoredBytes
@@ -79,14 +80,17 @@ __all__ = [
     "InvalidArgument",
     "InvalidCalibration",
     "InvalidCodec",
+    "Keys",
     "KvdError",
     "LimitExceeded",
+    "Matches",
     "MessageTooLarge",
     "Model",
     "ModelInUse",
     "NamespaceDenied",
     "NonFinite",
     "PoolFull",
+    "Published",
     "Queries",
     "Query",
     "QueryError",
