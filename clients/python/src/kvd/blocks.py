@@ -40,6 +40,8 @@ class BlockRows:
                 " (server.listen_region)"
             )
         self._model, self._link, self._region = model, link, payloads
+        # After an error the daemon may write to the place still, or it is given back already.
+        self._is_spent = False
         self.block_tokens = block_tokens
         geometry, item = model.geometry, model.dtype.numpy.itemsize
         self._k_bytes = block_tokens * geometry.head_dim_k * item
@@ -72,7 +74,8 @@ class BlockRows:
 
     def free(self) -> None:
         """Gives the room back."""
-        self._place.is_free = True
+        if not self._is_spent:
+            self._place.is_free = True
 
     def _call(self, rpc: str, sequence: Sequence, start: int, first_block: int, tokens: int) -> Any:
         layers, blocks, heads, _ = self.cells.shape
@@ -93,4 +96,8 @@ class BlockRows:
                 "blocks": range(first_block, blocks),
             }
         fields = {"model_id": self._model.id_at(self._link), "parts": [{**part, "layers": layers}]}
-        return self._region.call_in(self._place, rpc, fields, _ANSWER_BYTES)
+        try:
+            return self._region.call_in(self._place, rpc, fields, _ANSWER_BYTES)
+        except BaseException:
+            self._is_spent = True
+            raise

@@ -46,6 +46,14 @@ class Keys:
         packed = self.packed[first * self.key_bytes : end * self.key_bytes]
         return Keys(packed, self.key_bytes, self.key_tokens)
 
+    def joined(self, others: Keys) -> Keys:
+        """These keys and the ones that follow them."""
+        if not self.packed:
+            return others
+        if (others.key_bytes, others.key_tokens) != (self.key_bytes, self.key_tokens):
+            raise InvalidArgument("keys of different lengths in one chain")
+        return Keys(self.packed + others.packed, self.key_bytes, self.key_tokens)
+
     def as_fields(self) -> dict[str, Any]:
         """As BlockKeys has them."""
         return {"keys": self.packed, "key_bytes": self.key_bytes, "key_tokens": self.key_tokens}
