@@ -11,6 +11,7 @@ os.environ.update(
 )
 
 import random
+import threading
 
 import pytest
 import torch
@@ -21,7 +22,11 @@ import kvd.vllm
 
 vllm = pytest.importorskip("vllm")
 
-SETTINGS = {"device.threads": 1, "log.filter": "warn,kvd::daemon=info"}
+SETTINGS = {
+    "device.threads": 1,
+    "log.filter": "warn,kvd::daemon=info",
+    "namespaces.allowed": '["*"]',
+}
 BLOCK = 32
 NEW_TOKENS = 24
 
@@ -45,8 +50,14 @@ def save_model(folder, seed=0, kind="llama"):
     torch.manual_seed(seed)
     configs = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     }
+    if kind == "mistral":
+        shape["sliding_window"] = 96
+    if kind == "gemma3":
+        shape |= {"sliding_window": 96, "query_pre_attn_scalar": 64, "tie_word_embeddings": False}
+        shape["layer_types"] = ["sliding_attention", "full_attention"] * 2
     config, model = configs[kind]
     model(config(**shape)).eval().save_pretrained(folder)
     return str(folder)
@@ -116,8 +127,6 @@ class Engine:
 
     def settle(self):
         """Waits until what was copied out is stored."""
-        import threading
-
         done = threading.Event()
         self.worker.worker.transfers._stores.put(done.set)
         assert done.wait(30)
@@ -127,8 +136,9 @@ class Engine:
         assert self.llm.reset_prefix_cache()
 
     def close(self):
-        self.llm.llm_engine.engine_core.shutdown()
-        del self.llm
+        llm, self.llm = self.llm, None
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
 
 
 @pytest.fixture
@@ -139,10 +149,13 @@ def server():
 
 @pytest.fixture
 def engine(model_folder, server):
+    """Makes engines, one after another: vLLM has one connector in a process."""
     made = []
 
-    def make(**options):
-        made.append(Engine(options.pop("folder", model_folder), server, **options))
+    def make(folder=model_folder, **options):
+        for one in made:
+            one.close()
+        made.append(Engine(folder, server, **options))
         return made[-1]
 
     yield make
@@ -150,13 +163,23 @@ def engine(model_folder, server):
         one.close()
 
 
+def answer_without(folder, asked, **options):
+    """Tokens of vLLM without the connector, where no engine is open."""
+    llm = make_llm(folder)
+    tokens = generate(llm, asked, **options)
+    llm.llm_engine.engine_core.shutdown()
+    return tokens
+
+
 @pytest.fixture(scope="session")
 def stock(model_folder):
     """Tokens of vLLM without the connector: cold, and of a second turn."""
-    llm = make_llm(model_folder)
     asked = prompts()
-    cold = generate(llm, asked)
+    cold = answer_without(model_folder, asked)
     turn = [a + b + [7, 8, 9] for a, b in zip(asked, cold, strict=True)]
-    second = generate(llm, turn)
-    llm.llm_engine.engine_core.shutdown()
-    return {"asked": asked, "cold": cold, "turn": turn, "second": second}
+    return {
+        "asked": asked,
+        "cold": cold,
+        "turn": turn,
+        "second": answer_without(model_folder, turn),
+    }

@@ -1,5 +1,5 @@
-"""vLLM's connector interface. vLLM makes two of it, in its scheduler and in its worker, which may be
-other processes; they share nothing but the orders of a step."""
+"""vLLM's connector interface. vLLM makes two of it, in its scheduler and in its worker, which may
+be other processes; they share nothing but the orders of a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .worker import WorkerSide
 _SCHEDULER_REGION_BYTES = 16 << 20
 
 
-class KvdConnector(KVConnectorBase_V1):
+class KvdConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Keeps prefixes in kvd and loads them back.
 
     It is no `SupportsHMA`: vLLM then keeps all tokens of windowed layers too, in one group.

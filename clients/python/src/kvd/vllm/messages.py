@@ -39,7 +39,7 @@ class StoreOrder:
 
 
 @dataclass
-class StepOrders(KVConnectorMetadata):
+class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
     """Of one step."""
 
     loads: list[LoadOrder] = field(default_factory=list)

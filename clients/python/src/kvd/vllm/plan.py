@@ -192,7 +192,9 @@ def _checked_layers(kv_cache_config: Any) -> tuple[tuple[str, ...], Any]:
         raise Unsupported(f"{len(groups)} groups of KV caches: this version serves one")
     spec = groups[0].kv_cache_spec
     if type(spec) is not FullAttentionSpec or spec.non_causal:
-        raise Unsupported(f"{type(spec).__name__}: this version serves causal full attention")
+        raise Unsupported(
+            f"{type(spec).__name__}: this version serves causal full attention, also beside windows"
+        )
     if spec.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise Unsupported(f"a KV cache of {spec.dtype}: leave kv_cache_dtype alone, kvd compresses")
     if spec.tokens_per_state != 1 or spec.num_heads != spec.num_kv_heads:

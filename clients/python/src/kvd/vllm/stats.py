@@ -28,7 +28,7 @@ _MEANINGS = {
 
 
 @dataclass
-class KvdStats(KVConnectorStats):
+class KvdStats(KVConnectorStats):  # type: ignore[misc]
     """Sums by name."""
 
     def reset(self) -> None:
@@ -71,7 +71,7 @@ class Counters:
             return dict(self._total)
 
 
-class KvdPromMetrics(KVConnectorPromMetrics):
+class KvdPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """A counter `vllm:kvd_…` for each sum."""
 
     def __init__(
