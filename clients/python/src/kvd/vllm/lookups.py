@@ -10,8 +10,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
 from ..client import Client
-from ..errors import DeadlineExceeded, KvdError, UnknownLease
-from ..keys import Keys
+from ..errors import DeadlineExceeded, Disconnected, KvdError, Restarted, UnknownLease
+from ..keys import Keys, Matches
 from ..model import Model
 from .stats import Counters
 
@@ -86,7 +86,7 @@ class Lookups:
             self._counters.add(lookups=1, lookup_failures=1)
             return Found()
         try:
-            matches = self._model.match([keys], lease=LEASE_SECONDS)
+            matches = self._match_again([keys])
         except KvdError as error:
             if not self._is_closed.is_set():
                 logger.warning("kvd: a look-up failed, so it is a miss: %s", error)
@@ -97,6 +97,13 @@ class Lookups:
             return Found()
         self._counters.add(lookups=1, matched_tokens=matches.tokens[0])
         return Found(matches.tokens[0], matches.lease_id)
+
+    def _match_again(self, chains: list[Keys]) -> Matches:
+        """Asks a daemon that was restarted a second time."""
+        try:
+            return self._model.match(chains, lease=LEASE_SECONDS)
+        except (Disconnected, Restarted):
+            return self._model.match(chains, lease=LEASE_SECONDS)
 
     def _release(self, lease_id: int) -> None:
         try:

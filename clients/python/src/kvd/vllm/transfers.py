@@ -34,8 +34,9 @@ from .stats import Counters
 
 logger = logging.getLogger("vllm.kvd")
 
-# How often a lost daemon is looked for.
+# How often a lost daemon is looked for, and one that did not answer in time.
 _RETRY_SECONDS = 1.0
+_LONG_RETRY_SECONDS = 10.0
 # Share of the region that one call takes.
 _CALL_SHARE = 4
 # How long anybody waits for room in the region where calls are behind, and how often one looks.
@@ -91,6 +92,7 @@ class Transfers:
     ) -> None:
         self.plan, self.client, self.model = plan, client, model
         self._cells, self._counters = cells, counters
+        self._look_after = 0.0
         block = plan.block_tokens * plan.dtype.numpy.itemsize * plan.geometry.kv_heads
         block *= (plan.geometry.head_dim_k + plan.geometry.head_dim_v) * plan.geometry.layers
         # Pages of one call.
@@ -156,14 +158,21 @@ class Transfers:
             job()
 
     def _look_for_daemon(self) -> None:
-        if self.client.link_if_open() is not None:
+        if self.client.link_if_open() is not None or time.monotonic() < self._look_after:
             return
         try:
             self.model.id_at(self.client.link())
         except KvdError as error:
+            self._rest(error)
             logger.debug("kvd: still away: %s", error)
         else:
             logger.info("kvd: connected again to %s", self.plan.region)
+
+    def _rest(self, error: KvdError) -> None:
+        """Looks for the daemon no sooner than it makes sense."""
+        is_slow = isinstance(error, DeadlineExceeded)
+        pause = _LONG_RETRY_SECONDS if is_slow else _RETRY_SECONDS
+        self._look_after = time.monotonic() + pause
 
     def _open(self, keys: Keys, lease_id: int = 0) -> Sequence:
         try:
@@ -215,6 +224,8 @@ class Transfers:
             return
         began = time.monotonic()
         try:
+            if self.client.link_if_open() is None:
+                raise Disconnected(f"{self.plan.region}: not connected")
             if held.sequence is None:
                 held.sequence = self._open(job.keys)
             sequence = held.sequence
@@ -253,13 +264,16 @@ class Transfers:
         if isinstance(error, RangeNotStored):
             return
         sequence, held.sequence = held.sequence, None
-        if isinstance(error, DeadlineExceeded):
-            # A daemon that does not answer is as good as none, until it lets us in again.
-            link = self.client.link_if_open()
-            if link is not None:
-                link.is_lost = True
         if isinstance(error, DeadlineExceeded | Disconnected | Restarted):
             held.resend_from = 0
+            link = self.client.link_if_open()
+            if isinstance(error, DeadlineExceeded):
+                # A daemon that does not answer is as good as none, until it lets us in again.
+                self._rest(error)
+                if link is not None:
+                    link.is_lost = True
+            elif link is None:
+                self._look_for_daemon()
             return
         held.is_refused = True
         if sequence is not None:
