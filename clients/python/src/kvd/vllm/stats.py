@@ -83,12 +83,16 @@ class KvdPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counter = metric_types[Counter]
-        self._counters = {
+        counters = {
             name: counter(name=f"vllm:kvd_{name}", documentation=text, labelnames=labelnames)
             for name, text in _MEANINGS.items()
         }
+        # Those that are 0 are shown too.
+        self._by_engine = {
+            engine: {name: one.labels(*values) for name, one in counters.items()}
+            for engine, values in per_engine_labelvalues.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        labels = self.per_engine_labelvalues[engine_idx]
         for name, amount in transfer_stats_data.items():
-            self._counters[name].labels(*labels).inc(amount)
+            self._by_engine[engine_idx][name].inc(amount)
