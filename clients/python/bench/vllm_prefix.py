@@ -65,15 +65,15 @@ def measure(folder, transfer, seed):
         sampling = vllm.SamplingParams(
             temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
         )
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         llm.generate([{"prompt_token_ids": one} for one in asked], sampling, use_tqdm=False)
-        return time.perf_counter() - began
+        return time.perf_counter() - began, time.process_time() - used
 
     def some(count):
         return [draw.randrange(3, 4096) for _ in range(count)]
 
     run([some(300)], 8)
-    spent = run([some(256) for _ in range(16)], 64)
+    many = [run([some(256) for _ in range(8)], 64) for _ in range(4)]
     firsts = []
     for _ in range(5):
         prefix = some(PREFIX)
@@ -88,7 +88,7 @@ def measure(folder, transfer, seed):
 
         loaded = get_kv_transfer_group().counters.total()["loaded_tokens"]
         assert loaded == 5 * PREFIX, loaded
-    print("RESULT " + json.dumps({"throughput": 16 * (256 + 64) / spent, "firsts": firsts}))
+    print("RESULT " + json.dumps({"many": many, "firsts": firsts}))
 
 
 def run_engine(folder, transfer, seed):
@@ -128,18 +128,20 @@ def main():
         for at in range(asked.rounds):
             plain.append(run_engine(folder, None, 2 * at))
             with_kvd.append(run_engine(folder, transfer, 2 * at + 1))
-            print("load", os.getloadavg()[0], plain[-1], with_kvd[-1], flush=True)
-    for name, runs in (("without", plain), ("with", with_kvd)):
-        rate = statistics.median(one["throughput"] for one in runs)
-        first = statistics.median(first for one in runs for first in one["firsts"])
-        print(f"{name}: {rate:.0f} tokens/s, first token after {first * 1e3:.1f} ms")
-    rates = [b["throughput"] / a["throughput"] for a, b in zip(plain, with_kvd, strict=True)]
-    firsts = [
-        statistics.median(b["firsts"]) / statistics.median(a["firsts"])
-        for a, b in zip(plain, with_kvd, strict=True)
+            print(f"round {at}, load {os.getloadavg()[0]:.1f}", flush=True)
+            for kind, name in enumerate(("wall", "engine's processor time")):
+                for part, label in (("many", "nothing hits"), ("firsts", "first token")):
+                    report(f"{label}, {name}", part, kind, (plain, with_kvd))
+
+
+def report(label, part, kind, runs):
+    """Medians of all that was measured so far, and their ratio."""
+    medians = [
+        statistics.median(times[kind] for one in side for times in one[part]) for side in runs
     ]
-    print("throughput with / without:", *(f"{one:.3f}" for one in rates))
-    print("first token, loaded / computed:", *(f"{one:.3f}" for one in firsts))
+    without, with_kvd = (f"{one * 1e3:.1f} ms" for one in medians)
+    ratio = medians[1] / medians[0]
+    print(f"  {label}: without {without}, with {with_kvd}, ratio {ratio:.3f}", flush=True)
 
 
 if __name__ == "__main__":

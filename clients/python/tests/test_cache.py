@@ -70,13 +70,13 @@ def test_leases_end_once(client, model, rng):
     publish(model, keys, rows(rng, 64), 64)
     lease = model.match([keys], lease=30).lease_id
     assert lease
-    assert model.drop([keys]) == 0
+    assert model.drop([keys]) == kvd.Dropped(0, 1)
     client.release_lease(lease)
     with pytest.raises(kvd.UnknownLease):
         client.release_lease(lease)
     with pytest.raises(kvd.UnknownLease):
         model.open(keys, lease_id=lease)
-    assert model.drop([keys]) == 1
+    assert model.drop() == kvd.Dropped(1, 0)
     assert model.match([keys]).tokens == (0,)
 
 

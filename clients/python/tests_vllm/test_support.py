@@ -103,6 +103,7 @@ def test_requests_must_not_end_empty(settings):
         ({"parallel_config": types.SimpleNamespace(tensor_parallel_size=2)}, "tensor_parallel"),
         ({"lora_config": object()}, "LoRA"),
         ({"speculative_config": object()}, "speculative"),
+        ({"weight_transfer_config": object()}, "weights"),
         ({"device_config": types.SimpleNamespace(device_type="cuda")}, "cuda"),
     ],
 )

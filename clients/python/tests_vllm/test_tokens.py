@@ -115,3 +115,13 @@ def test_windowed_layers_beside_others_are_kept_whole(engine, tmp_path):
     tokens, did = one.counted(prompts())
     assert tokens == expected
     assert did["loaded_tokens"] >= 2500
+
+
+def test_a_reset_of_the_connector_drops_what_kvd_has(engine, stock):
+    """After weights were changed in place, say."""
+    one = engine()
+    one.counted(stock["asked"])
+    assert one.llm.reset_prefix_cache(reset_connector=True)
+    tokens, did = one.counted(stock["asked"])
+    assert tokens == stock["cold"]
+    assert did["matched_tokens"] == 0 and did["stored_tokens"] >= 2500

@@ -45,7 +45,7 @@ from .errors import (
     UnknownSession,
     Unsupported,
 )
-from .keys import Keys, Matches, Published
+from .keys import Dropped, Keys, Matches, Published
 from .merge import merge
 from .model import Geometry, Model
 from .sequence import Sequence, SequenceState, StoredBytes
@@ -75,6 +75,7 @@ __all__ = [
     "DeadlineExceeded",
     "DeviceFailed",
     "Disconnected",
+    "Dropped",
     "Geometry",
     "Internal",
     "InvalidArgument",

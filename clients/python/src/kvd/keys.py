@@ -69,6 +69,14 @@ class Matches:
 
 
 @dataclass(frozen=True)
+class Dropped:
+    """Pages that are no longer found, and those that something holds."""
+
+    pages: int
+    held: int
+
+
+@dataclass(frozen=True)
 class Published:
     """What a publish has done."""
 

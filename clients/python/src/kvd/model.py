@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .arrays import DType
 from .calls import Attended, AttendForm, PendingAttend, Queries, Query, StoreAck, StoreItem
 from .errors import Disconnected, InvalidArgument, Restarted, restarted
-from .keys import Keys, Matches
+from .keys import Dropped, Keys, Matches
 from .sequence import Sequence, q_rows
 
 if TYPE_CHECKING:
@@ -161,15 +161,15 @@ class Model:
         tokens += [0] * (len(chains) - len(tokens))
         return Matches(tuple(tokens), answer.lease_id)
 
-    def drop(self, chains: SequenceOf[Keys] = ()) -> int:
-        """Drops what is cached of these chains and nothing holds, or of the whole model; pages."""
+    def drop(self, chains: SequenceOf[Keys] = ()) -> Dropped:
+        """Drops what is cached of these chains and nothing holds, or of the whole model."""
         link = self.client.link()
         model_id = self._register(link).model_id
         with link.watched():
             answer = link.call(
                 "DropBlocks", model_id=model_id, chains=[chain.as_fields() for chain in chains]
             )
-        return int(answer.dropped)
+        return Dropped(answer.dropped, answer.held)
 
     def store(self, items: Iterable[tuple[Sequence, StoreItem]]) -> list[StoreAck]:
         """Stores ranges of sequences, made by `Sequence.item`; layers do not wait for one another.

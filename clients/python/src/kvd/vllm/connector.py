@@ -118,6 +118,9 @@ class KvdConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> KvdPromMetrics:
         return KvdPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    def reset_cache(self) -> bool:
+        return self.scheduler.drop_all()
+
     def shutdown(self) -> None:
         if self._scheduler is not None:
             self._scheduler.lookups.close()

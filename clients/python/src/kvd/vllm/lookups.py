@@ -75,6 +75,16 @@ class Lookups:
         """Ends a lease that nobody needs."""
         self._pool.submit(self._release, lease_id)
 
+    def drop_all(self) -> bool:
+        """Drops all cached pages of the model, and waits for that; whether none is left."""
+        try:
+            dropped = self._model.drop()
+        except KvdError as error:
+            logger.warning("kvd: pages were not dropped: %s", error)
+            return False
+        logger.info("kvd: %d pages were dropped, %d are held", dropped.pages, dropped.held)
+        return not dropped.held
+
     def close(self) -> None:
         """Hangs up; what is not asked yet is given up."""
         self._is_closed.set()

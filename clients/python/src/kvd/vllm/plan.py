@@ -180,6 +180,8 @@ def _check_engine(vllm_config: Any, options: dict[str, Any]) -> None:
         raise Unsupported("LoRA: vLLM's keys name an adapter and not its weights")
     if vllm_config.speculative_config is not None:
         raise Unsupported("speculative decoding is not tested with this package")
+    if vllm_config.weight_transfer_config is not None:
+        raise Unsupported("weights that are changed while vLLM runs")
     device = vllm_config.device_config.device_type
     if device != "cpu":
         raise Unsupported(f"KV caches on {device}: this version is tested on vLLM's CPU platform")
@@ -237,6 +239,8 @@ def _find_weights(model: Any) -> Any:
     if path.exists():
         files = sorted(path.iterdir()) if path.is_dir() else [path]
         stats = [(file.name, file.stat()) for file in files if file.suffix in _WEIGHT_FILES]
+        if not stats:
+            raise InvalidArgument(f'no weights in {path}: name them with "weights"')
         return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     commit = getattr(model.hf_config, "_commit_hash", None) or model.revision
     if commit is None or not re.fullmatch(r"[0-9a-f]{40}", commit):

@@ -102,7 +102,7 @@ class SchedulerSide:
         if known is None:
             return
         request, plan = known.request, self.plan
-        self._follow(request)
+        known = self._follow(request)
         tokens = computed + scheduled.num_scheduled_tokens[request_id]
         # A block has a key once all its tokens are decided.
         tokens = min(tokens, len(request.block_hashes) * plan.block_tokens)
@@ -121,6 +121,10 @@ class SchedulerSide:
         )
         orders.stores.append(order)
         known.told_pages = pages
+
+    def drop_all(self) -> bool:
+        """Drops all pages of the model, for all who share it; whether none is left."""
+        return self.lookups.drop_all()
 
     def end_request(self, request: Any) -> None:
         """A request has ended, however."""

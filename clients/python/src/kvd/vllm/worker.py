@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..client import Link
-from ..errors import Internal, KvdError
+from ..errors import Internal, KvdError, Unsupported
 from ..keys import Keys
 from .cells import PagedCells
 from .messages import StepOrders, StoreOrder
@@ -37,6 +37,8 @@ class WorkerSide:
 
     def register(self, layers: dict[str, Any], caches: dict[str, torch.Tensor]) -> None:
         """Takes vLLM's attention layers and caches, by name."""
+        if self._transfers is not None:
+            raise Unsupported("KV caches that are made again while vLLM runs")
         missing = [name for name in self._plan.layer_names if name not in caches]
         if missing:
             raise Internal(f"vLLM has no cache of {missing[0]}")
