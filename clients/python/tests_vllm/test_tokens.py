@@ -1,5 +1,6 @@
 """With `raw` every greedy token is that of vLLM without the connector."""
 
+import numpy as np
 from conftest import answer_without, prompts, save_model
 
 
@@ -129,3 +130,30 @@ def test_a_reset_of_the_connector_drops_what_kvd_has(engine, stock):
     tokens, did = one.counted(stock["asked"])
     assert tokens == stock["cold"]
     assert did["matched_tokens"] == 0 and did["stored_tokens"] >= 2500
+
+
+def test_rows_in_bf16_come_back_bit_by_bit(engine, stock, monkeypatch):
+    """Also where keys lie in pairs for matrix units."""
+    one = engine(dtype="bfloat16")
+    cells = one.worker.worker._cells
+    read, write, stored, loaded = cells.read, cells.write, [], []
+
+    def note_stored(blocks, rows):
+        read(blocks, rows)
+        stored.append(rows.copy())
+
+    def note_loaded(blocks, rows):
+        write(blocks, rows)
+        back = np.empty_like(rows)
+        read(blocks, back)
+        loaded.append(back)
+
+    monkeypatch.setattr(cells, "read", note_stored)
+    monkeypatch.setattr(cells, "write", note_loaded)
+    one.counted(stock["asked"][3:4])
+    one.forget()
+    _, did = one.counted(stock["asked"][3:4])
+    assert did["loaded_tokens"] == 1472
+    whole, back = (np.concatenate(each, axis=1) for each in (stored, loaded))
+    assert whole.shape[1] >= back.shape[1] == 1472 // 32
+    assert back.any() and np.array_equal(whole[:, : back.shape[1]], back)
