@@ -19,6 +19,7 @@ NAMES = {
     "CODEC_INFO": "CodecInfo",
     "ROWS": "Rows",
     "STEP_PART": "StepPart",
+    "BLOCK_KEYS": "BlockKeys",
     "REGISTER_MODEL": "RegisterModelRequest",
     "REGISTERED_MODEL": "RegisterModelResponse",
     "STORED_BYTES": "StoredBytes",

@@ -45,6 +45,7 @@ from .errors import (
     UnknownSession,
     Unsupported,
 )
+from .keys import Dropped, Keys, Matches, Published
 from .merge import merge
 from .model import Geometry, Model
 from .sequence import Sequence, SequenceState, StoredBytes
@@ -74,19 +75,23 @@ __all__ = [
     "DeadlineExceeded",
     "DeviceFailed",
     "Disconnected",
+    "Dropped",
     "Geometry",
     "Internal",
     "InvalidArgument",
     "InvalidCalibration",
     "InvalidCodec",
+    "Keys",
     "KvdError",
     "LimitExceeded",
+    "Matches",
     "MessageTooLarge",
     "Model",
     "ModelInUse",
     "NamespaceDenied",
     "NonFinite",
     "PoolFull",
+    "Published",
     "Queries",
     "Query",
     "QueryError",

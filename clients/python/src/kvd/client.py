@@ -227,10 +227,12 @@ class Client:
         codec: str = "",
         calibration: bytes = b"",
         interleaved_rope: bool = False,
+        weights: bytes = b"",
     ) -> Model:
         """Registers a model: what is equal to one that is registered is that one.
 
-        `codec` is a preset or a spec, "" the daemon's default, `kivi-4`.
+        `codec` is a preset or a spec, "" the daemon's default, `kivi-4`. `weights`, up to 256
+        bytes, say whose weights these are: models that differ in them share no cached page.
         """
         return Model(
             self,
@@ -240,7 +242,14 @@ class Client:
             codec=codec,
             calibration=calibration,
             interleaved_rope=interleaved_rope,
+            weights=weights,
         )
+
+    def release_lease(self, lease_id: int) -> None:
+        """Ends a lease of `Model.match` before its time; one that has ended is `UnknownLease`."""
+        link = self.link()
+        with link.watched():
+            link.call("ReleaseLease", lease_id=lease_id)
 
     def sequences(self, model: Model | None = None) -> list[SequenceInfo]:
         """The open sequences of the namespace, of all clients."""

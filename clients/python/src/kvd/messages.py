@@ -62,6 +62,7 @@ REGISTER_MODEL = _schema(
     (2, "geometry", GEOMETRY),
     (3, "codec", "text"),
     (4, "calibration", "bytes"),
+    (40, "identity", _schema((1, "weights", "bytes"))),
 )
 REGISTERED_MODEL = _schema(
     (1, "model_id"),
@@ -154,6 +155,26 @@ STORE_STEP = {**_schema((1, "model_id")), **_repeated(2, "parts", STEP_PART)}
 STORED_STEP = _repeated(1, "parts", _schema((1, "length"), (2, "replayed"), (3, "packed_blocks")))
 LOAD_STEP = {**STORE_STEP, **_schema((3, "dtype"))}
 LOADED_STEP = _repeated(1, "errors", _schema((1, "part"), (2, "error", CALL_ERROR)))
+BLOCK_KEYS = _schema((1, "keys", "bytes"), (2, "key_bytes"), (3, "key_tokens"))
+OPEN_SEQUENCE = _schema(
+    (1, "model_id"), (2, "session_id"), (40, "prefix", BLOCK_KEYS), (41, "lease_id")
+)
+OPENED_SEQUENCE = _schema((1, "sequence_id"), (40, "length"))
+MATCH_PREFIX = {
+    **_schema((1, "model_id"), (3, "lease_ms")),
+    **_repeated(2, "chains", BLOCK_KEYS),
+}
+MATCHED_PREFIX = {
+    **_repeated(1, "matched_keys"),
+    **_repeated(2, "matched_tokens"),
+    **_schema((3, "lease_id")),
+}
+PUBLISH_BLOCKS = _schema((1, "sequence_id"), (2, "start"), (3, "keys", BLOCK_KEYS), (4, "settle"))
+PUBLISHED_BLOCKS = _schema(
+    (1, "length"), (2, "published"), (3, "existed"), (4, "stopped_by", "text")
+)
+DROP_BLOCKS = {**_schema((1, "model_id")), **_repeated(2, "chains", BLOCK_KEYS)}
+DROPPED_BLOCKS = _schema((1, "dropped"), (2, "held"))
 OPEN_REGION = _schema((1, "namespace", "text"), (2, "bytes"))
 OPENED_REGION = _schema(
     (1, "kind"), (2, "reason", "text"), (3, "boot_id", "text"), (4, "refused", "text")
@@ -187,7 +208,11 @@ UNARY: Final[dict[str, tuple[Schema, Schema]]] = {
     "GetServerInfo": (NOTHING, SERVER_INFO),
     "RegisterModel": (REGISTER_MODEL, REGISTERED_MODEL),
     "UnregisterModel": (_schema((1, "model_id")), NOTHING),
-    "OpenSequence": (_schema((1, "model_id"), (2, "session_id")), _schema((1, "sequence_id"))),
+    "OpenSequence": (OPEN_SEQUENCE, OPENED_SEQUENCE),
+    "MatchPrefix": (MATCH_PREFIX, MATCHED_PREFIX),
+    "ReleaseLease": (_schema((1, "lease_id")), NOTHING),
+    "PublishBlocks": (PUBLISH_BLOCKS, PUBLISHED_BLOCKS),
+    "DropBlocks": (DROP_BLOCKS, DROPPED_BLOCKS),
     "ForkSequence": (
         _schema((1, "sequence_id"), (2, "length", "optional int"), (3, "session_id")),
         _schema((1, "sequence_id"), (2, "length")),

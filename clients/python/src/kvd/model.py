@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .arrays import DType
 from .calls import Attended, AttendForm, PendingAttend, Queries, Query, StoreAck, StoreItem
 from .errors import Disconnected, InvalidArgument, Restarted, restarted
+from .keys import Dropped, Keys, Matches
 from .sequence import Sequence, q_rows
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class Model:
         codec: str,
         calibration: bytes,
         interleaved_rope: bool,
+        weights: bytes,
     ) -> None:
         self.client, self.name, self.dtype, self.codec = client, name, dtype, codec
         v = geometry.head_dim_v or geometry.head_dim_k
@@ -70,6 +73,7 @@ class Model:
             geometry.layers, geometry.kv_heads, geometry.head_dim_k, v, geometry.block_tokens
         )
         self._calibration, self._interleaved = calibration, interleaved_rope
+        self._weights = weights
         self._registration: _Registration | None = None
         self._forms: dict[object, AttendForm] = {}
         self._register(client.link())
@@ -93,6 +97,7 @@ class Model:
                 geometry=geometry,
                 codec=self.codec,
                 calibration=self._calibration or None,
+                identity={"weights": self._weights} if self._weights else None,
             )
         self._forms.clear()
         given = answer.geometry
@@ -110,6 +115,10 @@ class Model:
         """Its id at the daemon that serves now."""
         return self._register(self.client.link()).model_id
 
+    def id_at(self, link: Link) -> int:
+        """Its id at the daemon of this connection."""
+        return self._register(link).model_id
+
     @property
     def codec_spec(self) -> str:
         """The codec in full, as the daemon understood it."""
@@ -120,13 +129,47 @@ class Model:
         """Hash of geometry, codec and calibration."""
         return self._register(self.client.link()).fingerprint
 
-    def open(self) -> Sequence:
-        """A new, empty sequence. It ends with this client's session."""
+    def open(self, prefix: Keys | None = None, *, lease_id: int = 0) -> Sequence:
+        """A new sequence, which ends with this client's session. It begins with the longest cached
+        prefix of these keys: look at its `length`. A lease of `match` ends with that."""
         link = self.client.link()
         model_id = self._register(link).model_id
         with link.watched():
-            answer = link.call("OpenSequence", model_id=model_id, session_id=link.session_id)
-        return Sequence(self, answer.sequence_id, link.boot_id, [0] * self.geometry.layers)
+            answer = link.call(
+                "OpenSequence",
+                model_id=model_id,
+                session_id=link.session_id,
+                prefix=prefix.as_fields() if prefix else None,
+                lease_id=lease_id or None,
+            )
+        lengths = [answer.length] * self.geometry.layers
+        return Sequence(self, answer.sequence_id, link.boot_id, lengths)
+
+    def match(self, chains: SequenceOf[Keys], *, lease: float = 0.0) -> Matches:
+        """How many tokens of each chain are cached, from its start, in one call. With `lease`, in
+        seconds, what was matched stays so long."""
+        link = self.client.link()
+        model_id = self._register(link).model_id
+        with link.watched():
+            answer = link.call(
+                "MatchPrefix",
+                model_id=model_id,
+                chains=[chain.as_fields() for chain in chains],
+                lease_ms=int(lease * 1000),
+            )
+        tokens = list(answer.matched_tokens)
+        tokens += [0] * (len(chains) - len(tokens))
+        return Matches(tuple(tokens), answer.lease_id)
+
+    def drop(self, chains: SequenceOf[Keys] = ()) -> Dropped:
+        """Drops what is cached of these chains and nothing holds, or of the whole model."""
+        link = self.client.link()
+        model_id = self._register(link).model_id
+        with link.watched():
+            answer = link.call(
+                "DropBlocks", model_id=model_id, chains=[chain.as_fields() for chain in chains]
+            )
+        return Dropped(answer.dropped, answer.held)
 
     def store(self, items: Iterable[tuple[Sequence, StoreItem]]) -> list[StoreAck]:
         """Stores ranges of sequences, made by `Sequence.item`; layers do not wait for one another.

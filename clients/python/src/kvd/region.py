@@ -292,13 +292,36 @@ class Region:
     ) -> tuple[Message, T]:
         """An rpc beside so many bytes of payload: `fields_of` puts them where it is told and makes
         the request, `read` takes them from there once the answer has come."""
-        request_schema, answer_schema = messages.UNARY[rpc]
-        with self._lock:
-            place = self._ring.take_place(_RECORD_BYTES + aligned(size) + room)
+        place = self.reserve(size, room)
         try:
-            payload_at = place.start + _RECORD_BYTES
-            answer_at = payload_at + aligned(size)
-            request = encode(request_schema, fields_of(payload_at))
+            fields = fields_of(place.start + _RECORD_BYTES)
+        except BaseException:
+            place.is_free = True
+            raise
+        answer = self.call_in(place, rpc, fields, room)
+        payload_read = read(place.start + _RECORD_BYTES)
+        place.is_free = True
+        return answer, payload_read
+
+    def reserve(self, size: int, room: int) -> Place:
+        """A place for so many bytes of payload, from `payload_offset` on, and `room` for an answer.
+
+        Raises `QueueFull` while calls under way leave no room.
+        """
+        with self._lock:
+            return self._ring.take_place(_RECORD_BYTES + aligned(size) + room)
+
+    def payload_offset(self, place: Place) -> int:
+        """Where the payload of a reserved place begins."""
+        return place.start + _RECORD_BYTES
+
+    def call_in(self, place: Place, rpc: str, fields: dict[str, Any], room: int) -> Message:
+        """An rpc beside the payload of a reserved place, which stays taken where it is answered.
+        After an error it is no longer the caller's."""
+        request_schema, answer_schema = messages.UNARY[rpc]
+        answer_at = place.end - room
+        try:
+            request = encode(request_schema, fields)
             if len(request) <= _INLINE_BYTES_MAX:
                 payload = field_bytes(1, request)
             elif len(request) <= room:
@@ -315,10 +338,7 @@ class Region:
             place.is_free = True
             raise
         answered = self.wait_call(place, deadline, answer_at)[0]
-        answer = decode(answer_schema, self.memory[answer_at : answer_at + answered])
-        payload_read = read(payload_at)
-        place.is_free = True
-        return answer, payload_read
+        return decode(answer_schema, self.memory[answer_at : answer_at + answered])
 
     def _clear_record(self, start: int) -> None:
         at = start >> 2

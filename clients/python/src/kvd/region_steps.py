@@ -124,10 +124,11 @@ def _load_piece(region: Region, item: LoadItem, begin: int, k: Array, v: Array) 
 
     answer, _ = region.call_beside("LoadStep", v_at + aligned(v.nbytes), fields_of, read, 4096)
     for failed in answer.errors:
-        raise _error_of(failed.error)
+        raise error_of_part(failed.error)
 
 
-def _error_of(error: Any) -> KvdError:
+def error_of_part(error: Any) -> KvdError:
+    """Why a part of a step was not done."""
     if error.id_boot:
         return restarted(error.id_boot, error.boot_id)
     retry = error.retry_after_ms

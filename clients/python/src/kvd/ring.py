@@ -35,6 +35,11 @@ class Ring:
         self._given_up: list[Place] = []
 
     def take_place(self, size: int) -> Place:
+        if size > self._memory.size:
+            raise MessageTooLarge(
+                f"a call of {size} bytes does not fit the region of {self._memory.size}: ask for"
+                " less at once, or connect with more region_bytes"
+            )
         taken = self._taken
         for place in self._given_up:
             place.is_free = self._memory.words[place.start >> 2] != 0
@@ -54,11 +59,6 @@ class Ring:
                         f"no room for {size} bytes in the region beside {len(taken)} calls under"
                         " way: wait for their results, or connect with more region_bytes"
                     )
-        if start + size > self._memory.size:
-            raise MessageTooLarge(
-                f"a call of {size} bytes does not fit the region of {self._memory.size}: ask for"
-                " less at once, or connect with more region_bytes"
-            )
         place = Place(start, start + size)
         taken.append(place)
         return place

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .arrays import DType, Rows, check_dtype, check_shape, read_rows
 from .calls import LoadItem, StoreAck, StoreItem
 from .errors import InvalidArgument, ShapeMismatch, restarted
+from .keys import Keys, Published
 from .wire import Message, varint
 
 if TYPE_CHECKING:
@@ -151,6 +152,20 @@ class Sequence:
             )
         lengths = [answer.length] * len(self.layer_lengths)
         return Sequence(self.model, answer.sequence_id, self.boot_id, lengths)
+
+    def publish(self, start: int, keys: Keys, *, settle: bool = False) -> Published:
+        """Puts whole pages from token `start` on into the cache under their keys. With `settle`
+        this sequence too reads them encoded from now on."""
+        link = self.check_boot()
+        with link.watched():
+            answer = link.call(
+                "PublishBlocks",
+                sequence_id=self.id,
+                start=start,
+                keys=keys.as_fields(),
+                settle=settle,
+            )
+        return Published(answer.length, answer.published, answer.existed, answer.stopped_by)
 
     def truncate(self, length: int) -> None:
         """Forgets the tokens from `length` on, on every layer."""

@@ -1,0 +1,48 @@
+"""What the scheduler's connector tells the worker's in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from ..keys import Keys
+
+
+@dataclass(frozen=True)
+class LoadOrder:
+    """Rows that vLLM waits for."""
+
+    request_id: str
+    # Times that the request was preempted: block ids and sequences are of one life.
+    life: int
+    # All of the request so far.
+    keys: Keys
+    lease_id: int
+    # First token, and the blocks of vLLM for it and those after it.
+    start: int
+    blocks: list[int]
+
+
+@dataclass(frozen=True)
+class StoreOrder:
+    """Pages of a request that are full once this step is computed."""
+
+    request_id: str
+    life: int
+    # Of the blocks from `first_page` on, which follow those of earlier orders.
+    first_page: int
+    keys: Keys
+    blocks: list[int]
+    # Pages that the daemon had when it was asked: they need not be stored.
+    held_pages: int
+
+
+@dataclass
+class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
+    """Of one step."""
+
+    loads: list[LoadOrder] = field(default_factory=list)
+    stores: list[StoreOrder] = field(default_factory=list)
+    # Requests that ended or were preempted.
+    ended: list[str] = field(default_factory=list)
