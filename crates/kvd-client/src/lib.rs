@@ -96,6 +96,7 @@ pub use kvd_proto::v1::{
     CacheStats, CodecInfo, DescribeModelResponse as ModelDescription,
     DescribeSequenceResponse as SequenceDescription, DropBlocksResponse as DroppedBlocks,
     GetServerInfoResponse as ServerInfo, GetStatsResponse as Stats,
-    ListSequencesResponse as SequencePage, ModelStats, PinBlocksResponse as PinnedBlocks,
-    PoolStats, PublishBlocksResponse as PublishedBlocks, SequenceInfo, SessionInfo, StoredBytes,
+    ListSequencesResponse as SequencePage, ModelStats, NamespaceInfo,
+    PinBlocksResponse as PinnedBlocks, PoolStats, PublishBlocksResponse as PublishedBlocks,
+    SequenceInfo, SessionInfo, StoredBytes,
 };

@@ -2,11 +2,13 @@
 
 use super::CliError;
 use clap::Args;
-use kvd_client::{Client, Endpoint, Namespace};
+use kvd_client::{Client, ClientOptions, Endpoint, Namespace};
 use std::time::Duration;
 
 /// Most time for one call.
 const CALL_TIME: Duration = Duration::from_secs(30);
+/// Most time for a probe to connect, and to be answered.
+const PROBE_TIME: Duration = Duration::from_secs(3);
 
 /// The daemon, and whose sequences and sessions are meant.
 #[derive(Args)]
@@ -20,6 +22,18 @@ pub(super) struct DaemonArgs {
 }
 
 impl DaemonArgs {
+    /// A client for one short question: whoever does not answer at once is not well.
+    pub(super) async fn connect_briefly(&self) -> Result<Client, CliError> {
+        let options = ClientOptions::default().with_connect_timeout(PROBE_TIME);
+        let client = Client::connect_with(self.endpoint.clone(), &options).await;
+        Ok(client.map_err(CliError::Unreachable)?.with_timeout(PROBE_TIME))
+    }
+
+    /// The namespace that is asked about.
+    pub(super) fn namespace_name(&self) -> String {
+        self.namespace.as_str().to_owned()
+    }
+
     /// A client of the daemon.
     pub(super) async fn connect_client(&self) -> Result<Client, CliError> {
         let client = Client::connect(self.endpoint.clone()).await.map_err(anyhow::Error::from)?;
