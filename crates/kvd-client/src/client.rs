@@ -4,6 +4,7 @@ use crate::boot::KnownBoot;
 use crate::connect::{self, ClientOptions};
 use crate::endpoint::Endpoint;
 use crate::error::ClientError;
+use crate::secrets::BearerToken;
 use crate::stream::{AttendStream, LoadStream, RequestQueue, StoreStream};
 use crate::{ModelDescription, NamespaceInfo, SequenceDescription, ServerInfo, Stats};
 use bytes::{Bytes, BytesMut};
@@ -34,6 +35,7 @@ pub struct Client {
     pub(crate) rpc: RpcClient,
     channel: Channel,
     namespace: Option<MetadataValue<Ascii>>,
+    token: Option<BearerToken>,
     timeout: Option<Duration>,
     message_bytes_max: usize,
     boot: Arc<KnownBoot>,
@@ -70,7 +72,9 @@ impl Client {
             .max_decoding_message_size(options.message_bytes_max)
             .max_encoding_message_size(options.message_bytes_max);
         let ClientOptions { timeout, message_bytes_max, .. } = *options;
-        Ok(Self { rpc, channel, namespace: None, timeout, message_bytes_max, boot: Arc::default() })
+        let (namespace, token) = (None, options.token.clone());
+        let boot = Arc::default();
+        Ok(Self { rpc, channel, namespace, token, timeout, message_bytes_max, boot })
     }
 
     /// This client in another namespace; `default` until set. It has no ids there yet, and so
@@ -393,6 +397,9 @@ impl Client {
         let mut request = Request::new(message);
         if let Some(namespace) = &self.namespace {
             request.metadata_mut().insert(NAMESPACE_KEY, namespace.clone());
+        }
+        if let Some(token) = &self.token {
+            request.metadata_mut().insert("authorization", token.header_value().clone());
         }
         request
     }

@@ -72,6 +72,10 @@ Examples:
   kvd describe model meta-llama/Llama-3.1-8B-Instruct
   kvd describe model 1311768464867721223 --json";
 
+pub(super) const TOKEN: &str = "\
+Example:
+  kvd token                                   256 random bits; keep the first line secret";
+
 pub(super) const COMPLETIONS: &str = "\
 Examples:
   kvd completions bash > /etc/bash_completion.d/kvd

@@ -32,6 +32,7 @@ mod status;
 mod table;
 mod text_args;
 
+use crate::access::NewToken;
 use crate::config::{Config, ConfigError, ConfigOverrides, DEFAULT_TOML, RawConfig};
 use crate::daemon::BuildError;
 use crate::dashboard;
@@ -104,6 +105,9 @@ enum CliCommand {
     /// Print the Grafana dashboard (deploy/grafana/kvd.json).
     #[command(after_help = help::DASHBOARD)]
     Dashboard,
+    /// Make a bearer token, and the hash of it for the file of principals.
+    #[command(after_help = help::TOKEN)]
+    Token,
     /// Print a script that completes commands in a shell.
     #[command(after_help = help::COMPLETIONS)]
     Completions {
@@ -298,6 +302,7 @@ fn run_command(command: CliCommand) -> Result<(), CliError> {
         CliCommand::Describe(command) => {
             print_text(&build_runtime()?.block_on(describe::run_command(command))?)
         }
+        CliCommand::Token => print_text(&token_text()?),
         CliCommand::Completions { shell } => print_text(&completion_script(shell)?),
         CliCommand::Sequences(command) => {
             print_text(&build_runtime()?.block_on(sequences::run_command(command))?)
@@ -324,6 +329,15 @@ fn run_command(command: CliCommand) -> Result<(), CliError> {
 fn build_runtime() -> Result<tokio::runtime::Runtime, CliError> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
     Ok(runtime.map_err(anyhow::Error::from)?)
+}
+
+/// A new token: the daemon's file gets its hash alone.
+fn token_text() -> Result<String, CliError> {
+    let made = NewToken::draw_token().map_err(anyhow::Error::from)?;
+    Ok(format!(
+        "token, told this once: {}\nfor the file of access.principals: tokens = [\"{}\"]\n",
+        made.token, made.hash
+    ))
 }
 
 /// The completions of a shell.

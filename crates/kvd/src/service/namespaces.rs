@@ -42,8 +42,9 @@ impl Service {
         for namespace in self.sessions.list_namespaces() {
             self.description_in(&mut found, &namespace).sessions += 1;
         }
-        let is_served = |name: &Namespace| self.config.namespaces.allow_namespace(name);
-        Ok(found.into_values().filter(|of| is_served(&of.name)).collect())
+        let is_told =
+            |name: &Namespace| self.config.namespaces.allow_namespace(name) && call.may_use(name);
+        Ok(found.into_values().filter(|of| is_told(&of.name)).collect())
     }
 
     fn description_in<'a>(

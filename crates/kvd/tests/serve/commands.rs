@@ -21,9 +21,9 @@ fn ask_json(endpoint: &str, arguments: &[&str]) -> Value {
 
 /// A model with a sequence in a namespace.
 async fn fill(endpoint: &str, namespace: &str) {
-    let endpoint: Endpoint = endpoint.parse().unwrap();
-    let client = Client::connect(endpoint).await.unwrap();
-    let client = client.with_namespace(&Namespace::new(namespace).unwrap());
+    let endpoint: Endpoint = endpoint.parse().expect("a set-up");
+    let client = Client::connect(endpoint).await.expect("a set-up");
+    let client = client.with_namespace(&Namespace::new(namespace).expect("a set-up"));
     let geometry = Geometry {
         layers: 1,
         kv_heads: 1,
@@ -39,8 +39,8 @@ async fn fill(endpoint: &str, namespace: &str) {
         codec: "kivi-4".to_owned(),
         calibration: bytes::Bytes::new(),
     };
-    let model = client.register_model(spec).await.unwrap();
-    client.open_sequence(model.model).await.unwrap();
+    let model = client.register_model(spec).await.expect("a set-up");
+    client.open_sequence(model.model).await.expect("a set-up");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
