@@ -25,9 +25,7 @@ async fn client(guarded: &Guarded) -> Client {
 
 fn open(guarded: &Guarded, namespace: &str) -> Result<RegionClient, kvd_client::ClientError> {
     let options = RegionOptions::default().with_namespace(&Namespace::new(namespace).unwrap());
-    tokio::task::block_in_place(|| {
-        RegionClient::open_region(&guarded.path("region.sock"), &options)
-    })
+    tokio::task::block_in_place(|| RegionClient::open_region(guarded.path("region.sock"), &options))
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
