@@ -89,7 +89,7 @@ fn empty_variables_are_no_settings() {
 fn every_help_has_an_example_and_fits_the_terminal() {
     let mut commands = vec!["", "serve", "config", "codecs", "plan", "dashboard"];
     commands.extend(["sequences", "sequences list", "sequences close"]);
-    commands.extend(["health", "status", "models", "namespaces", "completions", "token"]);
+    commands.extend(["health", "status", "top", "models", "namespaces", "completions", "token"]);
     commands.extend(["describe", "describe codec", "describe model"]);
     commands.extend(["sessions", "sessions list", "sessions close"]);
     commands.extend(["bench", "bench attend", "bench scores", "bench codec", "bench store"]);

@@ -627,6 +627,16 @@ pub struct ModelStats {
     pub sampled_row_error_k: f64,
     #[prost(double, tag = "14")]
     pub sampled_row_error_v: f64,
+    /// Since it was registered, in the stored precision: bytes of K and V that were stored, encoded,
+    /// read by attends and loaded. Two answers give rates.
+    #[prost(uint64, tag = "40")]
+    pub stored_logical_bytes: u64,
+    #[prost(uint64, tag = "41")]
+    pub encoded_logical_bytes: u64,
+    #[prost(uint64, tag = "42")]
+    pub attended_logical_bytes: u64,
+    #[prost(uint64, tag = "43")]
+    pub loaded_logical_bytes: u64,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ListNamespacesRequest {}

@@ -47,6 +47,13 @@ Examples:
   kvd status
   kvd status --json --namespace team-a | jq .pools";
 
+pub(super) const TOP: &str = "\
+Keys: arrows select a sequence, c closes it, s sorts (i idle, h held, t tokens, a age), q leaves.
+
+Examples:
+  kvd top
+  kvd top --once --namespace team-a           one screen as text, rates over two seconds";
+
 pub(super) const MODELS: &str = "\
 Examples:
   kvd models list

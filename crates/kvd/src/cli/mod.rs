@@ -31,6 +31,7 @@ mod sessions;
 mod status;
 mod table;
 mod text_args;
+mod top;
 
 use crate::access::NewToken;
 use crate::config::{Config, ConfigError, ConfigOverrides, DEFAULT_TOML, RawConfig};
@@ -75,6 +76,9 @@ enum CliCommand {
     /// Say what a daemon is and holds: pools, models, bytes saved.
     #[command(after_help = help::STATUS)]
     Status(status::StatusArgs),
+    /// Watch a daemon on one screen: pool, rates, models, sequences; close what nobody uses.
+    #[command(after_help = help::TOP)]
+    Top(top::TopArgs),
     /// List the models of a daemon.
     #[command(subcommand, after_help = help::MODELS)]
     Models(models::ModelsCommand),
@@ -293,6 +297,7 @@ fn run_command(command: CliCommand) -> Result<(), CliError> {
         CliCommand::Status(args) => {
             print_text(&build_runtime()?.block_on(status::describe_status(args))?)
         }
+        CliCommand::Top(args) => print_text(&build_runtime()?.block_on(top::run_top(args))?),
         CliCommand::Models(command) => {
             print_text(&build_runtime()?.block_on(models::run_command(command))?)
         }

@@ -80,6 +80,11 @@ impl ModelRow {
         Some(Self { logical_bytes: Some(row.values * value_bytes), ..row })
     }
 
+    /// Bits of a packed value, for people.
+    pub(super) fn bits_text(&self) -> String {
+        self.bits_per_value.map_or_else(|| "-".to_owned(), |bits| format!("{bits:.2}"))
+    }
+
     /// Bytes that compression saves now; none while windows reserve more than they hold.
     pub(super) fn saved_bytes(&self) -> u64 {
         self.logical_bytes.unwrap_or_default().saturating_sub(self.held_bytes)
@@ -125,7 +130,6 @@ pub(super) fn model_table(rows: &[ModelRow]) -> String {
         (Some(logical), 1..) => format!("{:.2}", logical as f64 / row.held_bytes as f64),
         _ => "-".to_owned(),
     };
-    let bits = |row: &ModelRow| row.bits_per_value.map_or("-".to_owned(), |b| format!("{b:.2}"));
     render_table(&[
         TableColumn::of_text("model", cells(|row| row.model_id.clone())),
         TableColumn::of_text("name", cells(|row| shorten_text(&row.name, NAME_COLUMNS))),
@@ -133,7 +137,7 @@ pub(super) fn model_table(rows: &[ModelRow]) -> String {
         TableColumn::of_numbers("seqs", cells(|row| row.sequences.to_string())),
         TableColumn::of_numbers("held", cells(|row| format_bytes(row.held_bytes))),
         TableColumn::of_numbers("ratio", cells(ratio)),
-        TableColumn::of_numbers("bits", cells(bits)),
+        TableColumn::of_numbers("bits", cells(ModelRow::bits_text)),
     ])
 }
 

@@ -70,6 +70,10 @@ async fn a_daemon_tells_operators_what_it_is_and_holds() {
     assert_eq!(names, ["a", "b"]);
     let model = ask_json(&endpoint, &["describe", "model", "tiny", "--namespace", "a"]);
     assert_eq!((&model["layers"], &model["head_dim_k"]), (&1.into(), &64.into()));
+    let top = ["top", "--once", "--interval", "100ms", "--namespace", "a"];
+    let (code, text) = ask(&endpoint, &top);
+    assert!(code == Some(0) && text.contains("sequences 1") && text.contains("tiny"), "{text}");
+    assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
     let (code, text) = ask(&endpoint, &["describe", "model", "none", "--namespace", "a"]);
     assert!(code == Some(1) && text.contains("kvd models list"), "{text}");
 }
