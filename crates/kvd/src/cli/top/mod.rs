@@ -55,7 +55,8 @@ async fn take_sample(client: &Client) -> Result<DaemonSample, CliError> {
 }
 
 /// One screen as text.
-fn draw_text(screen: &mut TopScreen, [columns, lines]: [u16; 2]) -> Result<String, CliError> {
+fn draw_text(screen: &mut TopScreen, size: [u16; 2]) -> Result<String, CliError> {
+    let [columns, lines] = size;
     let mut terminal =
         Terminal::new(TestBackend::new(columns, lines)).map_err(anyhow::Error::from)?;
     terminal.draw(|frame| screen.draw_frame(frame)).map_err(anyhow::Error::from)?;
@@ -69,7 +70,7 @@ fn draw_text(screen: &mut TopScreen, [columns, lines]: [u16; 2]) -> Result<Strin
     Ok(text)
 }
 
-/// What a key asks for.
+/// The wish behind a key.
 enum KeyWish {
     Leave,
     Stay,

@@ -1,5 +1,5 @@
-//! The screen of `kvd top`: a head, models, sequences, and a line of keys. It only draws what it was
-//! given.
+//! The screen of `kvd top`: a head, models, sequences, and a line of keys. It only draws what it
+//! was given.
 
 use super::super::ask_daemon::{format_bytes, format_time, shorten_text};
 use super::sample::{DaemonSample, WorkBytes};
@@ -65,7 +65,7 @@ pub(super) struct TopScreen {
     selected: TableState,
     /// The sequence that is closed if the answer is yes.
     asked: Option<SequenceId>,
-    /// What happened last.
+    /// The last event, in words.
     told: String,
 }
 
