@@ -4,8 +4,9 @@ use crate::boot::KnownBoot;
 use crate::connect::{self, ClientOptions};
 use crate::endpoint::Endpoint;
 use crate::error::ClientError;
+use crate::secrets::BearerToken;
 use crate::stream::{AttendStream, LoadStream, RequestQueue, StoreStream};
-use crate::{ModelDescription, SequenceDescription, ServerInfo, Stats};
+use crate::{ModelDescription, NamespaceInfo, SequenceDescription, ServerInfo, Stats};
 use bytes::{Bytes, BytesMut};
 use kvd_core::{ErrorCode, LayerIndex, ModelId, Namespace, SequenceId};
 use kvd_proto::domain::{
@@ -21,6 +22,9 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::transport::Channel;
 use tonic::{Request, Response, Status};
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
 
 type RpcClient = v1::kvd_client::KvdClient<Channel>;
 
@@ -29,7 +33,9 @@ type RpcClient = v1::kvd_client::KvdClient<Channel>;
 #[derive(Clone, Debug)]
 pub struct Client {
     pub(crate) rpc: RpcClient,
+    channel: Channel,
     namespace: Option<MetadataValue<Ascii>>,
+    token: Option<BearerToken>,
     timeout: Option<Duration>,
     message_bytes_max: usize,
     boot: Arc<KnownBoot>,
@@ -62,11 +68,13 @@ impl Client {
         options: &ClientOptions,
     ) -> Result<Self, ClientError> {
         let channel = connect::connect_channel(&endpoint, options).await?;
-        let rpc = RpcClient::new(channel)
+        let rpc = RpcClient::new(channel.clone())
             .max_decoding_message_size(options.message_bytes_max)
             .max_encoding_message_size(options.message_bytes_max);
         let ClientOptions { timeout, message_bytes_max, .. } = *options;
-        Ok(Self { rpc, namespace: None, timeout, message_bytes_max, boot: Arc::default() })
+        let (namespace, token) = (None, options.token.clone());
+        let boot = Arc::default();
+        Ok(Self { rpc, channel, namespace, token, timeout, message_bytes_max, boot })
     }
 
     /// This client in another namespace; `default` until set. It has no ids there yet, and so
@@ -364,11 +372,34 @@ impl Client {
         Ok(stats)
     }
 
+    /// Namespaces that this client may use and that hold something.
+    ///
+    /// # Errors
+    /// As every call.
+    pub async fn list_namespaces(&self) -> Result<Vec<NamespaceInfo>, ClientError> {
+        let request = self.unary_request(v1::ListNamespacesRequest {});
+        Ok(self.call_rpc(self.rpc.clone().list_namespaces(request)).await?.namespaces)
+    }
+
+    /// Whether the daemon serves; it answers `false` while it drains and after a device failed.
+    ///
+    /// # Errors
+    /// When it does not answer.
+    pub async fn is_serving(&self) -> Result<bool, ClientError> {
+        let request = self.unary_request(HealthCheckRequest { service: String::new() });
+        let mut health = HealthClient::new(self.channel.clone());
+        let answer = self.call_rpc(health.check(request)).await?;
+        Ok(answer.status() == ServingStatus::Serving)
+    }
+
     /// A request in this client's namespace.
     pub(crate) fn namespaced_request<T>(&self, message: T) -> Request<T> {
         let mut request = Request::new(message);
         if let Some(namespace) = &self.namespace {
             request.metadata_mut().insert(NAMESPACE_KEY, namespace.clone());
+        }
+        if let Some(token) = &self.token {
+            request.metadata_mut().insert("authorization", token.header_value().clone());
         }
         request
     }

@@ -2,6 +2,7 @@
 
 use crate::endpoint::{Endpoint, EndpointAddress};
 use crate::error::ClientError;
+use crate::secrets::{BearerToken, TlsOptions};
 use hyper_util::rt::TokioIo;
 use std::time::Duration;
 use tokio::net::UnixStream;
@@ -28,11 +29,21 @@ pub struct ClientOptions {
     pub connect_timeout: Duration,
     /// Deadline of each call that is not a stream; none.
     pub timeout: Option<Duration>,
+    /// TLS of an `https` endpoint; the system's authorities and no certificate when absent.
+    pub tls: TlsOptions,
+    /// Says whose calls these are, in `authorization`; none.
+    pub token: Option<BearerToken>,
 }
 
 impl Default for ClientOptions {
     fn default() -> Self {
-        Self { message_bytes_max: 64 << 20, connect_timeout: Duration::from_secs(5), timeout: None }
+        Self {
+            message_bytes_max: 64 << 20,
+            connect_timeout: Duration::from_secs(5),
+            timeout: None,
+            tls: TlsOptions::default(),
+            token: None,
+        }
     }
 }
 
@@ -48,6 +59,20 @@ impl ClientOptions {
     #[must_use]
     pub fn with_connect_timeout(mut self, timeout: Duration) -> Self {
         self.connect_timeout = timeout;
+        self
+    }
+
+    /// With other authorities, or a certificate of its own.
+    #[must_use]
+    pub fn with_tls(mut self, tls: TlsOptions) -> Self {
+        self.tls = tls;
+        self
+    }
+
+    /// With a token that says whose calls these are.
+    #[must_use]
+    pub fn with_token(mut self, token: BearerToken) -> Self {
+        self.token = Some(token);
         self
     }
 
@@ -74,6 +99,12 @@ pub(crate) async fn connect_channel(
             .keep_alive_timeout(KEEPALIVE_TIMEOUT)
     };
     let connected = match &endpoint.0 {
+        EndpointAddress::Tcp(uri) if uri.scheme_str() == Some("https") => {
+            match dialer(uri.clone()).tls_config(options.tls.client_config()) {
+                Ok(dialer) => dialer.connect().await,
+                Err(error) => Err(error),
+            }
+        }
         EndpointAddress::Tcp(uri) => dialer(uri.clone()).connect().await,
         EndpointAddress::Unix(path) => {
             // HTTP/2 wants an authority; nothing resolves this one.

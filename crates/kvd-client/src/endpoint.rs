@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use tonic::transport::Uri;
 
-/// A daemon's address: `http://127.0.0.1:7070` or `unix:/run/kvd.sock`.
+/// A daemon's address: `http://127.0.0.1:7070`, `https://kvd.example:7070` or `unix:/run/kvd.sock`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Endpoint(pub(crate) EndpointAddress);
 
@@ -40,9 +40,8 @@ impl FromStr for Endpoint {
         }
         let uri: Uri = text.parse().map_err(|_| refuse("not a URI"))?;
         match uri.scheme_str() {
-            Some("http") => {}
-            Some("https") => return Err(refuse("TLS is not supported by this client")),
-            _ => return Err(refuse("must begin with http:// or unix:")),
+            Some("http" | "https") => {}
+            _ => return Err(refuse("must begin with http://, https:// or unix:")),
         }
         if uri.port_u16().is_none() {
             return Err(refuse("no port"));
@@ -69,7 +68,7 @@ mod tests {
 
     #[test]
     fn both_kinds_of_address_round_trip() {
-        for text in ["http://127.0.0.1:7070", "http://[::1]:80", "http://kvd.svc:1"] {
+        for text in ["http://127.0.0.1:7070", "http://[::1]:80", "https://kvd.svc:1"] {
             assert_eq!(text.parse::<Endpoint>().unwrap().to_string(), text);
         }
         for text in ["unix:/run/kvd.sock", "unix:///run/kvd.sock"] {
@@ -84,7 +83,7 @@ mod tests {
             ("unix:", "no path"),
             ("127.0.0.1:7070", "http://"),
             ("tcp://host:1", "must begin with http://"),
-            ("https://host:1", "TLS"),
+            ("https://host", "no port"),
             ("http://host", "no port"),
             ("http://host:1/v1", "path"),
             ("http://a b:1", "not a URI"),

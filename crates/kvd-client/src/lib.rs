@@ -66,6 +66,7 @@ mod region;
 mod region_control;
 mod region_layout;
 mod region_options;
+mod secrets;
 mod session;
 mod stream;
 
@@ -79,6 +80,7 @@ pub use region::{
 };
 pub use region_control::{ControlCalls, RegionSession};
 pub use region_layout::{AttendLayout, QUERY_ERROR_BYTES};
+pub use secrets::{BearerToken, ClientIdentity, TlsOptions};
 pub use session::{HeldSession, SessionOptions};
 pub use stream::{AttendStream, LoadStream, PIPELINE_DEPTH_MAX, StoreStream};
 
@@ -96,6 +98,7 @@ pub use kvd_proto::v1::{
     CacheStats, CodecInfo, DescribeModelResponse as ModelDescription,
     DescribeSequenceResponse as SequenceDescription, DropBlocksResponse as DroppedBlocks,
     GetServerInfoResponse as ServerInfo, GetStatsResponse as Stats,
-    ListSequencesResponse as SequencePage, ModelStats, PinBlocksResponse as PinnedBlocks,
-    PoolStats, PublishBlocksResponse as PublishedBlocks, SequenceInfo, SessionInfo, StoredBytes,
+    ListSequencesResponse as SequencePage, ModelStats, NamespaceInfo,
+    PinBlocksResponse as PinnedBlocks, PoolStats, PublishBlocksResponse as PublishedBlocks,
+    SequenceInfo, SessionInfo, StoredBytes,
 };

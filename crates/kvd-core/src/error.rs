@@ -25,6 +25,10 @@ pub enum ErrorCode {
     UnknownLease,
     /// A namespace the caller may not use.
     NamespaceDenied,
+    /// The caller shows nothing that says who it is, or what it shows is of nobody.
+    Unauthenticated,
+    /// The caller is known and lacks the role that the call needs.
+    PermissionDenied,
     /// A stored range begins after the end of the sequence.
     RangeGap,
     /// A stored range overlaps tokens that are already there.
@@ -61,7 +65,7 @@ pub enum ErrorCode {
 
 impl ErrorCode {
     /// Every code, in declaration order.
-    pub const ALL: [Self; 26] = [
+    pub const ALL: [Self; 28] = [
         Self::InvalidArgument,
         Self::ShapeMismatch,
         Self::NonFinite,
@@ -72,6 +76,8 @@ impl ErrorCode {
         Self::UnknownSession,
         Self::UnknownLease,
         Self::NamespaceDenied,
+        Self::Unauthenticated,
+        Self::PermissionDenied,
         Self::RangeGap,
         Self::RangeOverlap,
         Self::RangeConflict,
@@ -104,6 +110,8 @@ impl ErrorCode {
             Self::UnknownSession => "UNKNOWN_SESSION",
             Self::UnknownLease => "UNKNOWN_LEASE",
             Self::NamespaceDenied => "NAMESPACE_DENIED",
+            Self::Unauthenticated => "UNAUTHENTICATED",
+            Self::PermissionDenied => "PERMISSION_DENIED",
             Self::RangeGap => "RANGE_GAP",
             Self::RangeOverlap => "RANGE_OVERLAP",
             Self::RangeConflict => "RANGE_CONFLICT",

@@ -26,8 +26,8 @@ pub mod v1 {
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!("gen/kvd.v1.bin");
 
 pub use error::RequestError;
-pub use namespace::{NAMESPACE_KEY, namespace_of};
-pub use rpc::{RpcKind, rpc_kind};
+pub use namespace::{NAMESPACE_KEY, namespace_of, namespace_of_headers};
+pub use rpc::{RpcKind, rpc_kind, rpc_names};
 pub use status::{
     ERROR_DOMAIN, RETRY_AFTER_DEFAULT, StaleId, error_code, grpc_code, retry_after, stale_id,
     stale_status, to_status,

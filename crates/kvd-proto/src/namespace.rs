@@ -2,6 +2,7 @@
 
 use crate::RequestError;
 use kvd_core::Namespace;
+use tonic::codegen::http::HeaderMap;
 use tonic::metadata::MetadataMap;
 
 /// Metadata key of the caller's namespace.
@@ -13,7 +14,15 @@ pub const NAMESPACE_KEY: &str = "kvd-namespace";
 /// When the value is no [`Namespace`], or there are several that differ: which one was meant must
 /// never depend on the order a proxy left them in.
 pub fn namespace_of(metadata: &MetadataMap) -> Result<Namespace, RequestError> {
-    let mut values = metadata.get_all(NAMESPACE_KEY).iter();
+    namespace_of_headers(metadata.as_ref())
+}
+
+/// [`namespace_of`] of headers that are not yet metadata.
+///
+/// # Errors
+/// As that.
+pub fn namespace_of_headers(headers: &HeaderMap) -> Result<Namespace, RequestError> {
+    let mut values = headers.get_all(NAMESPACE_KEY).iter();
     let Some(value) = values.next() else {
         return parse_namespace("default");
     };

@@ -17,9 +17,15 @@ pub enum RpcKind {
 /// Kind of an rpc of `kvd.v1.Kvd` by its name; `None` for one that there is not.
 #[must_use]
 pub fn rpc_kind(name: &str) -> Option<RpcKind> {
-    static KINDS: LazyLock<HashMap<String, RpcKind>> = LazyLock::new(read_kinds);
     KINDS.get(name).copied()
 }
+
+/// Names of all rpcs of `kvd.v1.Kvd`.
+pub fn rpc_names() -> impl Iterator<Item = &'static str> {
+    KINDS.keys().map(String::as_str)
+}
+
+static KINDS: LazyLock<HashMap<String, RpcKind>> = LazyLock::new(read_kinds);
 
 fn read_kinds() -> HashMap<String, RpcKind> {
     let described = FileDescriptorSet::decode(crate::FILE_DESCRIPTOR_SET).unwrap_or_default();

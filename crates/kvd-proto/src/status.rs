@@ -29,7 +29,8 @@ pub const fn grpc_code(code: ErrorCode) -> Code {
         | ErrorCode::UnknownSequence
         | ErrorCode::UnknownSession
         | ErrorCode::UnknownLease => Code::NotFound,
-        ErrorCode::NamespaceDenied => Code::PermissionDenied,
+        ErrorCode::NamespaceDenied | ErrorCode::PermissionDenied => Code::PermissionDenied,
+        ErrorCode::Unauthenticated => Code::Unauthenticated,
         ErrorCode::RangeGap | ErrorCode::RangeNotStored => Code::OutOfRange,
         ErrorCode::RangeOverlap | ErrorCode::RangeConflict => Code::AlreadyExists,
         ErrorCode::SequenceBusy => Code::Aborted,

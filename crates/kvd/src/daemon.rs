@@ -1,11 +1,12 @@
 //! The daemon's life: build (bind and take memory), spawn, drain.
 
 use crate::admin::AdminServer;
-use crate::config::{Config, ConfigError};
+use crate::config::{AccessConfig, Config, ConfigError, MetricsReaders, is_beyond_loopback};
 use crate::descriptors;
 use crate::device::{self, DeviceError};
 use crate::device_worker::{DeviceWorker, DeviceWorkerThread, WorkerLimits};
-use crate::metrics::Metrics;
+use crate::door_files::{DoorFiles, FileWatch};
+use crate::metrics::{Metric, Metrics};
 use crate::service::{Service, draw_ids};
 use crate::transport::{BoundAddresses, GrpcServer, ListenError, ServerPhase};
 use kvd_compute::Backend;
@@ -13,7 +14,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 
 /// Why a daemon could not be built.
@@ -43,6 +44,7 @@ pub struct Daemon {
     worker_threads: Vec<DeviceWorkerThread>,
     grpc: GrpcServer,
     admin: Option<AdminServer>,
+    files: FileWatch,
     /// Devices that have failed.
     failed: watch::Receiver<usize>,
 }
@@ -59,6 +61,10 @@ pub struct RunningDaemon {
     grpc: JoinHandle<Result<(), tonic::transport::Error>>,
     admin: Option<JoinHandle<std::io::Result<()>>>,
     upkeep: JoinHandle<()>,
+    /// Looks at the files of doors, and warns of open ones.
+    watches: [JoinHandle<()>; 2],
+    /// Asks for that look.
+    look: Arc<Notify>,
     /// Ends sessions that nobody holds.
     session_ends: JoinHandle<()>,
     failed: watch::Receiver<usize>,
@@ -101,24 +107,55 @@ async fn end_server<T>(mut server: JoinHandle<T>) {
     }
 }
 
-/// Says so where whoever reaches a port may use it.
-fn warn_of_open_doors(tcp: Option<SocketAddr>, admin: Option<SocketAddr>) {
-    let is_open = |address: &SocketAddr| !address.ip().to_canonical().is_loopback();
-    if let Some(address) = tcp.filter(is_open) {
-        tracing::warn!(
-            %address,
-            key = "server.listen_tcp",
-            "gRPC listens beyond this machine, and kvd knows no authentication and no TLS: whoever \
-             reaches this address may read, change and close all sequences"
-        );
+/// How often it is said that a door is open to a network.
+const OPEN_DOOR_INTERVAL: Duration = Duration::from_secs(3600);
+
+/// Says where whoever reaches a port may use it, at once and then each hour.
+async fn warn_of_open_doors(service: Arc<Service>, doors: OpenDoors) {
+    let insecure = service.metrics().gauge(Metric::Insecure, &[]);
+    insecure.set(if doors.tcp.is_some() { 1.0 } else { 0.0 });
+    if doors.tcp.is_none() && doors.admin.is_none() {
+        return;
     }
-    if let Some(address) = admin.filter(is_open) {
-        tracing::warn!(
-            %address,
-            key = "admin.listen",
-            "metrics listen beyond this machine: whoever reaches this address may read the names \
-             of models and namespaces"
-        );
+    loop {
+        if let Some(address) = doors.tcp {
+            tracing::warn!(
+                %address,
+                key = "server.insecure",
+                "gRPC listens beyond this machine without authentication: whoever reaches this \
+                 address may read, change and close all sequences"
+            );
+        }
+        if let Some(address) = doors.admin {
+            tracing::warn!(
+                %address,
+                key = "admin.metrics",
+                "metrics listen beyond this machine: whoever reaches this address may read the \
+                 names of models and namespaces"
+            );
+        }
+        tokio::time::sleep(OPEN_DOOR_INTERVAL).await;
+    }
+}
+
+/// Addresses beyond the loopback that ask nobody who comes.
+struct OpenDoors {
+    tcp: Option<SocketAddr>,
+    admin: Option<SocketAddr>,
+}
+
+impl OpenDoors {
+    fn of_addresses(
+        access: &AccessConfig,
+        tcp: Option<SocketAddr>,
+        admin: Option<SocketAddr>,
+    ) -> Self {
+        let is_open = |address: &SocketAddr| is_beyond_loopback(*address);
+        let metrics_are_open = access.metrics == MetricsReaders::All;
+        Self {
+            tcp: tcp.filter(is_open).filter(|_| !access.authenticates_tcp()),
+            admin: admin.filter(is_open).filter(|_| metrics_are_open),
+        }
     }
 }
 
@@ -128,8 +165,9 @@ impl Daemon {
     /// # Errors
     /// What could not be had.
     pub async fn build(config: Config) -> Result<Self, BuildError> {
+        let doors = DoorFiles::read_files(&config.access)?;
         let backends = device::open_devices(&config)?;
-        Self::build_on(config, backends).await
+        Self::build_with(config, backends, doors).await
     }
 
     /// Builds a daemon over given devices, at least one.
@@ -137,16 +175,28 @@ impl Daemon {
     /// # Errors
     /// What could not be had.
     pub async fn build_on(
-        mut config: Config,
+        config: Config,
         backends: Vec<Box<dyn Backend>>,
     ) -> Result<Self, BuildError> {
+        let doors = DoorFiles::read_files(&config.access)?;
+        Self::build_with(config, backends, doors).await
+    }
+
+    async fn build_with(
+        mut config: Config,
+        backends: Vec<Box<dyn Backend>>,
+        doors: DoorFiles,
+    ) -> Result<Self, BuildError> {
+        let DoorFiles { server_tls, admin_tls, principals } = doors;
         config.connections_max = Some(descriptors::allowed_connections(&config)?);
-        let grpc = GrpcServer::bind_sockets(&config).await?;
+        let grpc = GrpcServer::bind_sockets(&config, server_tls.clone()).await?;
         let admin = match config.admin_listen {
             None => None,
-            Some(address) => Some(AdminServer::bind_address(address).await.map_err(|source| {
-                ListenError { address: address.to_string(), key: "admin.listen", source }
-            })?),
+            Some(address) => {
+                let bound = AdminServer::bind_address(address, admin_tls.clone()).await;
+                let (address, key) = (address.to_string(), "admin.listen");
+                Some(bound.map_err(|source| ListenError { address, key, source })?)
+            }
         };
         let metrics = Arc::new(Metrics::new());
         let (failures, failed) = watch::channel(0);
@@ -161,7 +211,12 @@ impl Daemon {
         let (workers, worker_threads) = workers.map_err(BuildError::Worker)?.into_iter().unzip();
         let ids = draw_ids().map_err(BuildError::Random)?;
         let service = Arc::new(Service::new(Arc::new(config), workers, metrics, ids));
-        Ok(Self { service, worker_threads, grpc, admin, failed })
+        if let Some(table) = principals {
+            tracing::info!(principals = table.count_principals(), "who may come in is read");
+            service.access_control().replace_table(table);
+        }
+        let files = FileWatch::new(service.clone(), server_tls, admin_tls);
+        Ok(Self { service, worker_threads, grpc, admin, files, failed })
     }
 
     /// Begins to serve.
@@ -184,7 +239,13 @@ impl Daemon {
             boot_id = self.service.boot_id(),
             "kvd serves"
         );
-        warn_of_open_doors(addresses.tcp, admin_address);
+        let access = &self.service.config().access;
+        let doors = OpenDoors::of_addresses(access, addresses.tcp, admin_address);
+        let look = Arc::new(Notify::new());
+        let watches = [
+            tokio::spawn(self.files.watch_files(look.clone())),
+            tokio::spawn(warn_of_open_doors(self.service.clone(), doors)),
+        ];
         let grpc = tokio::spawn(self.grpc.serve_all(self.service.clone(), of_grpc));
         let admin =
             self.admin.map(|admin| tokio::spawn(admin.serve_until(self.service.clone(), of_admin)));
@@ -206,6 +267,8 @@ impl Daemon {
             grpc,
             admin,
             upkeep,
+            watches,
+            look,
             session_ends,
             failed: self.failed,
         }
@@ -231,6 +294,12 @@ impl RunningDaemon {
         &self.service
     }
 
+    /// Reads the files of doors anew, soon.
+    #[must_use]
+    pub fn file_reload(&self) -> Arc<Notify> {
+        self.look.clone()
+    }
+
     /// Returns when no device is left that works.
     pub async fn device_failed(&self) {
         let (mut failed, count) = (self.failed.clone(), self.worker_threads.len());
@@ -247,6 +316,7 @@ impl RunningDaemon {
         self.service.drain();
         // Streams that hold sessions end with the drain, and what is in flight is still answered.
         self.session_ends.abort();
+        self.watches.iter().for_each(JoinHandle::abort);
         let grace = self.service.config().grace_period;
         self.phase.send_replace(ServerPhase::Draining);
         let mut grpc = self.grpc;

@@ -6,6 +6,7 @@
 //! ```
 #![forbid(unsafe_code)]
 
+mod access;
 pub mod admin;
 pub mod cli;
 pub mod config;
@@ -14,11 +15,13 @@ pub mod dashboard;
 mod descriptors;
 pub mod device;
 pub mod device_worker;
+mod door_files;
 pub mod metrics;
 mod scheduler;
 pub mod service;
 mod shares;
 pub mod telemetry;
+mod tls;
 pub mod transport;
 
 pub use config::Config;

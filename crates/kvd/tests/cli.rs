@@ -89,6 +89,8 @@ fn empty_variables_are_no_settings() {
 fn every_help_has_an_example_and_fits_the_terminal() {
     let mut commands = vec!["", "serve", "config", "codecs", "plan", "dashboard"];
     commands.extend(["sequences", "sequences list", "sequences close"]);
+    commands.extend(["health", "status", "top", "models", "namespaces", "completions", "token"]);
+    commands.extend(["describe", "describe codec", "describe model"]);
     commands.extend(["sessions", "sessions list", "sessions close"]);
     commands.extend(["bench", "bench attend", "bench scores", "bench codec", "bench store"]);
     if cfg!(feature = "eval") {
@@ -258,4 +260,13 @@ fn a_long_command_tells_how_far_it_is_where_no_bar_can_be_drawn() {
     }
     let longest = text.lines().map(|line| line.chars().count()).max().unwrap();
     assert!(longest <= 100, "{longest} columns: {text}");
+}
+
+#[test]
+fn shells_complete_commands() {
+    for shell in ["bash", "zsh", "fish"] {
+        let script = printed(command(&["completions", shell]));
+        assert!(script.contains("health") && script.contains("sequences"), "{shell}");
+    }
+    assert_eq!(kvd(&["completions", "tcl"]).status.code(), Some(64));
 }

@@ -85,6 +85,18 @@ class NamespaceDenied(KvdError, PermissionError):
     code = "NAMESPACE_DENIED"
 
 
+class Unauthenticated(KvdError, PermissionError):
+    """The daemon does not know whose call this is."""
+
+    code = "UNAUTHENTICATED"
+
+
+class PermissionDenied(KvdError, PermissionError):
+    """The caller lacks the role that the call needs."""
+
+    code = "PERMISSION_DENIED"
+
+
 class RangeGap(KvdError):
     """A stored range begins after the end of its layer."""
 

@@ -188,6 +188,13 @@ impl v1::kvd_server::Kvd for Fake {
         Err(to_status(ErrorCode::UnknownModel, "model 5", None))
     }
 
+    async fn list_namespaces(
+        &self,
+        _: Request<v1::ListNamespacesRequest>,
+    ) -> Result<Response<v1::ListNamespacesResponse>, Status> {
+        Err(Status::unimplemented("not part of the stand-in"))
+    }
+
     async fn list_models(
         &self,
         _: Request<v1::ListModelsRequest>,

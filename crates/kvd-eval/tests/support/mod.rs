@@ -303,6 +303,13 @@ impl v1::kvd_server::Kvd for StandIn {
         Err(Status::unimplemented("not part of the stand-in"))
     }
 
+    async fn list_namespaces(
+        &self,
+        _: Request<v1::ListNamespacesRequest>,
+    ) -> Result<Response<v1::ListNamespacesResponse>, Status> {
+        Err(Status::unimplemented("not part of the stand-in"))
+    }
+
     async fn list_models(
         &self,
         _: Request<v1::ListModelsRequest>,

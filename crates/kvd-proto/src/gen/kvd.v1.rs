@@ -627,6 +627,40 @@ pub struct ModelStats {
     pub sampled_row_error_k: f64,
     #[prost(double, tag = "14")]
     pub sampled_row_error_v: f64,
+    /// Since it was registered, in the stored precision: bytes of K and V that were stored, encoded,
+    /// read by attends and loaded. Two answers give rates.
+    #[prost(uint64, tag = "40")]
+    pub stored_logical_bytes: u64,
+    #[prost(uint64, tag = "41")]
+    pub encoded_logical_bytes: u64,
+    #[prost(uint64, tag = "42")]
+    pub attended_logical_bytes: u64,
+    #[prost(uint64, tag = "43")]
+    pub loaded_logical_bytes: u64,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct ListNamespacesRequest {}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct ListNamespacesResponse {
+    #[prost(message, repeated, tag = "1")]
+    pub namespaces: ::prost::alloc::vec::Vec<NamespaceInfo>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct NamespaceInfo {
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    #[prost(uint64, tag = "2")]
+    pub models: u64,
+    #[prost(uint64, tag = "3")]
+    pub sequences: u64,
+    #[prost(uint64, tag = "4")]
+    pub sessions: u64,
+    /// In packed blocks, windows and open blocks.
+    #[prost(uint64, tag = "5")]
+    pub held_bytes: u64,
+    /// Its share of a busy device, `namespaces.weights`.
+    #[prost(uint32, tag = "6")]
+    pub weight: u32,
 }
 /// Bytes held right now, by part.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -1981,6 +2015,30 @@ pub mod kvd_client {
             req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "DropBlocks"));
             self.inner.unary(req, path, codec).await
         }
+        /// Every namespace that the caller may use and that holds something, by name.
+        pub async fn list_namespaces(
+            &mut self,
+            request: impl tonic::IntoRequest<super::ListNamespacesRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListNamespacesResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/kvd.v1.Kvd/ListNamespaces",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "ListNamespaces"));
+            self.inner.unary(req, path, codec).await
+        }
     }
 }
 /// Generated server implementations.
@@ -2252,6 +2310,14 @@ pub mod kvd_server {
             request: tonic::Request<super::DropBlocksRequest>,
         ) -> std::result::Result<
             tonic::Response<super::DropBlocksResponse>,
+            tonic::Status,
+        >;
+        /// Every namespace that the caller may use and that holds something, by name.
+        async fn list_namespaces(
+            &self,
+            request: tonic::Request<super::ListNamespacesRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::ListNamespacesResponse>,
             tonic::Status,
         >;
     }
@@ -3583,6 +3649,51 @@ pub mod kvd_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = DropBlocksSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/ListNamespaces" => {
+                    #[allow(non_camel_case_types)]
+                    struct ListNamespacesSvc<T: Kvd>(pub Arc<T>);
+                    impl<
+                        T: Kvd,
+                    > tonic::server::UnaryService<super::ListNamespacesRequest>
+                    for ListNamespacesSvc<T> {
+                        type Response = super::ListNamespacesResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::ListNamespacesRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::list_namespaces(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = ListNamespacesSvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(

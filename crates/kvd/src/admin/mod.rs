@@ -1,24 +1,28 @@
-//! The operator's port: Prometheus metrics, liveness and readiness. Plain HTTP, no tenants.
+//! The operator's port: Prometheus metrics, liveness and readiness. HTTP, no tenants.
 
 mod connections;
 
+use crate::access::{AccessRequest, ConnectionPeer};
+use crate::config::MetricsReaders;
 use crate::metrics::OpenCount;
 use crate::service::Service;
+use crate::tls::{DoorStream, DoorTls};
 use crate::transport::{ServerPhase, connections_gauge};
-use axum::Router;
 use axum::extract::{Request, State};
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use axum::{Extension, Router};
 use connections::{AdmittedConnection, OpenConnection, OpenConnections};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto::Builder;
 use hyper_util::service::TowerToHyperService;
+use kvd_core::{ErrorCode, Namespace};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tower_http::CompressionLevel;
@@ -30,18 +34,22 @@ const EXPOSITION: &str = "text/plain; version=0.0.4; charset=utf-8";
 /// A bound admin socket, not yet serving.
 pub struct AdminServer {
     listener: TcpListener,
+    tls: Option<Arc<DoorTls>>,
     address: SocketAddr,
 }
 
 impl AdminServer {
-    /// Opens the socket.
+    /// Opens the socket, which speaks TLS where that is given.
     ///
     /// # Errors
     /// What the operating system answers.
-    pub async fn bind_address(address: SocketAddr) -> std::io::Result<Self> {
+    pub(crate) async fn bind_address(
+        address: SocketAddr,
+        tls: Option<Arc<DoorTls>>,
+    ) -> std::io::Result<Self> {
         let listener = TcpListener::bind(address).await?;
         let address = listener.local_addr()?;
-        Ok(Self { listener, address })
+        Ok(Self { listener, tls, address })
     }
 
     /// Where it is.
@@ -78,6 +86,7 @@ impl AdminServer {
                         Some(admitted) => {
                             let routes = routes.clone();
                             let count = OpenCount::new(&gauge);
+                            let socket = DoorStream::new(socket, self.tls.as_deref());
                             let peer = AdminPeer { socket, admitted, head_time, count };
                             connections.spawn(peer.serve_requests(routes, phase.clone()));
                         }
@@ -105,7 +114,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
 /// An accepted connection.
 struct AdminPeer {
-    socket: TcpStream,
+    socket: DoorStream,
     admitted: AdmittedConnection,
     /// Time to send the head of each request.
     head_time: Duration,
@@ -121,7 +130,8 @@ impl AdminPeer {
         let mark = middleware::from_fn_with_state(admitted.open_connection().clone(), mark_answer);
         let mut builder = Builder::new(TokioExecutor::new()).http1_only();
         builder.http1().timer(TokioTimer::new()).header_read_timeout(head_time);
-        let routes = TowerToHyperService::new(routes.layer(mark));
+        let routes = routes.layer(mark).layer(Extension(socket.socket_peer().clone()));
+        let routes = TowerToHyperService::new(routes);
         let serving = builder.serve_connection(TokioIo::new(socket), routes);
         let drain = ServerPhase::Draining.wait_until(phase.clone());
         let cut = ServerPhase::Cut.wait_until(phase);
@@ -154,7 +164,37 @@ async fn mark_answer(
     response
 }
 
-async fn answer_metrics(State(service): State<Arc<Service>>) -> Response {
+/// The answer to who may not read metrics, where that needs a role.
+fn refuse_reader(
+    service: &Service,
+    peer: &ConnectionPeer,
+    headers: &HeaderMap,
+) -> Option<Response> {
+    if service.config().access.metrics == MetricsReaders::All {
+        return None;
+    }
+    let authorization = headers.get(header::AUTHORIZATION).map(|value| value.as_bytes());
+    let namespace = Namespace::new("default").expect("a well-formed name");
+    let request = AccessRequest { peer, authorization, rpc: "Metrics", namespace: &namespace };
+    let error = service.access_control().check_call(&request).err()?;
+    let body = format!("{}: {error}\n", error.code());
+    Some(match error.code() {
+        ErrorCode::Unauthenticated => {
+            let scheme = [(header::WWW_AUTHENTICATE, "Bearer")];
+            (StatusCode::UNAUTHORIZED, scheme, body).into_response()
+        }
+        _ => (StatusCode::FORBIDDEN, body).into_response(),
+    })
+}
+
+async fn answer_metrics(
+    State(service): State<Arc<Service>>,
+    Extension(peer): Extension<Arc<ConnectionPeer>>,
+    headers: HeaderMap,
+) -> Response {
+    if let Some(refused) = refuse_reader(&service, &peer, &headers) {
+        return refused;
+    }
     let render = move || {
         service.refresh_gauges();
         service.metrics().render_page()

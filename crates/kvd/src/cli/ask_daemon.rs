@@ -2,27 +2,91 @@
 
 use super::CliError;
 use clap::Args;
-use kvd_client::{Client, Endpoint, Namespace};
+use kvd_client::{
+    BearerToken, Client, ClientIdentity, ClientOptions, Endpoint, Namespace, TlsOptions,
+};
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Most time for one call.
 const CALL_TIME: Duration = Duration::from_secs(30);
+/// Most time for a probe to connect, and to be answered.
+const PROBE_TIME: Duration = Duration::from_secs(3);
 
 /// The daemon, and whose sequences and sessions are meant.
 #[derive(Args)]
 pub(super) struct DaemonArgs {
-    /// The daemon: http://HOST:PORT or unix:PATH.
+    /// The daemon: http://HOST:PORT, https://HOST:PORT or unix:PATH.
     #[arg(long, value_name = "ENDPOINT", default_value = "http://127.0.0.1:7070")]
     endpoint: Endpoint,
+    #[command(flatten)]
+    secrets: SecretArgs,
     /// Namespace of the sequences and sessions.
     #[arg(long, value_name = "NAME", default_value = "default", value_parser = parse_namespace)]
     namespace: Namespace,
 }
 
+/// Files that say who asks, and whom to trust.
+#[derive(Args)]
+struct SecretArgs {
+    /// Authorities of an https daemon, a PEM file; the system's when absent.
+    #[arg(long, value_name = "FILE", env = "KVD_CLIENT_CA")]
+    ca: Option<PathBuf>,
+    /// Certificate to show, a PEM file; with --key.
+    #[arg(long, value_name = "FILE", requires = "key", env = "KVD_CLIENT_CERT")]
+    cert: Option<PathBuf>,
+    /// Its private key, a PEM file.
+    #[arg(long, value_name = "FILE", requires = "cert", env = "KVD_CLIENT_KEY")]
+    key: Option<PathBuf>,
+    /// A file that holds the bearer token.
+    #[arg(long, value_name = "FILE", env = "KVD_CLIENT_TOKEN_FILE")]
+    token_file: Option<PathBuf>,
+}
+
+fn read_secret(path: &Path) -> Result<Vec<u8>, CliError> {
+    std::fs::read(path).map_err(|error| CliError::Usage(format!("{}: {error}", path.display())))
+}
+
+impl SecretArgs {
+    fn client_options(&self) -> Result<ClientOptions, CliError> {
+        let mut tls = TlsOptions::default();
+        if let Some(path) = &self.ca {
+            tls = tls.with_ca(read_secret(path)?);
+        }
+        if let (Some(certificate), Some(key)) = (&self.cert, &self.key) {
+            let (certificate_pem, key_pem) = (read_secret(certificate)?, read_secret(key)?);
+            tls = tls.with_identity(ClientIdentity { certificate_pem, key_pem });
+        }
+        let mut options = ClientOptions::default().with_tls(tls);
+        if let Some(path) = &self.token_file {
+            let text = String::from_utf8(read_secret(path)?).unwrap_or_default();
+            let token = BearerToken::new(&text).ok_or_else(|| {
+                CliError::Usage(format!("{}: holds no token of one line", path.display()))
+            })?;
+            options = options.with_token(token);
+        }
+        Ok(options)
+    }
+}
+
 impl DaemonArgs {
+    /// A client for one short question: whoever does not answer at once is not well.
+    pub(super) async fn connect_briefly(&self) -> Result<Client, CliError> {
+        let options = self.secrets.client_options()?.with_connect_timeout(PROBE_TIME);
+        let client = Client::connect_with(self.endpoint.clone(), &options).await;
+        Ok(client.map_err(CliError::Unreachable)?.with_timeout(PROBE_TIME))
+    }
+
+    /// The namespace that is asked about.
+    pub(super) fn namespace_name(&self) -> String {
+        self.namespace.as_str().to_owned()
+    }
+
     /// A client of the daemon.
     pub(super) async fn connect_client(&self) -> Result<Client, CliError> {
-        let client = Client::connect(self.endpoint.clone()).await.map_err(anyhow::Error::from)?;
+        let options = self.secrets.client_options()?;
+        let client = Client::connect_with(self.endpoint.clone(), &options).await;
+        let client = client.map_err(anyhow::Error::from)?;
         Ok(client.with_namespace(&self.namespace).with_timeout(CALL_TIME))
     }
 }

@@ -35,6 +35,59 @@ Examples:
   kvd sequences close --idle 1h
   kvd sequences close --session engine-0";
 
+pub(super) const HEALTH: &str = "\
+Exit codes: 0 it serves, 1 it drains or a device failed, 69 it cannot be reached in 3 seconds.
+
+Examples:
+  kvd health
+  kvd health --endpoint unix:/run/kvd/kvd.sock";
+
+pub(super) const STATUS: &str = "\
+Examples:
+  kvd status
+  kvd status --json --namespace team-a | jq .pools";
+
+pub(super) const TOP: &str = "\
+Keys: arrows select a sequence, c closes it, s sorts (i idle, h held, t tokens, a age), q leaves.
+
+Examples:
+  kvd top
+  kvd top --once --namespace team-a           one screen as text, rates over two seconds";
+
+pub(super) const MODELS: &str = "\
+Examples:
+  kvd models list
+  kvd models list --json --namespace team-a";
+
+pub(super) const NAMESPACES: &str = "\
+Examples:
+  kvd namespaces list
+  kvd namespaces list --json | jq '[.[].held_bytes] | add'";
+
+pub(super) const DESCRIBE: &str = "\
+Examples:
+  kvd describe codec kivi-4
+  kvd describe model tiny --endpoint unix:/run/kvd/kvd.sock";
+
+pub(super) const DESCRIBE_CODEC: &str = "\
+Examples:
+  kvd describe codec kvd-2
+  kvd describe codec kivi-4 --json";
+
+pub(super) const DESCRIBE_MODEL: &str = "\
+Examples:
+  kvd describe model meta-llama/Llama-3.1-8B-Instruct
+  kvd describe model 1311768464867721223 --json";
+
+pub(super) const TOKEN: &str = "\
+Example:
+  kvd token                                   256 random bits; keep the first line secret";
+
+pub(super) const COMPLETIONS: &str = "\
+Examples:
+  kvd completions bash > /etc/bash_completion.d/kvd
+  kvd completions zsh > ~/.zfunc/_kvd";
+
 pub(super) const SESSIONS: &str = "\
 Examples:
   kvd sessions list

@@ -12,6 +12,7 @@ mod calibrate;
 mod codecs;
 #[cfg(feature = "eval")]
 mod demo;
+mod describe;
 #[cfg(feature = "eval")]
 mod eval;
 mod help;
@@ -19,20 +20,25 @@ mod kernels;
 #[cfg(feature = "eval")]
 mod local;
 mod machine;
+mod models;
+mod namespaces;
 #[cfg(feature = "eval")]
 mod paths;
 mod plan;
 mod sequences;
 mod serve;
 mod sessions;
+mod status;
 mod table;
 mod text_args;
+mod top;
 
+use crate::access::NewToken;
 use crate::config::{Config, ConfigError, ConfigOverrides, DEFAULT_TOML, RawConfig};
 use crate::daemon::BuildError;
 use crate::dashboard;
 use crate::device::DeviceError;
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
 use kvd_bench::BenchError;
 use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
@@ -64,6 +70,24 @@ enum CliCommand {
         #[command(flatten)]
         config: ConfigArgs,
     },
+    /// Ask whether a daemon serves, for probes: exit code 0 if it does.
+    #[command(after_help = help::HEALTH)]
+    Health(status::HealthArgs),
+    /// Say what a daemon is and holds: pools, models, bytes saved.
+    #[command(after_help = help::STATUS)]
+    Status(status::StatusArgs),
+    /// Watch a daemon on one screen: pool, rates, models, sequences; close what nobody uses.
+    #[command(after_help = help::TOP)]
+    Top(top::TopArgs),
+    /// List the models of a daemon.
+    #[command(subcommand, after_help = help::MODELS)]
+    Models(models::ModelsCommand),
+    /// List the namespaces of a daemon.
+    #[command(subcommand, after_help = help::NAMESPACES)]
+    Namespaces(namespaces::NamespacesCommand),
+    /// Say all about a codec, or about a model of a daemon.
+    #[command(subcommand, after_help = help::DESCRIBE)]
+    Describe(describe::DescribeCommand),
     /// List and close the sequences of a daemon that runs.
     #[command(subcommand, after_help = help::SEQUENCES)]
     Sequences(sequences::SequencesCommand),
@@ -85,6 +109,15 @@ enum CliCommand {
     /// Print the Grafana dashboard (deploy/grafana/kvd.json).
     #[command(after_help = help::DASHBOARD)]
     Dashboard,
+    /// Make a bearer token, and the hash of it for the file of principals.
+    #[command(after_help = help::TOKEN)]
+    Token,
+    /// Print a script that completes commands in a shell.
+    #[command(after_help = help::COMPLETIONS)]
+    Completions {
+        /// The shell.
+        shell: clap_complete::Shell,
+    },
     /// Start a daemon, run a small real model whose every attention goes through it, and compare
     /// codecs.
     #[cfg(feature = "eval")]
@@ -168,6 +201,12 @@ enum CliError {
     OutputClosed,
     #[error("the device failed")]
     DeviceFailed,
+    /// `kvd health`: it drains, or a device failed.
+    #[error("the daemon does not serve: it drains, or a device failed")]
+    NotServing,
+    /// `kvd health`: nobody answered.
+    #[error("no daemon answers: {0}")]
+    Unreachable(kvd_client::ClientError),
     /// A signal ended a command that had not done its work.
     #[cfg(feature = "eval")]
     #[error("ended by signal {0} before the work was done")]
@@ -192,11 +231,11 @@ impl CliError {
             #[cfg(feature = "eval")]
             Self::Other(error) if is_usage(error) => 64,
             Self::Build(BuildError::Device(DeviceError::Gpu { .. })) | Self::DeviceFailed => 70,
-            Self::Build(_) => 69,
+            Self::Build(_) | Self::Unreachable(_) => 69,
             // As shells say it.
             #[cfg(feature = "eval")]
             Self::Interrupted(signal) => 128 + u8::try_from(*signal).unwrap_or(0),
-            Self::Bench(_) | Self::Other(_) => 1,
+            Self::Bench(_) | Self::NotServing | Self::Other(_) => 1,
         }
     }
 }
@@ -252,6 +291,24 @@ fn run_command(command: CliCommand) -> Result<(), CliError> {
         }
         CliCommand::Config { print_default: true, .. } => print_text(DEFAULT_TOML),
         CliCommand::Config { config, .. } => print_text(&config_text(&config.into_overrides())?),
+        CliCommand::Health(args) => {
+            print_text(&build_runtime()?.block_on(status::check_health(args))?)
+        }
+        CliCommand::Status(args) => {
+            print_text(&build_runtime()?.block_on(status::describe_status(args))?)
+        }
+        CliCommand::Top(args) => print_text(&build_runtime()?.block_on(top::run_top(args))?),
+        CliCommand::Models(command) => {
+            print_text(&build_runtime()?.block_on(models::run_command(command))?)
+        }
+        CliCommand::Namespaces(command) => {
+            print_text(&build_runtime()?.block_on(namespaces::run_command(command))?)
+        }
+        CliCommand::Describe(command) => {
+            print_text(&build_runtime()?.block_on(describe::run_command(command))?)
+        }
+        CliCommand::Token => print_text(&token_text()?),
+        CliCommand::Completions { shell } => print_text(&completion_script(shell)?),
         CliCommand::Sequences(command) => {
             print_text(&build_runtime()?.block_on(sequences::run_command(command))?)
         }
@@ -277,6 +334,22 @@ fn run_command(command: CliCommand) -> Result<(), CliError> {
 fn build_runtime() -> Result<tokio::runtime::Runtime, CliError> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
     Ok(runtime.map_err(anyhow::Error::from)?)
+}
+
+/// A new token: the daemon's file gets its hash alone.
+fn token_text() -> Result<String, CliError> {
+    let made = NewToken::draw_token().map_err(anyhow::Error::from)?;
+    Ok(format!(
+        "token, told this once: {}\nfor the file of access.principals: tokens = [\"{}\"]\n",
+        made.token, made.hash
+    ))
+}
+
+/// The completions of a shell.
+fn completion_script(shell: clap_complete::Shell) -> Result<String, CliError> {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut CliArgs::command(), "kvd", &mut script);
+    Ok(String::from_utf8(script).map_err(anyhow::Error::from)?)
 }
 
 /// The configuration that holds, as a file; an error where the daemon would refuse it.

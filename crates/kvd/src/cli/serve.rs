@@ -5,7 +5,9 @@ use crate::config::Config;
 use crate::daemon::Daemon;
 use crate::descriptors;
 use crate::telemetry;
+use std::sync::{Arc, OnceLock};
 use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::Notify;
 
 pub(super) async fn run_daemon(config: Config) -> Result<(), CliError> {
     telemetry::init_logs(&config)?;
@@ -13,7 +15,8 @@ pub(super) async fn run_daemon(config: Config) -> Result<(), CliError> {
     // Before the daemon takes its time to build, and held through the drain: no signal falls
     // between two listeners.
     let mut signals = StopSignals::new().map_err(anyhow::Error::from)?;
-    outlive_other_signals().map_err(anyhow::Error::from)?;
+    let reload = Arc::new(ReloadSlot::default());
+    outlive_other_signals(reload.clone()).map_err(anyhow::Error::from)?;
     let building = tokio::spawn(Daemon::build(config));
     let running = tokio::select! {
         built = building => built.map_err(anyhow::Error::from)??.spawn(),
@@ -23,6 +26,7 @@ pub(super) async fn run_daemon(config: Config) -> Result<(), CliError> {
             std::process::exit(0)
         }
     };
+    let _ = reload.set(running.file_reload());
     let outcome = tokio::select! {
         _ = signals.next() => Ok(()),
         () = running.device_failed() => Err(CliError::DeviceFailed),
@@ -37,18 +41,27 @@ pub(super) async fn run_daemon(config: Config) -> Result<(), CliError> {
     }
 }
 
+/// Where SIGHUP finds the daemon once it serves.
+type ReloadSlot = OnceLock<Arc<Notify>>;
+
 /// Keeps signals that end a process by default from ending the daemon, and with it all that it
 /// holds: SIGHUP of a closed terminal or of a reload, SIGUSR1 and SIGUSR2 of a mistaken sender.
-fn outlive_other_signals() -> std::io::Result<()> {
+/// SIGHUP has the files of doors read anew.
+fn outlive_other_signals(reload: Arc<ReloadSlot>) -> std::io::Result<()> {
     let mut hangup = signal(SignalKind::hangup())?;
     let mut users = (signal(SignalKind::user_defined1())?, signal(SignalKind::user_defined2())?);
     tokio::spawn(async move {
         loop {
             tokio::select! {
-                _ = hangup.recv() => tracing::info!(
-                    "SIGHUP: the daemon serves on with the configuration that it has read at its \
-                     start; nothing is read anew"
-                ),
+                _ = hangup.recv() => {
+                    tracing::info!(
+                        "SIGHUP: certificates and principals are read anew; the rest of the \
+                         configuration stays as it was at the start"
+                    );
+                    if let Some(reload) = reload.get() {
+                        reload.notify_one();
+                    }
+                }
                 _ = users.0.recv() => tracing::debug!("SIGUSR1 is ignored"),
                 _ = users.1.recv() => tracing::debug!("SIGUSR2 is ignored"),
             }

@@ -3,6 +3,7 @@
 //! `deploy/kvd.toml` is the one place that states defaults; it is compiled in, and
 //! `kvd config --print-default` prints it.
 
+mod access;
 mod address;
 mod cache;
 mod kernel_cache;
@@ -10,6 +11,7 @@ mod log_filter;
 mod raw;
 mod size;
 
+pub(crate) use access::{AccessConfig, MetricsReaders, is_beyond_loopback};
 pub use cache::CacheConfig;
 pub use kernel_cache::KernelCache;
 pub use raw::{ConfigError, ConfigOverrides, CountSetting, RawConfig};
@@ -38,6 +40,8 @@ pub struct Config {
     pub listen_unix: Option<PathBuf>,
     /// Regions.
     pub listen_region: Option<PathBuf>,
+    /// Who may come in.
+    pub(crate) access: AccessConfig,
     /// Metrics and health.
     pub admin_listen: Option<SocketAddr>,
     /// Open connections of the admin port.
@@ -184,6 +188,7 @@ impl Config {
             listen_tcp: parse_address("server.listen_tcp", &server.listen_tcp)?,
             listen_unix: socket_path(&server.listen_unix),
             listen_region: socket_path(&server.listen_region),
+            access: AccessConfig::validate_raw(server, &raw.admin, &raw.access)?,
             admin_listen: parse_address("admin.listen", &raw.admin.listen)?,
             admin_connections_max: to_permits("admin.connections_max", raw.admin.connections_max)?,
             admin_head_timeout: to_millis("admin.head_timeout_ms", raw.admin.head_timeout_ms)?,
@@ -254,7 +259,7 @@ impl Config {
             let reason = "set this or server.listen_unix: nobody could reach the daemon";
             return Err(ConfigError::new("server.listen_tcp", reason));
         }
-        Ok(())
+        self.access.check_tcp(self.listen_tcp)
     }
 
     /// A share of all, where none is given, that the largest request fits.
@@ -388,21 +393,8 @@ fn to_window(key: &'static str, value: SizeSetting) -> Result<u32, ConfigError> 
 }
 
 fn parse_namespaces(allowed: &[String]) -> Result<AllowedNamespaces, ConfigError> {
-    if allowed.iter().any(|name| name == "*") {
-        return Ok(AllowedNamespaces::Any);
-    }
-    let names = allowed
-        .iter()
-        .map(|name| Namespace::new(name))
-        .collect::<Result<BTreeSet<_>, _>>()
-        .map_err(|error| ConfigError::new("namespaces.allowed", error.to_string()))?;
-    if names.is_empty() {
-        return Err(ConfigError::new(
-            "namespaces.allowed",
-            "is empty: nobody could use the daemon",
-        ));
-    }
-    Ok(AllowedNamespaces::Only(names))
+    AllowedNamespaces::parse_names(allowed)
+        .map_err(|reason| ConfigError::new("namespaces.allowed", reason))
 }
 
 /// "name=weight" texts.

@@ -18,7 +18,7 @@ pub struct ConfigError {
 }
 
 impl ConfigError {
-    pub(super) fn new(key: impl Into<String>, reason: impl Into<String>) -> Self {
+    pub(crate) fn new(key: impl Into<String>, reason: impl Into<String>) -> Self {
         Self { key: key.into(), reason: reason.into() }
     }
 }
@@ -40,6 +40,7 @@ pub struct ConfigOverrides {
 pub struct RawConfig {
     pub server: ServerSettings,
     pub admin: AdminSettings,
+    pub access: AccessSettings,
     pub device: DeviceSettings,
     pub limits: LimitSettings,
     pub cache: CacheSettings,
@@ -55,6 +56,11 @@ pub struct ServerSettings {
     pub listen_tcp: String,
     pub listen_unix: String,
     pub listen_region: String,
+    pub tls_certificate: String,
+    pub tls_key: String,
+    pub tls_client_ca: String,
+    pub tls_client_required: bool,
+    pub insecure: bool,
     pub message_bytes_max: SizeSetting,
     pub stream_window_bytes: SizeSetting,
     pub connection_window_bytes: SizeSetting,
@@ -81,8 +87,21 @@ pub enum CountSetting {
 #[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
 pub struct AdminSettings {
     pub listen: String,
+    pub tls_certificate: String,
+    pub tls_key: String,
+    pub tls_client_ca: String,
+    pub metrics: String,
     pub connections_max: usize,
     pub head_timeout_ms: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+#[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
+pub struct AccessSettings {
+    pub principals: String,
+    pub check_files_ms: u64,
+    pub audit_lines_max: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
@@ -252,11 +271,18 @@ fn read_environment() -> Env {
 }
 
 /// Settings whose empty text says something.
-const MAY_BE_EMPTY: [&str; 5] = [
+const MAY_BE_EMPTY: [&str; 12] = [
     "server.listen_tcp",
     "server.listen_unix",
     "server.listen_region",
+    "server.tls_certificate",
+    "server.tls_key",
+    "server.tls_client_ca",
     "admin.listen",
+    "admin.tls_certificate",
+    "admin.tls_key",
+    "admin.tls_client_ca",
+    "access.principals",
     "device.kernel_cache",
 ];
 

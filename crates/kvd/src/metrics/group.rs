@@ -51,6 +51,13 @@ pub(super) struct SeriesGroup {
     series: Vec<MetricSeries>,
 }
 
+impl SeriesGroup {
+    /// A counter of the group as it stands; of several series of it the sum.
+    pub(super) fn read_count(&self, metric: Metric) -> u64 {
+        self.series.iter().map(|series| series.read_bits(metric)).sum()
+    }
+}
+
 /// Makes a [`SeriesGroup`]: handles first, then the group.
 pub(super) struct GroupBuilder<'a> {
     labels: &'a [(&'static str, &'a str)],
@@ -112,6 +119,11 @@ impl<'a> GroupBuilder<'a> {
 
 impl MetricSeries {
     /// Adds the line of the series, if it has one now.
+    /// The counter's bits, if it is one of that metric.
+    fn read_bits(&self, metric: Metric) -> u64 {
+        if self.metric == metric { self.bits.load(Ordering::Relaxed) } else { 0 }
+    }
+
     fn write_line(&self, page: &mut String) -> bool {
         let bits = self.bits.load(Ordering::Relaxed);
         // Writing to a text does not fail.

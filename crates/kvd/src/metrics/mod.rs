@@ -37,7 +37,7 @@ pub const ALERT_CODES: [ErrorCode; 5] = [
 ];
 
 /// Names of calls in labels: those of the service, and those of regions.
-pub const RPCS: [&str; 32] = [
+pub const RPCS: [&str; 33] = [
     "GetServerInfo",
     "RegisterModel",
     "DescribeModel",
@@ -67,6 +67,7 @@ pub const RPCS: [&str; 32] = [
     "PinBlocks",
     "UnpinBlocks",
     "DropBlocks",
+    "ListNamespaces",
     "AttendRegion",
     "StoreRegion",
     "ControlRegion",

@@ -75,6 +75,11 @@ pub struct ModelLabels<'a> {
 }
 
 impl ModelMetrics {
+    /// A counter of the model as it stands.
+    pub(crate) fn read_count(&self, metric: Metric) -> u64 {
+        self.group.read_count(metric)
+    }
+
     /// Resolves the handles of one model on a device, whose series last until
     /// [`Metrics::forget_model`].
     #[must_use]

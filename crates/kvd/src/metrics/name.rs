@@ -68,6 +68,9 @@ metrics! {
     RequestsTotal = "kvd_requests_total", Counter, Daemon, "Finished calls, and messages of streams, by rpc and code.";
     RequestSeconds = "kvd_request_seconds", Histogram, Daemon, "Time from receipt to answer, by rpc.";
     TransportRefusalsTotal = "kvd_transport_refusals_total", Counter, Daemon, "Requests that gRPC itself refused before a call began, by reason: they are in no other count.";
+    AccessRefusalsTotal = "kvd_access_refusals_total", Counter, Daemon, "Calls that were not let in, by reason: unauthenticated, role, namespace (of a principal).";
+    FileReloadsTotal = "kvd_file_reloads_total", Counter, Daemon, "Times that files of doors were read anew, by files (server_tls, admin_tls, principals) and result: ok, or failed, which leaves in force what was read before.";
+    Insecure = "kvd_insecure", Gauge, Daemon, "1 while gRPC serves beyond the loopback without authentication (server.insecure).";
     Connections = "kvd_connections", Gauge, Daemon, "Open connections, by listener.";
     OpenStreams = "kvd_open_streams", Gauge, Daemon, "Open streams of requests or answers, by rpc.";
     InflightBytes = "kvd_inflight_bytes", Gauge, Daemon, "Bytes of requests and answers, from the length of a message until the answer is sent, of limits.inflight_bytes_max.";

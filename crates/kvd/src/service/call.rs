@@ -2,6 +2,7 @@
 
 use super::ServiceError;
 use super::budget::ByteBudget;
+use crate::access::{AccessPrincipal, ConnectionPeer};
 use kvd_core::{ErrorCode, Namespace};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
@@ -15,16 +16,22 @@ pub struct CallOwner(Arc<OwnerState>);
 struct OwnerState {
     connection: u64,
     bytes: ByteBudget,
+    peer: Arc<ConnectionPeer>,
 }
 
 impl CallOwner {
-    /// A new connection, whose requests and answers may take so many bytes at once.
+    /// Calls of this process, whose requests and answers may take so many bytes at once.
     #[must_use]
     pub fn new(bytes_max: u64) -> Self {
+        Self::of_peer(bytes_max, Arc::new(ConnectionPeer::in_process()))
+    }
+
+    /// A new connection, whose requests and answers may take so many bytes at once.
+    pub(crate) fn of_peer(bytes_max: u64, peer: Arc<ConnectionPeer>) -> Self {
         static CONNECTIONS: AtomicU64 = AtomicU64::new(0);
         let connection = CONNECTIONS.fetch_add(1, Ordering::Relaxed);
         let bytes = ByteBudget::new("limits.connection_bytes_max", bytes_max);
-        Self(Arc::new(OwnerState { connection, bytes }))
+        Self(Arc::new(OwnerState { connection, bytes, peer }))
     }
 
     /// Calls that come from this process, over no connection: together one owner.
@@ -37,6 +44,11 @@ impl CallOwner {
     /// The connection's number.
     pub(crate) fn connection_number(&self) -> u64 {
         self.0.connection
+    }
+
+    /// The other end.
+    pub(crate) fn call_peer(&self) -> &ConnectionPeer {
+        &self.0.peer
     }
 
     /// The connection's share of bytes.
@@ -59,6 +71,8 @@ pub struct CallContext {
     pub owner: CallOwner,
     /// Whether the bytes of its message count against the budgets already.
     pub is_message_admitted: bool,
+    /// Whose call it is; none where no principals are configured.
+    pub(crate) principal: Option<Arc<AccessPrincipal>>,
 }
 
 impl CallContext {
@@ -72,7 +86,14 @@ impl CallContext {
             waits_for_queue: false,
             owner,
             is_message_admitted: false,
+            principal: None,
         }
+    }
+
+    /// Whether the caller may know of a namespace.
+    pub(super) fn may_use(&self, namespace: &Namespace) -> bool {
+        let allows = |of: &Arc<AccessPrincipal>| of.namespaces.allow_namespace(namespace);
+        self.principal.as_ref().is_none_or(allows)
     }
 
     /// Bytes of a payload of so many that are yet to be taken from the budgets.

@@ -13,6 +13,7 @@ pub(crate) mod jobs;
 mod launches;
 mod load;
 mod model;
+mod namespaces;
 mod pack;
 mod plan;
 mod pool_log;
@@ -40,6 +41,7 @@ pub use error::ServiceError;
 pub(crate) use ids::draw_ids;
 pub use load::LoadPiece;
 pub use model::RegisteredModel;
+pub use namespaces::NamespaceDescription;
 pub(crate) use region::{MemoryOffer, OpenMemory};
 pub(crate) use register::least_page_tokens;
 pub use session::SequencePage;
@@ -49,6 +51,7 @@ pub use stats::{ModelStats, PoolStats};
 pub(crate) use step::{LoadedStep, RefusedPart};
 pub use store::StoreReply;
 
+use crate::access::{AccessControl, AuditLog, PrincipalTable};
 use crate::config::Config;
 use crate::device_worker::DeviceWorker;
 use crate::metrics::{Metric, Metrics};
@@ -93,6 +96,7 @@ pub struct Service {
     draining: AtomicBool,
     /// Lines of the log about full pools.
     pool_log: PoolLog,
+    access: AccessControl,
 }
 
 impl Service {
@@ -139,6 +143,11 @@ impl Service {
         launches::describe_launches(&metrics);
         session::describe_sessions(&metrics);
         cache::describe_cache(&metrics);
+        crate::door_files::describe_reloads(&metrics);
+        let audit = AuditLog::new(config.access.audit_lines_max);
+        // Empty until the daemon has read it: a service lets nobody in too early.
+        let (file, table) = (config.access.principals.clone(), PrincipalTable::default());
+        let access = AccessControl::new(file, table, audit, &metrics);
         let of_sessions =
             SessionLimits { sessions_max: config.sessions_max, ttl_max: config.session_ttl_max };
         Self {
@@ -151,6 +160,7 @@ impl Service {
             sessions: SessionTable::new(of_sessions, ids.clone()),
             draining: AtomicBool::new(false),
             pool_log: PoolLog::default(),
+            access,
             config,
             boot_id,
             ids,
@@ -163,6 +173,11 @@ impl Service {
     #[must_use]
     pub fn config(&self) -> &Config {
         &self.config
+    }
+
+    /// Who may come in.
+    pub(crate) fn access_control(&self) -> &AccessControl {
+        &self.access
     }
 
     /// Changes at every start; ids of another boot are void.

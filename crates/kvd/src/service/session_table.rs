@@ -343,6 +343,11 @@ impl SessionTable {
         sessions
     }
 
+    /// Namespace of each session.
+    pub(super) fn list_namespaces(&self) -> Vec<Namespace> {
+        self.entries.lock().values().map(|entry| entry.namespace.clone()).collect()
+    }
+
     /// Sessions of all namespaces.
     pub(super) fn count_sessions(&self) -> usize {
         self.entries.lock().len()

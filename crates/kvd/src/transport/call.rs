@@ -1,5 +1,6 @@
 //! From a request's metadata to a [`CallContext`].
 
+use super::admission::CallerPrincipal;
 use super::bytes::ByteMeter;
 use super::connection;
 use super::deadline::CallDeadline;
@@ -12,7 +13,9 @@ pub(super) fn read_call<T>(request: &Request<T>) -> Result<CallContext, ServiceE
     let extensions = request.extensions();
     let deadline = extensions.get::<CallDeadline>().map(|deadline| deadline.0);
     let is_message_admitted = extensions.get::<ByteMeter>().is_some();
-    let call = CallContext { deadline, is_message_admitted, ..CallContext::new(namespace) };
+    let principal = extensions.get::<CallerPrincipal>().map(|caller| caller.0.clone());
+    let call =
+        CallContext { deadline, is_message_admitted, principal, ..CallContext::new(namespace) };
     Ok(match connection::owner_of(extensions) {
         Some(owner) => CallContext { owner: owner.clone(), ..call },
         None => call,

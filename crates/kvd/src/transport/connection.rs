@@ -2,8 +2,10 @@
 //! daemon ends. The servers run each connection on a task of its own that nobody can abort; its
 //! socket failing is what ends it.
 
+use crate::access::{ConnectionPeer, PeerDoor};
 use crate::metrics::OpenCount;
 use crate::service::CallOwner;
+use crate::tls::DoorStream;
 use metrics::Gauge;
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -11,6 +13,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::UnixStream;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::Sleep;
 use tokio_stream::Stream;
@@ -76,11 +79,29 @@ pub(super) fn owner_of(extensions: &http::Extensions) -> Option<&CallOwner> {
     tcp.or_else(unix).or_else(|| extensions.get::<CallOwner>())
 }
 
-impl<IO> ClientConnection<IO> {
+/// A socket that knows who is at its other end.
+pub(super) trait PeerSocket {
+    /// As far as it is known when the socket is accepted.
+    fn find_peer(&self) -> Arc<ConnectionPeer>;
+}
+
+impl PeerSocket for DoorStream {
+    fn find_peer(&self) -> Arc<ConnectionPeer> {
+        self.socket_peer().clone()
+    }
+}
+
+impl PeerSocket for UnixStream {
+    fn find_peer(&self) -> Arc<ConnectionPeer> {
+        Arc::new(ConnectionPeer::of_socket(PeerDoor::Unix, self))
+    }
+}
+
+impl<IO: PeerSocket> ClientConnection<IO> {
     /// One that keeps `permit` while it lasts, and has a time to send the HTTP/2 preface: until
     /// then keepalive does not watch it, and a silent peer would hold its place for ever.
     fn new_limited(io: IO, permit: OwnedSemaphorePermit, limits: &ConnectionLimits) -> Self {
-        let (phase, time) = (limits.phase.clone(), limits.silence_max);
+        let (phase, time, peer) = (limits.phase.clone(), limits.silence_max, io.find_peer());
         let cut = wait_cut(&phase);
         let end: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
             let _ = tokio::time::timeout(time, cut).await;
@@ -91,12 +112,14 @@ impl<IO> ClientConnection<IO> {
             end: Some(end),
             silent_bytes: PREFACE_BYTES,
             linger: None,
-            owner: CallOwner::new(limits.bytes_max),
+            owner: CallOwner::of_peer(limits.bytes_max, peer),
             _permit: permit,
             _count: OpenCount::new(&limits.open),
         }
     }
+}
 
+impl<IO> ClientConnection<IO> {
     /// Lets `result` through unless the connection is cut off.
     fn unless_cut<T>(
         &mut self,
@@ -244,7 +267,7 @@ impl<S> IncomingConnections<S> {
         Self { sockets, limits, pause: None, full: false }
     }
 
-    fn admit_socket<IO>(&mut self, io: IO) -> Option<ClientConnection<IO>> {
+    fn admit_socket<IO: PeerSocket>(&mut self, io: IO) -> Option<ClientConnection<IO>> {
         let Ok(permit) = self.limits.permits.clone().try_acquire_owned() else {
             if !self.full {
                 tracing::warn!("server.connections_max is reached; new connections are closed");
@@ -260,7 +283,7 @@ impl<S> IncomingConnections<S> {
 impl<S, IO> Stream for IncomingConnections<S>
 where
     S: Stream<Item = io::Result<IO>> + Unpin,
-    IO: Unpin,
+    IO: Unpin + PeerSocket,
 {
     type Item = io::Result<ClientConnection<IO>>;
 

@@ -1,5 +1,6 @@
 //! From the service's answers to messages.
 
+use crate::metrics::Metric;
 use crate::service::{
     AttendReply, DevicePool, LoadPiece, ModelStats, RefusedQuery, RegisteredModel, ServiceError,
     StoreReply,
@@ -32,6 +33,7 @@ pub(super) fn model_stats(stats: &ModelStats) -> v1::ModelStats {
         stats.model.sampled_error().map(Option::unwrap_or_default);
     let [sampled_row_error_k, sampled_row_error_v] =
         stats.model.sampled_row_error().map(Option::unwrap_or_default);
+    let count = |metric| stats.model.metrics.read_count(metric);
     let [over_bound_pages_k, over_bound_pages_v] = stats.model.over_bound_pages();
     v1::ModelStats {
         model_id: stats.model.shape.id.0,
@@ -48,6 +50,10 @@ pub(super) fn model_stats(stats: &ModelStats) -> v1::ModelStats {
         over_bound_pages_v,
         sampled_row_error_k,
         sampled_row_error_v,
+        stored_logical_bytes: count(Metric::StoredLogicalBytesTotal),
+        encoded_logical_bytes: count(Metric::EncodedLogicalBytesTotal),
+        attended_logical_bytes: count(Metric::AttendedLogicalBytesTotal),
+        loaded_logical_bytes: count(Metric::LoadedLogicalBytesTotal),
     }
 }
 

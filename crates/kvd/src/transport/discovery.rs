@@ -1,7 +1,8 @@
 //! Answers about the daemon itself: where its regions are, what it can, what it limits, and which
 //! codecs it knows.
 
-use crate::service::Service;
+use super::{cache, convert};
+use crate::service::{CallContext, Service, ServiceError};
 use kvd_codec::{CodecSpec, Preset, presets, resolve_spec};
 use kvd_core::{DType, Geometry, RopePairing, Side};
 use kvd_proto::domain::ModelSpec;
@@ -71,6 +72,39 @@ fn named_limits(service: &Service) -> HashMap<String, u64> {
         ("limits.page_tokens_min", config.page_tokens_min.into()),
     ];
     limits.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+}
+
+/// The answer to `GetStats`.
+pub(super) fn daemon_stats(
+    service: &Service,
+    call: &CallContext,
+) -> Result<v1::GetStatsResponse, ServiceError> {
+    let mut models = Vec::new();
+    for model in service.list_models(call)? {
+        models.push(convert::model_stats(&service.model_stats(call, model)?));
+    }
+    Ok(v1::GetStatsResponse {
+        boot_id: service.boot_id().to_owned(),
+        pools: service.device_pools().map(convert::pool_stats).collect(),
+        models,
+        caches: service.device_caches().map(cache::cache_stats).collect(),
+    })
+}
+
+/// The answer to `ListNamespaces`.
+pub(super) fn namespace_list(
+    service: &Service,
+    call: &CallContext,
+) -> Result<v1::ListNamespacesResponse, ServiceError> {
+    let described = service.list_namespaces(call)?.into_iter().map(|found| v1::NamespaceInfo {
+        name: found.name.as_str().to_owned(),
+        models: found.models,
+        sequences: found.sequences,
+        sessions: found.sessions,
+        held_bytes: found.held_bytes,
+        weight: found.weight,
+    });
+    Ok(v1::ListNamespacesResponse { namespaces: described.collect() })
 }
 
 /// The answer to `ListCodecs`.

@@ -442,16 +442,17 @@ impl Kvd for GrpcService {
         request: Request<v1::GetStatsRequest>,
     ) -> Result<Response<v1::GetStatsResponse>, Status> {
         self.answer_rpc("GetStats", read_call(&request), async |call| {
-            let mut models = Vec::new();
-            for model in self.service.list_models(call)? {
-                models.push(convert::model_stats(&self.service.model_stats(call, model)?));
-            }
-            Ok(v1::GetStatsResponse {
-                boot_id: self.service.boot_id().to_owned(),
-                pools: self.service.device_pools().map(convert::pool_stats).collect(),
-                models,
-                caches: self.service.device_caches().map(cache::cache_stats).collect(),
-            })
+            discovery::daemon_stats(&self.service, call)
+        })
+        .await
+    }
+
+    async fn list_namespaces(
+        &self,
+        request: Request<v1::ListNamespacesRequest>,
+    ) -> Result<Response<v1::ListNamespacesResponse>, Status> {
+        self.answer_rpc("ListNamespaces", read_call(&request), async |call| {
+            discovery::namespace_list(&self.service, call)
         })
         .await
     }

@@ -1,6 +1,7 @@
-//! Treats every gRPC request before tonic reads its messages: notes its deadline, decides whether
-//! its answer may be compressed, and counts the bytes of its messages.
+//! Treats every gRPC request before tonic reads its messages: lets it in, notes its deadline,
+//! decides whether its answer may be compressed, and counts the bytes of its messages.
 
+use super::admission::admit_request;
 use super::bytes::{ByteMeter, HeldBody, MessageLimits, MeteredBody};
 use super::connection;
 use super::deadline::{CallDeadline, LimitedBody};
@@ -81,6 +82,9 @@ where
     }
 
     fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
+        if let Err(refused) = admit_request(&self.layer.service, &mut request) {
+            return Box::pin(async move { Ok(refused.into_http()) });
+        }
         let deadline = CallDeadline::take_header(request.headers_mut());
         drop_unasked_compression(request.headers_mut());
         let is_stream = STREAMS.contains(&request.uri().path());

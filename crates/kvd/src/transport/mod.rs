@@ -1,6 +1,7 @@
 //! Bytes in, bytes out: gRPC over TCP and Unix sockets, regions of shared memory. No logic of the
 //! daemon lives here.
 
+mod admission;
 mod bytes;
 mod cache;
 mod call;

@@ -11,6 +11,7 @@ use super::stream::StreamState;
 use crate::config::Config;
 use crate::metrics::{Metric, Metrics};
 use crate::service::Service;
+use crate::tls::{DoorStream, DoorTls};
 use kvd_proto::v1::kvd_server::KvdServer;
 use metrics::Gauge;
 use std::net::SocketAddr;
@@ -19,6 +20,7 @@ use std::sync::Arc;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
+use tokio_stream::StreamExt;
 use tonic::codec::CompressionEncoding;
 use tonic::service::Routes;
 use tonic::transport::Server;
@@ -52,17 +54,21 @@ pub struct BoundAddresses {
 /// Bound sockets, not yet serving.
 pub struct GrpcServer {
     tcp: Option<TcpListener>,
+    tls: Option<Arc<DoorTls>>,
     unix: Option<BoundSocket>,
     region: Option<RegionServer>,
     addresses: BoundAddresses,
 }
 
 impl GrpcServer {
-    /// Opens the configured sockets.
+    /// Opens the configured sockets; TCP speaks TLS where that is given.
     ///
     /// # Errors
     /// The socket that could not be opened.
-    pub async fn bind_sockets(config: &Config) -> Result<Self, ListenError> {
+    pub(crate) async fn bind_sockets(
+        config: &Config,
+        tls: Option<Arc<DoorTls>>,
+    ) -> Result<Self, ListenError> {
         let mut addresses = BoundAddresses::default();
         let mut tcp = None;
         if let Some(address) = config.listen_tcp {
@@ -86,7 +92,7 @@ impl GrpcServer {
             region = Some(RegionServer { socket });
             addresses.region = Some(path.clone());
         }
-        Ok(Self { tcp, unix, region, addresses })
+        Ok(Self { tcp, tls, unix, region, addresses })
     }
 
     /// Where the sockets are.
@@ -129,6 +135,9 @@ impl GrpcServer {
         if let Some(listener) = self.tcp {
             // The builder's TCP settings do not reach sockets that were bound elsewhere.
             let sockets = TcpIncoming::from(listener).with_nodelay(Some(true));
+            let tls = self.tls;
+            let sockets = sockets
+                .map(move |socket| socket.map(|socket| DoorStream::new(socket, tls.as_deref())));
             let mut server = server_builder(config).layer(requests.clone()).layer(refusals.clone());
             let router = server.add_routes(routes.clone());
             let drain = ServerPhase::Draining.wait_until(phase.clone());

@@ -1,7 +1,7 @@
 //! Sessions on the wire: the stream that holds one, and lists.
 
 use super::call::wire_status;
-use super::connection::{PeerInfo, ServerPhase};
+use super::connection::{self, ServerPhase};
 use super::stream::{ReplyStream, StreamState, shutting_down};
 use crate::metrics::OpenCount;
 use crate::service::{SequencePage, SessionDescription, SessionLease};
@@ -12,7 +12,6 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
 use tonic::Status;
-use tonic::transport::server::{TcpConnectInfo, UdsConnectInfo};
 
 /// One answer, and then nothing until the session or the daemon ends. Its drop, which is also that
 /// of its connection, lets go of the session.
@@ -66,16 +65,7 @@ impl Stream for HoldStream {
 
 /// Where a request came from, for people: an address, or the process at a Unix socket.
 pub(super) fn peer_name(extensions: &http::Extensions) -> String {
-    if let Some(peer) = extensions.get::<PeerInfo<TcpConnectInfo>>() {
-        return peer.info.remote_addr().map_or_else(String::new, |address| address.to_string());
-    }
-    let peer = extensions.get::<PeerInfo<UdsConnectInfo>>();
-    let process = peer.and_then(|peer| peer.info.peer_cred.as_ref()?.pid());
-    match process {
-        // One of another PID namespace has no number here.
-        Some(process) if process > 0 => format!("unix, process {process}"),
-        _ => "unix".to_owned(),
-    }
+    connection::owner_of(extensions).map_or_else(String::new, |owner| owner.call_peer().to_string())
 }
 
 fn whole_ms(time: Duration) -> u64 {

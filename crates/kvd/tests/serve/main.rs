@@ -1,7 +1,9 @@
 //! The daemon as an operator has it: the real binary, its exit codes, its sockets, its signals.
 
+mod audit;
 mod cache;
 mod chaos;
+mod commands;
 mod doors;
 mod drains;
 mod log;

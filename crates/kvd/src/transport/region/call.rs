@@ -25,6 +25,8 @@ const LSE_BYTES: u64 = DType::F32.size_bytes() as u64;
 /// The work of a call.
 struct CallWork {
     call: Option<v1::region_call::Call>,
+    /// Its name, as it is counted and let in.
+    rpc: &'static str,
     /// Completion record that is to tell of the launch, where the caller wants that.
     launched: Option<u64>,
 }
@@ -56,7 +58,8 @@ pub(super) async fn answer_call(host: &RegionHost, region: &WorkerRegion, call: 
             control::answer_control(host, region, &caller, call).await
         }
         call => {
-            let served = serve_call(service, region, &caller, CallWork { call, launched });
+            let served =
+                serve_call(service, region, &caller, CallWork { call, rpc: name, launched });
             match measure_answer(metrics, name, &caller, served).await {
                 Ok(values) => CallOutcome::Done(values),
                 Err(status) => CallOutcome::Refused(refusal_of(&CallError::from(&status), 0)),
@@ -98,6 +101,7 @@ async fn serve_call(
     work: CallWork,
 ) -> Result<[u32; 3], ServiceError> {
     // Before payloads are copied: who is not let in costs nothing.
+    region.admit_call(service, caller, work.rpc)?;
     service.admit_call(caller)?;
     match work.call {
         None | Some(v1::region_call::Call::Control(_)) => {

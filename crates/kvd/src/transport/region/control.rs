@@ -17,7 +17,6 @@ use parking_lot::Mutex;
 use prost::Message;
 use std::collections::HashMap;
 use std::time::Instant;
-use tokio::net::UnixStream;
 use tonic::client::Grpc;
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 use tonic::metadata::MetadataValue;
@@ -38,24 +37,6 @@ const HOLD_SESSION: &str = "HoldSession";
 #[derive(Default)]
 pub(super) struct HeldSessions {
     leases: Mutex<HashMap<SessionId, SessionLease>>,
-    /// The worker, for people.
-    peer: String,
-}
-
-impl HeldSessions {
-    /// Notes who is at the other end.
-    pub(super) fn name_peer(&mut self, peer: String) {
-        self.peer = peer;
-    }
-}
-
-/// Where a region's connection came from, for people.
-pub(super) fn peer_name(stream: &UnixStream) -> String {
-    match stream.peer_cred().ok().and_then(|peer| peer.pid()) {
-        // One of another PID namespace has no number here.
-        Some(process) if process > 0 => format!("region, process {process}"),
-        _ => "region".to_owned(),
-    }
 }
 
 /// Serves a control call: its answer, or its error, is in the region when this returns.
@@ -143,6 +124,7 @@ async fn serve_control(
     let refuse = |error: ServiceError| refuse_call(metrics, CONTROL, &error);
     let v1::RegionControl { method, request, .. } = call;
     let kind = rpc_kind(&method).ok_or_else(|| refuse(unknown_method(&method)))?;
+    let caller = &region.admit_call(&host.service, caller, &method).map_err(refuse)?;
     let request = take_request(host, region, caller, request).map_err(refuse)?;
     match kind {
         RpcKind::Unary => ask_routes(host, region, caller, RpcRequest { method, request }).await,
@@ -234,7 +216,8 @@ async fn hold_session(
     })?;
     let hold = SessionHold::try_from(request)?;
     let sessions = &region.sessions;
-    let lease = host.service.hold_session(caller, hold, sessions.peer.clone()).await?;
+    let lease =
+        host.service.hold_session(caller, hold, region.owner.call_peer().to_string()).await?;
     let session_id = lease.session_id().0;
     let ttl_ms = u32::try_from(lease.granted_ttl().as_millis()).unwrap_or(u32::MAX);
     let mut leases = sessions.leases.lock();

@@ -8,6 +8,7 @@ mod frames;
 
 use super::connection::ServerPhase;
 use super::socket::BoundSocket;
+use crate::access::{AccessRequest, ConnectionPeer, PeerDoor};
 use crate::metrics::{Metric, Metrics, OpenCount};
 use crate::service::{CallContext, CallOwner, MemoryOffer, OpenMemory, Service, ServiceError};
 use control::{ControlRoutes, HeldSessions};
@@ -40,6 +41,12 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 /// The socket for regions.
 pub(super) struct RegionServer {
     pub(super) socket: BoundSocket,
+}
+
+/// A worker that connects, and its place among the regions.
+struct RegionPeer {
+    peer: Arc<ConnectionPeer>,
+    permit: OwnedSemaphorePermit,
 }
 
 /// State that all regions share.
@@ -81,6 +88,19 @@ impl WorkerRegion {
         bytes.increment(memory.size_bytes() as f64);
         let (memory, sessions) = (Arc::new(memory), HeldSessions::default());
         Self { namespace, owner, memory, device: None, sessions, regions, bytes, _permit: permit }
+    }
+
+    /// Lets a call of an rpc pass, as one of whoever opened the region.
+    fn admit_call(
+        &self,
+        service: &Service,
+        call: &CallContext,
+        rpc: &str,
+    ) -> Result<CallContext, ServiceError> {
+        let (peer, namespace) = (self.owner.call_peer(), &self.namespace);
+        let request = AccessRequest { peer, authorization: None, rpc, namespace };
+        let principal = service.access_control().check_call(&request)?;
+        Ok(CallContext { principal, ..call.clone() })
     }
 
     /// Context of a call through it.
@@ -156,16 +176,15 @@ async fn serve_connection(
     permit: OwnedSemaphorePermit,
 ) {
     let service = &host.service;
-    let peer = control::peer_name(&stream);
+    let peer = Arc::new(ConnectionPeer::of_socket(PeerDoor::Region, &stream));
     let mut frames = FrameSocket::new(stream);
-    let OpenedRegion { mut region, kind, reason } =
-        match shake_hands(&mut frames, service, permit).await {
+    let OpenedRegion { region, kind, reason } =
+        match shake_hands(&mut frames, service, RegionPeer { peer, permit }).await {
             // A peer that stays silent, or leaves, has nothing to be told.
             None => return,
             Some(Ok(opened)) => opened,
             Some(Err(error)) => return refuse_worker(&frames, &error).await,
         };
-    region.sessions.name_peer(peer);
     let region = Arc::new(region);
     let response = describe_opened(&region, service, kind, reason);
     if frames.send_message(&response).await.is_err() {
@@ -248,7 +267,7 @@ async fn first_wait(answered: &mut (impl Future<Output = ()> + Unpin)) -> bool {
 async fn shake_hands(
     frames: &mut FrameSocket,
     service: &Arc<Service>,
-    permit: OwnedSemaphorePermit,
+    worker: RegionPeer,
 ) -> Option<Result<OpenedRegion, ServiceError>> {
     let first = frames.next::<v1::OpenRegionRequest>();
     let ReceivedFrame { message: request, files } =
@@ -257,7 +276,7 @@ async fn shake_hands(
             Err(error) => return Some(Err(broken_error(&error))),
         };
     let time = service.config().keepalive_timeout;
-    tokio::time::timeout(time, open_region(request, files, service, permit)).await.ok()
+    tokio::time::timeout(time, open_region(request, files, service, worker)).await.ok()
 }
 
 /// Maps what the first message carries, and what descriptors came with it.
@@ -265,10 +284,10 @@ async fn open_region(
     request: v1::OpenRegionRequest,
     mut files: Vec<OwnedFd>,
     service: &Arc<Service>,
-    permit: OwnedSemaphorePermit,
+    worker: RegionPeer,
 ) -> Result<OpenedRegion, ServiceError> {
     let second = if files.len() > 1 { files.pop() } else { None };
-    let region = map_region(&request, files, service, permit)?;
+    let region = map_region(&request, files, service, worker)?;
     with_device(region, request, second, service).await
 }
 
@@ -343,11 +362,15 @@ fn map_region(
     request: &v1::OpenRegionRequest,
     files: Vec<OwnedFd>,
     service: &Service,
-    permit: OwnedSemaphorePermit,
+    worker: RegionPeer,
 ) -> Result<WorkerRegion, ServiceError> {
+    let RegionPeer { peer, permit } = worker;
     let name = if request.namespace.is_empty() { "default" } else { &request.namespace };
     let namespace = Namespace::new(name)
         .map_err(|error| ServiceError::new(ErrorCode::InvalidArgument, error.to_string()))?;
+    let (rpc, asked) = ("OpenRegion", &namespace);
+    let request_of = AccessRequest { peer: &peer, authorization: None, rpc, namespace: asked };
+    service.access_control().check_call(&request_of)?;
     service.admit_call(&CallContext::new(namespace.clone()))?;
     let max = service.config().region_bytes_max;
     if request.bytes > max {
@@ -360,7 +383,7 @@ fn map_region(
         return Err(ServiceError::new(ErrorCode::InvalidArgument, message));
     };
     let memory = RegionMemory::map_file(file, request.bytes)?;
-    let owner = CallOwner::new(service.config().connection_bytes_max as u64);
+    let owner = CallOwner::of_peer(service.config().connection_bytes_max as u64, peer);
     Ok(WorkerRegion::new(namespace, memory, service.metrics(), permit, owner))
 }
 

@@ -1,0 +1,144 @@
+//! The screen over a backend that is no terminal.
+
+use super::super::models::ModelRow;
+use super::sample::{SampledModel, WorkBytes};
+use super::*;
+use kvd_client::{ModelDescription, ModelStats, PoolStats, SequenceInfo, SessionInfo, StoredBytes};
+use kvd_proto::v1;
+
+fn stored(packed_values: u64, packed_bytes: u64, raw_values: u64) -> StoredBytes {
+    let raw_bytes = raw_values * 2;
+    StoredBytes { packed_values, packed_bytes, raw_values, raw_bytes, ..Default::default() }
+}
+
+fn model(id: u64, name: &str, codec: &str, counts: WorkBytes) -> SampledModel {
+    let stats = ModelStats {
+        model_id: id,
+        name: name.to_owned(),
+        codec: codec.to_owned(),
+        sequences: 2,
+        stored: Some(stored(40 << 20, 10 << 20, 1 << 20)),
+        ..Default::default()
+    };
+    let dtype = v1::DType::DtypeF16.into();
+    let geometry = Some(v1::Geometry { dtype, ..Default::default() });
+    let described = ModelDescription { model: Some(stats), geometry, ..Default::default() };
+    let row = ModelRow::of_description(&described).unwrap();
+    SampledModel { row, counts, error: [0.141, 0.273] }
+}
+
+fn sequence(id: u64, session_id: u64, tokens: u32, idle_s: u64) -> SequenceInfo {
+    SequenceInfo {
+        sequence_id: id,
+        model_id: 7,
+        session_id,
+        length: tokens,
+        age_ms: 3_600_000 + idle_s * 1000,
+        idle_ms: idle_s * 1000,
+        stored: Some(stored(u64::from(tokens) << 10, u64::from(tokens) << 8, 0)),
+    }
+}
+
+fn sample(at: Instant, stored: u64) -> DaemonSample {
+    let pool = PoolStats {
+        tier: "host".to_owned(),
+        device: "0".to_owned(),
+        capacity_bytes: 256 << 20,
+        used_bytes: 240 << 20,
+        ..Default::default()
+    };
+    let counts = WorkBytes { stored, encoded: stored / 2, attended: stored * 4, loaded: 0 };
+    let name = "meta-llama/Llama-3.1-8B-Instruct";
+    DaemonSample {
+        at,
+        version: "0.1.0".to_owned(),
+        device: "cpu (avx2, 2 threads)".to_owned(),
+        serving: true,
+        pools: vec![pool],
+        models: vec![model(7, name, "kivi-4", counts), model(8, "tiny", "kvd-2", counts)],
+        sessions: vec![SessionInfo {
+            session_id: 5,
+            name: "engine-0".to_owned(),
+            ..Default::default()
+        }],
+        sequences: vec![
+            sequence(1_311_768_464_867_721_223, 5, 2048, 3),
+            sequence(1_311_768_464_867_721_224, 0, 612, 1560),
+            sequence(u64::MAX, 6, 32_768, 42),
+        ],
+        has_more: false,
+    }
+}
+
+fn screen() -> TopScreen {
+    let mut screen = TopScreen::new("team-a".to_owned());
+    let began = Instant::now();
+    screen.add_sample(sample(began, 0));
+    screen.add_sample(sample(began + Duration::from_secs(2), 1 << 30));
+    screen
+}
+
+#[test]
+fn the_screen_fits_80_columns_and_is_the_one_of_the_manual() {
+    let text = draw_text(&mut screen(), [80, 13]).unwrap();
+    for part in ["93.8 %", "store 1.0 GiB/s", "attend 4.0 GiB/s", "engine-0", "gone", "26 min"] {
+        assert!(text.contains(part), "no {part} in\n{text}");
+    }
+    let page = include_str!("../../../../../docs/operating.md");
+    assert!(page.contains(&format!("```text\n{text}```")), "docs/operating.md has not\n{text}");
+}
+
+#[test]
+fn sequences_are_sorted_by_what_a_key_says() {
+    let mut screen = screen();
+    let mut first = |key| {
+        press_key(&mut screen, KeyCode::Char(key));
+        let text = draw_text(&mut screen, [80, 20]).unwrap();
+        let row = text.lines().skip_while(|line| !line.starts_with("sequence")).nth(1).unwrap();
+        row.split_whitespace().next().unwrap().to_owned()
+    };
+    assert_eq!(first('i'), "1311768464867721224");
+    assert_eq!(first('h'), u64::MAX.to_string());
+    assert_eq!(first('t'), u64::MAX.to_string());
+    assert_eq!(first('a'), "1311768464867721224");
+    // Once round: idle again.
+    assert_eq!(first('s'), "1311768464867721224");
+}
+
+#[test]
+fn a_sequence_is_closed_by_two_keys_and_by_no_one_of_them() {
+    let mut screen = screen();
+    let closes = |screen: &mut TopScreen, key| match press_key(screen, key) {
+        KeyWish::Close(sequence) => Some(sequence.0),
+        KeyWish::Stay | KeyWish::Leave => None,
+    };
+    assert_eq!(closes(&mut screen, KeyCode::Char('y')), None);
+    assert_eq!(closes(&mut screen, KeyCode::Char('c')), None);
+    assert!(draw_text(&mut screen, [80, 20]).unwrap().contains("select a sequence first"));
+    press_key(&mut screen, KeyCode::Down);
+    assert_eq!(closes(&mut screen, KeyCode::Char('c')), None);
+    assert!(draw_text(&mut screen, [80, 20]).unwrap().contains("close sequence 131"));
+    // Any other key takes it back.
+    press_key(&mut screen, KeyCode::Char('n'));
+    assert_eq!(closes(&mut screen, KeyCode::Char('y')), None);
+    press_key(&mut screen, KeyCode::Char('c'));
+    // Leaving is no answer either.
+    assert!(matches!(press_key(&mut screen, KeyCode::Esc), KeyWish::Stay));
+    press_key(&mut screen, KeyCode::Char('c'));
+    assert_eq!(closes(&mut screen, KeyCode::Char('y')), Some(1_311_768_464_867_721_224));
+    assert!(matches!(press_key(&mut screen, KeyCode::Char('q')), KeyWish::Leave));
+}
+
+#[test]
+fn small_and_large_terminals_are_drawn_too() {
+    for size in [[20, 5], [80, 24], [200, 60]] {
+        let text = draw_text(&mut screen(), size).unwrap();
+        assert_eq!(text.lines().count(), usize::from(size[1]), "{size:?}: {text}");
+        assert!(text.contains("q leave"), "{size:?}: {text}");
+    }
+    let mut empty = TopScreen::new("default".to_owned());
+    let mut nothing = sample(Instant::now(), 0);
+    (nothing.models, nothing.sequences, nothing.sessions) = Default::default();
+    empty.add_sample(nothing);
+    assert!(draw_text(&mut empty, [80, 24]).unwrap().contains("ratio -"));
+}
