@@ -100,6 +100,7 @@ impl AnsweredRows {
         let piece = attend(&AttendPlan { queries, q, ..plan.clone() })?;
         self.attended.out.extend(piece.out);
         self.attended.lse.extend(piece.lse);
+        self.attended.saved_passes += piece.saved_passes;
         self.attended.stored_bytes_read += if whole { piece.stored_bytes_read } else { 0 };
         Ok(())
     }
@@ -142,7 +143,12 @@ mod tests {
     fn attended(plan: &AttendPlan, calls: &mut Vec<Vec<(u32, u32)>>) -> Attended {
         calls.push(plan.queries.iter().map(|query| (query.n_q, query.position)).collect());
         let lse = vec![0.0; plan.rows() as usize];
-        Attended { out: plan.q.to_vec(), lse, stored_bytes_read: plan.queries.len() as u64 }
+        Attended {
+            out: plan.q.to_vec(),
+            lse,
+            stored_bytes_read: plan.queries.len() as u64,
+            saved_passes: 0,
+        }
     }
 
     #[test]

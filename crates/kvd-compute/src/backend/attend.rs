@@ -11,6 +11,8 @@ pub struct Attended {
     pub lse: Vec<f32>,
     /// Bytes of pages and raw rows that lay in the plan's parts.
     pub stored_bytes_read: u64,
+    /// Passes over blocks that were not made because several queries share one.
+    pub saved_passes: u64,
 }
 
 /// How a device was given its attention kernels.

@@ -83,6 +83,15 @@ pub(super) struct UnitAnswer {
 }
 
 impl UnitAnswer {
+    /// Takes the rows from `row` on out of these.
+    pub(super) fn split_off_rows(&mut self, row: usize) -> Self {
+        Self {
+            queries: self.queries.split_off_rows(row),
+            states: self.states.split_off(row),
+            losses: self.losses.split_off(row),
+        }
+    }
+
     /// Adds what another unit of the same rows came to.
     pub(super) fn merge_answer(&mut self, other: &Self) {
         let theirs = other.states.iter().zip(&other.losses);
@@ -161,9 +170,8 @@ impl<'a> UnitState<'a> {
         sides: &[Side],
         mut scored: impl FnMut(&mut Self, &[RowReader<'a>], &TokenSpan) -> Result<(), BackendError>,
     ) -> Result<(), BackendError> {
-        // The union of what the unit's query tokens see; spans outside are never decoded.
-        let seen = self.unit.query.visible(self.unit.q.start).start
-            ..self.unit.query.visible(self.unit.q.end - 1).end;
+        // Spans outside are never decoded.
+        let seen = self.unit.seen_by_any();
         let parts =
             self.unit.parts.iter().filter(|part| spans_of(part, seen.clone()).next().is_some());
         let (reader, head) = (self.job.reader, self.unit.head);
@@ -284,9 +292,8 @@ impl<'a> UnitState<'a> {
     /// down when a larger score comes.
     fn weigh_span(&mut self, span: &TokenSpan, key_space: RowSpace, value_space: RowSpace) {
         let (simd, cap, group) = (self.job.simd, self.job.plan.soft_cap, group_size(self.job));
-        let query = self.unit.query;
-        for (token, first) in (self.unit.q.start..).zip((0..self.states.len()).step_by(group)) {
-            let seen = span.visible_rows(&query.visible(token));
+        for (token, first) in (0..self.states.len()).step_by(group).enumerate() {
+            let seen = span.visible_rows(&self.unit.visible(token));
             (first..first + group).for_each(|row| {
                 self.scores.set_seen(row, seen.clone(), span.tile_range());
             });

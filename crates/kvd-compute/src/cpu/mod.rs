@@ -86,6 +86,7 @@ mod tests;
 mod tile_cursor;
 mod token_span;
 mod uniform;
+mod unit_plan;
 mod unit_queries;
 mod vq;
 
@@ -229,7 +230,7 @@ impl CpuBackend {
     /// as under `fast` either way.
     #[must_use]
     pub fn effective_precision(&self, query_tokens: u32, group: u32) -> Precision {
-        let rows = query_tokens.min(attend::UNIT_QUERY_TOKENS) * group;
+        let rows = query_tokens.min(unit_plan::UNIT_QUERY_TOKENS) * group;
         attend_job::effective_precision(self.config(), rows as usize)
     }
 
@@ -246,7 +247,7 @@ impl CpuBackend {
         query_tokens: u32,
         group: u32,
     ) -> Result<[MultiplyKind; 2], BackendError> {
-        let rows = (query_tokens.min(attend::UNIT_QUERY_TOKENS) * group) as usize;
+        let rows = (query_tokens.min(unit_plan::UNIT_QUERY_TOKENS) * group) as usize;
         let config = attend_job::effective_config(self.config(), rows);
         Ok(MultiplyKind::of_layer(config, self.codec(model)?, layer, rows))
     }

@@ -130,8 +130,7 @@ impl ScoreProbe {
         side: &HeadCodec,
         rows: usize,
     ) -> Option<Self> {
-        let (first, last) = (unit.query.visible(unit.q.start), unit.query.visible(unit.q.end - 1));
-        let seen = last.start..first.end;
+        let seen = unit.seen_by_all();
         let in_part =
             |part: &PlanPart| part.first_token.max(seen.start)..part.end_token().min(seen.end);
         let is_page = |part: &&PlanPart| matches!(part.source, Source::Pages { .. });
