@@ -114,6 +114,45 @@ impl SharedRun {
     }
 }
 
+/// Most pairs of queries that [`shares_most`] compares.
+const PAIRS_MAX: usize = 1 << 10;
+
+/// Whether two plans that [ask alike](AttendPlan::asks_alike) share so many of their tokens that
+/// one pass for both ends about as soon as one for the longer of them: at least half, of either.
+#[must_use]
+pub fn shares_most(a: &AttendPlan, b: &AttendPlan) -> bool {
+    if a.queries.len() * b.queries.len() > PAIRS_MAX {
+        return false;
+    }
+    let is_half = |of: &AttendPlan, other: &AttendPlan| {
+        let shared = |query: &PlanQuery| {
+            let with = |other: &PlanQuery| count_common_tokens(query, other);
+            other.queries.iter().map(with).max().unwrap_or(0) * u64::from(query.n_q)
+        };
+        let tokens = |query: &PlanQuery| query.tokens() * u64::from(query.n_q);
+        let all: u64 = of.queries.iter().map(tokens).sum();
+        all > 0 && 2 * of.queries.iter().map(shared).sum::<u64>() >= all
+    };
+    is_half(a, b) && is_half(b, a)
+}
+
+/// Tokens of the parts that two queries both see whole, from the first that both do up to where
+/// they differ; as many as there are where whoever shares a part shares all before it.
+fn count_common_tokens(a: &PlanQuery, b: &PlanQuery) -> u64 {
+    let [a, b] = [a, b].map(|query| &query.parts[whole_parts(query)]);
+    let (Some(first_a), Some(first_b)) = (a.first(), b.first()) else { return 0 };
+    let start = first_a.first_token.max(first_b.first_token);
+    let [a, b] =
+        [a, b].map(|parts| &parts[parts.partition_point(|part| part.first_token < start)..]);
+    let same = |at: usize| PartKey::new(&a[at]) == PartKey::new(&b[at]);
+    let (mut least, mut most) = (0, a.len().min(b.len()));
+    while least < most {
+        let middle = (least + most) / 2;
+        if same(middle) { least = middle + 1 } else { most = middle }
+    }
+    least.checked_sub(1).map_or(0, |last| u64::from(a[last].end_token() - a[0].first_token))
+}
+
 /// The parts that each token of a query sees whole.
 fn whole_parts(query: &PlanQuery) -> Range<usize> {
     let start = query.visible(query.n_q.saturating_sub(1)).start;
@@ -194,6 +233,23 @@ mod tests {
             (vec![(1, 2), (2, 2)], 1),
         ];
         assert_eq!(runs(vec![causal, window, plain], 1), expected);
+    }
+
+    #[test]
+    fn plans_go_together_where_either_shares_half_of_its_tokens() {
+        let of = |slots: &[u64]| plan(vec![query(slots)]);
+        let shares = |a: &[u64], b: &[u64]| {
+            assert_eq!(shares_most(&of(a), &of(b)), shares_most(&of(b), &of(a)));
+            shares_most(&of(a), &of(b))
+        };
+        assert!(shares(&[1, 2, 3, 4], &[1, 2, 3, 4]));
+        assert!(shares(&[1, 2, 30, 40], &[1, 2, 50]));
+        assert!(!shares(&[1, 20, 30, 40], &[1, 50]));
+        // A short one does not wait for a long one.
+        assert!(!shares(&[1, 2, 3, 4, 5], &[1, 2]));
+        assert!(!shares(&[1, 2], &[3, 4]) && !shares(&[], &[]));
+        let many = plan(vec![query(&[1, 2]); 40]);
+        assert!(shares_most(&many, &of(&[1, 2])) && !shares_most(&many, &many));
     }
 
     #[test]

@@ -52,6 +52,13 @@ pub trait AttendBackend {
         task.attend_by_pieces(stop, |plan| self.attend(plan))
     }
 
+    /// Whether queries of a plan that name the same pages are answered by one pass over those
+    /// ([`find_shared_runs`](crate::find_shared_runs)). Where not, a plan is answered query by
+    /// query, and it is no use to join plans.
+    fn shares_pages(&self) -> bool {
+        false
+    }
+
     /// How the device was given its attention kernels so far.
     fn launches(&self) -> Launches {
         Launches::default()

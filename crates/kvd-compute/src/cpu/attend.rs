@@ -151,6 +151,9 @@ impl AttendProgress {
     /// Writes the rows of a group whose units are all merged.
     fn end_group(&mut self, job: &AttendJob<'_>, group: usize) {
         let Some(merged) = self.merging.remove(&group) else { return };
+        if job.is_dropped(self.planned.groups[group].query) {
+            return;
+        }
         let unit = self.planned.groups[group].to_unit(job, 0..0);
         let cancelled = self.reply.write_unit(job, &unit, &merged.states);
         self.written.push(WrittenGroup { group, merged, cancelled });
@@ -158,6 +161,11 @@ impl AttendProgress {
 
     /// Attends to rows in f64, and writes them in place of what the reply has.
     fn second_pass(&mut self, job: &AttendJob<'_>) -> Result<bool, BackendError> {
+        let is_dropped =
+            |again: &RepeatedRows| job.is_dropped(self.planned.groups[again.group].query);
+        while self.again.get(self.wide.group).is_some_and(is_dropped) {
+            self.wide = WideCursor { group: self.wide.group + 1, ..WideCursor::default() };
+        }
         loop {
             let next = self.next_pieces(ANSWERS_PER_THREAD * job.threads);
             if next.is_empty() {
@@ -307,6 +315,9 @@ fn run_unit(
     unit: &UnitPlan,
     groups: &[RowGroup],
 ) -> Result<Vec<UnitAnswer>, BackendError> {
+    if unit.groups().iter().all(|group| job.is_dropped(groups[*group].query)) {
+        return Ok(Vec::new());
+    }
     let _registers = job.simd.in_use();
     let unit = unit.to_unit(job, groups);
     let mut rest = attend_unit::answer_unit(job, &unit)?;

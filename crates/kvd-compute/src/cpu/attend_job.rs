@@ -79,6 +79,8 @@ pub(crate) struct AttendJob<'a> {
     pub(crate) precision: Precision,
     /// The whole payload, widened.
     pub(crate) q: &'a [f32],
+    /// See [`AttendTask::dropped_queries`](crate::AttendTask::dropped_queries).
+    pub(crate) dropped: &'a [bool],
     pub(crate) threads: usize,
     /// When it ends early, and when it pauses.
     pub(crate) stop: &'a Stop,
@@ -88,6 +90,11 @@ impl AttendJob<'_> {
     /// How its kernels are to work.
     pub(super) fn config(&self) -> KernelConfig {
         KernelConfig { simd: self.simd, precision: self.precision }
+    }
+
+    /// Whether nobody waits for a query.
+    pub(super) fn is_dropped(&self, query: usize) -> bool {
+        self.dropped.get(query).copied().unwrap_or(false)
     }
 }
 

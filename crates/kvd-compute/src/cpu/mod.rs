@@ -142,6 +142,14 @@ pub struct CpuBackend {
     precision: Precision,
 }
 
+/// A plan, which of its queries nobody waits for, and its queries in f32.
+#[derive(Clone, Copy)]
+struct AskedPlan<'a> {
+    plan: &'a AttendPlan,
+    dropped: &'a [bool],
+    q: &'a [f32],
+}
+
 /// Why the CPU backend could not be opened.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -288,7 +296,8 @@ impl CpuBackend {
     ) -> Result<T, BackendError> {
         let q = slices::widened_queries(plan)?;
         let stop = Stop::never();
-        self.threads.install(|| run(&self.new_job(plan, &q, &stop)?))
+        let asked = AskedPlan { plan, dropped: &[], q: &q };
+        self.threads.install(|| run(&self.new_job(asked, &stop)?))
     }
 
     fn config(&self) -> KernelConfig {
@@ -297,10 +306,10 @@ impl CpuBackend {
 
     fn new_job<'a>(
         &'a self,
-        plan: &'a AttendPlan,
-        q: &'a [f32],
+        asked: AskedPlan<'a>,
         stop: &'a Stop,
     ) -> Result<attend_job::AttendJob<'a>, BackendError> {
+        let AskedPlan { plan, dropped, q } = asked;
         Ok(attend_job::AttendJob {
             plan,
             reader: LayerReader {
@@ -311,6 +320,7 @@ impl CpuBackend {
             simd: self.simd,
             precision: self.precision,
             q,
+            dropped,
             threads: self.threads.current_num_threads(),
             stop,
         })
@@ -496,6 +506,10 @@ impl AttendBackend for CpuBackend {
         stop: &Stop,
     ) -> Result<Option<Attended>, BackendError> {
         slices::attend_slice(self, task, stop)
+    }
+
+    fn shares_pages(&self) -> bool {
+        true
     }
 }
 

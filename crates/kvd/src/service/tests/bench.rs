@@ -199,7 +199,7 @@ pub(super) fn several(
     let metrics = Arc::new(Metrics::new());
     let probes: Vec<_> = (0..count).map(|_| Arc::<Probe>::default()).collect();
     let (queue_jobs_max, weights) = (config.queue_jobs_max, config.weights.clone());
-    let limits = WorkerLimits { queue_jobs_max, weights };
+    let limits = WorkerLimits { queue_jobs_max, weights, merging: config.merging };
     let start = |probe: &Arc<Probe>| {
         let inner = CpuBackend::new(options).unwrap();
         let device = Box::new(Device { inner, probe: probe.clone(), failure: None });
