@@ -34,5 +34,5 @@ pub use region::{DeviceRegion, OpenedRegion, RegionHandle, RegionPlaces, RegionR
 pub use sampling::Sampling;
 pub use sharing::{RunReader, SharedRun, find_shared_runs, shares_most};
 pub use state::PartialState;
-pub use stop::{Pause, Slice, Stop, StopReason};
+pub use stop::{Slice, Stop, StopReason, WantedPause};
 pub use task::AttendTask;

@@ -27,7 +27,7 @@ pub struct Slice {
 
 /// A pause that is wanted whether or not other work waits.
 #[derive(Clone, Debug)]
-pub struct Pause {
+pub struct WantedPause {
     /// Set to have one now.
     pub wanted: Arc<AtomicBool>,
     /// When to have one.
@@ -47,7 +47,7 @@ pub struct Stop {
     /// When others go first; none for work that is not cut.
     pub slice: Option<Slice>,
     /// When the work pauses so that its owners may be looked after; none for work of one owner.
-    pub pause: Option<Pause>,
+    pub pause: Option<WantedPause>,
 }
 
 impl Stop {
@@ -84,7 +84,7 @@ impl Stop {
         let is_over = |slice: &Slice| {
             slice.waiting.load(Ordering::Acquire) > 0 && slice.ends <= Instant::now()
         };
-        let is_wanted = |pause: &Pause| {
+        let is_wanted = |pause: &WantedPause| {
             pause.wanted.load(Ordering::Acquire) || pause.at.is_some_and(|at| at <= Instant::now())
         };
         self.slice.as_ref().is_some_and(is_over) || self.pause.as_ref().is_some_and(is_wanted)
@@ -106,7 +106,7 @@ mod tests {
         assert!(!over.slice_is_over());
         waiting.store(1, Ordering::Release);
         assert!(over.slice_is_over() && !under_way.slice_is_over());
-        let pause = |at| Some(Pause { wanted: Arc::default(), at });
+        let pause = |at| Some(WantedPause { wanted: Arc::default(), at });
         let pausing = |pause| Stop { pause, ..Stop::never() };
         assert!(pausing(pause(Some(past))).slice_is_over());
         assert!(!pausing(pause(Some(later))).slice_is_over());

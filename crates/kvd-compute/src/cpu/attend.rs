@@ -4,9 +4,10 @@
 
 use crate::cpu::attend_f64::{self, WideState};
 use crate::cpu::attend_job::{AttendJob, AttendUnit, group_size, payload_row};
-use crate::cpu::attend_unit::{self, UnitAnswer};
+use crate::cpu::attend_unit;
 use crate::cpu::loss::MergedRows;
 use crate::cpu::row_reader::LayerReader;
+use crate::cpu::unit_answer::UnitAnswer;
 use crate::cpu::unit_plan::{PlannedUnits, RowGroup, SharedPasses, UnitPlan, plan_units};
 use crate::{AttendPlan, Attended, BackendError, PartialState};
 use kvd_core::{DType, Side};

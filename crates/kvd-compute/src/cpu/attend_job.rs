@@ -64,7 +64,7 @@ impl<'a> AttendUnit<'a> {
         all.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0)
     }
 
-    /// What all of its query tokens see; it may be empty.
+    /// Positions that all of its query tokens see; it may be empty.
     pub(super) fn seen_by_all(&self) -> Range<u32> {
         let ends = self.tokens.iter().map(UnitTokens::visible_ends);
         let all = ends.map(|[first, last]| last.start..first.end);

@@ -86,6 +86,7 @@ mod tests;
 mod tile_cursor;
 mod token_span;
 mod uniform;
+mod unit_answer;
 mod unit_plan;
 mod unit_queries;
 mod vq;

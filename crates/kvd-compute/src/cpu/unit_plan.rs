@@ -160,7 +160,7 @@ fn token_chunks(query: &PlanQuery) -> impl Iterator<Item = Range<u32>> + use<> {
 }
 
 /// Cuts a plan.
-struct Cutter<'a, 'j> {
+struct PlanCutter<'a, 'j> {
     job: &'a AttendJob<'j>,
     runs: Vec<SharedRun>,
     cuts: Vec<QueryCut>,
@@ -178,7 +178,7 @@ pub(super) fn plan_units(job: &AttendJob<'_>, passes: SharedPasses) -> PlannedUn
         cuts.push(QueryCut { batch_row, part_tokens: 0, pieces: Vec::new(), first_group: 0 });
         batch_row += query.n_q as usize;
     }
-    let mut cutter = Cutter { job, runs, cuts, passes, planned: PlannedUnits::default() };
+    let mut cutter = PlanCutter { job, runs, cuts, passes, planned: PlannedUnits::default() };
     cutter.cut_queries();
     let clusters = cutter.find_clusters();
     for query in 0..cutter.cuts.len() {
@@ -198,7 +198,7 @@ enum QueryCluster {
     Later,
 }
 
-impl Cutter<'_, '_> {
+impl PlanCutter<'_, '_> {
     fn kv_heads(&self) -> usize {
         self.job.reader.codec.geometry().kv_heads as usize
     }

@@ -38,7 +38,7 @@ struct MergedMember {
     share: f64,
 }
 
-/// What is known of its caller: a [`QueuedJob`] without the work.
+/// A [`QueuedJob`] without its work: what is known of its caller.
 type MemberEntry = QueuedJob<()>;
 
 /// State of merged attends that had the device.
@@ -56,7 +56,7 @@ pub(super) enum MergedStep {
 pub(super) fn mergeable_plan(entry: &QueuedJob) -> Option<&AttendPlan> {
     let is_free = entry.cost.is_zero() && !entry.alone && !entry.cancelled.load(Ordering::Acquire);
     match &entry.job {
-        QueuedWork::One(DeviceJob::Attend(asked)) if is_free => Some(asked.work.plan()),
+        QueuedWork::One(DeviceJob::Attend(asked)) if is_free => Some(asked.work.asked_plan()),
         _ => None,
     }
 }
@@ -80,7 +80,7 @@ pub(super) fn merge_jobs(jobs: Vec<WaitingJob<QueuedJob>>) -> Vec<WaitingJob<Que
         // Looked at above: all are attends.
         let QueuedWork::One(DeviceJob::Attend(asked)) = job else { continue };
         let AskedWork { work, reply } = *asked;
-        let own = work.plan();
+        let own = work.asked_plan();
         let queries = query..query + own.queries.len();
         let tokens = token..token + own.query_tokens();
         let share = own.scores() as f64 / all;

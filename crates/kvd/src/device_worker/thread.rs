@@ -6,7 +6,7 @@ use super::merged::{MergedStep, merge_jobs, mergeable_plan};
 use super::{JobQueue, MergeLimits, QueuedJob, QueuedWork, SLICE, WorkerState};
 use crate::metrics::DeviceMetrics;
 use crate::scheduler::{JobTicket, WaitingJob};
-use kvd_compute::{AttendPlan, Backend, Pause, Slice, Stop, first_non_finite, shares_most};
+use kvd_compute::{AttendPlan, Backend, Slice, Stop, WantedPause, first_non_finite, shares_most};
 use parking_lot::MutexGuard;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
@@ -260,7 +260,7 @@ impl WorkerThread {
             shutting_down: self.shared.stopped.clone(),
             deadline: None,
             slice: Some(Slice { ends: began + SLICE, waiting: self.shared.waiting.clone() }),
-            pause: Some(Pause { wanted, at: merged.first_deadline() }),
+            pause: Some(WantedPause { wanted, at: merged.first_deadline() }),
         };
         let (shares, members) = (merged.each_share(), merged.count_members());
         let backend = self.backend.as_mut();

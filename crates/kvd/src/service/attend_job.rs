@@ -81,7 +81,7 @@ impl DeviceWork for AttendJob {
 
 impl AttendJob {
     /// The question.
-    pub(crate) fn plan(&self) -> &AttendPlan {
+    pub(crate) fn asked_plan(&self) -> &AttendPlan {
         &self.0.task.plan
     }
 
@@ -94,7 +94,7 @@ impl AttendJob {
     pub(crate) fn stored_bytes(&self) -> u64 {
         let geometry = &self.0.model.shape.geometry;
         let token_bytes = geometry.values_per_token() * geometry.dtype.size_bytes() as u64;
-        let parts = self.plan().queries.iter().flat_map(|query| query.parts.iter());
+        let parts = self.asked_plan().queries.iter().flat_map(|query| query.parts.iter());
         parts.map(|part| part.stored_bytes(token_bytes)).sum()
     }
 

@@ -110,7 +110,7 @@ mod tests {
         args: SharedArgs,
     }
 
-    fn run(arguments: &str) -> String {
+    fn run_tiny(arguments: &str) -> String {
         let tiny = "bench --shape 2x2x64 --rounds 1 --prefix 512 --own 65 --codec raw \
                     --codec kivi-4 --threads 1";
         let arguments = format!("{tiny} {arguments}");
@@ -119,16 +119,17 @@ mod tests {
 
     #[test]
     fn a_small_prefix_is_measured_and_answers_agree() {
-        let rows: serde_json::Value = serde_json::from_str(&run("--json --sequences 3")).unwrap();
+        let rows: serde_json::Value =
+            serde_json::from_str(&run_tiny("--json --sequences 3")).unwrap();
         let rows = rows.as_array().unwrap();
         assert_eq!(rows.len(), 2);
         assert!(rows.iter().all(|row| row["ratio"].as_f64() > Some(0.0)), "{rows:?}");
-        assert!(run("--sequences 2").contains("batch of 2"));
+        assert!(run_tiny("--sequences 2").contains("batch of 2"));
     }
 
     #[cfg(feature = "eval")]
     #[test]
     fn workers_of_a_daemon_are_measured_and_answers_agree() {
-        assert!(run("--workers 2 --calls 2").contains("2 workers"));
+        assert!(run_tiny("--workers 2 --calls 2").contains("2 workers"));
     }
 }

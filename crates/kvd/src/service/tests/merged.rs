@@ -55,12 +55,12 @@ impl Forks {
 
 type Asked = JoinHandle<Result<AttendReply, ServiceError>>;
 
-fn attend(bench: &Bench, call: CallContext, batch: AttendBatch) -> Asked {
+fn spawn_attend(bench: &Bench, call: CallContext, batch: AttendBatch) -> Asked {
     let service = bench.service.clone();
     tokio::spawn(async move { service.attend_batch(&call, batch).await })
 }
 
-async fn until(ask: impl Fn() -> bool) {
+async fn wait_until(ask: impl Fn() -> bool) {
     let began = Instant::now();
     while !ask() {
         assert!(began.elapsed() < PATIENCE, "it never happens");
@@ -68,7 +68,7 @@ async fn until(ask: impl Fn() -> bool) {
     }
 }
 
-fn counted(bench: &Bench, metric: &str) -> u64 {
+fn read_counter(bench: &Bench, metric: &str) -> u64 {
     let page = bench.service.metrics().render_page();
     let line = page.lines().find(|line| line.starts_with(&format!("{metric}{{"))).unwrap();
     line.rsplit(' ').next().unwrap().parse().unwrap()
@@ -95,8 +95,8 @@ async fn send_all(bench: &Bench, calls: Vec<(CallContext, AttendBatch)>) -> Vec<
     let mut asked = Vec::new();
     for (call, batch) in calls {
         let waiting = bench.service.first_worker().queued_jobs();
-        asked.push(attend(bench, call, batch));
-        until(|| bench.service.first_worker().queued_jobs() > waiting).await;
+        asked.push(spawn_attend(bench, call, batch));
+        wait_until(|| bench.service.first_worker().queued_jobs() > waiting).await;
     }
     drop(gate);
     asked
@@ -110,18 +110,18 @@ async fn attends_that_wait_go_through_a_shared_prefix_once() {
     for fork in 0..4 {
         alone.push(bench.service.attend_batch(&call(), forks.ask(fork, 1)).await.unwrap());
     }
-    assert_eq!(counted(&bench, "kvd_merged_attends_total"), 0);
+    assert_eq!(read_counter(&bench, "kvd_merged_attends_total"), 0);
     let slices = *bench.probe.slices.lock();
     let calls = (0..4).map(|fork| (stranger(), forks.ask(fork, 1))).collect();
     for (asked, alone) in send_all(&bench, calls).await.into_iter().zip(&alone) {
         assert_near(&asked.await.unwrap().unwrap(), alone);
     }
     assert_eq!(*bench.probe.slices.lock(), slices + 1);
-    assert_eq!(counted(&bench, "kvd_merged_attends_total"), 4);
+    assert_eq!(read_counter(&bench, "kvd_merged_attends_total"), 4);
     // Three of four queries need no pass of their own.
-    let saved = counted(&bench, "kvd_saved_block_passes_total");
+    let saved = read_counter(&bench, "kvd_saved_block_passes_total");
     assert_eq!(saved, u64::from(3 * PREFIX / 16));
-    let attends = counted(&bench, "kvd_attended_layer_query_tokens_total");
+    let attends = read_counter(&bench, "kvd_attended_layer_query_tokens_total");
     assert_eq!(attends, 8, "each is counted as its own");
     bench.idle().await;
 }
@@ -172,7 +172,7 @@ async fn who_leaves_a_pass_or_is_late_leaves_the_others_alone() {
             (stranger(), ask(3)),
         ];
         let mut asked = send_all(&bench, calls).await;
-        until(|| *bench.probe.slices.lock() > slices).await;
+        wait_until(|| *bench.probe.slices.lock() > slices).await;
         // The first of them, whose ticket the pass has.
         asked[0].abort();
         assert!(asked.remove(0).await.is_err_and(|error| error.is_cancelled()));
@@ -202,14 +202,14 @@ async fn what_shares_little_or_asks_otherwise_is_not_merged() {
     for asked in send_all(&bench, calls).await {
         asked.await.unwrap().unwrap();
     }
-    assert_eq!(counted(&bench, "kvd_merged_attends_total"), 0);
+    assert_eq!(read_counter(&bench, "kvd_merged_attends_total"), 0);
     let off = Bench::new(64 << 20, &[("device.merged_attends_max", "1")]);
     let forks = Forks::open(&off, 2, "raw").await;
     let calls = (0..2).map(|fork| (stranger(), forks.ask(fork, 1))).collect();
     for asked in send_all(&off, calls).await {
         asked.await.unwrap().unwrap();
     }
-    assert_eq!(counted(&off, "kvd_merged_attends_total"), 0);
+    assert_eq!(read_counter(&off, "kvd_merged_attends_total"), 0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -217,9 +217,9 @@ async fn an_attend_waits_for_others_as_long_as_it_is_told() {
     let bench = Bench::new(64 << 20, &[("device.merge_wait_us", "100000")]);
     let forks = Forks::open(&bench, 2, "raw").await;
     let asked: Vec<Asked> =
-        (0..2).map(|fork| attend(&bench, stranger(), forks.ask(fork, 1))).collect();
+        (0..2).map(|fork| spawn_attend(&bench, stranger(), forks.ask(fork, 1))).collect();
     for asked in asked {
         asked.await.unwrap().unwrap();
     }
-    assert_eq!(counted(&bench, "kvd_merged_attends_total"), 2);
+    assert_eq!(read_counter(&bench, "kvd_merged_attends_total"), 2);
 }
