@@ -2,6 +2,7 @@
 
 use crate::attend::read_floats;
 use crate::data::{NormalValues, fit_calibration_bytes};
+use crate::measure::measure_time;
 use crate::shared::{SharedBench, SharedRow, check_difference, compare_outputs};
 use crate::transport::{BenchedDaemon, DaemonStarter};
 use crate::{BenchError, limits};
@@ -34,7 +35,7 @@ struct PrefixWorker {
     batch: AttendBatch,
 }
 
-/// Times of turns in milliseconds a call of all workers, and the outputs of each worker.
+/// Processor time of turns, in milliseconds a call of all workers, and the outputs of each worker.
 struct WorkedTurns {
     ms: Vec<f64>,
     outputs: Vec<Vec<f64>>,
@@ -88,25 +89,26 @@ impl SharedWorkers {
         ];
         let settings = settings.map(|(key, value)| (key.to_owned(), value)).to_vec();
         let running = start(runtime, settings)?;
-        let turns = runtime.block_on(self.run_turns(&*running, codec));
+        let turns = self.run_turns(runtime, &*running, codec);
         running.drain_daemon(runtime);
         turns
     }
 
-    async fn run_turns(
+    fn run_turns(
         &self,
+        runtime: &Runtime,
         running: &dyn BenchedDaemon,
         codec: &str,
     ) -> Result<WorkedTurns, BenchError> {
-        let workers = self.open_workers(running, codec).await?;
+        let workers = runtime.block_on(self.open_workers(running, codec))?;
         let mut turns = WorkedTurns { ms: Vec::new(), outputs: Vec::new() };
         for round in 0..=self.bench.rounds {
-            let (began, outputs) = (std::time::Instant::now(), self.run_turn(&workers).await?);
+            let timed = measure_time(|| runtime.block_on(self.run_turn(&workers)));
+            turns.outputs = timed.value?;
             // The first turn warms up.
             if round > 0 {
-                turns.ms.push(began.elapsed().as_secs_f64() * 1e3 / self.calls as f64);
+                turns.ms.push(timed.cpu_ns / 1e6 / self.calls as f64);
             }
-            turns.outputs = outputs;
         }
         Ok(turns)
     }

@@ -270,21 +270,15 @@ impl<'a> PageReader<'a> {
         Ok(())
     }
 
-    /// As [`PageReader::decode_rows`] of one row of a Huffman page, whose codes were read before: a
-    /// byte each, in a layout of full tiles. Nothing and `false` for another page or layout.
+    /// As [`PageReader::decode_rows`] of one row of a Huffman page, whose codes were read before:
+    /// `codes` has a byte for each, and the page's scales. `false`, and nothing written, for another
+    /// page or layout.
     #[must_use]
-    pub fn decode_from_codes(
-        &self,
-        codes: (CodeLayout, &[u8]),
-        row: usize,
-        out: &mut [f32],
-    ) -> bool {
-        let (PagePayload::Huffman { scales, streams }, (layout, codes)) = (self.payload, codes)
-        else {
-            return false;
-        };
-        let fits = row < layout.tokens() && layout.code_bits() == 8;
-        if !fits || layout.per_row() != streams.per_row() || out.len() != self.side.dim() {
+    pub fn decode_from_codes(&self, codes: FixedCodes<'_>, row: usize, out: &mut [f32]) -> bool {
+        let (FixedCodes { layout, scales, codes }, dim) = (codes, self.side.dim());
+        let PagePayload::Huffman { streams, .. } = self.payload else { return false };
+        let fits = row < layout.tokens() && layout.code_bits() == 8 && out.len() == dim;
+        if !fits || layout.per_row() != streams.per_row() {
             return false;
         }
         let scales = PageScales { bytes: scales, tokens: self.tokens() };

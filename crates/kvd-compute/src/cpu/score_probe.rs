@@ -13,7 +13,7 @@ use crate::cpu::span_scores::SpanScores;
 use crate::cpu::token_span::TokenSpan;
 use crate::cpu::unit_queries::UnitQueries;
 use crate::{PlanPart, Source};
-use kvd_codec::{FixedCodes, HeadCodec, RowSpace};
+use kvd_codec::{HeadCodec, RowSpace};
 use kvd_core::Side;
 use std::ops::Range;
 
@@ -96,9 +96,9 @@ impl<'a> RowDecoder<'a> {
         let reader = self.job.reader;
         let head = reader.codec.head_codec(reader.layer, side, self.head);
         let RowReader::Page { page, first_row } = rows else { return Ok(false) };
-        if page.header().fallback || page.stream_codes().is_none() {
+        let Some((_, scales)) = page.stream_codes().filter(|_| !page.header().fallback) else {
             return Ok(false);
-        }
+        };
         let token = first_row + first as usize;
         let tiles = &mut self.streams[side.index()];
         if tiles.is_none() {
@@ -113,8 +113,7 @@ impl<'a> RowDecoder<'a> {
             return Ok(false);
         }
         let Some(grid) = head.grid() else {
-            let FixedCodes { layout, codes, .. } = tiles.as_fixed_codes(&[]);
-            return Ok(page.decode_from_codes((layout, codes), token, row));
+            return Ok(page.decode_from_codes(tiles.as_fixed_codes(scales), token, row));
         };
         grid::decode_row(grid, tiles, token, row);
         page.restore_length(token, row);
