@@ -271,8 +271,8 @@ impl<'a> PageReader<'a> {
     }
 
     /// As [`PageReader::decode_rows`] of one row of a Huffman page, whose codes were read before:
-    /// `codes` has a byte for each, and the page's scales. `false`, and nothing written, for another
-    /// page or layout.
+    /// `codes` has a byte for each, and the page's scales. `false`, and nothing written, for
+    /// another page or layout.
     #[must_use]
     pub fn decode_from_codes(&self, codes: FixedCodes<'_>, row: usize, out: &mut [f32]) -> bool {
         let (FixedCodes { layout, scales, codes }, dim) = (codes, self.side.dim());

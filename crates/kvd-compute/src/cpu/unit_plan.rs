@@ -181,8 +181,8 @@ pub(super) fn plan_units(job: &AttendJob<'_>, passes: SharedPasses) -> PlannedUn
     let mut cutter = PlanCutter { job, runs, cuts, passes, planned: PlannedUnits::default() };
     cutter.cut_queries();
     let clusters = cutter.find_clusters();
-    for query in 0..cutter.cuts.len() {
-        match &clusters[query] {
+    for (query, cluster) in clusters.iter().enumerate() {
+        match cluster {
             QueryCluster::Alone => cutter.push_cluster(&[query]),
             QueryCluster::FirstOf(queries) => cutter.push_cluster(queries),
             QueryCluster::Later => {}

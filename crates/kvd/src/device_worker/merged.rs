@@ -174,7 +174,7 @@ impl MergedAttends {
     }
 
     /// Answers each its own rows.
-    fn answer_all(mut self: Box<Self>, attended: &Attended) -> MergedStep {
+    fn answer_all(mut self, attended: &Attended) -> MergedStep {
         let tokens = self.task.plan.query_tokens().max(1);
         let [out_bytes, lse_count] = [attended.out.len() / tokens, attended.lse.len() / tokens];
         let mut saved_passes = attended.saved_passes;
@@ -197,7 +197,7 @@ impl MergedAttends {
     }
 
     /// The members that wait, as jobs that go alone.
-    fn take_apart(self: Box<Self>) -> MergedStep {
+    fn take_apart(self) -> MergedStep {
         let apart = |member: MergedMember| {
             let MergedMember { ticket, entry, work, caller, .. } = member;
             let asked = Box::new(AskedWork { work, reply: caller? });

@@ -76,7 +76,7 @@ fn plan_queries(geometry: &Geometry, queries: Vec<PlanQuery>, group: usize) -> A
     AttendPlan { queries, ..plan(geometry, &no_parts, InputKind::Normal, ask) }
 }
 
-/// What one query of a batch is to answer, and how far off it may be: outputs and log-sum-exps.
+/// The right answer to one query of a batch, and how far off outputs and log-sum-exps may be.
 struct QueryTruth {
     rows: Vec<RowTruth>,
     rounded: (f64, f64),

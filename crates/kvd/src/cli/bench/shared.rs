@@ -92,10 +92,10 @@ fn shared_table(rows: &[SharedRow]) -> String {
         TableColumn::of_numbers("ratio", cells(|row| format!("{:.2}", row.ratio))),
         TableColumn::of_numbers("gap", cells(|row| format!("{:.0e}", row.difference))),
     ]);
-    let note = "A batch: processor time of a call where each sequence has a copy of the prefix \
-                (apart), and where all have the same pages (shared). Workers: processor time of a \
-                call of all of them, to a daemon that merges no attends (apart), and one that does. \
-                gap: the largest difference of outputs, of the largest output.";
+    let note = "Processor time. A batch: of a call where each sequence has a copy of the prefix \
+                (apart), and where all have the same pages (shared). Workers: of a call of all of \
+                them, to a daemon that merges no attends (apart), and one that does. gap: the \
+                largest difference of outputs, of the largest output.";
     format!("{table}\n{}", wrap_text(note, ""))
 }
 
