@@ -65,6 +65,20 @@ pub fn fit_codec(geometry: &Geometry, name: &str) -> Result<ModelCodec, BenchErr
     bind_codec(geometry, spec, name)
 }
 
+/// A calibration as a model is registered with; nothing for codecs that need none.
+#[cfg(feature = "clients")]
+pub(crate) fn fit_calibration_bytes(
+    geometry: &Geometry,
+    name: &str,
+) -> Result<Vec<u8>, BenchError> {
+    let spec = kvd_codec::resolve_spec(name).map_err(BenchError::codec_error(name))?;
+    if !spec.needs_calibration() {
+        return Ok(Vec::new());
+    }
+    let calibration = calibrate_codec(geometry, &spec).map_err(BenchError::codec_error(name))?;
+    Ok(calibration.to_bytes())
+}
+
 pub(crate) fn bind_codec(
     geometry: &Geometry,
     spec: CodecSpec,

@@ -21,6 +21,9 @@ mod measure;
 mod mixed;
 mod peaks;
 mod scores;
+mod shared;
+#[cfg(feature = "clients")]
+mod shared_workers;
 mod store;
 #[cfg(feature = "clients")]
 mod transport;
@@ -33,6 +36,9 @@ pub use measure::{BenchResult, MachineInfo, MeasuredFigure};
 #[cfg(feature = "clients")]
 pub use mixed::{MixedBench, MixedRow};
 pub use scores::{ScoresBench, ScoresRow};
+pub use shared::{SharedBench, SharedRow};
+#[cfg(feature = "clients")]
+pub use shared_workers::SharedWorkers;
 pub use store::{StoreBench, StoreRow};
 #[cfg(feature = "clients")]
 pub use transport::{BenchedDaemon, DaemonStarter, TransportBench, TransportRow};

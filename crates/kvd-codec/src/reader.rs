@@ -270,6 +270,33 @@ impl<'a> PageReader<'a> {
         Ok(())
     }
 
+    /// As [`PageReader::decode_rows`] of one row of a Huffman page, whose codes were read before:
+    /// `codes` has a byte for each, and the page's scales. `false`, and nothing written, for
+    /// another page or layout.
+    #[must_use]
+    pub fn decode_from_codes(&self, codes: FixedCodes<'_>, row: usize, out: &mut [f32]) -> bool {
+        let (FixedCodes { layout, scales, codes }, dim) = (codes, self.side.dim());
+        let PagePayload::Huffman { streams, .. } = self.payload else { return false };
+        let fits = row < layout.tokens() && layout.code_bits() == 8 && out.len() == dim;
+        if !fits || layout.per_row() != streams.per_row() {
+            return false;
+        }
+        let scales = PageScales { bytes: scales, tokens: self.tokens() };
+        let mut symbols = vec![0; layout.per_row()];
+        crate::bits::unpack_row(&layout, codes, row, &mut symbols);
+        let mut loaded = ScaleRow::default();
+        self.side.quantizer.dequantize_row(scales, row, &symbols, &mut loaded, out);
+        self.restore_length(row, out);
+        true
+    }
+
+    /// Brings a row of coefficients, as its codes have them, back to its length.
+    pub fn restore_length(&self, row: usize, out: &mut [f32]) {
+        if let Some(gains) = self.gains() {
+            gains.restore_lengths(row, out.len(), out);
+        }
+    }
+
     /// Rows as the quantizer kept them, before gains.
     fn decode_coefficients(&self, rows: Range<usize>, out: &mut [f32]) -> Result<(), PageError> {
         let (tokens, dim, Range { start: first, end }) = (self.tokens(), self.side.dim(), rows);

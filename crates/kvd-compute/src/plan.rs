@@ -118,6 +118,27 @@ impl AttendPlan {
         self.scale.unwrap_or_else(|| 1.0 / (dim as f32).sqrt())
     }
 
+    /// Whether its queries may be asked in one plan with those of `other`.
+    #[must_use]
+    pub fn asks_alike(&self, other: &Self) -> bool {
+        let bits = |factor: Option<f32>| factor.map(f32::to_bits);
+        let of = |plan: &Self| {
+            let factors = [bits(plan.scale), bits(plan.soft_cap)];
+            (plan.model, plan.layer, plan.q_heads, plan.dtype, factors)
+        };
+        of(self) == of(other)
+    }
+
+    /// One plan of the queries of several that [ask alike](Self::asks_alike), in that order; none
+    /// of none.
+    #[must_use]
+    pub fn join_plans(plans: &[&Self]) -> Option<Self> {
+        let first = plans.first()?;
+        let queries = plans.iter().flat_map(|plan| plan.queries.iter().cloned()).collect();
+        let q: Vec<u8> = plans.iter().flat_map(|plan| &plan.q[..]).copied().collect();
+        Some(Self { queries, q: q.into(), ..(*first).clone() })
+    }
+
     /// Query tokens of all queries.
     #[must_use]
     pub fn query_tokens(&self) -> usize {

@@ -25,6 +25,15 @@ pub struct Slice {
     pub waiting: Arc<AtomicUsize>,
 }
 
+/// A pause that is wanted whether or not other work waits.
+#[derive(Clone, Debug)]
+pub struct WantedPause {
+    /// Set to have one now.
+    pub wanted: Arc<AtomicBool>,
+    /// When to have one.
+    pub at: Option<Instant>,
+}
+
 /// Looked at by a backend between pieces of its work: whether to go on at all, and whether to
 /// pause. A look costs two atomic loads and at most two readings of the clock.
 #[derive(Clone, Debug, Default)]
@@ -37,6 +46,8 @@ pub struct Stop {
     pub deadline: Option<Instant>,
     /// When others go first; none for work that is not cut.
     pub slice: Option<Slice>,
+    /// When the work pauses so that its owners may be looked after; none for work of one owner.
+    pub pause: Option<WantedPause>,
 }
 
 impl Stop {
@@ -67,12 +78,16 @@ impl Stop {
         self.reason().map_or(Ok(()), |reason| Err(BackendError::Stopped(reason)))
     }
 
-    /// Whether other work waits that is to go first.
+    /// Whether the work is to pause: other work waits that is to go first, or a pause is wanted.
     #[must_use]
     pub fn slice_is_over(&self) -> bool {
-        self.slice.as_ref().is_some_and(|slice| {
+        let is_over = |slice: &Slice| {
             slice.waiting.load(Ordering::Acquire) > 0 && slice.ends <= Instant::now()
-        })
+        };
+        let is_wanted = |pause: &WantedPause| {
+            pause.wanted.load(Ordering::Acquire) || pause.at.is_some_and(|at| at <= Instant::now())
+        };
+        self.slice.as_ref().is_some_and(is_over) || self.pause.as_ref().is_some_and(is_wanted)
     }
 }
 
@@ -91,6 +106,14 @@ mod tests {
         assert!(!over.slice_is_over());
         waiting.store(1, Ordering::Release);
         assert!(over.slice_is_over() && !under_way.slice_is_over());
+        let pause = |at| Some(WantedPause { wanted: Arc::default(), at });
+        let pausing = |pause| Stop { pause, ..Stop::never() };
+        assert!(pausing(pause(Some(past))).slice_is_over());
+        assert!(!pausing(pause(Some(later))).slice_is_over());
+        let wanted = pausing(pause(None));
+        assert!(!wanted.slice_is_over());
+        wanted.pause.iter().for_each(|pause| pause.wanted.store(true, Ordering::Release));
+        assert!(wanted.slice_is_over());
         assert!(!Stop::never().slice_is_over());
         assert_eq!(over.reason(), None);
     }

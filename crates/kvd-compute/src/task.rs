@@ -2,6 +2,7 @@
 
 use crate::{AttendPlan, Attended, BackendError, PlanQuery, Stop};
 use std::any::Any;
+use std::ops::Range;
 
 /// Scores of one piece of a plan, where a device answers plans whole: tens of milliseconds of a CPU
 /// and about one of a GPU.
@@ -13,6 +14,8 @@ pub struct AttendTask {
     pub plan: AttendPlan,
     /// The device's own state of it between slices; none before the first.
     pub under_way: Option<Box<dyn Any + Send>>,
+    /// Whether nobody waits for a query any more, by query; none while all are waited for.
+    dropped: Vec<bool>,
 }
 
 /// Rows of a plan that are answered, where a device answers whole plans.
@@ -30,7 +33,20 @@ impl AttendTask {
     /// An attend of which nothing is done.
     #[must_use]
     pub fn new(plan: AttendPlan) -> Self {
-        Self { plan, under_way: None }
+        Self { plan, under_way: None, dropped: Vec::new() }
+    }
+
+    /// Leaves out some queries from now on, as far as the device can: nobody waits for them, and
+    /// what stands for them in the answer means nothing.
+    pub fn drop_queries(&mut self, queries: Range<usize>) {
+        self.dropped.resize(self.plan.queries.len(), false);
+        self.dropped[queries].fill(true);
+    }
+
+    /// Whether nobody waits for a query any more, by query; none while all are waited for.
+    #[must_use]
+    pub fn dropped_queries(&self) -> &[bool] {
+        &self.dropped
     }
 
     /// Answers the plan by `attend`, which answers plans whole: one of many scores in pieces of
@@ -100,6 +116,7 @@ impl AnsweredRows {
         let piece = attend(&AttendPlan { queries, q, ..plan.clone() })?;
         self.attended.out.extend(piece.out);
         self.attended.lse.extend(piece.lse);
+        self.attended.saved_passes += piece.saved_passes;
         self.attended.stored_bytes_read += if whole { piece.stored_bytes_read } else { 0 };
         Ok(())
     }
@@ -142,7 +159,12 @@ mod tests {
     fn attended(plan: &AttendPlan, calls: &mut Vec<Vec<(u32, u32)>>) -> Attended {
         calls.push(plan.queries.iter().map(|query| (query.n_q, query.position)).collect());
         let lse = vec![0.0; plan.rows() as usize];
-        Attended { out: plan.q.to_vec(), lse, stored_bytes_read: plan.queries.len() as u64 }
+        Attended {
+            out: plan.q.to_vec(),
+            lse,
+            stored_bytes_read: plan.queries.len() as u64,
+            saved_passes: 0,
+        }
     }
 
     #[test]

@@ -49,6 +49,6 @@ impl MergedResults {
         let token_bytes = geometry.token_bytes();
         let parts = plan.queries.iter().flat_map(|query| query.parts.iter());
         let stored_bytes_read = parts.map(|part| part.stored_bytes(token_bytes)).sum();
-        Attended { out, lse, stored_bytes_read }
+        Attended { out, lse, stored_bytes_read, saved_passes: 0 }
     }
 }

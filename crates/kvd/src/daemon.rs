@@ -204,7 +204,7 @@ impl Daemon {
             let failures = failures.clone();
             let on_failure = move || failures.send_modify(|failed| *failed += 1);
             let (queue_jobs_max, weights) = (config.queue_jobs_max, config.weights.clone());
-            let limits = WorkerLimits { queue_jobs_max, weights };
+            let limits = WorkerLimits { queue_jobs_max, weights, merging: config.merging };
             DeviceWorker::start_thread(backend, limits, &metrics, on_failure)
         };
         let workers = backends.into_iter().map(start).collect::<Result<Vec<_>, _>>();

@@ -136,6 +136,29 @@ impl<J> KindQueue<J> {
         self.took_out(next)
     }
 
+    /// Takes out at most so many jobs that are first in their line: one of each connection, then
+    /// the next of each.
+    fn take_first(&mut self, most: usize, wants: impl Fn(&J) -> bool) -> Vec<WaitingJob<J>> {
+        let mut taken = Vec::new();
+        loop {
+            let before = taken.len();
+            for connections in self.namespaces.each_work() {
+                for line in connections.each_work() {
+                    let wanted = line.0.front().is_some_and(|waiting| wants(&waiting.job));
+                    if wanted && taken.len() < most {
+                        taken.extend(line.0.pop_front());
+                    }
+                }
+            }
+            if taken.len() == before {
+                break;
+            }
+        }
+        self.waiting -= taken.len();
+        self.counted -= taken.iter().filter(|waiting| waiting.ticket.is_counted).count();
+        taken
+    }
+
     fn remove(&mut self, ticket: &JobTicket) -> Option<WaitingJob<J>> {
         let line = &mut self.find_line(&ticket.owner)?.0;
         let at = line.iter().position(|waiting| waiting.ticket.serial == ticket.serial)?;
@@ -247,6 +270,20 @@ impl<J> JobScheduler<J> {
         }
         self.attend_serials.remove(&ticket.serial);
         self.attends.remove(ticket)
+    }
+
+    /// Takes out at most so many attends that are next in their line, one of each connection at a
+    /// time, to be done with another's.
+    pub(crate) fn take_attends(
+        &mut self,
+        most: usize,
+        wants: impl Fn(&J) -> bool,
+    ) -> Vec<WaitingJob<J>> {
+        let taken = self.attends.take_first(most, wants);
+        for waiting in &taken {
+            self.attend_serials.remove(&waiting.ticket.serial);
+        }
+        taken
     }
 
     /// Takes out all jobs.

@@ -91,6 +91,11 @@ impl<K: Clone + Eq + Hash, V: WaitingWork + Default> TimeShares<K, V> {
         self.now += share / (self.waited + 1) as f64;
     }
 
+    /// The work of all members.
+    pub(crate) fn each_work(&mut self) -> impl Iterator<Item = &mut V> {
+        self.members.values_mut().map(|member| &mut member.work)
+    }
+
     /// All members and their work.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (&K, &V)> {
         self.members.iter().map(|(key, member)| (key, &member.work))

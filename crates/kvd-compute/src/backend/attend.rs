@@ -11,6 +11,8 @@ pub struct Attended {
     pub lse: Vec<f32>,
     /// Bytes of pages and raw rows that lay in the plan's parts.
     pub stored_bytes_read: u64,
+    /// Passes over blocks that were not made because several queries share one.
+    pub saved_passes: u64,
 }
 
 /// How a device was given its attention kernels.
@@ -48,6 +50,13 @@ pub trait AttendBackend {
         stop: &Stop,
     ) -> Result<Option<Attended>, BackendError> {
         task.attend_by_pieces(stop, |plan| self.attend(plan))
+    }
+
+    /// Whether queries of a plan that name the same pages are answered by one pass over those
+    /// ([`find_shared_runs`](crate::find_shared_runs)). Where not, a plan is answered query by
+    /// query, and it is no use to join plans.
+    fn shares_pages(&self) -> bool {
+        false
     }
 
     /// How the device was given its attention kernels so far.

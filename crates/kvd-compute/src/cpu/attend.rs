@@ -4,32 +4,22 @@
 
 use crate::cpu::attend_f64::{self, WideState};
 use crate::cpu::attend_job::{AttendJob, AttendUnit, group_size, payload_row};
-use crate::cpu::attend_unit::{self, UnitAnswer};
+use crate::cpu::attend_unit;
 use crate::cpu::loss::MergedRows;
 use crate::cpu::row_reader::LayerReader;
-use crate::cpu::token_span::spans_of;
-use crate::{AttendPlan, Attended, BackendError, PartialState, PlanPart, PlanQuery};
+use crate::cpu::unit_answer::UnitAnswer;
+use crate::cpu::unit_plan::{PlannedUnits, RowGroup, SharedPasses, UnitPlan, plan_units};
+use crate::{AttendPlan, Attended, BackendError, PartialState};
 use kvd_core::{DType, Side};
 use rayon::prelude::*;
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
-
-/// Query tokens of one unit: accumulators of four heads of 128 channels to a KV head stay in the
-/// second-level cache.
-pub(super) const UNIT_QUERY_TOKENS: u32 = 32;
-/// Fewest parts (blocks) of one unit: below this a thread's start costs more than it saves.
-const UNIT_PARTS_MIN: usize = 8;
-/// A few units per thread even out their lengths.
-const UNITS_PER_THREAD: usize = 4;
 
 /// Least share of the squares of coefficients that those of an output have, for f32 to do.
 const LEFT_LEAST: f64 = 1.0 / 64.0;
 
-/// Query rows times tokens of one unit, at most, where decoding a token counts as [`DECODE_ROWS`]
-/// rows do: two or three milliseconds of a thread, so that others wait no longer for a pause.
-const UNIT_COST_MAX: u64 = 1 << 18;
-/// Query rows that take about as long as decoding a token.
-const DECODE_ROWS: u64 = 32;
 /// Query rows times tokens of one piece of the second pass, at most: f64 takes ten times as long.
 const WIDE_COST_MAX: u64 = 1 << 15;
 /// Units for each thread whose answers are kept at once.
@@ -38,13 +28,13 @@ const ANSWERS_PER_THREAD: usize = 16;
 /// Attention under way: what is left of it, and what it came to so far. It refers to the plan by
 /// numbers alone, so that the device may do something else between two slices.
 pub(super) struct AttendProgress {
-    units: Vec<UnitPlan>,
+    planned: PlannedUnits,
     /// Units that are done.
     done: usize,
-    /// The first unit of the group whose splits are being merged, and what they came to.
-    group: Option<(usize, UnitAnswer)>,
+    /// Groups whose units are being merged, and what they came to.
+    merging: HashMap<usize, UnitAnswer>,
     /// Groups that are written, and whose rows are yet to be tested.
-    written: Vec<UnitGroup>,
+    written: Vec<WrittenGroup>,
     reply: BatchReply,
     again: Vec<RepeatedRows>,
     wide: WideCursor,
@@ -53,18 +43,20 @@ pub(super) struct AttendProgress {
 /// How far the second pass has come.
 #[derive(Default)]
 struct WideCursor {
-    /// The group, the unit in it and the first of that unit's parts that are next.
+    /// The group, the split of it and the first of that split's parts that are next.
     group: usize,
-    unit: usize,
+    split: usize,
     part: usize,
     /// States of the group's pieces so far, merged.
     states: Vec<WideState>,
 }
 
-/// Some parts of a unit, for some of its rows, in f64.
+/// Some parts of a split, for some of its group's rows, in f64.
 struct WidePiece {
+    /// Which of the groups that have such rows.
     group: usize,
-    unit: usize,
+    split: usize,
+    /// Counted in the query.
     parts: Range<usize>,
     /// Whether the group ends with it.
     last: bool,
@@ -73,10 +65,14 @@ struct WidePiece {
 impl AttendProgress {
     /// A plan of which nothing is done; the caller has checked its shapes and that `q` is finite.
     pub(super) fn new(job: &AttendJob<'_>) -> Self {
+        Self::with_passes(job, SharedPasses::Together)
+    }
+
+    pub(super) fn with_passes(job: &AttendJob<'_>, passes: SharedPasses) -> Self {
         Self {
-            units: plan_units(job),
+            planned: plan_units(job, passes),
             done: 0,
-            group: None,
+            merging: HashMap::new(),
             written: Vec::new(),
             reply: BatchReply::new(job),
             again: Vec::new(),
@@ -91,31 +87,30 @@ impl AttendProgress {
 
     /// The answer to a plan that is done.
     pub(super) fn take_answer(self, job: &AttendJob<'_>) -> Attended {
+        let saved_passes = self.planned.count_saved_passes();
         let BatchReply { out, lse, .. } = self.reply;
-        Attended { out, lse, stored_bytes_read: stored_bytes(job.plan, job.reader) }
+        let stored_bytes_read = stored_bytes(job.plan, job.reader);
+        Attended { out, lse, stored_bytes_read, saved_passes }
     }
 
     /// Runs units by the kernels of their sides, merges the splits of each query row and writes the
     /// reply; and notes which rows those kernels do not serve.
     fn first_pass(&mut self, job: &AttendJob<'_>) -> Result<bool, BackendError> {
+        let units = self.planned.units.len();
         loop {
             if !self.test_written(job)? {
                 return Ok(false);
             }
-            if self.done == self.units.len() {
+            if self.done == units {
                 return Ok(true);
             }
-            let end = self.units.len().min(self.done + ANSWERS_PER_THREAD * job.threads);
-            let next = &self.units[self.done..end];
-            let answers = run_some(job, next, |unit| run_unit(job, &unit.to_unit(job)))?;
+            let end = units.min(self.done + ANSWERS_PER_THREAD * job.threads);
+            let next = &self.planned.units[self.done..end];
+            let groups = &self.planned.groups;
+            let answers = run_some(job, next, |unit| run_unit(job, unit, groups))?;
             let paused = answers.len() < next.len();
-            for answer in answers {
-                let at = self.done;
-                self.done += 1;
-                self.merge_answer(job, at, answer);
-            }
-            if self.done == self.units.len() {
-                self.end_group(job, self.done);
+            for answers in answers {
+                self.merge_answers(job, answers);
             }
             if paused || job.stop.slice_is_over() {
                 return Ok(false);
@@ -128,48 +123,59 @@ impl AttendProgress {
         if self.written.is_empty() {
             return Ok(true);
         }
-        let tested =
-            run_some(job, &self.written, |group| group.find_repeated_rows(job, &self.units))?;
+        let groups = &self.planned.groups;
+        let tested = run_some(job, &self.written, |group| group.find_repeated_rows(job, groups))?;
         let left = self.written.split_off(tested.len());
         self.written = left;
         self.again.extend(tested.into_iter().filter(|again| !again.rows.is_empty()));
         Ok(self.written.is_empty())
     }
 
-    /// Takes what unit `at` came to.
-    fn merge_answer(&mut self, job: &AttendJob<'_>, at: usize, answer: UnitAnswer) {
-        if let Some((first, merged)) = &mut self.group {
-            if self.units[*first].has_rows_of(&self.units[at]) {
-                merged.merge_answer(&answer);
-                return;
+    /// Takes what the next unit came to, group by group; none for one that nobody waits for.
+    fn merge_answers(&mut self, job: &AttendJob<'_>, answers: Vec<UnitAnswer>) {
+        let at = self.done;
+        self.done += 1;
+        let groups = self.planned.units[at].groups();
+        for (group, answer) in groups.iter().zip(answers) {
+            match self.merging.entry(*group) {
+                Entry::Occupied(mut merged) => merged.get_mut().merge_answer(&answer),
+                Entry::Vacant(entry) => {
+                    entry.insert(answer);
+                }
             }
-            self.end_group(job, at);
         }
-        self.group = Some((at, answer));
+        let is_last = |group: &usize| self.planned.groups[*group].last_unit == at;
+        let ended: Vec<usize> = groups.iter().copied().filter(is_last).collect();
+        ended.into_iter().for_each(|group| self.end_group(job, group));
     }
 
-    /// Writes the rows of the group that ends before unit `end`.
-    fn end_group(&mut self, job: &AttendJob<'_>, end: usize) {
-        let Some((first, merged)) = self.group.take() else { return };
-        let cancelled = self.reply.write_unit(job, &self.units[first].to_unit(job), &merged.states);
-        self.written.push(UnitGroup { units: first..end, merged, cancelled });
+    /// Writes the rows of a group whose units are all merged.
+    fn end_group(&mut self, job: &AttendJob<'_>, group: usize) {
+        let Some(merged) = self.merging.remove(&group) else { return };
+        if job.is_dropped(self.planned.groups[group].query) {
+            return;
+        }
+        let unit = self.planned.groups[group].to_unit(job, 0..0);
+        let cancelled = self.reply.write_unit(job, &unit, &merged.states);
+        self.written.push(WrittenGroup { group, merged, cancelled });
     }
 
     /// Attends to rows in f64, and writes them in place of what the reply has.
     fn second_pass(&mut self, job: &AttendJob<'_>) -> Result<bool, BackendError> {
+        let is_dropped =
+            |again: &RepeatedRows| job.is_dropped(self.planned.groups[again.group].query);
+        while self.again.get(self.wide.group).is_some_and(is_dropped) {
+            self.wide = WideCursor { group: self.wide.group + 1, ..WideCursor::default() };
+        }
         loop {
             let next = self.next_pieces(ANSWERS_PER_THREAD * job.threads);
             if next.is_empty() {
                 return Ok(true);
             }
             let states = run_some(job, &next, |piece| {
-                let rows = &self.again[piece.group].rows;
-                let whole = self.units[piece.unit].to_unit(job);
-                attend_f64::attend_rows(
-                    job,
-                    &AttendUnit { parts: &whole.parts[piece.parts.clone()], ..whole },
-                    rows,
-                )
+                let RepeatedRows { group, rows } = &self.again[piece.group];
+                let unit = self.planned.groups[*group].to_unit(job, piece.parts.clone());
+                attend_f64::attend_rows(job, &unit, rows)
             })?;
             let paused = states.len() < next.len();
             for (piece, states) in next.into_iter().zip(states) {
@@ -183,22 +189,21 @@ impl AttendProgress {
 
     /// At most so many pieces of the second pass that come next.
     fn next_pieces(&self, most: usize) -> Vec<WidePiece> {
-        let WideCursor { mut group, unit, part, .. } = self.wide;
-        let (mut unit, mut part) = (unit, part);
+        let WideCursor { mut group, mut split, mut part, .. } = self.wide;
         let mut pieces = Vec::new();
         while let Some(again) = self.again.get(group).filter(|_| pieces.len() < most) {
-            let number = again.units.start + unit;
-            let whole = &self.units[number];
-            let (parts, rows) = (whole.parts.len(), again.rows.len() as u64);
-            let tokens = (WIDE_COST_MAX / rows.max(1)).max(1);
-            let end = parts.min(part + whole.parts_of(tokens));
-            let (unit_ends, units) = (end == parts, again.units.len());
-            let last = unit_ends && unit + 1 == units;
-            pieces.push(WidePiece { group, unit: number, parts: part..end, last });
-            (group, unit, part) = match (last, unit_ends) {
+            let of = &self.planned.groups[again.group];
+            let whole = of.splits[split].clone();
+            let tokens = (WIDE_COST_MAX / (again.rows.len() as u64).max(1)).max(1);
+            let end = whole.len().min(part + of.parts_of(tokens));
+            let (split_ends, splits) = (end == whole.len(), of.splits.len());
+            let last = split_ends && split + 1 == splits;
+            let parts = whole.start + part..whole.start + end;
+            pieces.push(WidePiece { group, split, parts, last });
+            (group, split, part) = match (last, split_ends) {
                 (true, _) => (group + 1, 0, 0),
-                (false, true) => (group, unit + 1, 0),
-                (false, false) => (group, unit, end),
+                (false, true) => (group, split + 1, 0),
+                (false, false) => (group, split, end),
             };
         }
         pieces
@@ -207,26 +212,28 @@ impl AttendProgress {
     /// Takes what a piece of the second pass came to.
     fn merge_wide(&mut self, job: &AttendJob<'_>, piece: WidePiece, states: Vec<WideState>) {
         let again = &self.again[piece.group];
-        let unit = piece.unit - again.units.start;
+        let of = &self.planned.groups[again.group];
         let wide = &mut self.wide;
         if wide.states.is_empty() {
             wide.states = states;
         } else {
             wide.states.iter_mut().zip(&states).for_each(|(state, split)| state.merge_split(split));
         }
-        let unit_ends = piece.parts.end == self.units[piece.unit].parts.len();
-        let unit = if unit_ends { unit + 1 } else { unit };
-        let part = if unit_ends { 0 } else { piece.parts.end };
-        (wide.group, wide.unit, wide.part) = (piece.group, unit, part);
+        let whole = &of.splits[piece.split];
+        let split_ends = piece.parts.end == whole.end;
+        let split = if split_ends { piece.split + 1 } else { piece.split };
+        let part = if split_ends { 0 } else { piece.parts.end - whole.start };
+        (wide.group, wide.split, wide.part) = (piece.group, split, part);
         if !piece.last {
             return;
         }
         let states = std::mem::take(&mut wide.states);
-        (wide.group, wide.unit, wide.part) = (piece.group + 1, 0, 0);
+        (wide.group, wide.split, wide.part) = (piece.group + 1, 0, 0);
         let mut values = vec![0f32; self.reply.dim];
+        let unit = of.to_unit(job, 0..0);
         for (row, state) in again.rows.iter().zip(&states) {
             let lse = state.write_output(&mut values);
-            let target = payload_row(job, &self.units[piece.unit].to_unit(job), *row);
+            let target = payload_row(job, &unit, *row);
             self.reply.write_row(job.plan.dtype, target, &values, lse);
         }
     }
@@ -263,26 +270,27 @@ fn run_some<P: Sync, T: Send>(
     Ok(all.into_iter().map(|(_, answer)| answer).collect())
 }
 
-/// Units of the same rows, merged.
-struct UnitGroup {
-    units: Range<usize>,
+/// A group whose units are merged and written.
+struct WrittenGroup {
+    group: usize,
     merged: UnitAnswer,
     /// Rows of which transforms left little.
     cancelled: Vec<usize>,
 }
 
-impl UnitGroup {
+impl WrittenGroup {
     /// Finds the rows that the kernels do not serve.
     fn find_repeated_rows(
         &self,
         job: &AttendJob<'_>,
-        units: &[UnitPlan],
+        groups: &[RowGroup],
     ) -> Result<RepeatedRows, BackendError> {
-        let unit = &units[self.units.start].to_unit(job);
+        let of = &groups[self.group];
+        let unit = &of.to_unit(job, 0..job.plan.queries[of.query].parts.len());
         let UnitAnswer { queries, states, losses } = &self.merged;
         let rows = MergedRows { job, unit, queries, states, losses }
             .not_served(&self.cancelled, LEFT_LEAST)?;
-        Ok(RepeatedRows { units: self.units.clone(), rows })
+        Ok(RepeatedRows { group: self.group, rows })
     }
 }
 
@@ -294,97 +302,38 @@ pub(super) fn rows_again(job: &AttendJob<'_>) -> Result<usize, BackendError> {
     Ok(attend.again.iter().map(|again| again.rows.len()).sum())
 }
 
-/// Runs a unit, and gives back what its products have kept of the thread's registers.
-fn run_unit(job: &AttendJob<'_>, unit: &AttendUnit<'_>) -> Result<UnitAnswer, BackendError> {
-    let _registers = job.simd.in_use();
-    attend_unit::answer_unit(job, unit)
-}
-
-/// A unit by numbers into its plan.
-struct UnitPlan {
-    query: usize,
-    batch_row: usize,
-    q: Range<u32>,
-    head: usize,
-    parts: Range<usize>,
-    /// Tokens of the longest of its parts.
-    part_tokens: u32,
-}
-
-impl UnitPlan {
-    fn to_unit<'a>(&self, job: &AttendJob<'a>) -> AttendUnit<'a> {
-        let query = &job.plan.queries[self.query];
-        let parts = &query.parts[self.parts.clone()];
-        AttendUnit { query, batch_row: self.batch_row, q: self.q.clone(), head: self.head, parts }
-    }
-
-    fn has_rows_of(&self, other: &Self) -> bool {
-        self.query == other.query && self.q == other.q && self.head == other.head
-    }
-
-    /// How many of its parts have about so many tokens.
-    fn parts_of(&self, tokens: u64) -> usize {
-        usize::try_from(tokens / u64::from(self.part_tokens.max(1))).unwrap_or(usize::MAX).max(1)
-    }
-}
-
 /// The plan's units.
 #[cfg(test)]
 pub(super) fn units_of<'a>(job: &AttendJob<'a>) -> Vec<AttendUnit<'a>> {
-    plan_units(job).iter().map(|unit| unit.to_unit(job)).collect()
+    let PlannedUnits { groups, units } = plan_units(job, SharedPasses::Together);
+    units.iter().map(|unit| unit.to_unit(job, &groups)).collect()
 }
 
-/// Splits the batch by work, so that one long sequence among many short ones is not left to a
-/// single thread at the end; units of the same query tokens and head follow one another.
-fn plan_units(job: &AttendJob<'_>) -> Vec<UnitPlan> {
-    let kv_heads = job.reader.codec.geometry().kv_heads as usize;
-    let whole = |query: &PlanQuery| query.n_q.div_ceil(UNIT_QUERY_TOKENS) as usize * kv_heads;
-    let queries = &job.plan.queries;
-    let seen: Vec<Range<usize>> = queries.iter().map(seen_parts).collect();
-    let parts: usize = queries.iter().zip(&seen).map(|(of, seen)| whole(of) * seen.len()).sum();
-    let parts_per_unit = parts.div_ceil(UNITS_PER_THREAD * job.threads).max(UNIT_PARTS_MIN);
-    let mut units = Vec::with_capacity(queries.iter().map(whole).sum());
-    let mut batch_row = 0;
-    for (number, (query, seen)) in queries.iter().zip(seen).enumerate() {
-        let part_tokens = query.parts[seen.clone()].iter().map(|part| part.rows).max();
-        let part_tokens = part_tokens.unwrap_or(0);
-        let rows = query.n_q.min(UNIT_QUERY_TOKENS) as usize * group_size(job);
-        let part_cost = (rows as u64 + DECODE_ROWS) * u64::from(part_tokens.max(1));
-        let most = usize::try_from(UNIT_COST_MAX / part_cost).unwrap_or(usize::MAX);
-        let parts_per_unit = parts_per_unit.min(most.max(UNIT_PARTS_MIN));
-        // Splits of one query are alike: no thread is left with a short rest.
-        let splits = seen.len().div_ceil(parts_per_unit).max(1);
-        let parts_per_split = seen.len().div_ceil(splits).max(1);
-        for q_start in (0..query.n_q).step_by(UNIT_QUERY_TOKENS as usize) {
-            let q = q_start..query.n_q.min(q_start + UNIT_QUERY_TOKENS);
-            for head in 0..kv_heads {
-                let unit = |parts| {
-                    let q = q.clone();
-                    UnitPlan { query: number, batch_row, q, head, parts, part_tokens }
-                };
-                if seen.is_empty() {
-                    units.push(unit(seen.clone()));
-                }
-                let starts = seen.clone().step_by(parts_per_split);
-                units.extend(starts.map(|at| unit(at..seen.end.min(at + parts_per_split))));
-            }
-        }
-        batch_row += query.n_q as usize;
+/// Runs a unit, and gives back what its products have kept of the thread's registers; the answers
+/// of its groups.
+fn run_unit(
+    job: &AttendJob<'_>,
+    unit: &UnitPlan,
+    groups: &[RowGroup],
+) -> Result<Vec<UnitAnswer>, BackendError> {
+    if unit.groups().iter().all(|group| job.is_dropped(groups[*group].query)) {
+        return Ok(Vec::new());
     }
-    units
+    let _registers = job.simd.in_use();
+    let unit = unit.to_unit(job, groups);
+    let mut rest = attend_unit::answer_unit(job, &unit)?;
+    let mut answers = Vec::with_capacity(unit.tokens.len());
+    for tokens in &unit.tokens[..unit.tokens.len() - 1] {
+        let next = rest.split_off_rows(tokens.q.len() * group_size(job));
+        answers.push(std::mem::replace(&mut rest, next));
+    }
+    answers.push(rest);
+    Ok(answers)
 }
 
-/// The parts from the first to the last that some token of the query sees.
-fn seen_parts(query: &PlanQuery) -> Range<usize> {
-    let visible = query.visible(0).start..query.visible(query.n_q.saturating_sub(1)).end;
-    let is_seen = |part: &PlanPart| spans_of(part, visible.clone()).next().is_some();
-    let Some(first) = query.parts.iter().position(is_seen) else { return 0..0 };
-    first..query.parts.iter().rposition(is_seen).map_or(first, |last| last + 1)
-}
-
-/// Rows of a group of units that are to be attended to again, and where the units are.
+/// Rows of a group that are to be attended to again.
 struct RepeatedRows {
-    units: Range<usize>,
+    group: usize,
     rows: Vec<usize>,
 }
 

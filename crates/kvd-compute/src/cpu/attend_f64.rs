@@ -83,7 +83,7 @@ pub(super) fn attend_rows(
     let [dim_k, dim_v] = sides.map(|side| side.dim());
     let mut states: Vec<_> = rows.iter().map(|_| WideState::empty(dim_v)).collect();
     let mut tiles = [dim_k, dim_v].map(|dim| vec![0f32; TILE_TOKENS as usize * dim]);
-    let seen = unit.query.visible(unit.q.start).start..unit.query.visible(unit.q.end - 1).end;
+    let seen = unit.seen_by_any();
     for part in unit.parts {
         let (first, end) = (part.first_token.max(seen.start), part.end_token().min(seen.end));
         if first >= end {
@@ -100,7 +100,7 @@ pub(super) fn attend_rows(
                 restore_rows(side, rows.row_space(), tile);
             }
             for (row, state) in rows.iter().zip(&mut states) {
-                let visible = unit.query.visible(unit.q.start + (row / group_size(job)) as u32);
+                let visible = unit.visible(row / group_size(job));
                 let (start, end) = (visible.start.max(token), visible.end.min(token + count));
                 if start >= end {
                     continue;

@@ -19,6 +19,7 @@ use crate::cpu::softmax::{self, SeenScores, WeightSums};
 use crate::cpu::span_scores::{SPAN, SpanScores, TILE};
 use crate::cpu::tile_cursor::{TileCursor, grow_buffer};
 use crate::cpu::token_span::{TokenSpan, spans_of};
+use crate::cpu::unit_answer::UnitAnswer;
 use crate::cpu::unit_queries::UnitQueries;
 use crate::{BackendError, PartialState};
 use kvd_codec::{HeadCodec, PageReader, RowSpace};
@@ -73,25 +74,6 @@ pub(super) struct UnitState<'a> {
     prefetch: PartPrefetch<'a>,
     /// Where queries are rounded.
     probe: Option<ScoreProbe>,
-}
-
-/// Results of a unit.
-pub(super) struct UnitAnswer {
-    pub(super) queries: UnitQueries,
-    pub(super) states: Vec<PartialState>,
-    pub(super) losses: Vec<RowLoss>,
-}
-
-impl UnitAnswer {
-    /// Adds what another unit of the same rows came to.
-    pub(super) fn merge_answer(&mut self, other: &Self) {
-        let theirs = other.states.iter().zip(&other.losses);
-        let mine = self.states.iter_mut().zip(&mut self.losses);
-        for ((state, loss), (other, other_loss)) in mine.zip(theirs) {
-            loss.merge_loss(other_loss, [state.max, other.max]);
-            state.merge(other);
-        }
-    }
 }
 
 /// Answers a unit: partial states of its rows, and the losses of its kernels.
@@ -161,9 +143,8 @@ impl<'a> UnitState<'a> {
         sides: &[Side],
         mut scored: impl FnMut(&mut Self, &[RowReader<'a>], &TokenSpan) -> Result<(), BackendError>,
     ) -> Result<(), BackendError> {
-        // The union of what the unit's query tokens see; spans outside are never decoded.
-        let seen = self.unit.query.visible(self.unit.q.start).start
-            ..self.unit.query.visible(self.unit.q.end - 1).end;
+        // Spans outside are never decoded.
+        let seen = self.unit.seen_by_any();
         let parts =
             self.unit.parts.iter().filter(|part| spans_of(part, seen.clone()).next().is_some());
         let (reader, head) = (self.job.reader, self.unit.head);
@@ -284,16 +265,23 @@ impl<'a> UnitState<'a> {
     /// down when a larger score comes.
     fn weigh_span(&mut self, span: &TokenSpan, key_space: RowSpace, value_space: RowSpace) {
         let (simd, cap, group) = (self.job.simd, self.job.plan.soft_cap, group_size(self.job));
-        let query = self.unit.query;
-        for (token, first) in (self.unit.q.start..).zip((0..self.states.len()).step_by(group)) {
-            let seen = span.visible_rows(&query.visible(token));
-            (first..first + group).for_each(|row| {
+        let seen_by =
+            |unit: &AttendUnit<'_>, row: usize| span.visible_rows(&unit.visible(row / group));
+        let mut end = 0;
+        while end < self.states.len() {
+            // Query tokens that see the same go together.
+            let (first, seen) = (end, seen_by(self.unit, end));
+            end += group;
+            while end < self.states.len() && seen_by(self.unit, end) == seen {
+                end += group;
+            }
+            (first..end).for_each(|row| {
                 self.scores.set_seen(row, seen.clone(), span.tile_range());
             });
             if seen.is_empty() {
                 continue;
             }
-            for rows in split_range(first..first + group, softmax::ROWS) {
+            for rows in split_range(first..end, softmax::ROWS) {
                 self.prefetch.next_step();
                 let offsets = &self.queries.offsets_of(key_space)[rows.clone()];
                 let (mut maxima, mut sums) = ([0f32; softmax::ROWS], WeightSums::default());

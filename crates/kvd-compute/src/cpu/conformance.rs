@@ -15,6 +15,7 @@ mod hostile_inputs;
 mod ragged;
 mod scores;
 mod shapes;
+mod shared;
 mod slices;
 
 const MODEL: ModelId = ModelId(1);

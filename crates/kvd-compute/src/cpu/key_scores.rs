@@ -2,7 +2,7 @@
 
 use crate::BackendError;
 use crate::cpu::attend_f64;
-use crate::cpu::attend_job::{AttendJob, AttendUnit, group_size};
+use crate::cpu::attend_job::{AttendJob, AttendUnit, UnitTokens, group_size};
 use crate::cpu::attend_unit::UnitState;
 use crate::cpu::raw_slots::restore_rows;
 use crate::cpu::row_reader::RowReader;
@@ -21,7 +21,8 @@ pub(super) fn write_key_scores(job: &AttendJob<'_>, out: &mut [f32]) -> Result<(
     }
     let heads = out.par_chunks_exact_mut(group_size(job) * tokens).enumerate();
     heads.try_for_each(|(head, out)| {
-        let unit = AttendUnit { query, batch_row: 0, q: 0..1, head, parts: &query.parts };
+        let tokens = vec![UnitTokens { query, batch_row: 0, q: 0..1 }];
+        let unit = AttendUnit { tokens, head, parts: &query.parts };
         let _registers = job.simd.in_use();
         out.fill(f32::NEG_INFINITY);
         UnitState::new(job, &unit)?
@@ -37,14 +38,13 @@ impl UnitState<'_> {
         span: &TokenSpan,
         out: &mut [f32],
     ) -> Result<(), BackendError> {
-        let query = self.unit.query;
-        let seen = span.visible_rows(&query.visible(0));
+        let seen = span.visible_rows(&self.unit.visible(0));
         if seen.is_empty() {
             return Ok(());
         }
         let rows = self.scores.row_count();
         let tokens = out.len() / rows;
-        let at = span.position_of(seen.start) - query.parts[0].first_token as usize;
+        let at = span.position_of(seen.start) - self.unit.parts[0].first_token as usize;
         for first in (0..rows).step_by(softmax::ROWS) {
             let count = softmax::ROWS.min(rows - first);
             let offsets = &self.queries.offsets_of(keys.row_space())[first..first + count];

@@ -222,7 +222,7 @@ impl RowLoss {
 /// The rows of one query and KV head, merged, and what they lost.
 pub(super) struct MergedRows<'a> {
     pub(super) job: &'a AttendJob<'a>,
-    /// The first of the units that they come from.
+    /// The unit of these rows over all that their query reads.
     pub(super) unit: &'a AttendUnit<'a>,
     pub(super) queries: &'a UnitQueries,
     pub(super) states: &'a [PartialState],
@@ -280,7 +280,7 @@ impl MergedRows<'_> {
         if loss.score > SCORE_LOSS_MAX || within(&loss.probed) {
             return Ok(loss.score <= SCORE_LOSS_MAX);
         }
-        let key = decoder.decoded_row(Side::Key, &self.unit.query.parts, loss.largest_at)?;
+        let key = decoder.decoded_row(Side::Key, self.unit.parts, loss.largest_at)?;
         let term = largest_product(self.job.simd, self.queries.row(RowSpace::Raw, row), key);
         let score = attend_f64::score_keys(self.job, self.unit, row, key).first().copied();
         let error = score.map_or(0.0, |score| (f64::from(state.max) - score).abs() as f32);
@@ -304,7 +304,7 @@ impl MergedRows<'_> {
             return Ok(true);
         }
         // The weight of the token with the largest score is one.
-        let value = decoder.decoded_row(Side::Value, &self.unit.query.parts, loss.largest_at)?;
+        let value = decoder.decoded_row(Side::Value, self.unit.parts, loss.largest_at)?;
         Ok(lost.max(PEAK * apart) <= OF_LARGEST_TERM * largest_magnitude(value))
     }
 
@@ -317,7 +317,7 @@ impl MergedRows<'_> {
         decoder: &mut RowDecoder<'_>,
     ) -> Result<bool, BackendError> {
         let (state, at) = (&self.states[row], self.losses[row].largest_at);
-        let value = decoder.decoded_row(Side::Value, &self.unit.query.parts, at)?;
+        let value = decoder.decoded_row(Side::Value, self.unit.parts, at)?;
         let squares = |values: &[f32]| sum_of_squares(values.iter().copied());
         let coefficients = squares(&state.coefficients) / f64::from(state.weight_sum).powi(2);
         Ok(squares(value) < share * coefficients)

@@ -86,6 +86,8 @@ mod tests;
 mod tile_cursor;
 mod token_span;
 mod uniform;
+mod unit_answer;
+mod unit_plan;
 mod unit_queries;
 mod vq;
 
@@ -139,6 +141,14 @@ pub struct CpuBackend {
     threads: rayon::ThreadPool,
     simd: Simd,
     precision: Precision,
+}
+
+/// A plan, which of its queries nobody waits for, and its queries in f32.
+#[derive(Clone, Copy)]
+struct AskedPlan<'a> {
+    plan: &'a AttendPlan,
+    dropped: &'a [bool],
+    q: &'a [f32],
 }
 
 /// Why the CPU backend could not be opened.
@@ -229,7 +239,7 @@ impl CpuBackend {
     /// as under `fast` either way.
     #[must_use]
     pub fn effective_precision(&self, query_tokens: u32, group: u32) -> Precision {
-        let rows = query_tokens.min(attend::UNIT_QUERY_TOKENS) * group;
+        let rows = query_tokens.min(unit_plan::UNIT_QUERY_TOKENS) * group;
         attend_job::effective_precision(self.config(), rows as usize)
     }
 
@@ -246,7 +256,7 @@ impl CpuBackend {
         query_tokens: u32,
         group: u32,
     ) -> Result<[MultiplyKind; 2], BackendError> {
-        let rows = (query_tokens.min(attend::UNIT_QUERY_TOKENS) * group) as usize;
+        let rows = (query_tokens.min(unit_plan::UNIT_QUERY_TOKENS) * group) as usize;
         let config = attend_job::effective_config(self.config(), rows);
         Ok(MultiplyKind::of_layer(config, self.codec(model)?, layer, rows))
     }
@@ -287,7 +297,8 @@ impl CpuBackend {
     ) -> Result<T, BackendError> {
         let q = slices::widened_queries(plan)?;
         let stop = Stop::never();
-        self.threads.install(|| run(&self.new_job(plan, &q, &stop)?))
+        let asked = AskedPlan { plan, dropped: &[], q: &q };
+        self.threads.install(|| run(&self.new_job(asked, &stop)?))
     }
 
     fn config(&self) -> KernelConfig {
@@ -296,10 +307,10 @@ impl CpuBackend {
 
     fn new_job<'a>(
         &'a self,
-        plan: &'a AttendPlan,
-        q: &'a [f32],
+        asked: AskedPlan<'a>,
         stop: &'a Stop,
     ) -> Result<attend_job::AttendJob<'a>, BackendError> {
+        let AskedPlan { plan, dropped, q } = asked;
         Ok(attend_job::AttendJob {
             plan,
             reader: LayerReader {
@@ -310,6 +321,7 @@ impl CpuBackend {
             simd: self.simd,
             precision: self.precision,
             q,
+            dropped,
             threads: self.threads.current_num_threads(),
             stop,
         })
@@ -495,6 +507,10 @@ impl AttendBackend for CpuBackend {
         stop: &Stop,
     ) -> Result<Option<Attended>, BackendError> {
         slices::attend_slice(self, task, stop)
+    }
+
+    fn shares_pages(&self) -> bool {
+        true
     }
 }
 

@@ -13,7 +13,7 @@ use crate::cpu::span_scores::SpanScores;
 use crate::cpu::token_span::TokenSpan;
 use crate::cpu::unit_queries::UnitQueries;
 use crate::{PlanPart, Source};
-use kvd_codec::{HeadCodec, PageReader, RowSpace};
+use kvd_codec::{HeadCodec, RowSpace};
 use kvd_core::Side;
 use std::ops::Range;
 
@@ -84,7 +84,8 @@ impl<'a> RowDecoder<'a> {
         Ok(())
     }
 
-    /// Decodes a row of an entropy-coded page of a grid by the kernel for those; whether it is one.
+    /// Decodes a row of an entropy-coded page by the kernel for those, many times as fast as the
+    /// codec; whether it has one.
     fn decode_coded(
         &mut self,
         side: Side,
@@ -95,8 +96,9 @@ impl<'a> RowDecoder<'a> {
         let reader = self.job.reader;
         let head = reader.codec.head_codec(reader.layer, side, self.head);
         let RowReader::Page { page, first_row } = rows else { return Ok(false) };
-        let coded = !page.header().fallback && PageReader::gains(page).is_none();
-        let (Some(grid), true) = (head.grid(), coded) else { return Ok(false) };
+        let Some((_, scales)) = page.stream_codes().filter(|_| !page.header().fallback) else {
+            return Ok(false);
+        };
         let token = first_row + first as usize;
         let tiles = &mut self.streams[side.index()];
         if tiles.is_none() {
@@ -107,11 +109,15 @@ impl<'a> RowDecoder<'a> {
         let wanted =
             PageRequest { tiles: &mut *tiles, page, rows: token..token + 1, decoded: &mut decoded };
         huffman::decode_pages(self.job.simd, vec![wanted])?;
-        let decoded = decoded && tiles.holds_token(token);
-        if decoded {
-            grid::decode_row(grid, tiles, token, row);
+        if !decoded || !tiles.holds_token(token) {
+            return Ok(false);
         }
-        Ok(decoded)
+        let Some(grid) = head.grid() else {
+            return Ok(page.decode_from_codes(tiles.as_fixed_codes(scales), token, row));
+        };
+        grid::decode_row(grid, tiles, token, row);
+        page.restore_length(token, row);
+        Ok(true)
     }
 }
 
@@ -130,8 +136,7 @@ impl ScoreProbe {
         side: &HeadCodec,
         rows: usize,
     ) -> Option<Self> {
-        let (first, last) = (unit.query.visible(unit.q.start), unit.query.visible(unit.q.end - 1));
-        let seen = last.start..first.end;
+        let seen = unit.seen_by_all();
         let in_part =
             |part: &PlanPart| part.first_token.max(seen.start)..part.end_token().min(seen.end);
         let is_page = |part: &&PlanPart| matches!(part.source, Source::Pages { .. });

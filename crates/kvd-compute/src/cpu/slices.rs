@@ -1,7 +1,7 @@
 //! Attends in slices: what a processor keeps of one between two of them.
 
 use super::attend::AttendProgress;
-use super::{CpuBackend, first_non_finite};
+use super::{AskedPlan, CpuBackend, first_non_finite};
 use crate::{AttendPlan, AttendTask, Attended, BackendError, Stop};
 use std::any::Any;
 
@@ -31,8 +31,9 @@ pub(super) fn attend_whole(
     plan: &AttendPlan,
 ) -> Result<Attended, BackendError> {
     let (mut under_way, stop) = (None, Stop::never());
+    let asked = AskedPlan { plan, dropped: &[], q: &[] };
     loop {
-        if let Some(attended) = go_on(backend, plan, &mut under_way, &stop)? {
+        if let Some(attended) = go_on(backend, asked, &mut under_way, &stop)? {
             return Ok(attended);
         }
     }
@@ -46,14 +47,16 @@ pub(super) fn attend_slice(
 ) -> Result<Option<Attended>, BackendError> {
     let known = task.under_way.take().and_then(|kept| kept.downcast::<UnderWay>().ok());
     let mut under_way = known.map(|kept| *kept);
-    let attended = go_on(backend, &task.plan, &mut under_way, stop)?;
+    let asked = AskedPlan { plan: &task.plan, dropped: task.dropped_queries(), q: &[] };
+    let attended = go_on(backend, asked, &mut under_way, stop)?;
     task.under_way = under_way.map(|kept| Box::new(kept) as Box<dyn Any + Send>);
     Ok(attended)
 }
 
+/// Goes on with a plan, whose queries are widened first.
 fn go_on(
     backend: &CpuBackend,
-    plan: &AttendPlan,
+    asked: AskedPlan<'_>,
     under_way: &mut Option<UnderWay>,
     stop: &Stop,
 ) -> Result<Option<Attended>, BackendError> {
@@ -61,13 +64,13 @@ fn go_on(
     let kept = match under_way.take() {
         Some(kept) => kept,
         None => {
-            let q = widened_queries(plan)?;
-            let attend = AttendProgress::new(&backend.new_job(plan, &q, stop)?);
+            let q = widened_queries(asked.plan)?;
+            let attend = AttendProgress::new(&backend.new_job(AskedPlan { q: &q, ..asked }, stop)?);
             UnderWay { q, attend }
         }
     };
     let UnderWay { q, mut attend } = kept;
-    let job = backend.new_job(plan, &q, stop)?;
+    let job = backend.new_job(AskedPlan { q: &q, ..asked }, stop)?;
     if backend.threads.install(|| attend.go_on(&job))? {
         return Ok(Some(attend.take_answer(&job)));
     }

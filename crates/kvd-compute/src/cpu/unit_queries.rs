@@ -28,7 +28,7 @@ impl UnitQueries {
     ) -> Result<Self, BackendError> {
         let dim = side.dim();
         let scale = job.plan.score_scale(dim);
-        let rows = unit.q.len() * group_size(job);
+        let rows = unit.token_count() * group_size(job);
         let mut raw = Vec::with_capacity(rows * dim);
         for row in 0..rows {
             let start = payload_row(job, unit, row) * dim;
@@ -41,6 +41,17 @@ impl UnitQueries {
         beyond.map_or(Ok(queries), |row| {
             Err(BackendError::query_overflow(job.plan, payload_row(job, unit, row), dim))
         })
+    }
+
+    /// Takes the rows from `row` on out of these.
+    pub(super) fn split_off_rows(&mut self, row: usize) -> Self {
+        Self {
+            raw: self.raw.split_off(row * self.dim),
+            folded: self.folded.split_off(row * self.dim),
+            offsets: self.offsets.split_off(row),
+            zeros: self.zeros.split_off(row),
+            dim: self.dim,
+        }
     }
 
     /// One row, as keys of that space meet it.

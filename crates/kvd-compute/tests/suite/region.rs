@@ -86,7 +86,7 @@ impl<B: Backend> InPlace<B> {
         let behind = answer[lse_at + lse.len()..].iter();
         assert!(between.chain(behind).all(|byte| *byte == UNWRITTEN), "past its places");
         let lse = lse.as_chunks::<4>().0.iter().map(|value| f32::from_le_bytes(*value)).collect();
-        Ok(Attended { out, lse, stored_bytes_read })
+        Ok(Attended { out, lse, stored_bytes_read, saved_passes: 0 })
     }
 }
 

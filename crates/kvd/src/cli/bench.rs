@@ -6,6 +6,7 @@ mod daemon;
 pub(super) mod flags;
 #[cfg(feature = "eval")]
 mod mixed;
+mod shared;
 mod tables;
 
 use super::text_args::{codec_text, parse_size};
@@ -38,6 +39,9 @@ pub(super) enum BenchCommand {
     /// Storing a prefill through the backend.
     #[command(after_help = help::BENCH_STORE)]
     Store(StoreArgs),
+    /// Attention of sequences with a common prefix, beside the cost without sharing.
+    #[command(after_help = help::BENCH_SHARED)]
+    Shared(shared::SharedArgs),
     /// Looking keys up in the cache, opening on them, and evicting.
     #[command(after_help = help::BENCH_CACHE)]
     Cache(cache::CacheBenchArgs),
@@ -238,6 +242,7 @@ pub(super) fn run_bench(command: BenchCommand) -> Result<String, CliError> {
             report_text(&args.common, bench.measure_all()?, &tables::STORE)
         }
         BenchCommand::Cache(args) => cache::run_cache(&args),
+        BenchCommand::Shared(args) => shared::run_shared(&args),
         #[cfg(feature = "eval")]
         BenchCommand::Transport(args) => {
             let bench = TransportBench {

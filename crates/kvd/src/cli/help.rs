@@ -153,6 +153,11 @@ Examples:
   kvd bench store
   kvd bench store --codec kvcomp --tokens 4096 --threads 1,2";
 
+pub(super) const BENCH_SHARED: &str = "\
+Examples:
+  kvd bench shared --codec kivi-4 --sequences 16 --prefix 8192
+  kvd bench shared --workers 4 --prefix 131072 --codec kvcomp --threads 2";
+
 pub(super) const BENCH_CACHE: &str = "\
 Examples:
   kvd bench cache

@@ -17,6 +17,7 @@ pub use kernel_cache::KernelCache;
 pub use raw::{ConfigError, ConfigOverrides, CountSetting, RawConfig};
 pub use size::SizeSetting;
 
+use crate::device_worker::MergeLimits;
 use crate::service::PART_BYTES;
 use address::parse_address;
 use kernel_cache::kernel_cache;
@@ -89,6 +90,8 @@ pub struct Config {
     pub kernel_timeout: Duration,
     /// Jobs waiting for the device.
     pub queue_jobs_max: usize,
+    /// How attends of several callers go in one pass.
+    pub merging: MergeLimits,
     /// Registered models.
     pub models_max: usize,
     /// Open sequences.
@@ -219,6 +222,7 @@ impl Config {
             graphs_max: device.graphs_max,
             kernel_timeout: to_millis("device.kernel_timeout_ms", device.kernel_timeout_ms)?,
             queue_jobs_max: queue_jobs(device.queue_jobs_max)?,
+            merging: merge_limits(device)?,
             models_max: at_least("limits.models_max", limits.models_max, 1)?,
             sequences_max: at_least("limits.sequences_max", limits.sequences_max, 1)?,
             sessions_max: at_least("limits.sessions_max", limits.sessions_max, 1)?,
@@ -355,6 +359,15 @@ fn queue_jobs(value: usize) -> Result<usize, ConfigError> {
     const MAX: usize = 1 << 16;
     let key = "device.queue_jobs_max";
     at_least(key, at_most(key, value, MAX)?, 1)
+}
+
+/// An attend that waits for others waits no longer than for a slice of another's.
+fn merge_limits(device: &raw::DeviceSettings) -> Result<MergeLimits, ConfigError> {
+    const WAIT_MAX: usize = 100_000;
+    let attends_max = at_most("device.merged_attends_max", device.merged_attends_max, 1 << 10)?;
+    let attends_max = at_least("device.merged_attends_max", attends_max, 1)?;
+    let wait = at_most("device.merge_wait_us", device.merge_wait_us, WAIT_MAX)?;
+    Ok(MergeLimits { attends_max, wait: Duration::from_micros(wait as u64) })
 }
 
 /// A message's length has four bytes in gRPC's frame.

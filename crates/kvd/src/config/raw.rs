@@ -119,6 +119,8 @@ pub struct DeviceSettings {
     pub graphs_max: usize,
     pub kernel_timeout_ms: u64,
     pub queue_jobs_max: usize,
+    pub merged_attends_max: usize,
+    pub merge_wait_us: usize,
 }
 
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]

@@ -276,8 +276,8 @@ fn request_panels() -> Vec<DashboardPanel> {
 fn device_use() -> Vec<DashboardPanel> {
     use Metric::{
         AbandonedJobsTotal, AttendSeconds, DeviceBusySecondsTotal, EncodeSeconds,
-        GpuGraphChangesTotal, GpuLaunchesTotal, LoadSeconds, QueueDepth, QueueSeconds,
-        QueuedStreamMessages, StoreSeconds,
+        GpuGraphChangesTotal, GpuLaunchesTotal, LoadSeconds, MergedAttendsTotal, QueueDepth,
+        QueueSeconds, QueuedStreamMessages, SavedBlockPassesTotal, StoreSeconds,
     };
     const KIND: &[&str] = &["instance", "device", "kind"];
     let share = |metric, name: &str| {
@@ -316,6 +316,14 @@ fn device_use() -> Vec<DashboardPanel> {
         )
         .explained(AbandonedJobsTotal)
         .wide(12),
+        lines(
+            "Attends merged",
+            "ops",
+            [PanelQuery::rate(MergedAttendsTotal, &["instance", "device"])],
+        )
+        .explained(MergedAttendsTotal),
+        lines("Block passes saved", "ops", [PanelQuery::rate(SavedBlockPassesTotal, MODEL)])
+            .explained(SavedBlockPassesTotal),
         times("Attend, device time", AttendSeconds),
         times("Store, device time", StoreSeconds),
         times("Encode, device time", EncodeSeconds),

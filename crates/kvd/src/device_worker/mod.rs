@@ -4,9 +4,11 @@
 //! written by one are visible to all later ones without a lock; in which order, the scheduler says
 //! ([`crate::scheduler`]). An attend pauses after [`SLICE`] while others wait. A job whose caller
 //! leaves is taken out of the queue at once, with all it holds; one that runs is told to stop. A
-//! full queue is an answer, not a delay, except for messages of streams.
+//! full queue is an answer, not a delay, except for messages of streams. Attends that read mostly
+//! the same pages go in one pass (`merged`).
 
 mod job;
+mod merged;
 mod thread;
 
 pub(crate) use job::{AskedWork, DeviceJob, DeviceWork};
@@ -18,6 +20,7 @@ use crate::service::{CallContext, ServiceError};
 use job::CustomJob;
 use kvd_compute::{Backend, DeviceInfo};
 use kvd_core::{ErrorCode, Namespace};
+use merged::MergedAttends;
 use parking_lot::{Condvar, Mutex};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -38,6 +41,17 @@ pub struct WorkerLimits {
     pub queue_jobs_max: usize,
     /// Shares of the device's time of namespaces that have another one than 1.
     pub weights: HashMap<Namespace, u32>,
+    /// How attends are merged.
+    pub merging: MergeLimits,
+}
+
+/// Limits of merging attends of several callers into one pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MergeLimits {
+    /// Attends of a pass; 1 for no merging.
+    pub attends_max: usize,
+    /// How long an attend that nothing waits beside is held back for others to come.
+    pub wait: Duration,
 }
 
 /// Handle on a device's thread; clones share it.
@@ -68,6 +82,8 @@ struct WorkerState {
     changed: Condvar,
     /// Jobs that wait: what a running attend looks at.
     waiting: Arc<AtomicUsize>,
+    /// Set when a caller leaves: what merged attends look at.
+    left: Arc<AtomicBool>,
     failed: AtomicBool,
     stopped: Arc<AtomicBool>,
 }
@@ -82,14 +98,45 @@ struct JobQueue {
 }
 
 /// A job with what is known of its caller.
-struct QueuedJob {
-    job: DeviceJob,
+struct QueuedJob<W = QueuedWork> {
+    job: W,
     accepted: Instant,
     deadline: Option<Instant>,
     /// Set once its caller is gone.
     cancelled: Arc<AtomicBool>,
     /// Device time that it has had.
     cost: Duration,
+    /// Whether it is not to be merged with others.
+    alone: bool,
+}
+
+/// Work of an entry of the queue.
+enum QueuedWork {
+    One(DeviceJob),
+    Merged(Box<MergedAttends>),
+}
+
+impl QueuedWork {
+    /// Answers whoever waits for it without having run it to its end.
+    fn refuse_work(self, error: ServiceError) {
+        match self {
+            Self::One(job) => job.refuse_job(error),
+            Self::Merged(mut merged) => merged.refuse_all(&error),
+        }
+    }
+}
+
+impl<W> QueuedJob<W> {
+    fn new(job: W, deadline: Option<Instant>) -> Self {
+        let (accepted, cancelled) = (Instant::now(), Arc::default());
+        Self { job, accepted, deadline, cancelled, cost: Duration::ZERO, alone: false }
+    }
+
+    /// The entry with other work, and the work that it had.
+    fn swap_work<T>(self, job: T) -> (QueuedJob<T>, W) {
+        let Self { job: old, accepted, deadline, cancelled, cost, alone } = self;
+        (QueuedJob { job, accepted, deadline, cancelled, cost, alone }, old)
+    }
 }
 
 impl WorkerState {
@@ -124,11 +171,17 @@ struct AcceptedJob<'a> {
 }
 
 impl AcceptedJob<'_> {
-    /// Takes the job out of the queue, if it waits there.
+    /// Takes the job out of the queue, if it waits there; not out of a pass of several.
     fn withdraw_job(&self) -> Option<WaitingJob<QueuedJob>> {
         let shared = &self.worker.handles.shared;
         let mut queue = shared.queue.lock();
-        let taken = queue.jobs.remove(&self.ticket);
+        let taken = match queue.jobs.remove(&self.ticket) {
+            Some(WaitingJob { ticket, job }) if matches!(job.job, QueuedWork::Merged(_)) => {
+                queue.jobs.push(ticket, job);
+                None
+            }
+            taken => taken,
+        };
         shared.count_waiting(&queue);
         taken
     }
@@ -140,6 +193,7 @@ impl Drop for AcceptedJob<'_> {
             return;
         }
         self.cancelled.store(true, Ordering::Release);
+        self.worker.handles.shared.left.store(true, Ordering::Release);
         // Dropped without the lock: what it holds may take other locks.
         if let Some(WaitingJob { job, .. }) = self.withdraw_job() {
             let metrics = &self.worker.metrics;
@@ -169,6 +223,7 @@ impl DeviceWorker {
             queue: Mutex::new(queue),
             changed: Condvar::new(),
             waiting: Arc::default(),
+            left: Arc::default(),
             failed: AtomicBool::new(false),
             stopped: Arc::default(),
         });
@@ -180,7 +235,8 @@ impl DeviceWorker {
             info,
             metrics: Arc::new(metrics.add_device(tier)),
         };
-        let thread = thread::start_thread(backend, shared, worker.metrics.clone(), on_failure)?;
+        let device = thread::WorkedDevice { backend, merging: limits.merging };
+        let thread = thread::start_thread(device, shared, worker.metrics.clone(), on_failure)?;
         Ok((worker, thread))
     }
 
@@ -293,10 +349,8 @@ impl DeviceWorker {
             namespace: call.namespace.clone(),
             connection: call.owner.connection_number(),
         };
-        let cancelled = Arc::new(AtomicBool::new(false));
-        let (accepted, deadline) = (Instant::now(), call.deadline);
-        let cost = Duration::ZERO;
-        let entry = QueuedJob { job, accepted, deadline, cancelled: cancelled.clone(), cost };
+        let entry = QueuedJob::new(QueuedWork::One(job), call.deadline);
+        let cancelled = entry.cancelled.clone();
         let mut queue = shared.queue.lock();
         if queue.closed || shared.failed.load(Ordering::Acquire) {
             return Err(shared.closed_error());
@@ -316,7 +370,7 @@ impl DeviceWorker {
         drop(queue);
         shared.changed.notify_one();
         if let (Some(WaitingJob { job, .. }), Some(error)) = (refused, error) {
-            job.job.refuse_job(error);
+            job.job.refuse_work(error);
         }
         Ok(AcceptedJob { worker: self, ticket, cancelled, answered: false })
     }

@@ -12,7 +12,8 @@ const PATIENCE: Duration = Duration::from_secs(20);
 fn start() -> (DeviceWorker, DeviceWorkerThread) {
     let options = CpuOptions { arena_bytes: 1 << 20, prefault: false, threads: 1 };
     let backend = Box::new(CpuBackend::new(options).unwrap());
-    let limits = WorkerLimits { queue_jobs_max: 2, weights: HashMap::new() };
+    let merging = MergeLimits { attends_max: 16, wait: Duration::ZERO };
+    let limits = WorkerLimits { queue_jobs_max: 2, weights: HashMap::new(), merging };
     DeviceWorker::start_thread(backend, limits, &Metrics::new(), || {}).unwrap()
 }
 

@@ -2,10 +2,12 @@
 //! it.
 
 use super::job::JobStep;
-use super::{QueuedJob, SLICE, WorkerState};
+use super::merged::{MergedStep, merge_jobs, mergeable_plan};
+use super::{JobQueue, MergeLimits, QueuedJob, QueuedWork, SLICE, WorkerState};
 use crate::metrics::DeviceMetrics;
-use crate::scheduler::WaitingJob;
-use kvd_compute::{Backend, Slice, Stop};
+use crate::scheduler::{JobTicket, WaitingJob};
+use kvd_compute::{AttendPlan, Backend, Slice, Stop, WantedPause, first_non_finite, shares_most};
+use parking_lot::MutexGuard;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
@@ -43,16 +45,23 @@ impl DeviceWorkerThread {
     }
 }
 
+/// A device, and how attends are merged for it.
+pub(super) struct WorkedDevice {
+    pub(super) backend: Box<dyn Backend>,
+    pub(super) merging: MergeLimits,
+}
+
 pub(super) fn start_thread(
-    backend: Box<dyn Backend>,
+    worked: WorkedDevice,
     shared: Arc<WorkerState>,
     metrics: Arc<DeviceMetrics>,
     on_failure: impl FnOnce() + Send + 'static,
 ) -> std::io::Result<DeviceWorkerThread> {
     let (end, ended) = sync_channel::<()>(1);
     let weak = Arc::downgrade(&shared);
+    let WorkedDevice { backend, merging } = worked;
     let device = backend.info().description;
-    let worker = WorkerThread { backend, shared, metrics, device };
+    let worker = WorkerThread { backend, merging, shared, metrics, device };
     std::thread::Builder::new().name("kvd-device".to_owned()).spawn(move || {
         worker.run_jobs(on_failure);
         // Only now, when the device is given back.
@@ -63,6 +72,7 @@ pub(super) fn start_thread(
 
 struct WorkerThread {
     backend: Box<dyn Backend>,
+    merging: MergeLimits,
     shared: Arc<WorkerState>,
     metrics: Arc<DeviceMetrics>,
     device: String,
@@ -72,7 +82,12 @@ impl WorkerThread {
     fn run_jobs(mut self, on_failure: impl FnOnce()) {
         let mut on_failure = Some(on_failure);
         while let Some(next) = self.next() {
-            if self.serve_job(next) {
+            let WaitingJob { ticket, job: entry } = next;
+            let is_well = match entry.job {
+                QueuedWork::Merged(_) => self.serve_merged(ticket, entry),
+                QueuedWork::One(_) => self.serve_job(ticket, entry),
+            };
+            if is_well {
                 continue;
             }
             self.shared.failed.store(true, Ordering::Release);
@@ -85,22 +100,91 @@ impl WorkerThread {
         self.refuse_all();
     }
 
-    /// Waits for the next job; none when the thread is to end.
+    /// Waits for the next job, and merges those that go with it; none when the thread is to end.
     fn next(&self) -> Option<WaitingJob<QueuedJob>> {
         let mut queue = self.shared.queue.lock();
-        loop {
+        let next = loop {
             if self.shared.stopped.load(Ordering::Acquire) {
                 return None;
             }
             if let Some(next) = queue.jobs.next() {
-                self.shared.count_waiting(&queue);
-                return Some(next);
+                break next;
             }
             if queue.closed {
                 return None;
             }
             self.shared.changed.wait(&mut queue);
+        };
+        let others = self.take_others(&mut queue, &next.job);
+        self.shared.count_waiting(&queue);
+        drop(queue);
+        if others.is_empty() {
+            return Some(next);
         }
+        self.merge_attends([next].into_iter().chain(others).collect())
+    }
+
+    /// Takes attends that go in one pass with an attend out of the queue; none for other jobs.
+    fn take_others(
+        &self,
+        queue: &mut MutexGuard<'_, JobQueue>,
+        next: &QueuedJob,
+    ) -> Vec<WaitingJob<QueuedJob>> {
+        let MergeLimits { attends_max, wait } = self.merging;
+        let merges = attends_max > 1 && self.backend.shares_pages();
+        let Some(plan) = mergeable_plan(next).filter(|_| merges) else { return Vec::new() };
+        let until = next.accepted + wait;
+        // Only for as long as it keeps nothing else from the device.
+        while !wait.is_zero()
+            && queue.jobs.waiting_jobs()[1] == 0
+            && queue.jobs.waiting_jobs()[0] + 1 < attends_max
+            && !self.shared.stopped.load(Ordering::Acquire)
+            && !self.shared.changed.wait_until(queue, until).timed_out()
+        {}
+        let goes_with = |other: &AttendPlan| plan.asks_alike(other) && shares_most(plan, other);
+        queue.jobs.take_attends(attends_max - 1, |job| mergeable_plan(job).is_some_and(goes_with))
+    }
+
+    /// Merges attends. One that asks for what is no number waits to be refused by itself.
+    fn merge_attends(&self, jobs: Vec<WaitingJob<QueuedJob>>) -> Option<WaitingJob<QueuedJob>> {
+        let is_finite = |waiting: &WaitingJob<QueuedJob>| {
+            let plan = mergeable_plan(&waiting.job);
+            plan.is_some_and(|plan| first_non_finite(plan.dtype, &plan.q).is_none())
+        };
+        let (finite, others): (Vec<_>, Vec<_>) = jobs.into_iter().partition(is_finite);
+        let now = Instant::now();
+        let merged = if finite.len() > 1 { finite.len() } else { 0 };
+        self.metrics.merged_attends.increment(merged as u64);
+        for waiting in finite.iter().take(merged) {
+            let waited = now.saturating_duration_since(waiting.job.accepted);
+            self.metrics.queue_seconds[0].record(waited.as_secs_f64());
+        }
+        let mut all = merge_jobs(finite);
+        all.extend(others.into_iter().map(|waiting| WaitingJob {
+            job: QueuedJob { alone: true, ..waiting.job },
+            ..waiting
+        }));
+        let mut all = all.into_iter();
+        let next = all.next();
+        self.put_back(all);
+        next
+    }
+
+    /// Puts jobs into the queue again that were taken out.
+    fn put_back(&self, jobs: impl Iterator<Item = WaitingJob<QueuedJob>>) {
+        let mut left = Vec::new();
+        let mut queue = self.shared.queue.lock();
+        for waiting in jobs {
+            // Whoever leaves looks for it under the same lock.
+            if waiting.job.cancelled.load(Ordering::Acquire) {
+                self.metrics.abandoned_before.increment(1);
+                left.push(waiting);
+            } else {
+                queue.jobs.push(waiting.ticket, waiting.job);
+            }
+        }
+        self.shared.count_waiting(&queue);
+        drop(queue);
     }
 
     /// Answers all jobs that wait: they come too late.
@@ -109,11 +193,12 @@ impl WorkerThread {
         let all = queue.jobs.remove_all();
         self.shared.count_waiting(&queue);
         drop(queue);
-        all.into_iter().for_each(|waiting| waiting.job.job.refuse_job(self.shared.closed_error()));
+        all.into_iter().for_each(|waiting| waiting.job.job.refuse_work(self.shared.closed_error()));
     }
 
     /// Gives a job the device; false when that has failed.
-    fn serve_job(&mut self, WaitingJob { ticket, job: mut entry }: WaitingJob<QueuedJob>) -> bool {
+    fn serve_job(&mut self, ticket: JobTicket, entry: QueuedJob) -> bool {
+        let (mut entry, QueuedWork::One(job)) = entry.swap_work(()) else { return true };
         let kind = ticket.kind.index();
         if entry.cost.is_zero() {
             let waited = entry.accepted.elapsed();
@@ -125,8 +210,9 @@ impl WorkerThread {
             shutting_down: self.shared.stopped.clone(),
             deadline: entry.deadline,
             slice: Some(Slice { ends: began + SLICE, waiting: self.shared.waiting.clone() }),
+            pause: None,
         };
-        let (job, backend) = (entry.job, self.backend.as_mut());
+        let backend = self.backend.as_mut();
         // After a panic the device's state is unknown, as after an error that sticks: it is never
         // called again.
         let ran = catch_unwind(AssertUnwindSafe(|| job.run_job(backend, &stop)));
@@ -145,7 +231,7 @@ impl WorkerThread {
                 *mean = (*mean * 7 + entry.cost) / 8;
             }
             Ok(JobStep::Paused(job)) => {
-                let entry = QueuedJob { job, ..entry };
+                let (entry, ()) = entry.swap_work(QueuedWork::One(job));
                 // Whoever leaves looks for it under the same lock.
                 if entry.cancelled.load(Ordering::Acquire) {
                     self.metrics.abandoned_during.increment(1);
@@ -155,14 +241,68 @@ impl WorkerThread {
                 }
                 self.shared.count_waiting(&queue);
             }
-            Err(_) => {
-                let device = &self.device;
-                tracing::error!(device, "a device job panicked; the device is called no more");
-                return false;
-            }
+            Err(_) => return self.note_panic(),
         }
         drop(queue);
         drop(given_up);
+        self.is_well()
+    }
+
+    /// Gives merged attends the device; false when that has failed.
+    fn serve_merged(&mut self, ticket: JobTicket, entry: QueuedJob) -> bool {
+        let (entry, QueuedWork::Merged(merged)) = entry.swap_work(()) else { return true };
+        // Before the members are looked at: who leaves after that is seen in the pass.
+        self.shared.left.store(false, Ordering::Release);
+        let began = Instant::now();
+        let wanted = self.shared.left.clone();
+        let stop = Stop {
+            cancelled: entry.cancelled.clone(),
+            shutting_down: self.shared.stopped.clone(),
+            deadline: None,
+            slice: Some(Slice { ends: began + SLICE, waiting: self.shared.waiting.clone() }),
+            pause: Some(WantedPause { wanted, at: merged.first_deadline() }),
+        };
+        let (shares, members) = (merged.each_share(), merged.count_members());
+        let backend = self.backend.as_mut();
+        let ran = catch_unwind(AssertUnwindSafe(|| merged.run_merged(backend, &stop)));
+        let took = began.elapsed();
+        self.metrics.busy_seconds[0].add_time(took);
+        let cost = entry.cost + took;
+        let mut queue = self.shared.queue.lock();
+        for share in shares {
+            queue.jobs.note_run(&share.ticket, took.mul_f64(share.part));
+        }
+        match ran {
+            Ok(MergedStep::Done { unheard }) => {
+                self.metrics.abandoned_during.increment(unheard);
+                let mean = &mut queue.job_time[0];
+                *mean = (*mean * 7 + cost / u32::try_from(members).unwrap_or(u32::MAX)) / 8;
+            }
+            Ok(MergedStep::Paused(merged)) => {
+                let (entry, ()) = entry.swap_work(QueuedWork::Merged(merged));
+                queue.jobs.push(ticket, QueuedJob { cost, ..entry });
+                self.shared.count_waiting(&queue);
+            }
+            Ok(MergedStep::Apart { jobs, unheard }) => {
+                self.metrics.abandoned_during.increment(unheard);
+                drop(queue);
+                self.put_back(jobs.into_iter());
+                return self.is_well();
+            }
+            Err(_) => return self.note_panic(),
+        }
+        drop(queue);
+        self.is_well()
+    }
+
+    fn note_panic(&self) -> bool {
+        let device = &self.device;
+        tracing::error!(device, "a device job panicked; the device is called no more");
+        false
+    }
+
+    /// Whether the device may be called again.
+    fn is_well(&self) -> bool {
         match self.backend.failure() {
             None => true,
             Some(reason) => {

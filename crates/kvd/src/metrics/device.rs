@@ -19,6 +19,7 @@ pub struct DeviceMetrics {
     pub(crate) abandoned_before: Counter,
     /// Jobs whose caller left while they ran.
     pub(crate) abandoned_during: Counter,
+    pub(crate) merged_attends: Counter,
     pub(crate) store_seconds: Histogram,
     pub(crate) encode_seconds: Histogram,
     pub(crate) attend_seconds: Histogram,
@@ -80,6 +81,7 @@ impl DeviceMetrics {
                 .map(|kind| group.seconds(Metric::DeviceBusySecondsTotal, &[("kind", kind)])),
             abandoned_before: group.counter(Metric::AbandonedJobsTotal, &[("when", "before")]),
             abandoned_during: group.counter(Metric::AbandonedJobsTotal, &[("when", "during")]),
+            merged_attends: group.counter(Metric::MergedAttendsTotal, &[]),
             store_seconds: histogram(Metric::StoreSeconds),
             encode_seconds: histogram(Metric::EncodeSeconds),
             attend_seconds: histogram(Metric::AttendSeconds),

@@ -88,6 +88,7 @@ metrics! {
     StoreSeconds = "kvd_store_seconds", Histogram, Device, "Device time of one stored range, encoding included.";
     EncodeSeconds = "kvd_encode_seconds", Histogram, Device, "Device time to encode the blocks that left the window in one store.";
     AttendSeconds = "kvd_attend_seconds", Histogram, Device, "Device time of one attend batch.";
+    MergedAttendsTotal = "kvd_merged_attends_total", Counter, Device, "Attends that were answered in one pass with those of other callers.";
     LoadSeconds = "kvd_load_seconds", Histogram, Device, "Device time of one piece of a load.";
     GpuLaunchesTotal = "kvd_gpu_launches_total", Counter, Daemon, "Attention launches on GPUs, by how: kernels one by one, graphs of several.";
     GpuGraphChangesTotal = "kvd_gpu_graph_changes_total", Counter, Daemon, "What was done to graphs before they were launched, by change: graphs made, nodes of graphs changed.";
@@ -131,6 +132,7 @@ metrics! {
     AttendedLayerQueryTokensTotal = "kvd_attended_layer_query_tokens_total", Counter, Model, "Query tokens answered, counted once per layer: over kvd_model_layers they are tokens.";
     AttendedStoredBytesTotal = "kvd_attended_stored_bytes_total", Counter, Model, "Bytes of pages and raw rows named by attend batches.";
     AttendedLogicalBytesTotal = "kvd_attended_logical_bytes_total", Counter, Model, "The same tokens' bytes in the stored precision.";
+    SavedBlockPassesTotal = "kvd_saved_block_passes_total", Counter, Model, "Passes over a layer's blocks that were not made because queries which read the same pages went through them together.";
 
     Sequences = "kvd_sequences", Gauge, Model, "Open sequences of a model.";
     HeldBytes = "kvd_held_bytes", Gauge, Model, "Bytes held in packed blocks, windows and open blocks.";

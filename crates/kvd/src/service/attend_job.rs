@@ -7,7 +7,9 @@ use super::{RegisteredModel, ServiceError};
 use crate::device_worker::DeviceWork;
 use crate::metrics::Metrics;
 use crate::scheduler::JobKind;
-use kvd_compute::{AttendPlan, AttendTask, Backend, PlanPart, PlanQuery, RegionPlaces, Stop};
+use kvd_compute::{
+    AttendPlan, AttendTask, Attended, Backend, PlanPart, PlanQuery, RegionPlaces, Stop,
+};
 use kvd_core::Geometry;
 use kvd_store::PinnedRange;
 use std::sync::Arc;
@@ -45,11 +47,12 @@ impl PreparedAttend {
     }
 
     /// Counts an attend that was answered; answers which queries failed.
-    fn end_attend(&mut self, stored_bytes_read: u64) -> Vec<RefusedQuery> {
+    fn end_attend(&mut self, stored_bytes_read: u64, saved_passes: u64) -> Vec<RefusedQuery> {
         let metrics = &self.model.metrics;
         metrics.attend.record_job(self.took);
         metrics.attended_layer_query_tokens.increment(u64::from(self.query_tokens));
         metrics.attended_stored_bytes.increment(stored_bytes_read);
+        metrics.saved_passes.increment(saved_passes);
         let logical = logical_bytes(&self.task.plan, &self.model.shape.geometry);
         metrics.attended_logical_bytes.increment(logical);
         std::mem::take(&mut self.query_errors)
@@ -72,10 +75,34 @@ impl DeviceWork for AttendJob {
         stop: &Stop,
     ) -> Result<Option<AttendReply>, ServiceError> {
         let attended = self.0.go_on(backend, |backend, task| backend.attend_slice(task, stop));
-        let Some(attended) = attended? else { return Ok(None) };
-        let query_errors = self.0.end_attend(attended.stored_bytes_read);
-        let held = self.0.answer.take();
-        Ok(Some(AttendReply { out: attended.out, lse: attended.lse, query_errors, held }))
+        Ok(attended?.map(|attended| self.take_reply(attended)))
+    }
+}
+
+impl AttendJob {
+    /// The question.
+    pub(crate) fn asked_plan(&self) -> &AttendPlan {
+        &self.0.task.plan
+    }
+
+    /// Counts device time that it has had in a pass with others.
+    pub(crate) fn add_time(&mut self, took: Duration) {
+        self.0.took += took;
+    }
+
+    /// Bytes of the pages and raw rows that the plan names.
+    pub(crate) fn stored_bytes(&self) -> u64 {
+        let geometry = &self.0.model.shape.geometry;
+        let token_bytes = geometry.values_per_token() * geometry.dtype.size_bytes() as u64;
+        let parts = self.asked_plan().queries.iter().flat_map(|query| query.parts.iter());
+        parts.map(|part| part.stored_bytes(token_bytes)).sum()
+    }
+
+    /// The reply, once the device has answered.
+    pub(crate) fn take_reply(&mut self, attended: Attended) -> AttendReply {
+        let Attended { out, lse, stored_bytes_read, saved_passes } = attended;
+        let query_errors = self.0.end_attend(stored_bytes_read, saved_passes);
+        AttendReply { out, lse, query_errors, held: self.0.answer.take() }
     }
 }
 
@@ -103,7 +130,7 @@ impl DeviceWork for AttendInPlace {
         let read = self
             .prepared
             .go_on(backend, |backend, task| backend.attend_in_place(&task.plan, places, launched));
-        Ok(Some(self.prepared.end_attend(read?)))
+        Ok(Some(self.prepared.end_attend(read?, 0)))
     }
 }
 

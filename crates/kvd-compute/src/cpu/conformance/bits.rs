@@ -93,6 +93,18 @@ impl FactorRounding {
     }
 }
 
+/// Whether units of these numbers of rows round factors alike, so that a row has the same bits in
+/// either.
+pub(super) fn rounds_alike(
+    config: KernelConfig,
+    codec: &ModelCodec,
+    name: &str,
+    rows: [usize; 2],
+) -> bool {
+    let [a, b] = rows.map(|rows| FactorRounding::of_kernels(config, codec, name, rows));
+    a == b
+}
+
 /// The answer of one level to a question.
 #[derive(Clone)]
 struct LevelAnswer {

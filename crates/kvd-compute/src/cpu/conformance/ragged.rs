@@ -37,7 +37,7 @@ fn a_long_sequence_among_short_ones_is_split_and_answers_as_alone() {
         let count = |job: &attend_job::AttendJob<'_>| {
             let units = units_of(job);
             let of = |query: &PlanQuery| {
-                units.iter().filter(|unit| std::ptr::eq(unit.query, query)).count()
+                units.iter().filter(|unit| std::ptr::eq(unit.tokens[0].query, query)).count()
             };
             Ok(plan.queries.iter().map(of).collect::<Vec<_>>())
         };

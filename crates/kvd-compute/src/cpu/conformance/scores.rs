@@ -1,6 +1,7 @@
 //! Scores of keys alone against f64 and against what attention makes of them.
 
 use super::*;
+use crate::cpu::score_probe::RowDecoder;
 
 #[test]
 fn scores_of_keys_are_those_that_attention_weighs() {
@@ -66,4 +67,45 @@ fn exact_scores<'a>(
         cap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
     };
     keys.map(score).collect()
+}
+
+#[test]
+fn rows_that_are_decoded_alone_are_those_of_the_codec() {
+    let geometry = geometry(64);
+    let names = [
+        "kvcomp",
+        "kvcomp-channel",
+        "kvd-2",
+        "kvd-4",
+        "kivi-4",
+        "k=vq(d=2,b=4)/huffman; v=gain/vq(d=2,b=4)/huffman",
+        "k=hadamard/lloyd(b=4)/huffman; v=vq(d=2,b=4)",
+        "k=uniform(b=7,axis=channel)/huffman; v=uniform(b=8,axis=token)/huffman",
+    ];
+    for name in names {
+        let (mut backend, parts) = filled(codec(&geometry, name), InputKind::Quiet);
+        let load = LoadPlan { model: MODEL, layer: LAYER, dtype: DType::F32, parts: parts.clone() };
+        let LoadedRows { k, v } = backend.load(&load).unwrap();
+        let ask = Question { group: 1, n_q: 1, position: 9, window: None, cap: None };
+        let plan = plan(&geometry, &parts, InputKind::Quiet, ask);
+        for simd in Simd::available_levels() {
+            backend.simd = simd;
+            let compare = |job: &attend_job::AttendJob<'_>| {
+                for (side, all) in [(Side::Key, floats(&k)), (Side::Value, floats(&v))] {
+                    let mut decoder = RowDecoder::new(job, 1);
+                    for token in [0, 63, 64, 101, 127, 128, 168, 170] {
+                        let row = decoder.decoded_row(side, &parts, token)?;
+                        let wanted = &all[(token as usize * HEADS + 1) * 64..][..64];
+                        let largest = wanted.iter().fold(0f64, |most, x| most.max(x.abs()));
+                        for (a, b) in row.iter().zip(wanted) {
+                            let gap = (f64::from(*a) - b).abs();
+                            assert!(gap <= 1e-6 * largest, "{name} {simd:?} {side:?} {token}");
+                        }
+                    }
+                }
+                Ok(())
+            };
+            backend.with_job(&plan, compare).unwrap();
+        }
+    }
 }

@@ -3,7 +3,9 @@
 use crate::config::{Config, ConfigOverrides};
 use crate::device_worker::{DeviceWorker, WorkerLimits};
 use crate::metrics::Metrics;
-use crate::service::{CallContext, RegisteredModel, Service, ServiceError, StoreReply, draw_ids};
+use crate::service::{
+    CallContext, CallOwner, RegisteredModel, Service, ServiceError, StoreReply, draw_ids,
+};
 use bytes::Bytes;
 use kvd_codec::ModelCodec;
 use kvd_compute::{
@@ -146,6 +148,10 @@ impl AttendBackend for Device {
         *self.probe.slices.lock() += 1;
         self.inner.attend_slice(task, stop)
     }
+
+    fn shares_pages(&self) -> bool {
+        self.inner.shares_pages()
+    }
 }
 
 impl RegionBackend for Device {}
@@ -170,6 +176,11 @@ pub(super) fn spec(name: &str, codec: &str) -> ModelSpec {
 
 pub(super) fn call() -> CallContext {
     CallContext::new(Namespace::new("default").unwrap())
+}
+
+/// A call of a connection of its own.
+pub(super) fn stranger() -> CallContext {
+    CallContext { owner: CallOwner::new(1 << 30), ..call() }
 }
 
 /// `tokens` tokens for the layer; K and V the same, all finite.
@@ -199,7 +210,7 @@ pub(super) fn several(
     let metrics = Arc::new(Metrics::new());
     let probes: Vec<_> = (0..count).map(|_| Arc::<Probe>::default()).collect();
     let (queue_jobs_max, weights) = (config.queue_jobs_max, config.weights.clone());
-    let limits = WorkerLimits { queue_jobs_max, weights };
+    let limits = WorkerLimits { queue_jobs_max, weights, merging: config.merging };
     let start = |probe: &Arc<Probe>| {
         let inner = CpuBackend::new(options).unwrap();
         let device = Box::new(Device { inner, probe: probe.clone(), failure: None });

@@ -5,6 +5,7 @@ mod devices;
 mod failure;
 mod ids;
 mod limits;
+mod merged;
 mod models;
 mod packing;
 mod publish;

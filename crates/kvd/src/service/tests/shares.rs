@@ -1,7 +1,7 @@
 //! Long attends and those of others, and what becomes of work whose caller leaves.
 
-use super::bench::{Bench, call, chunk};
-use crate::service::{AttendReply, CallContext, CallOwner, ServiceError};
+use super::bench::{Bench, call, chunk, stranger};
+use crate::service::{AttendReply, CallContext, ServiceError};
 use bytes::Bytes;
 use kvd_core::{DType, ErrorCode, LayerIndex, ModelId, SequenceId};
 use kvd_proto::domain::{AttendBatch, AttendQuery};
@@ -14,11 +14,6 @@ const TOKENS: u32 = 1 << 15;
 const GIANT: u32 = 1 << 12;
 
 const PATIENCE: Duration = Duration::from_secs(120);
-
-/// A connection of its own.
-fn stranger() -> CallContext {
-    CallContext { owner: CallOwner::new(1 << 30), ..call() }
-}
 
 async fn stored(bench: &Bench) -> (ModelId, SequenceId) {
     let model = bench.register("a", "raw").await.shape.id;
