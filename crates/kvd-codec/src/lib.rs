@@ -12,6 +12,7 @@
 mod attention_error;
 mod bits;
 mod calibration;
+mod carried;
 mod coding;
 mod convert;
 mod covariance;
@@ -54,6 +55,7 @@ mod vq_spec;
 pub use attention_error::ErrorSum;
 pub use bits::CodeLayout;
 pub use calibration::Calibration;
+pub use carried::{AdoptedTable, CarriedTable, LayerPages, verify_checksums};
 pub use coding::CodeEncoder;
 pub use convert::widen_values;
 pub use device_view::{ForwardStep, QueryTransformStep};

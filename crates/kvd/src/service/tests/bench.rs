@@ -9,7 +9,7 @@ use kvd_codec::ModelCodec;
 use kvd_compute::{
     AppendSteps, AttendBackend, AttendPlan, AttendTask, Attended, Backend, BackendError,
     CpuBackend, CpuOptions, DeviceInfo, EncodeSource, EncodedPages, IncomingRows, LoadPlan,
-    LoadedRows, ModelBytes, PageBackend, RawTarget, RegionBackend, Source, Stop,
+    LoadedRows, ModelBytes, PageBackend, RawTarget, RegionBackend, Source, Stop, TransferBackend,
 };
 use kvd_core::{
     DType, ErrorCode, Extent, Geometry, LayerIndex, ModelId, Namespace, RopePairing, SequenceId,
@@ -147,6 +147,8 @@ impl AttendBackend for Device {
         self.inner.attend_slice(task, stop)
     }
 }
+
+impl TransferBackend for Device {}
 
 impl RegionBackend for Device {}
 
