@@ -226,7 +226,7 @@ impl ModelCodec {
     /// Versions of a Huffman table that is built from blocks, at most. The prior is none of them.
     pub const TABLE_VERSIONS_MAX: usize = 16;
 
-    /// Of these, versions that are left for a layer's own blocks when tables of others are adopted.
+    /// Versions that are left of these for a layer's own blocks when tables of others are adopted.
     pub const OWN_TABLES_MIN: usize = 4;
 
     /// Which of a layer's next `blocks` blocks are to be counted and told to
