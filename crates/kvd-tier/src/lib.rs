@@ -20,16 +20,40 @@
 mod aligned;
 mod draft;
 mod error;
+mod files;
+mod identity;
 mod levels;
+mod listener;
+mod lock;
+mod lost;
 mod name;
 mod part;
+mod queue;
+mod read_pool;
+mod reader;
+mod reclaim;
 pub mod record;
+mod recover;
+mod roll;
+mod scan;
+mod segment;
 mod settings;
+mod shared;
+mod table;
+mod tier;
+mod writer;
+
+#[cfg(test)]
+mod tests;
 
 pub use aligned::AlignedBytes;
 pub use draft::{LayerShape, RecordDraft, RecordShape};
 pub use error::{DiskError, ReadError, RefusedWrite, ShapeError, WriteError};
 pub use levels::{TierLevels, TierState};
+pub use listener::{KeepNothing, OnDurable, ReclaimListener};
 pub use name::{BlockName, DiskLocation, KeepChoice, LiveRecord, RecordKind, RecordMeta, ScopeId};
 pub use part::{RecordHead, RecordPart};
+pub use read_pool::{OnRead, ReadRequest};
+pub use recover::{RecoveredRecords, RecoveryCounts};
 pub use settings::{DirectChoice, DiskSettings};
+pub use tier::DiskTier;

@@ -2,7 +2,7 @@
 
 use crate::aligned::AlignedBytes;
 use crate::name::{RecordKind, RecordMeta};
-use crate::record::{FramePlace, LayerEntry, RecordFlaw, RecordHeader};
+use crate::record::{FramePlace, LayerEntry, RecordFlaw, RecordHeader, VerifiedRecord};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -22,6 +22,13 @@ impl RecordHead {
         let entries = header.parse_directory(bytes)?;
         let bytes = bytes[..header.head_bytes as usize].into();
         Ok(Self { header, entries, bytes })
+    }
+
+    /// Takes the head of a record that was verified as a whole.
+    pub(crate) fn from_verified(verified: VerifiedRecord, bytes: &[u8]) -> Self {
+        let VerifiedRecord { header, entries } = verified;
+        let bytes = bytes[..header.head_bytes as usize].into();
+        Self { header, entries, bytes }
     }
 
     /// Name and key of the block.
