@@ -4,9 +4,8 @@ use crate::aligned::{AlignedBytes, BLOCK_BYTES};
 use crate::error::ShapeError;
 use crate::name::{RecordKind, RecordMeta};
 use crate::record::{
-    END_BYTES, ENTRY_BYTES, FORMAT_VERSION, FramePlace, HEAD_BYTES_MAX, HEADER_BYTES,
-    KEY_BYTES_MAX, LAYERS_MAX, LayerEntry, PAYLOAD_ALIGN, RECORD_BYTES_MAX, RecordFlaw,
-    RecordHeader, round_up, verify_record,
+    END_BYTES, ENTRY_BYTES, FramePlace, HEAD_BYTES_MAX, HEADER_BYTES, KEY_BYTES_MAX, LAYERS_MAX,
+    PAYLOAD_ALIGN, RECORD_BYTES_MAX, RecordFlaw, RecordHeader, round_up, verify_record,
 };
 use std::ops::Range;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -121,19 +120,9 @@ impl SealedRecord {
         self.bytes[end - END_BYTES..end].copy_from_slice(&mark);
         &self.bytes[..end]
     }
-
-    /// The directory, which parsed when the record was made.
-    pub(crate) fn read_entries(&self) -> Result<Vec<LayerEntry>, RecordFlaw> {
-        self.header.parse_directory(&self.bytes)
-    }
-
-    pub(crate) fn read_bytes(&self) -> &[u8] {
-        &self.bytes
-    }
 }
 
 fn lay_out(kind: RecordKind, shape: &RecordShape) -> Result<RecordHeader, ShapeError> {
-    const { assert!(FORMAT_VERSION == 1) };
     let (key_bytes, layers) = (shape.meta.key.len(), shape.layers.len());
     if key_bytes > KEY_BYTES_MAX {
         return Err(ShapeError::LongKey { bytes: key_bytes, limit: KEY_BYTES_MAX });

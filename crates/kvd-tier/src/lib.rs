@@ -4,7 +4,7 @@
 //! checksums of all of it ([`RecordDraft`] builds one, [`RecordPart`] is what a read gives).
 //! [`DiskTier`] owns a folder: one thread writes in batches and acknowledges a record after
 //! `fdatasync` of its batch; reads verify checksums and may run on any thread, while the oldest
-//! segment is reclaimed too. [`OfflineStore`] does what people do with a folder no daemon has.
+//! segment is reclaimed too. [`offline`] does what people do with a folder no daemon has.
 //!
 //! "Durable" means: the record is on disk after `fdatasync`, and no ancestor of it that was queued
 //! before it has failed. It says nothing about how long the record stays.
@@ -18,6 +18,7 @@
 #![forbid(unsafe_code)]
 
 mod aligned;
+pub mod bench;
 mod draft;
 mod error;
 mod files;
@@ -27,6 +28,7 @@ mod listener;
 mod lock;
 mod lost;
 mod name;
+pub mod offline;
 mod part;
 mod queue;
 mod read_pool;

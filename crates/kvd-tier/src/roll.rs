@@ -1,6 +1,5 @@
 //! Opens, seals and abandons segments. The writer's thread.
 
-use crate::aligned::BLOCK_BYTES;
 use crate::error::WriteError;
 use crate::files::StoredFile;
 use crate::levels::LevelCells;
@@ -187,7 +186,6 @@ impl Writer {
 
     /// Puts the space of segments into the levels.
     pub(crate) fn show_space(&self) {
-        const { assert!(SEGMENT_HEADER_BYTES == BLOCK_BYTES as u64) };
         LevelCells::set_to(&self.cells().used_bytes, self.shared.table.used_bytes());
         LevelCells::set_to(&self.cells().segments, self.shared.table.segment_count() as u64);
     }

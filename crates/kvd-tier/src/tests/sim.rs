@@ -68,6 +68,7 @@ struct SimState {
     // Changes until the power fails.
     fuse: Option<u64>,
     capacity: u64,
+    syncs_to_fail: u32,
     violations: Vec<String>,
 }
 
@@ -87,6 +88,7 @@ impl SimFolder {
             faults: Faults::default(),
             fuse: None,
             capacity: u64::MAX,
+            syncs_to_fail: 0,
             violations: Vec::new(),
         };
         Self { state: Arc::new(Mutex::new(state)) }
@@ -103,6 +105,11 @@ impl SimFolder {
 
     pub(super) fn set_capacity(&self, bytes: u64) {
         self.state.lock().capacity = bytes;
+    }
+
+    /// The next syncs of data fail; those of a segment's own header do not.
+    pub(super) fn fail_syncs(&self, count: u32) {
+        self.state.lock().syncs_to_fail = count;
     }
 
     pub(super) fn take_violations(&self) -> Vec<String> {
@@ -287,7 +294,9 @@ impl StoredFile for SimHandle {
         }
         state.burn_fuse()?;
         let faults = state.faults;
-        if state.is_dark() || state.is_fault(faults.sync) {
+        let fails = state.syncs_to_fail > 0 && file.dirty.iter().any(|sector| *sector >= 8);
+        state.syncs_to_fail -= u32::from(fails);
+        if fails || state.is_dark() || state.is_fault(faults.sync) {
             file.is_sync_failed = true;
             return Err(eio());
         }
