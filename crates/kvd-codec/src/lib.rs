@@ -73,7 +73,9 @@ pub use implied::ImpliedBits;
 pub use kvd_core::PageBytes;
 pub use levels::level_unit;
 pub use model::{BlockRows, EncodedBlock, ModelCodec};
-pub use page::{HEADER_BYTES, PAGE_ALIGN, Page, PageHeader, page_bytes};
+pub use page::{
+    FORMAT_VERSION as PAGE_FORMAT_VERSION, HEADER_BYTES, PAGE_ALIGN, Page, PageHeader, page_bytes,
+};
 pub use payload_sizes::PayloadSizes;
 pub use policy::SpecOverride;
 pub use preset::{Preset, find_preset, named_preset, presets, resolve_spec};

@@ -30,7 +30,8 @@ pub const HEADER_BYTES: usize = 32;
 pub const PAGE_ALIGN: usize = 16;
 
 const MAGIC: [u8; 4] = *b"KVDP";
-const FORMAT_VERSION: u8 = 1;
+/// Version of pages, which their headers have.
+pub const FORMAT_VERSION: u8 = 1;
 const TABLE_AT: usize = 16;
 const LENGTH_AT: usize = 20;
 const CHECKSUM_AT: usize = 24;

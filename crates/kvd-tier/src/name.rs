@@ -83,6 +83,21 @@ impl DiskLocation {
         self.serial
     }
 
+    /// As words, for an index that knows nothing of records.
+    #[must_use]
+    pub fn to_words(self) -> [u64; 4] {
+        let blocks = u64::from(self.blocks) | u64::from(self.head_blocks) << 32;
+        [self.segment, self.serial, self.offset.into(), blocks]
+    }
+
+    /// From [`DiskLocation::to_words`]. Words that are no location give a read that fails.
+    #[must_use]
+    pub fn from_words(words: [u64; 4]) -> Self {
+        let [segment, serial, offset, blocks] = words;
+        let (offset, head_blocks) = (offset as u32, (blocks >> 32) as u32);
+        Self { segment, serial, offset, blocks: blocks as u32, head_blocks }
+    }
+
     /// Number of the segment, as in its file's name.
     #[must_use]
     pub fn segment_number(&self) -> u64 {

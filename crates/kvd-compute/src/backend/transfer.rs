@@ -53,7 +53,7 @@ pub enum ImportOutcome {
     TablesFull,
 }
 
-/// A device whose blocks may leave it and come back. The default is one whose blocks do not.
+/// A device whose blocks may leave it and come back. By default they do not.
 pub trait TransferBackend {
     /// Copies a slot's bytes out.
     ///
@@ -131,8 +131,8 @@ pub fn export_layer<B: PageBackend + TransferBackend + ?Sized>(
     Ok(image)
 }
 
-/// Brings a block of one layer to its slots, which nobody reads yet. Its pages are verified, get the
-/// versions that their tables have here, and are verified as pages of this model.
+/// Brings a block of one layer to its slots, which nobody reads yet. Its pages are verified, get
+/// the versions that their tables have here, and are verified as pages of this model.
 ///
 /// # Errors
 /// Damaged rows or a damaged page, one that is not of this model or layer, or what the device says;

@@ -36,7 +36,7 @@ pub(crate) enum DiskState {
 
 impl DiskState {
     /// Where its record lies.
-    pub(crate) fn place(self) -> Option<DiskPlace> {
+    pub(crate) fn disk_place(self) -> Option<DiskPlace> {
         match self {
             Self::At(place) => Some(place),
             Self::Absent | Self::Queued => None,
@@ -129,7 +129,7 @@ pub struct ChainResidency {
     pub queued: usize,
 }
 
-/// What stands to a record of an index.
+/// Use of a record by an index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordUse {
     /// No entry has it.
@@ -162,7 +162,7 @@ impl IndexState {
 
     fn disk_block(&self, number: u32) -> Option<DiskBlock> {
         let entry = self.slots.find_entry(number)?;
-        let place = entry.disk.place()?;
+        let place = entry.disk.disk_place()?;
         Some(DiskBlock { digests: self.digests_of(number), place, bytes: entry.bytes })
     }
 
@@ -319,14 +319,14 @@ impl PrefixIndex {
         for (_, entry) in state.slots.walk_up(chain.0.entry) {
             found.pool += usize::from(entry.block.is_some());
             found.queued += usize::from(entry.disk == DiskState::Queued);
-            let is_on_disk = entry.disk.place().is_some();
+            let is_on_disk = entry.disk.disk_place().is_some();
             found.disk += usize::from(is_on_disk);
             found.durable = if is_on_disk { found.durable + 1 } else { 0 };
         }
         found
     }
 
-    /// Of so many blocks at the start of each chain, those that are in the pool.
+    /// Counts those of so many blocks at the start of each chain that are in the pool.
     #[must_use]
     pub fn count_in_pool(
         &self,
@@ -363,7 +363,7 @@ impl PrefixIndex {
         let mut missing = Vec::new();
         for (number, entry) in walk.take_while(|(_, entry)| entry.block.is_none()) {
             let held = state.hold_entry(number)?;
-            let place = entry.disk.place()?;
+            let place = entry.disk.disk_place()?;
             missing.push(BlockToRead { held, digests: state.digests_of(number), place });
         }
         missing.reverse();
@@ -430,7 +430,7 @@ impl PrefixIndex {
     pub fn remove_unreadable(&self, read: &BlockToRead) -> u64 {
         let mut state = self.state.write();
         let entry = state.slots.find_entry(read.held.entry);
-        let same = entry.is_some_and(|entry| entry.disk.place() == Some(read.place));
+        let same = entry.is_some_and(|entry| entry.disk.disk_place() == Some(read.place));
         if !same || !state.slots.is_there(&read.held) {
             return 0;
         }
@@ -448,7 +448,7 @@ impl PrefixIndex {
         let state = self.state.read();
         let of = |(digests, place): &(BlockDigests, DiskPlace)| {
             let entry = state.find_record(digests).and_then(|n| state.slots.find_entry(n));
-            match entry.filter(|entry| entry.disk.place() == Some(*place)) {
+            match entry.filter(|entry| entry.disk.disk_place() == Some(*place)) {
                 None => RecordUse::Stale,
                 Some(entry) if !entry.is_unheld() => RecordUse::Held,
                 Some(entry) if entry.block.is_some() => RecordUse::InPool,
@@ -462,7 +462,8 @@ impl PrefixIndex {
     pub fn move_record(&self, digests: &BlockDigests, from: DiskPlace, to: DiskPlace) {
         let mut state = self.state.write();
         let Some(number) = state.find_record(digests) else { return };
-        let is_it = state.slots.find_entry(number).is_some_and(|e| e.disk.place() == Some(from));
+        let is_it =
+            state.slots.find_entry(number).is_some_and(|e| e.disk.disk_place() == Some(from));
         if is_it {
             state.set_disk(number, DiskState::At(to));
         }
@@ -475,7 +476,7 @@ impl PrefixIndex {
         for (digests, place) in records {
             let Some(number) = state.find_record(digests) else { continue };
             let Some(entry) = state.slots.find_entry(number) else { continue };
-            if entry.disk.place() != Some(*place) {
+            if entry.disk.disk_place() != Some(*place) {
                 continue;
             }
             if entry.block.is_some() {

@@ -5,8 +5,9 @@
 //! it. The mutex of leases and pins comes before it.
 //!
 //! These always hold: the page before a cached one is cached, and in the pool where the later one
-//! is; a page is found only once its pages lie sealed on every layer; a page that went is not found again unless it is published again;
-//! what somebody holds, by an open sequence, a lease or a pin, stays.
+//! is; a page is found only once its pages lie sealed on every layer; a page that went is not found
+//! again unless it is published again; what somebody holds, by an open sequence, a lease or a pin,
+//! stays.
 
 mod block;
 mod disk;
@@ -108,7 +109,7 @@ pub struct CacheUsage {
     pub pool_entries: u64,
     /// Entries whose blocks are on disk, those that are in the pool too included.
     pub disk_entries: u64,
-    /// Of the blocks that went to make room, those whose entries stay, on disk.
+    /// Blocks that went to make room and whose entries stay, on disk.
     pub evicted_to_disk: u64,
     /// Blocks that came back from disk.
     pub brought_back: u64,
@@ -147,7 +148,7 @@ pub struct DroppedBlocks {
     pub dropped: u64,
     /// Blocks that stay, because something holds them or blocks behind them.
     pub held: u64,
-    /// Of those that are no more, the ones whose records are to go too.
+    /// Those that are no more and whose records are to go too.
     pub on_disk: Vec<BlockDigests>,
 }
 

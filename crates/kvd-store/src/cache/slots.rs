@@ -51,7 +51,8 @@ impl IndexEntry {
 
     /// Whether its bytes may leave the pool: with the entry, unless it is on disk too.
     pub(crate) fn may_leave(&self) -> bool {
-        let children = if self.disk.place().is_some() { self.pool_children } else { self.children };
+        let children =
+            if self.disk.disk_place().is_some() { self.pool_children } else { self.children };
         self.block.is_some() && children == 0 && self.is_unheld()
     }
 

@@ -182,7 +182,7 @@ impl IndexState {
             parent.children += 1;
             parent.position + 1
         });
-        self.disk_entries += usize::from(disk.place().is_some());
+        self.disk_entries += usize::from(disk.disk_place().is_some());
         let serial = self.slots.next_serial();
         let hold = Arc::<EntryHold>::default();
         let entry = self.slots.add_entry(IndexEntry {
@@ -258,8 +258,8 @@ impl IndexState {
     pub(crate) fn set_disk(&mut self, number: u32, disk: DiskState) {
         let Some(entry) = self.slots.find_entry_mut(number) else { return };
         let before = std::mem::replace(&mut entry.disk, disk);
-        self.disk_entries += usize::from(disk.place().is_some());
-        self.disk_entries -= usize::from(before.place().is_some());
+        self.disk_entries += usize::from(disk.disk_place().is_some());
+        self.disk_entries -= usize::from(before.disk_place().is_some());
     }
 
     /// Gives an entry, and those before it that it has not, to the policy: the last first, so that
@@ -333,7 +333,7 @@ impl IndexState {
         let victim = tenants
             .into_iter()
             .find_map(|tenant| tenant.policy.take_victim(slots, VICTIM_LOOKS))?;
-        let on_disk = self.slots.find_entry(victim.entry)?.disk.place().is_some();
+        let on_disk = self.slots.find_entry(victim.entry)?.disk.disk_place().is_some();
         let number = victim.entry;
         let block = if on_disk { self.take_block(number) } else { self.remove_entry(number) };
         Some(EvictedBlock { block: block?, is_on_disk: on_disk })
@@ -347,8 +347,8 @@ impl IndexState {
         for (number, entry) in self.slots.list_entries() {
             (bytes, count) = (bytes + entry.pool_bytes(), count + 1);
             in_pool += usize::from(entry.block.is_some());
-            on_disk += usize::from(entry.disk.place().is_some());
-            assert!(entry.block.is_some() || entry.disk.place().is_some(), "it is somewhere");
+            on_disk += usize::from(entry.disk.disk_place().is_some());
+            assert!(entry.block.is_some() || entry.disk.disk_place().is_some(), "it is somewhere");
             assert!(entry.block.is_some() || !entry.is_queued, "what is on disk alone waits");
             assert_eq!(self.find_digest(entry.digest), Some(number));
             match entry.parent {

@@ -10,7 +10,7 @@ mod log_filter;
 mod raw;
 mod size;
 
-pub use cache::CacheConfig;
+pub use cache::{CacheConfig, DiskCacheConfig};
 pub use kernel_cache::KernelCache;
 pub use raw::{ConfigError, ConfigOverrides, CountSetting, RawConfig};
 pub use size::SizeSetting;

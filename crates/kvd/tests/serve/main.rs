@@ -1,6 +1,7 @@
 //! The daemon as an operator has it: the real binary, its exit codes, its sockets, its signals.
 
 mod cache;
+mod disk;
 mod doors;
 mod drains;
 mod log;

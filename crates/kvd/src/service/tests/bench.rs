@@ -210,7 +210,7 @@ pub(super) fn several(
     };
     let workers = probes.iter().map(start).collect();
     let ids = draw_ids().unwrap();
-    (Arc::new(Service::new(config.clone(), workers, metrics, ids)), probes)
+    (Arc::new(Service::new(config.clone(), workers, metrics, ids, None)), probes)
 }
 
 pub(super) struct Bench {
