@@ -14,6 +14,8 @@ pub struct MatchedPrefixes {
     pub keys: Vec<u32>,
     /// As many tokens.
     pub tokens: Vec<u32>,
+    /// Those of them that are in the daemon's pool; the others are on its disk.
+    pub pool_tokens: Vec<u32>,
     /// Keeps them until it ends; none where nothing was matched or no lease was asked for.
     pub lease: Option<LeaseId>,
 }
@@ -67,9 +69,10 @@ impl Client {
         let message = v1::MatchPrefixRequest { model_id, chains, lease_ms: to_millis(lease) };
         let request = self.sized_request(message)?;
         let response = self.call_rpc(self.rpc.clone().match_prefix(request)).await?;
-        let v1::MatchPrefixResponse { matched_keys, matched_tokens, lease_id } = response;
+        let v1::MatchPrefixResponse { matched_keys, matched_tokens, lease_id, pool_tokens } =
+            response;
         let lease = (lease_id != 0).then_some(LeaseId(lease_id));
-        Ok(MatchedPrefixes { keys: matched_keys, tokens: matched_tokens, lease })
+        Ok(MatchedPrefixes { keys: matched_keys, tokens: matched_tokens, pool_tokens, lease })
     }
 
     /// Ends a lease before its time.
@@ -115,8 +118,26 @@ impl Client {
         keys: BlockKeys,
     ) -> Result<v1::PublishBlocksResponse, ClientError> {
         let (sequence_id, keys) = (sequence.0, Some(keys.into()));
-        self.send_publish(v1::PublishBlocksRequest { sequence_id, start, keys, settle: false })
-            .await
+        let message = v1::PublishBlocksRequest { sequence_id, start, keys, ..Default::default() };
+        self.send_publish(message).await
+    }
+
+    /// [`Client::publish_blocks`], and waits until the pages are on disk too, or will not be:
+    /// `not_durable` of the answer says why.
+    ///
+    /// # Errors
+    /// As that.
+    pub async fn publish_durably(
+        &self,
+        sequence: SequenceId,
+        start: u32,
+        keys: BlockKeys,
+    ) -> Result<v1::PublishBlocksResponse, ClientError> {
+        let (sequence_id, keys) = (sequence.0, Some(keys.into()));
+        let wait = v1::PublishWait::Disk.into();
+        let message =
+            v1::PublishBlocksRequest { sequence_id, start, keys, wait, ..Default::default() };
+        self.send_publish(message).await
     }
 
     /// [`Client::publish_blocks`], after which the sequence itself reads the pages as every
@@ -131,7 +152,10 @@ impl Client {
         keys: BlockKeys,
     ) -> Result<v1::PublishBlocksResponse, ClientError> {
         let (sequence_id, keys) = (sequence.0, Some(keys.into()));
-        self.send_publish(v1::PublishBlocksRequest { sequence_id, start, keys, settle: true }).await
+        let settle = true;
+        let message =
+            v1::PublishBlocksRequest { sequence_id, start, keys, settle, ..Default::default() };
+        self.send_publish(message).await
     }
 
     async fn send_publish(

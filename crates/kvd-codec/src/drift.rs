@@ -134,12 +134,17 @@ impl TableHistory {
 
     /// Appends a version and writes with it from now on.
     pub(crate) fn push(&mut self, huffman: HuffmanTable, stored: u64) {
-        let grouping = SymbolGrouping::single_codes(huffman.code_lengths().len() as u16);
-        self.versions.push(StreamTable::new(huffman, grouping));
+        self.add_version(huffman);
         self.current = self.built_versions();
         self.born = stored;
         self.evidence = (2 * self.evidence).clamp(2, WINDOW_BLOCKS);
         self.window = CodeWindow::default();
+    }
+
+    /// Appends a version.
+    pub(crate) fn add_version(&mut self, huffman: HuffmanTable) {
+        let grouping = SymbolGrouping::single_codes(huffman.code_lengths().len() as u16);
+        self.versions.push(StreamTable::new(huffman, grouping));
     }
 
     /// Whether there may be another version after so many stored blocks.
@@ -220,6 +225,9 @@ impl TableHistory {
 impl ModelCodec {
     /// Versions of a Huffman table that is built from blocks, at most. The prior is none of them.
     pub const TABLE_VERSIONS_MAX: usize = 16;
+
+    /// Versions that are left of these for a layer's own blocks when tables of others are adopted.
+    pub const OWN_TABLES_MIN: usize = 4;
 
     /// Which of a layer's next `blocks` blocks are to be counted and told to
     /// [`ModelCodec::observe_codes`] before any of them is encoded: all at first and after a table

@@ -12,6 +12,7 @@
 mod attention_error;
 mod bits;
 mod calibration;
+mod carried;
 mod coding;
 mod convert;
 mod covariance;
@@ -54,6 +55,7 @@ mod vq_spec;
 pub use attention_error::ErrorSum;
 pub use bits::CodeLayout;
 pub use calibration::Calibration;
+pub use carried::{AdoptedTable, CarriedTable, LayerPages, verify_checksums};
 pub use coding::CodeEncoder;
 pub use convert::widen_values;
 pub use device_view::{ForwardStep, QueryTransformStep};
@@ -71,7 +73,9 @@ pub use implied::ImpliedBits;
 pub use kvd_core::PageBytes;
 pub use levels::level_unit;
 pub use model::{BlockRows, EncodedBlock, ModelCodec};
-pub use page::{HEADER_BYTES, PAGE_ALIGN, Page, PageHeader, page_bytes};
+pub use page::{
+    FORMAT_VERSION as PAGE_FORMAT_VERSION, HEADER_BYTES, PAGE_ALIGN, Page, PageHeader, page_bytes,
+};
 pub use payload_sizes::PayloadSizes;
 pub use policy::SpecOverride;
 pub use preset::{Preset, find_preset, named_preset, presets, resolve_spec};

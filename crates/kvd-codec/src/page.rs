@@ -30,7 +30,9 @@ pub const HEADER_BYTES: usize = 32;
 pub const PAGE_ALIGN: usize = 16;
 
 const MAGIC: [u8; 4] = *b"KVDP";
-const FORMAT_VERSION: u8 = 1;
+/// Version of pages, which their headers have.
+pub const FORMAT_VERSION: u8 = 1;
+const TABLE_AT: usize = 16;
 const LENGTH_AT: usize = 20;
 const CHECKSUM_AT: usize = 24;
 const FLAG_HUFFMAN: u8 = 1;
@@ -276,6 +278,13 @@ fn page_checksum(page: &[u8]) -> u64 {
     hash.update(&[0; HEADER_BYTES - CHECKSUM_AT]);
     hash.update(&page[HEADER_BYTES..]);
     hash.digest()
+}
+
+/// Gives a page another table version, and the checksum that goes with it.
+pub(crate) fn rename_table(page: &mut [u8], version: u16) {
+    page[TABLE_AT..TABLE_AT + 2].copy_from_slice(&version.to_le_bytes());
+    let sum = page_checksum(page);
+    page[CHECKSUM_AT..HEADER_BYTES].copy_from_slice(&sum.to_le_bytes());
 }
 
 /// Bytes of a page with that payload, padding included.

@@ -19,9 +19,10 @@ mod task;
 
 pub use backend::{
     AppendOutcome, AppendPlan, AppendRows, AppendSteps, AttendBackend, Attended, Backend,
-    BlockAnswer, DeviceInfo, EncodeSource, EncodedPages, HeldPages, IncomingRows, Launches,
-    LoadedRows, ModelBytes, PageBackend, PlannedBlock, PlannedCopy, PlannedWrite, RawTarget,
-    RegionBackend, ReserveSlot,
+    BlockAnswer, DeviceInfo, EncodeSource, EncodedPages, HeldPages, ImportOutcome, IncomingRows,
+    Launches, LayerImage, LayerSlots, LoadedRows, ModelBytes, PageBackend, PageSlots, PlannedBlock,
+    PlannedCopy, PlannedWrite, RawTarget, RegionBackend, ReserveSlot, TransferBackend,
+    export_layer, import_layer,
 };
 pub use cpu::{
     ArenaError, CodeDecoder, CpuBackend, CpuOptions, EncodeAs, InstructionSet, KernelChoice,

@@ -34,3 +34,10 @@ fn windows_caps_ranges_and_other_types_are_answered_as_asked() {
         assert!(off < 1e-5 && lse < 1e-5, "{ask:?}: outputs {off:.1e}, log-sum-exp {lse:.1e}");
     }
 }
+
+#[test]
+fn blocks_that_cross_to_another_backend_answer_as_before() {
+    for text in suite::codecs() {
+        suite::transfer::check_transfer(&mut backend(), &mut backend(), text);
+    }
+}

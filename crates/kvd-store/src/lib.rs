@@ -51,9 +51,10 @@ mod view_list;
 pub use allocator::SlotRegion;
 pub use append::{AppendClaim, AppendTicket, BegunAppend, PackBatch, PackTask, RowCopy, RowWrite};
 pub use cache::{
-    CacheLimits, CacheSimulator, CacheUsage, DroppedBlocks, EvictionChoice, KEY_BYTES_MAX,
+    BlockDigests, BlockToRead, BlockToWrite, CacheLimits, CacheSimulator, CacheUsage,
+    ChainResidency, DiskBlock, DiskPlace, DroppedBlocks, EvictionChoice, HeldChain, KEY_BYTES_MAX,
     KeyChain, KeyError, LeaseRequest, PackedKeys, PinRequest, PinnedPrefixes, PrefixIndex,
-    PublishStop, PublishedBlocks,
+    PublishStop, PublishedBlocks, ReadPlan, RecordUse, StoredLayer,
 };
 pub use error::StoreError;
 pub use kvd_core::{PackedBytes, StoredBytes};

@@ -93,6 +93,19 @@ impl ArenaPool {
         self.reserve_slot(SlotRegion::Pages, len_bytes, Some(namespace))
     }
 
+    /// Takes `len_bytes` bytes for rows of a namespace, as [`ArenaPool::reserve_pages_for`] does
+    /// for pages.
+    ///
+    /// # Errors
+    /// As [`ArenaPool::reserve_in`].
+    pub fn reserve_rows_for(
+        self: &Arc<Self>,
+        namespace: &Namespace,
+        len_bytes: u64,
+    ) -> Result<ReservedSlot, PoolFull> {
+        self.reserve_slot(SlotRegion::Rows, len_bytes, Some(namespace))
+    }
+
     /// Takes `len_bytes` bytes, for the caller alone. A pool that is full first frees what was
     /// closed before, and then evicts cached blocks: call without a lock.
     ///

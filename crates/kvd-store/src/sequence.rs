@@ -171,7 +171,7 @@ impl SequenceEntry {
                 && early.tail.as_ref().is_none_or(|early_tail| {
                     let steps = late.blocks - early.blocks;
                     let at = late.tail.as_ref().and_then(|tail| cache.find_ancestor(tail, steps));
-                    at.is_some_and(|at| Arc::ptr_eq(&at.block, &early_tail.block))
+                    at.is_some_and(|at| Arc::ptr_eq(&at.hold, &early_tail.hold))
                 })
         };
         if is_same(&published, &new) {

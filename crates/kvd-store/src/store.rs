@@ -15,7 +15,7 @@ pub use prefixes::AttachedSequence;
 
 use crate::append::{AppendClaim, AppendTicket, BegunAppend};
 use crate::append_plan::AppendDraft;
-use crate::cache::{CacheLimits, PrefixIndex};
+use crate::cache::{CacheLimits, DiskBlock, PrefixIndex};
 use crate::error::StoreError;
 use crate::layer::{RangeFit, RememberedRange, SequenceLayer};
 use crate::ledger::{ModelLedger, ModelUsage};
@@ -224,10 +224,12 @@ impl SequenceStore {
     }
 
     /// Drops the ledger and the cached blocks of a model without sequences, which nobody opens any
-    /// from now on. Reads and appends in flight when the last was closed kept it.
-    pub fn forget_model(&self, model: ModelId) {
-        self.cache.forget_model(model);
+    /// from now on. Reads and appends in flight when the last was closed kept it. Gives the blocks
+    /// that are on disk and stay there.
+    pub fn forget_model(&self, model: ModelId) -> Vec<DiskBlock> {
+        let on_disk = self.cache.forget_model(model);
         self.ledgers.remove(&model);
+        on_disk
     }
 
     /// Views of all sequences.

@@ -7,6 +7,7 @@ use crate::device::{self, DeviceError};
 use crate::device_worker::{DeviceWorker, DeviceWorkerThread, WorkerLimits};
 use crate::door_files::{DoorFiles, FileWatch};
 use crate::metrics::{Metric, Metrics};
+use crate::service::disk::DiskCache;
 use crate::service::{Service, draw_ids};
 use crate::transport::{BoundAddresses, GrpcServer, ListenError, ServerPhase};
 use kvd_compute::Backend;
@@ -33,6 +34,9 @@ pub enum BuildError {
     /// Random numbers for the boot id and for ids.
     #[error("the system gives no random numbers for ids: {0}")]
     Random(getrandom::Error),
+    /// The folder of the cache's disk tier.
+    #[error(transparent)]
+    Disk(#[from] kvd_tier::DiskError),
     /// A thread for a device.
     #[error("start a device's thread: {0}")]
     Worker(std::io::Error),
@@ -87,6 +91,9 @@ const ADMIN_GRACE: Duration = Duration::from_millis(200);
 
 /// Time for a server to notice that its connections are cut.
 const CUT_TIME: Duration = Duration::from_secs(1);
+
+/// Time for blocks that wait to be written when the daemon stops.
+const DISK_GRACE: Duration = Duration::from_secs(2);
 
 /// Time for devices to end the job that they have: an attend stops within milliseconds.
 pub const DEVICE_STOP_TIME: Duration = Duration::from_secs(2);
@@ -159,6 +166,14 @@ impl OpenDoors {
     }
 }
 
+/// Opens the cache's disk tier, if there is to be one, off the threads that answer requests.
+async fn open_disk(config: &Config) -> Result<Option<DiskCache>, BuildError> {
+    let Some(disk) = config.cache.disk.clone() else { return Ok(None) };
+    let opened = tokio::task::spawn_blocking(move || DiskCache::open_folder(&disk)).await;
+    let opened = opened.map_err(|error| BuildError::Worker(std::io::Error::other(error)))?;
+    Ok(Some(opened?))
+}
+
 impl Daemon {
     /// Takes memory, starts the devices' threads and binds all sockets.
     ///
@@ -210,7 +225,8 @@ impl Daemon {
         let workers = backends.into_iter().map(start).collect::<Result<Vec<_>, _>>();
         let (workers, worker_threads) = workers.map_err(BuildError::Worker)?.into_iter().unzip();
         let ids = draw_ids().map_err(BuildError::Random)?;
-        let service = Arc::new(Service::new(Arc::new(config), workers, metrics, ids));
+        let disk = open_disk(&config).await?;
+        let service = Arc::new(Service::new(Arc::new(config), workers, metrics, ids, disk));
         if let Some(table) = principals {
             tracing::info!(principals = table.count_principals(), "who may come in is read");
             service.access_control().replace_table(table);
@@ -348,6 +364,11 @@ impl RunningDaemon {
             }
         }
         self.upkeep.abort();
+        if let Some(disk) = self.service.disk_cache().cloned() {
+            let close = move || disk.close_folder(DISK_GRACE);
+            // What a panic left unwritten is not durable, and nobody was told that it is.
+            drop(tokio::task::spawn_blocking(close).await);
+        }
         drop(self.service);
         // Off the runtime's workers: a device may be in the middle of a job. Tasks that were cut
         // off may still hold the service; the threads end all the same.

@@ -21,6 +21,9 @@ use std::time::Duration;
 /// The least and the most that attention may take in its turn.
 const SHARE: RangeInclusive<Duration> = Duration::from_millis(2)..=Duration::from_millis(100);
 
+/// Time of others after which a transfer that waits has its turn, once.
+const TRANSFER_WAIT: Duration = Duration::from_millis(20);
+
 /// Purpose of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum JobKind {
@@ -30,6 +33,9 @@ pub(crate) enum JobKind {
     Other,
     /// As the others, and no earlier than every attend that came before: what takes a model away.
     AfterAll,
+    /// Bytes that leave the device for a tier or come back: after all others, but for a slice each
+    /// [`TRANSFER_WAIT`], so that they end.
+    Transfer,
 }
 
 impl JobKind {
@@ -188,6 +194,10 @@ pub(crate) struct JobScheduler<J> {
     others: KindQueue<J>,
     /// Jobs that wait for attends which came before.
     after_all: VecDeque<WaitingJob<J>>,
+    /// Jobs of tiers, in the order they came.
+    transfers: VecDeque<WaitingJob<J>>,
+    /// Time of others since the last of them.
+    passed: Duration,
     /// Serial numbers of attends that wait.
     attend_serials: BTreeSet<u64>,
     /// Shares of namespaces that have another one than 1.
@@ -204,11 +214,13 @@ pub(crate) struct JobScheduler<J> {
 
 impl<J> JobScheduler<J> {
     pub(crate) fn new(weights: HashMap<Namespace, u32>) -> Self {
-        let [taken, used] = [Duration::ZERO; 2];
+        let [taken, used, passed] = [Duration::ZERO; 3];
         Self {
             attends: KindQueue::new(),
             others: KindQueue::new(),
             after_all: VecDeque::new(),
+            transfers: VecDeque::new(),
+            passed,
             attend_serials: BTreeSet::new(),
             weights,
             came: 0,
@@ -226,12 +238,14 @@ impl<J> JobScheduler<J> {
 
     /// Jobs that wait, attends and others.
     pub(crate) fn waiting_jobs(&self) -> [usize; 2] {
-        [self.attends.waiting, self.others.waiting + self.after_all.len()]
+        let others = self.others.waiting + self.after_all.len() + self.transfers.len();
+        [self.attends.waiting, others]
     }
 
     /// Jobs that have a place, attends and others.
     pub(crate) fn counted_jobs(&self) -> [usize; 2] {
-        let after_all = self.after_all.iter().filter(|waiting| waiting.ticket.is_counted).count();
+        let after_all = self.after_all.iter().chain(&self.transfers);
+        let after_all = after_all.filter(|waiting| waiting.ticket.is_counted).count();
         [self.attends.counted, self.others.counted + after_all]
     }
 
@@ -256,6 +270,12 @@ impl<J> JobScheduler<J> {
             }
             JobKind::Other => self.others.push(waiting),
             JobKind::AfterAll => self.after_all.push_back(waiting),
+            // A paused one goes on before those that came later.
+            JobKind::Transfer => {
+                let serial = waiting.ticket.serial;
+                let at = self.transfers.partition_point(|other| other.ticket.serial < serial);
+                self.transfers.insert(at, waiting);
+            }
         }
     }
 
@@ -264,6 +284,9 @@ impl<J> JobScheduler<J> {
         let is_it = |waiting: &WaitingJob<J>| waiting.ticket.serial == ticket.serial;
         if let Some(at) = self.after_all.iter().position(is_it) {
             return self.after_all.remove(at);
+        }
+        if let Some(at) = self.transfers.iter().position(is_it) {
+            return self.transfers.remove(at);
         }
         if ticket.kind != JobKind::Attend {
             return self.others.remove(ticket);
@@ -294,6 +317,7 @@ impl<J> JobScheduler<J> {
             all.push(waiting);
         }
         all.extend(self.after_all.drain(..));
+        all.extend(self.transfers.drain(..));
         all
     }
 
@@ -329,6 +353,13 @@ impl<J> JobScheduler<J> {
         while self.after_all.front().is_some_and(|waiting| waiting.ticket.serial < oldest) {
             self.others.push(self.after_all.pop_front()?);
         }
+        let others_wait = self.attends.waiting + self.others.waiting > 0;
+        if !others_wait || self.passed >= TRANSFER_WAIT {
+            self.passed = Duration::ZERO;
+            if let Some(transfer) = self.transfers.pop_front() {
+                return Some(transfer);
+            }
+        }
         let attend_first = match (self.attends.waiting, self.others.waiting) {
             (0, _) => false,
             (_, 0) => true,
@@ -345,6 +376,12 @@ impl<J> JobScheduler<J> {
     /// A job, or a slice of it, took so long.
     pub(crate) fn note_run(&mut self, ticket: &JobTicket, took: Duration) {
         let JobTicket { kind, owner, .. } = ticket;
+        if *kind == JobKind::Transfer {
+            return;
+        }
+        if !self.transfers.is_empty() {
+            self.passed += took;
+        }
         let queue = if *kind == JobKind::Attend { &mut self.attends } else { &mut self.others };
         let weight = self.weights.get(&owner.namespace).copied().unwrap_or(1);
         queue.namespaces.charge_time(&owner.namespace, took, weight);
@@ -359,12 +396,12 @@ impl<J> JobScheduler<J> {
                 }
             }
             // As above: their turn begins where an attend waits.
-            JobKind::Other | JobKind::AfterAll if self.attends.waiting == 0 => {
+            JobKind::Other | JobKind::AfterAll | JobKind::Transfer if self.attends.waiting == 0 => {
                 self.share = took.clamp(*SHARE.start(), *SHARE.end());
                 [self.taken, self.used] = [Duration::ZERO; 2];
                 self.turn = NextKind::Attends;
             }
-            JobKind::Other | JobKind::AfterAll => {
+            JobKind::Other | JobKind::AfterAll | JobKind::Transfer => {
                 self.used += took;
                 if self.used >= *SHARE.start() {
                     self.share = self.used.min(*SHARE.end());
@@ -424,6 +461,28 @@ mod tests {
         // Two of one millisecond are the least share; then as many as another job took.
         let expected = [0, 1, 100, 2, 3, 4, 5, 6, 101, 7, 8, 9, 102];
         assert_eq!(order(scheduler(10, 3), 1, 5), expected);
+    }
+
+    #[test]
+    fn transfers_run_when_nobody_waits_and_a_slice_each_while_the_others_go_on() {
+        let mut idle = scheduler(2, 1);
+        push(&mut idle, JobKind::Transfer, 300);
+        push(&mut idle, JobKind::Transfer, 301);
+        assert_eq!(order(idle, 2, 2), [0, 100, 1, 300, 301]);
+        let mut busy = scheduler(30, 0);
+        push(&mut busy, JobKind::Transfer, 300);
+        push(&mut busy, JobKind::Transfer, 301);
+        let order = order(busy, 5, 5);
+        // Four attends of five milliseconds, then one of them.
+        let at = |job| order.iter().position(|other| *other == job).unwrap();
+        assert_eq!((at(300), at(301)), (4, 9));
+        // One that pauses goes on before the next.
+        let mut paused = scheduler(0, 0);
+        push(&mut paused, JobKind::Transfer, 300);
+        push(&mut paused, JobKind::Transfer, 301);
+        let first = paused.next().unwrap();
+        paused.push(first.ticket, first.job);
+        assert_eq!(paused.next().map(|next| next.job), Some(300));
     }
 
     #[test]

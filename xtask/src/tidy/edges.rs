@@ -16,11 +16,13 @@ const MEMBERS: &[(&str, &[&str])] = &[
     ("kvd-proto", &["kvd-core"]),
     ("kvd-shm", &["kvd-core"]),
     ("kvd-client", &["kvd-core", "kvd-proto", "kvd-shm"]),
+    // Knows records and files, not what is in them.
+    ("kvd-tier", &[]),
     ("kvd-engine", &["kvd-core"]),
     // Measurement and demonstration are clients like any other.
     ("kvd-eval", &["kvd-core", "kvd-codec", "kvd-client", "kvd-engine"]),
     // Measures devices and, as a client, daemons that somebody else starts.
-    ("kvd-bench", &["kvd-core", "kvd-codec", "kvd-compute", "kvd-store", "kvd-client"]),
+    ("kvd-bench", &["kvd-core", "kvd-codec", "kvd-compute", "kvd-store", "kvd-tier", "kvd-client"]),
     (
         "kvd",
         &[
@@ -32,6 +34,7 @@ const MEMBERS: &[(&str, &[&str])] = &[
             "kvd-store",
             "kvd-proto",
             "kvd-shm",
+            "kvd-tier",
             "kvd-client",
             "kvd-eval",
         ],
@@ -39,7 +42,16 @@ const MEMBERS: &[(&str, &[&str])] = &[
     // Only tests use the daemon as a library.
     (
         "kvd-tests",
-        &["kvd-core", "kvd-codec", "kvd-proto", "kvd-shm", "kvd-client", "kvd-eval", "kvd"],
+        &[
+            "kvd-core",
+            "kvd-codec",
+            "kvd-proto",
+            "kvd-shm",
+            "kvd-tier",
+            "kvd-client",
+            "kvd-eval",
+            "kvd",
+        ],
     ),
     ("xtask", &[]),
 ];
@@ -63,6 +75,7 @@ const NEVER: &[(&str, &[&str])] = &[
     ("kvd-compute", &["tokio", "tonic", "cudarc"]),
     ("kvd-cuda", &["tokio", "tonic"]),
     ("kvd-store", &["tonic", "cudarc"]),
+    ("kvd-tier", &["tokio", "tonic", "cudarc"]),
     ("kvd-proto", &["cudarc"]),
 ];
 

@@ -90,6 +90,22 @@ impl HuffmanTable {
         complete.then(|| Self::from_lengths(LIMIT_SMALL, lengths.to_vec()))
     }
 
+    /// The table of given code lengths, one for each symbol, when they are what
+    /// [`HuffmanTable::new`] could have made: within the alphabet's limit and complete.
+    pub(crate) fn try_full(lengths: &[u8]) -> Option<Self> {
+        if !(2..=ALPHABET_MAX as usize).contains(&lengths.len()) {
+            return None;
+        }
+        let limit = longest_code(lengths.len());
+        let filled = |length: &u8| {
+            let rest = limit.checked_sub(u32::from(*length)).filter(|_| *length > 0)?;
+            Some(1u64 << rest)
+        };
+        let filled: Option<u64> = lengths.iter().map(filled).sum();
+        let complete = filled == Some(1 << limit);
+        complete.then(|| Self::from_lengths(limit, lengths.to_vec()))
+    }
+
     /// Code and length of a symbol; length 0 when it has none.
     pub(crate) fn symbol_code(&self, symbol: u16) -> (u16, u32) {
         let symbol = usize::from(symbol);

@@ -1,5 +1,6 @@
-//! The contract between a device worker and its device, in three traits: pages (rows in, pages
-//! made and kept), attention over them, and regions that a worker shares with the device.
+//! The contract between a device worker and its device, in four traits: pages (rows in, pages made
+//! and kept), attention over them, regions that a worker shares with the device, and blocks that
+//! leave it and come back.
 //!
 //! One worker thread owns a backend and calls it; a backend may use more threads inside a call.
 //! The worker promises that extents it passes are reserved (to write) or pinned (to read) for the
@@ -10,6 +11,7 @@ mod append;
 mod attend;
 mod pages;
 mod regions;
+mod transfer;
 
 pub use append::{
     AppendOutcome, AppendPlan, AppendRows, AppendSteps, BlockAnswer, PlannedBlock, PlannedCopy,
@@ -21,8 +23,12 @@ pub use pages::{
     PageBackend, RawTarget,
 };
 pub use regions::RegionBackend;
+pub use transfer::{
+    ImportOutcome, LayerImage, LayerSlots, PageSlots, TransferBackend, export_layer, import_layer,
+};
 
-/// A device that holds pages, answers attention over them and opens memory of workers.
-pub trait Backend: PageBackend + AttendBackend + RegionBackend {}
+/// A device that holds pages, answers attention over them, opens memory of workers, and whose
+/// blocks may leave it.
+pub trait Backend: PageBackend + AttendBackend + RegionBackend + TransferBackend {}
 
-impl<T: PageBackend + AttendBackend + RegionBackend> Backend for T {}
+impl<T: PageBackend + AttendBackend + RegionBackend + TransferBackend> Backend for T {}

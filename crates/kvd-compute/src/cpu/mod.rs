@@ -85,6 +85,7 @@ mod span_scores;
 mod tests;
 mod tile_cursor;
 mod token_span;
+mod transfer;
 mod uniform;
 mod unit_answer;
 mod unit_plan;

@@ -9,6 +9,7 @@
 
 mod ask;
 pub(crate) mod region;
+pub(crate) mod transfer;
 
 pub(crate) use ask::{Ask, LATE, asks, late};
 

@@ -7,7 +7,7 @@ use kvd_compute::{
     AppendSteps, AttendBackend, AttendPlan, Attended, Backend, BackendError, DeviceInfo,
     DeviceRegion, EncodeSource, EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes,
     PageBackend, PlannedWrite, RawTarget, RegionBackend, RegionPlaces, RegionRows, Source,
-    content_hash,
+    TransferBackend, content_hash,
 };
 use kvd_core::{Extent, Geometry, LayerIndex, ModelId};
 use std::ops::Range;
@@ -189,5 +189,7 @@ impl<B: Backend> AttendBackend for InPlace<B> {
         Ok(answer)
     }
 }
+
+impl<B: Backend> TransferBackend for InPlace<B> {}
 
 impl<B: Backend> RegionBackend for InPlace<B> {}

@@ -21,6 +21,7 @@ mod region_copy;
 mod stream_order;
 mod table_arena;
 mod train;
+mod transfer;
 mod wait;
 
 use crate::PlanError;
@@ -162,6 +163,27 @@ impl CudaBackend {
         let (Source::Raw { extent, .. } | Source::Pages { extent, .. }) = &mut source;
         *extent = self.fetch_extent(*extent, 0)?;
         Ok(source)
+    }
+
+    /// Forgets the headers of pages that lay in a slot before.
+    fn forget_headers(&mut self, slot: Extent) {
+        let stale: Vec<u64> =
+            self.headers.range(slot.offset..slot.end()).map(|(offset, _)| *offset).collect();
+        for offset in stale {
+            self.headers.remove(&offset);
+        }
+    }
+
+    /// Notes the headers of pages that lie in a slot.
+    fn note_headers(&mut self, bytes: &[u8], ends: &[u32], slot: Extent) {
+        let mut start = 0;
+        for end in ends.iter().map(|end| *end as usize) {
+            // A page that cannot be read is unknown, and reading it an error.
+            if let Ok(page) = Page::parse_page(&bytes[start..end]) {
+                self.headers.insert(slot.offset + start as u64, *page.header());
+            }
+            start = end;
+        }
     }
 
     /// Copies an extent to the host's memory at `offset`.
@@ -313,12 +335,7 @@ impl AppendSteps for CudaBackend {
     }
 
     fn move_pages(&mut self, pages: &EncodedPages, to: Extent) {
-        // Headers of the slot's earlier pages are stale.
-        let stale: Vec<u64> =
-            self.headers.range(to.offset..to.end()).map(|(offset, _)| *offset).collect();
-        for offset in stale {
-            self.headers.remove(&offset);
-        }
+        self.forget_headers(to);
         if let Some(held) = pages.held {
             return self.place_held(held, to);
         }
@@ -326,14 +343,7 @@ impl AppendSteps for CudaBackend {
         if self.device.write_arena(to.offset, &pages.bytes).is_err() {
             return;
         }
-        let mut start = 0;
-        for end in pages.page_ends.iter().map(|end| *end as usize) {
-            // A page that cannot be read is unknown, and reading it an error.
-            if let Ok(page) = Page::parse_page(&pages.bytes[start..end]) {
-                self.headers.insert(to.offset + start as u64, *page.header());
-            }
-            start = end;
-        }
+        self.note_headers(&pages.bytes, &pages.page_ends, to);
     }
 }
 

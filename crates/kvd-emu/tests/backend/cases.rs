@@ -36,3 +36,17 @@ fn one_backend_serves_every_codec_in_turn() {
     // No time is left: what says most is asked all the same.
     assert_eq!(suite::agree(&mut backend, Some(Instant::now())).0, 1);
 }
+
+#[test]
+fn blocks_that_cross_to_another_backend_answer_as_before() {
+    if !is_available() {
+        return;
+    }
+    for text in ["raw", "kivi-4", "kvcomp", "kvd-2"] {
+        let (mut from, _) = open(ThreadOrder::Ascending, Pace::Late, OPTIONS);
+        let (mut to, watch) = open(ThreadOrder::Random(3), Pace::Late, OPTIONS);
+        suite::transfer::check_transfer(&mut from, &mut to, text);
+        drop(to);
+        assert_eq!(watch.lock().live, 0);
+    }
+}

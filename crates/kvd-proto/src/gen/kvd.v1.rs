@@ -1016,6 +1016,10 @@ pub struct MatchPrefixResponse {
     /// 0 where nothing was matched or no lease was asked for.
     #[prost(uint64, tag = "3")]
     pub lease_id: u64,
+    /// Of the tokens of each chain, those that are in the device's pool; the others are on disk, and
+    /// OpenSequence brings them back.
+    #[prost(uint32, repeated, tag = "4")]
+    pub pool_tokens: ::prost::alloc::vec::Vec<u32>,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ReleaseLeaseRequest {
@@ -1039,6 +1043,9 @@ pub struct PublishBlocksRequest {
     /// does that finds them. A run that stores a prefix and one that finds it then answer alike.
     #[prost(bool, tag = "4")]
     pub settle: bool,
+    /// What to wait for, within the call's deadline. Blocks are written to disk either way.
+    #[prost(enumeration = "PublishWait", tag = "5")]
+    pub wait: i32,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct PublishBlocksResponse {
@@ -1056,6 +1063,16 @@ pub struct PublishBlocksResponse {
     /// before was dropped meanwhile.
     #[prost(string, tag = "4")]
     pub stopped_by: ::prost::alloc::string::String,
+    /// Tokens of the sequence, from its start, that are on disk now and that a restart leaves.
+    #[prost(uint32, tag = "5")]
+    pub durable_length: u32,
+    /// Empty where `durable_length` is `length`, or where the call waited for PUBLISH_WAIT_SEALED; else
+    /// why it is less: "NOT_DURABLE: " and NO_DISK (no cache.disk.path), OFF (cache.disk.write, or the
+    /// disk failed), NO_IDENTITY (the model was registered without one), SCOPE_IN_USE (another
+    /// registration of the same content has it), QUEUE_FULL, DISK_FULL, DISK_ERROR or DEADLINE. The
+    /// pages can be found all the same.
+    #[prost(string, tag = "6")]
+    pub not_durable: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct PinBlocksRequest {
@@ -1126,6 +1143,11 @@ pub struct CacheStats {
     pub published: u64,
     #[prost(uint64, tag = "8")]
     pub evicted: u64,
+    /// Of `blocks`, those in the pool and those on disk; some are in both.
+    #[prost(uint64, tag = "10")]
+    pub pool_blocks: u64,
+    #[prost(uint64, tag = "11")]
+    pub disk_blocks: u64,
 }
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
@@ -1277,6 +1299,34 @@ impl RegionKind {
             "REGION_KIND_MEMFD" => Some(Self::Memfd),
             "REGION_KIND_CUDA_IPC" => Some(Self::CudaIpc),
             "REGION_KIND_CUDA_FD" => Some(Self::CudaFd),
+            _ => None,
+        }
+    }
+}
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum PublishWait {
+    /// The pages are sealed and can be found.
+    Sealed = 0,
+    /// They are on disk too, after a sync, with all before them, or will not be.
+    Disk = 1,
+}
+impl PublishWait {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Sealed => "PUBLISH_WAIT_SEALED",
+            Self::Disk => "PUBLISH_WAIT_DISK",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "PUBLISH_WAIT_SEALED" => Some(Self::Sealed),
+            "PUBLISH_WAIT_DISK" => Some(Self::Disk),
             _ => None,
         }
     }

@@ -3,12 +3,11 @@
 use super::PrefixIndex;
 use super::block::HeldEntry;
 use super::key::{KeyChain, KeyLineage};
-use super::lease::{HoldTable, LeaseEntry, PinEntry, PinKey};
+use super::lease::{HoldTable, LeaseEntry, PinEntry, PinKey, PinLink};
 use crate::error::StoreError;
 use kvd_core::{LeaseId, ModelId, Namespace};
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 /// A lease that is to be taken.
@@ -111,17 +110,17 @@ impl PrefixIndex {
         let blocks = found.iter().map(|found| found.as_ref().map_or(0, |f| f.blocks)).collect();
         let pin = |found: HeldPrefix| {
             let key = PinKey { model, lineage: found.lineage };
-            (key, PinEntry { held: found.held, ends })
+            (key, PinEntry { links: self.list_links(&found.held), ends })
         };
         // One prefix of several chains is pinned once.
         let pins: HashMap<_, _> = found.into_iter().flatten().map(pin).collect();
         let new = pins.iter().filter(|(key, _)| !holds.pins.contains_key(key));
-        let new: Vec<_> = new.map(|(_, pin)| pin.held.clone()).collect();
+        let new: Vec<_> = new.map(|(_, pin)| pin).collect();
         self.check_holds((holds.count_holds() + new.len()) as u64)?;
-        let more: u64 = new.iter().map(|held| self.pin_chain(held)).sum();
+        let more: u64 = new.iter().map(|pin| pin.count_pin()).sum();
         let (pinned_bytes, max) = (holds.pinned_bytes + more, self.limits.pinned_bytes_max);
         if pinned_bytes > max {
-            let taken_back: u64 = new.iter().map(|held| self.unpin_chain(held)).sum();
+            let taken_back: u64 = new.iter().map(|pin| pin.uncount_pin()).sum();
             debug_assert_eq!(taken_back, more);
             let (limit, asked) = ("cache.pinned_bytes_max", pinned_bytes);
             return Err(StoreError::LimitExceeded { limit, max, asked });
@@ -142,7 +141,7 @@ impl PrefixIndex {
                 gone.extend(holds.pins.remove(&PinKey { model, lineage }));
             }
         }
-        self.uncount_pins(&mut holds, &gone);
+        Self::uncount_pins(&mut holds, &gone);
         gone.len() as u64
     }
 
@@ -152,7 +151,7 @@ impl PrefixIndex {
         let leases = holds.take_due(now);
         let due = holds.due_pins(now);
         let pins: Vec<_> = due.iter().filter_map(|key| holds.pins.remove(key)).collect();
-        self.uncount_pins(&mut holds, &pins);
+        Self::uncount_pins(&mut holds, &pins);
         drop(holds);
         drop((leases, pins));
     }
@@ -175,25 +174,16 @@ impl PrefixIndex {
         chains.iter().map(hold).collect()
     }
 
-    /// Counts a pin on a block and those before it; bytes of those that had none.
-    fn pin_chain(&self, held: &HeldEntry) -> u64 {
+    /// A held block and those before it.
+    fn list_links(&self, held: &HeldEntry) -> Vec<PinLink> {
         let state = self.state.read();
-        let blocks = state.slots.walk_up(held.entry).map(|(_, entry)| Arc::clone(&entry.block));
-        let new = blocks.filter(|block| block.user_pins.fetch_add(1, Relaxed) == 0);
-        new.map(|block| block.bytes).sum()
-    }
-
-    /// Takes that back; bytes of the blocks that have no pin any more.
-    fn unpin_chain(&self, held: &HeldEntry) -> u64 {
-        let state = self.state.read();
-        let blocks = state.slots.walk_up(held.entry).map(|(_, entry)| Arc::clone(&entry.block));
-        let last = blocks.filter(|block| block.user_pins.fetch_sub(1, Relaxed) == 1);
-        last.map(|block| block.bytes).sum()
+        let links = state.slots.walk_up(held.entry);
+        links.map(|(_, of)| PinLink { hold: Arc::clone(&of.hold), bytes: of.bytes }).collect()
     }
 
     /// Uncounts pins that were taken out of the table.
-    pub(super) fn uncount_pins(&self, holds: &mut HoldTable, pins: &[PinEntry]) {
-        let bytes: u64 = pins.iter().map(|pin| self.unpin_chain(&pin.held)).sum();
+    pub(super) fn uncount_pins(holds: &mut HoldTable, pins: &[PinEntry]) {
+        let bytes: u64 = pins.iter().map(PinEntry::uncount_pin).sum();
         holds.pinned_bytes -= bytes;
     }
 }

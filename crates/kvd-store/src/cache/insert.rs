@@ -1,6 +1,7 @@
 //! Making published blocks findable: the last step of a publish.
 
 use super::block::{CachedBlock, HeldEntry};
+use super::disk::DiskState;
 use super::key::{KeyChain, KeyLineage};
 use super::state::{FoundPrefix, IndexState, NewEntry};
 use super::{EVICTED_PER_CALL_MAX, PrefixIndex, free_blocks};
@@ -46,6 +47,13 @@ pub(crate) struct InsertBase {
     pub(crate) lineage: KeyLineage,
 }
 
+/// Room that one more block takes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NeededRoom {
+    pub(super) entries: usize,
+    pub(super) bytes: u64,
+}
+
 /// A block that is to be found.
 #[derive(Debug)]
 pub(crate) struct NewBlock<'a> {
@@ -82,11 +90,12 @@ impl PrefixIndex {
         let state = self.state.read();
         let found = state.find_prefix(self.hasher, model, base.lineage, chain);
         let Some(FoundPrefix { blocks, last }) = found else { return (0, base) };
-        let (Some(held), Some(entry)) = (state.hold_entry(last), state.slots.find_entry(last))
-        else {
-            return (0, base);
-        };
-        (blocks, InsertBase { held: Some(held), lineage: entry.lineage })
+        // What is on disk alone is brought back by whoever publishes it again.
+        let chain = state.slots.walk_up(last).take(blocks).enumerate();
+        let mut in_pool = chain.filter(|(_, (_, entry))| entry.block.is_some());
+        let Some((skipped, (last, entry))) = in_pool.next() else { return (0, base) };
+        let Some(held) = state.hold_entry(last) else { return (0, base) };
+        (blocks - skipped, InsertBase { held: Some(held), lineage: entry.lineage })
     }
 
     /// Makes blocks behind `base` findable, in order, until one cannot be. Of two that publish the
@@ -98,12 +107,12 @@ impl PrefixIndex {
         base: InsertBase,
         blocks: Vec<NewBlock<'_>>,
     ) -> InsertedBlocks {
-        let mut work =
-            InsertWork { gone: Vec::new(), evicted: 0, answer: InsertedBlocks::default() };
+        let mut work = InsertWork::default();
         {
             let mut state = self.state.write();
             let is_there = base.held.as_ref().is_none_or(|held| state.slots.is_there(held));
             if is_there {
+                work.space = state.key_space(model);
                 work.insert_all(self, &mut state, namespace, model, base, blocks);
             } else {
                 work.answer.stop = Some(PublishStop::ParentGone);
@@ -113,8 +122,14 @@ impl PrefixIndex {
         let counters = &self.counters;
         counters.published.fetch_add(work.answer.published as u64, Relaxed);
         counters.existed.fetch_add(work.answer.existed as u64, Relaxed);
-        counters.evicted_by_limit.fetch_add(work.evicted, Relaxed);
+        self.count_evictions(work.evictions);
         work.answer
+    }
+
+    /// Counts blocks that went because a limit was reached.
+    pub(super) fn count_evictions(&self, evictions: LimitEvictions) {
+        self.counters.evicted_by_limit.fetch_add(evictions.blocks, Relaxed);
+        self.counters.evicted_to_disk.fetch_add(evictions.to_disk, Relaxed);
     }
 
     /// Counts blocks that were skipped because they were there.
@@ -123,11 +138,21 @@ impl PrefixIndex {
     }
 }
 
+/// Blocks that went because a limit was reached.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct LimitEvictions {
+    blocks: u64,
+    /// Those whose entries stay.
+    to_disk: u64,
+}
+
 /// An insertion under way.
-struct InsertWork {
+#[derive(Default)]
+pub(super) struct InsertWork {
     /// Blocks to free once the lock is released.
-    gone: Vec<Arc<CachedBlock>>,
-    evicted: u64,
+    pub(super) gone: Vec<Arc<CachedBlock>>,
+    pub(super) evictions: LimitEvictions,
+    space: u64,
     answer: InsertedBlocks,
 }
 
@@ -145,25 +170,40 @@ impl InsertWork {
         for NewBlock { key, block } in blocks {
             let block = Arc::new(block);
             lineage = index.hasher.extend_lineage(lineage, key);
-            let digest = index.hasher.digest_key(model, key);
+            let digest = index.hasher.digest_key(self.space, key);
             if let Some(number) = state.find_digest(digest) {
-                self.gone.push(block);
                 let same = |e: &super::slots::IndexEntry| e.lineage == lineage && e.model == model;
                 if !state.slots.find_entry(number).is_some_and(same) {
+                    self.gone.push(block);
                     self.answer.stop = Some(PublishStop::KeyInUse);
                     break;
                 }
+                let held = state.hold_entry(number);
+                let is_cold = state.slots.find_entry(number).is_some_and(|e| e.block.is_none());
+                if is_cold {
+                    let room = NeededRoom { entries: 0, bytes: block.bytes };
+                    if let Some(stop) = self.make_room(index, state, namespace, room) {
+                        self.gone.push(block);
+                        self.answer.stop = Some(stop);
+                        break;
+                    }
+                    state.bring_block(number, block);
+                } else {
+                    self.gone.push(block);
+                }
                 self.answer.existed += 1;
-                tail = state.hold_entry(number);
+                tail = held;
                 continue;
             }
-            if let Some(stop) = self.make_room(index, state, namespace, block.bytes) {
+            let room = NeededRoom { entries: 1, bytes: block.bytes };
+            if let Some(stop) = self.make_room(index, state, namespace, room) {
                 self.gone.push(block);
                 self.answer.stop = Some(stop);
                 break;
             }
             let parent = tail.as_ref().map(|held| held.entry);
-            let new = NewEntry { namespace, model, parent, digest, lineage, block };
+            let (bytes, disk, block) = (block.bytes, DiskState::Absent, Some(block));
+            let new = NewEntry { namespace, model, parent, digest, lineage, block, disk, bytes };
             tail = Some(state.add_entry(new));
             self.answer.published += 1;
         }
@@ -171,25 +211,29 @@ impl InsertWork {
     }
 
     /// Evicts until the limits hold with another entry of so many bytes; why they cannot.
-    fn make_room(
+    pub(super) fn make_room(
         &mut self,
         index: &PrefixIndex,
         state: &mut IndexState,
         namespace: &Namespace,
-        bytes: u64,
+        room: NeededRoom,
     ) -> Option<PublishStop> {
         let over = |state: &IndexState| {
-            if state.slots.count_entries() >= index.limits.entries_max {
+            if state.slots.count_entries() + room.entries > index.limits.entries_max {
                 return Some(PublishStop::IndexFull);
             }
-            let more = state.bytes.saturating_add(bytes);
+            let more = state.bytes.saturating_add(room.bytes);
             (more > index.limits.bytes_max).then_some(PublishStop::CacheFull)
         };
         for _ in 0..EVICTED_PER_CALL_MAX {
-            over(state)?;
-            let Some(block) = state.evict_block(Some(namespace)) else { break };
-            self.evicted += 1;
-            self.gone.push(block);
+            // Evicting what is on disk frees bytes and no entry.
+            if over(state)? == PublishStop::IndexFull && state.remove_cold_leaf() {
+                continue;
+            }
+            let Some(evicted) = state.evict_block(Some(namespace)) else { break };
+            self.evictions.blocks += 1;
+            self.evictions.to_disk += u64::from(evicted.is_on_disk);
+            self.gone.push(evicted.block);
         }
         over(state)
     }

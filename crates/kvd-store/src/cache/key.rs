@@ -4,7 +4,6 @@
 //! index has one entry a page, under the key of the last engine block of the page. Plain values,
 //! no locks.
 
-use kvd_core::ModelId;
 use std::hash::{BuildHasherDefault, Hasher};
 use xxhash_rust::xxh3::xxh3_128_with_seed;
 
@@ -114,6 +113,30 @@ fn split_words(hash: u128) -> [u64; 2] {
     [hash as u64, (hash >> 64) as u64]
 }
 
+fn join_words(words: [u64; 2]) -> u128 {
+    u128::from(words[0]) | u128::from(words[1]) << 64
+}
+
+impl KeyDigest {
+    pub(crate) fn to_number(self) -> u128 {
+        join_words(self.0)
+    }
+
+    pub(crate) fn from_number(number: u128) -> Self {
+        Self(split_words(number))
+    }
+}
+
+impl KeyLineage {
+    pub(crate) fn to_number(self) -> u128 {
+        join_words(self.0)
+    }
+
+    pub(crate) fn from_number(number: u128) -> Self {
+        Self(split_words(number))
+    }
+}
+
 /// Makes digests and lineages under a secret of the daemon, so that nobody can choose keys that
 /// meet in the index.
 #[derive(Clone, Copy, Debug)]
@@ -122,10 +145,10 @@ pub(crate) struct KeyHasher {
 }
 
 impl KeyHasher {
-    /// The digest of a key.
-    pub(crate) fn digest_key(self, model: ModelId, key: &[u8]) -> KeyDigest {
+    /// The digest of a key in a space of keys: a model's id, or a word of its scope.
+    pub(crate) fn digest_key(self, space: u64, key: &[u8]) -> KeyDigest {
         let mut text = [0; 8 + KEY_BYTES_MAX as usize];
-        text[..8].copy_from_slice(&model.0.to_le_bytes());
+        text[..8].copy_from_slice(&space.to_le_bytes());
         text[8..8 + key.len()].copy_from_slice(key);
         KeyDigest(split_words(xxh3_128_with_seed(&text[..8 + key.len()], self.seed)))
     }
@@ -201,11 +224,11 @@ mod tests {
     #[test]
     fn models_lengths_and_parents_tell_keys_apart() {
         let hasher = KeyHasher { seed: 5 };
-        let digest = |model, key: &[u8]| hasher.digest_key(ModelId(model), key);
+        let digest = |model, key: &[u8]| hasher.digest_key(model, key);
         assert_eq!(digest(1, b"a"), digest(1, b"a"));
         assert_ne!(digest(1, b"a"), digest(2, b"a"));
         assert_ne!(digest(1, b"a"), digest(1, b"a\0"));
-        assert_ne!(digest(1, b"a"), KeyHasher { seed: 6 }.digest_key(ModelId(1), b"a"));
+        assert_ne!(digest(1, b"a"), KeyHasher { seed: 6 }.digest_key(1, b"a"));
         let root = hasher.extend_lineage(KeyLineage::default(), b"a");
         let (child, twin) =
             (hasher.extend_lineage(root, b"b"), hasher.extend_lineage(root, b"b\0"));

@@ -4,10 +4,12 @@
 //! ends after its time; whoever calls says what time it is. A pin of a user ends when it is taken
 //! back, or after its time if it has one, and its bytes are counted.
 
-use super::block::HeldEntry;
+use super::block::{EntryHold, HeldEntry};
 use super::key::KeyLineage;
 use kvd_core::{LeaseId, ModelId, Namespace};
 use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 /// A lease on what some chains matched.
@@ -27,12 +29,40 @@ pub(crate) struct PinKey {
     pub(crate) lineage: KeyLineage,
 }
 
+/// A block that a pin covers.
+#[derive(Debug)]
+pub(crate) struct PinLink {
+    pub(crate) hold: Arc<EntryHold>,
+    /// Its bytes when it was pinned.
+    pub(crate) bytes: u64,
+}
+
 /// A pin of a user on a prefix.
 #[derive(Debug)]
 pub(crate) struct PinEntry {
-    pub(crate) held: HeldEntry,
+    /// All its blocks: damage may take entries from the index whose bytes were counted.
+    pub(crate) links: Vec<PinLink>,
     /// None for one that is kept until it is taken back.
     pub(crate) ends: Option<Instant>,
+}
+
+impl PinEntry {
+    /// Counts the pin; bytes of the blocks that had none.
+    pub(crate) fn count_pin(&self) -> u64 {
+        let is_first = |link: &&PinLink| link.hold.user_pins.fetch_add(1, Relaxed) == 0;
+        let count = |link: &PinLink| {
+            link.hold.pinned_bytes.store(link.bytes, Relaxed);
+            link.bytes
+        };
+        self.links.iter().filter(is_first).map(count).sum()
+    }
+
+    /// Takes that back; bytes of the blocks that have no pin any more.
+    pub(crate) fn uncount_pin(&self) -> u64 {
+        let is_last = |link: &&PinLink| link.hold.user_pins.fetch_sub(1, Relaxed) == 1;
+        let bytes = |link: &PinLink| link.hold.pinned_bytes.load(Relaxed);
+        self.links.iter().filter(is_last).map(bytes).sum()
+    }
 }
 
 /// All leases and pins.

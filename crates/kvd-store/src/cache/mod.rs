@@ -4,11 +4,13 @@
 //! matches for reading, by whoever adds, evicts or releases for writing. Blocks are freed without
 //! it. The mutex of leases and pins comes before it.
 //!
-//! These always hold: the page before a cached one is cached; a page is found only once its pages
-//! lie sealed on every layer; a page that went is not found again unless it is published again;
-//! what somebody holds, by an open sequence, a lease or a pin, stays.
+//! These always hold: the page before a cached one is cached, and in the pool where the later one
+//! is; a page is found only once its pages lie sealed on every layer; a page that went is not found
+//! again unless it is published again; what somebody holds, by an open sequence, a lease or a pin,
+//! stays.
 
 mod block;
+mod disk;
 mod holds;
 mod insert;
 mod key;
@@ -18,7 +20,12 @@ mod simulate;
 mod slots;
 mod state;
 
+pub use block::StoredLayer;
 pub(crate) use block::{CachedBlock, HeldEntry};
+pub use disk::{
+    BlockDigests, BlockToRead, BlockToWrite, ChainResidency, DiskBlock, DiskPlace, HeldChain,
+    ReadPlan, RecordUse,
+};
 pub use holds::{LeaseRequest, PinRequest, PinnedPrefixes};
 pub(crate) use insert::{InsertBase, NewBlock};
 pub use insert::{PublishStop, PublishedBlocks};
@@ -32,7 +39,7 @@ use kvd_core::{ModelId, Namespace};
 use lease::HoldTable;
 use parking_lot::{Mutex, RwLock};
 pub(crate) use state::ChainOrigin;
-use state::IndexState;
+use state::{DroppedEntries, IndexState};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -98,6 +105,16 @@ pub struct CacheUsage {
     pub dropped: u64,
     /// Reservations that were refused though blocks were cached, all of them held.
     pub evictions_blocked: u64,
+    /// Entries whose blocks are in the pool.
+    pub pool_entries: u64,
+    /// Entries whose blocks are on disk, those that are in the pool too included.
+    pub disk_entries: u64,
+    /// Blocks that went to make room and whose entries stay, on disk.
+    pub evicted_to_disk: u64,
+    /// Blocks that came back from disk.
+    pub brought_back: u64,
+    /// Blocks that were found on disk when their model was registered.
+    pub restored: u64,
 }
 
 /// Counts since the start.
@@ -109,6 +126,9 @@ struct CacheCounters {
     evicted_by_limit: AtomicU64,
     dropped: AtomicU64,
     evictions_blocked: AtomicU64,
+    evicted_to_disk: AtomicU64,
+    brought_back: AtomicU64,
+    restored: AtomicU64,
 }
 
 /// Cached blocks by the keys of their prefixes.
@@ -122,12 +142,14 @@ pub struct PrefixIndex {
 }
 
 /// Blocks of a call that drops some.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DroppedBlocks {
     /// Blocks that are no more.
     pub dropped: u64,
     /// Blocks that stay, because something holds them or blocks behind them.
     pub held: u64,
+    /// Those that are no more and whose records are to go too.
+    pub on_disk: Vec<BlockDigests>,
 }
 
 /// A prefix that a new sequence is to have.
@@ -161,8 +183,8 @@ impl PrefixIndex {
         chains.iter().map(|chain| find(chain).map_or(0, |found| found.blocks)).collect()
     }
 
-    /// Holds the longest cached prefix of a chain, of `blocks_max` blocks at most. Its use is noted
-    /// when it is let go of.
+    /// Holds the longest prefix of a chain that is in the pool, of `blocks_max` blocks at most. Its
+    /// use is noted when it is let go of.
     pub(crate) fn attach_prefix(
         &self,
         model: ModelId,
@@ -172,18 +194,19 @@ impl PrefixIndex {
         let state = self.state.read();
         let found = state.find_prefix(self.hasher, model, KeyLineage::default(), chain)?;
         let skipped = found.blocks.saturating_sub(blocks_max);
-        let chain: Vec<_> = state.slots.walk_up(found.last).skip(skipped).collect();
+        let chain = state.slots.walk_up(found.last).skip(skipped);
+        let chain: Vec<_> = chain.skip_while(|(_, entry)| entry.block.is_none()).collect();
         let (last, _) = chain.first().copied()?;
         let held = state.hold_entry(last)?;
-        let blocks = chain.iter().rev().map(|(_, entry)| Arc::clone(&entry.block)).collect();
-        Some(AttachedPrefix { blocks, held })
+        let blocks = chain.iter().rev().map(|(_, entry)| entry.block.clone());
+        Some(AttachedPrefix { blocks: blocks.collect::<Option<_>>()?, held })
     }
 
-    /// The last `count` blocks up to a held one, in order.
+    /// The last `count` blocks up to a held one, in order. They are in the pool.
     pub(crate) fn list_blocks(&self, last: &HeldEntry, count: usize) -> Vec<Arc<CachedBlock>> {
         let state = self.state.read();
         let chain = state.slots.walk_up(last.entry).take(count);
-        let mut blocks: Vec<_> = chain.map(|(_, entry)| Arc::clone(&entry.block)).collect();
+        let mut blocks: Vec<_> = chain.filter_map(|(_, entry)| entry.block.clone()).collect();
         blocks.reverse();
         blocks
     }
@@ -202,29 +225,28 @@ impl PrefixIndex {
         if state.slots.is_there(&held) {
             state.queue_chain(held.entry, origin);
         }
-        drop(state);
-        free_blocks([held.block]);
     }
 
     /// Evicts one block, if any may go.
     pub(crate) fn evict_block(&self, asker: Option<&Namespace>, now: Instant) -> bool {
         self.end_due(now);
-        let Some(block) = self.state.write().evict_block(asker) else { return false };
+        let Some(evicted) = self.state.write().evict_block(asker) else { return false };
         self.counters.evicted_for_room.fetch_add(1, Relaxed);
-        free_blocks([block]);
+        self.counters.evicted_to_disk.fetch_add(u64::from(evicted.is_on_disk), Relaxed);
+        free_blocks([evicted.block]);
         true
     }
 
     /// Counts a reservation that was refused, if anything is cached.
     pub(crate) fn note_refusal(&self) {
-        if self.state.read().slots.count_entries() > 0 {
+        if self.state.read().pool_entries > 0 {
             self.counters.evictions_blocked.fetch_add(1, Relaxed);
         }
     }
 
     /// Drops the blocks of chains that nothing holds, the last of each first.
     pub fn drop_prefixes(&self, model: ModelId, chains: &[KeyChain<'_>]) -> DroppedBlocks {
-        let mut gone = Vec::new();
+        let mut gone = DroppedEntries::default();
         let mut answer = DroppedBlocks::default();
         let mut state = self.state.write();
         for chain in chains {
@@ -239,7 +261,7 @@ impl PrefixIndex {
                 if !is_free(&state, number) {
                     break;
                 }
-                gone.extend(state.remove_entry(number));
+                state.drop_entry(number, &mut gone);
                 left -= 1;
             }
             answer.held += left;
@@ -250,8 +272,8 @@ impl PrefixIndex {
 
     /// Drops the blocks up to one that nothing else holds, the last first; the others go by their
     /// turn.
-    pub(crate) fn drop_chain(&self, last: HeldEntry) {
-        let mut gone = Vec::new();
+    pub(crate) fn drop_chain(&self, last: HeldEntry) -> DroppedBlocks {
+        let mut gone = DroppedEntries::default();
         let mut state = self.state.write();
         if state.slots.is_there(&last) {
             state.queue_chain(last.entry, ChainOrigin::Stored);
@@ -261,11 +283,11 @@ impl PrefixIndex {
                 let entry = state.slots.find_entry(number).filter(|entry| entry.is_free());
                 let Some(entry) = entry else { break };
                 next = entry.parent;
-                gone.extend(state.remove_entry(number));
+                state.drop_entry(number, &mut gone);
             }
         }
         drop(state);
-        self.finish_drop(gone, DroppedBlocks::default());
+        self.finish_drop(gone, DroppedBlocks::default())
     }
 
     /// Drops all blocks of a model that nothing holds.
@@ -273,14 +295,18 @@ impl PrefixIndex {
         self.drop_all_of(model, false)
     }
 
-    /// Drops all blocks of a model that is no more, with the leases and pins on them.
-    pub(crate) fn forget_model(&self, model: ModelId) {
+    /// Forgets all blocks of a model that is no more, with the leases and pins on them; those that
+    /// are on disk stay there.
+    pub(crate) fn forget_model(&self, model: ModelId) -> Vec<DiskBlock> {
         let mut holds = self.holds.lock();
         let (leases, pins) = (holds.take_leases_of(model), holds.take_pins_of(model));
-        self.uncount_pins(&mut holds, &pins);
+        Self::uncount_pins(&mut holds, &pins);
         drop(holds);
         drop((leases, pins));
+        let on_disk = self.list_disk_blocks(model);
         self.drop_all_of(model, true);
+        self.state.write().scopes.remove(&model);
+        on_disk
     }
 
     fn drop_all_of(&self, model: ModelId, with_held: bool) -> DroppedBlocks {
@@ -290,11 +316,11 @@ impl PrefixIndex {
             of_model.map(|(number, entry)| (entry.position, number)).collect();
         // Those behind go before those that they need.
         numbers.sort_unstable_by(|a, b| b.cmp(a));
-        let (mut gone, mut answer) = (Vec::new(), DroppedBlocks::default());
+        let (mut gone, mut answer) = (DroppedEntries::default(), DroppedBlocks::default());
         for (_, number) in numbers {
             let entry = state.slots.find_entry(number);
             if with_held || entry.is_some_and(|entry| entry.is_free()) {
-                gone.extend(state.remove_entry(number));
+                state.drop_entry(number, &mut gone);
             } else {
                 answer.held += 1;
             }
@@ -303,11 +329,11 @@ impl PrefixIndex {
         self.finish_drop(gone, answer)
     }
 
-    fn finish_drop(&self, gone: Vec<Arc<CachedBlock>>, answer: DroppedBlocks) -> DroppedBlocks {
-        let dropped = gone.len() as u64;
-        self.counters.dropped.fetch_add(dropped, Relaxed);
-        free_blocks(gone);
-        DroppedBlocks { dropped, ..answer }
+    fn finish_drop(&self, gone: DroppedEntries, answer: DroppedBlocks) -> DroppedBlocks {
+        let DroppedEntries { count, blocks, on_disk } = gone;
+        self.counters.dropped.fetch_add(count, Relaxed);
+        free_blocks(blocks);
+        DroppedBlocks { dropped: count, on_disk, ..answer }
     }
 
     /// All cached blocks, once it is certain that the tables fit together.
@@ -315,7 +341,16 @@ impl PrefixIndex {
     pub(crate) fn check_blocks(&self) -> Vec<Arc<CachedBlock>> {
         let state = self.state.read();
         state.check_tables();
-        state.slots.list_entries().map(|(_, entry)| Arc::clone(&entry.block)).collect()
+        state.slots.list_entries().filter_map(|(_, entry)| entry.block.clone()).collect()
+    }
+
+    /// Bytes of all blocks that users pin, as their entries say.
+    #[cfg(test)]
+    pub(crate) fn count_pinned(&self) -> u64 {
+        let state = self.state.read();
+        let pinned = state.slots.list_entries().map(|(_, entry)| entry);
+        let pinned = pinned.filter(|entry| entry.hold.user_pins.load(Relaxed) > 0);
+        pinned.map(|entry| entry.hold.pinned_bytes.load(Relaxed)).sum()
     }
 
     /// Bytes of a namespace's blocks.
@@ -332,12 +367,14 @@ impl PrefixIndex {
             let holds = self.holds.lock();
             (holds.count_leases() as u64, holds.pinned_bytes)
         };
-        let (entries, bytes) = {
+        let (entries, bytes, pool_entries, disk_entries) = {
             let state = self.state.read();
-            (state.slots.count_entries() as u64, state.bytes)
+            let [in_pool, on_disk] = [state.pool_entries, state.disk_entries].map(|n| n as u64);
+            (state.slots.count_entries() as u64, state.bytes, in_pool, on_disk)
         };
         let CacheCounters { published, existed, evicted_for_room, .. } = &self.counters;
         let CacheCounters { evicted_by_limit, dropped, evictions_blocked, .. } = &self.counters;
+        let CacheCounters { evicted_to_disk, brought_back, restored, .. } = &self.counters;
         CacheUsage {
             entries,
             bytes,
@@ -349,6 +386,11 @@ impl PrefixIndex {
             evicted_by_limit: evicted_by_limit.load(Relaxed),
             dropped: dropped.load(Relaxed),
             evictions_blocked: evictions_blocked.load(Relaxed),
+            pool_entries,
+            disk_entries,
+            evicted_to_disk: evicted_to_disk.load(Relaxed),
+            brought_back: brought_back.load(Relaxed),
+            restored: restored.load(Relaxed),
         }
     }
 }

@@ -5,6 +5,7 @@
 //! before the next begins.
 
 use super::block::{CachedBlock, HeldEntry};
+use super::disk::DiskState;
 use super::key::{KeyChain, KeyHasher, KeyLineage, PackedKeys};
 use super::policy::EvictionChoice;
 use super::state::{ChainOrigin, IndexState, NewEntry};
@@ -63,7 +64,7 @@ impl CacheSimulator {
             if block < hits {
                 continue;
             }
-            let digest = self.hasher.digest_key(MODEL, key);
+            let digest = self.hasher.digest_key(MODEL.0, key);
             // A trace may name one block behind two prefixes: the daemon stops there too.
             if self.state.find_digest(digest).is_some() {
                 return;
@@ -73,9 +74,16 @@ impl CacheSimulator {
                 return;
             }
             let parent = tail.as_ref().map(|held| held.entry);
-            let block = Arc::new(CachedBlock::new(Vec::new()));
-            let namespace = &self.namespace;
-            let new = NewEntry { namespace, model: MODEL, parent, digest, lineage, block };
+            let new = NewEntry {
+                namespace: &self.namespace,
+                model: MODEL,
+                parent,
+                digest,
+                lineage,
+                block: Some(Arc::new(CachedBlock::new(Vec::new()))),
+                disk: DiskState::Absent,
+                bytes: 0,
+            };
             *tail = Some(self.state.add_entry(new));
         }
     }

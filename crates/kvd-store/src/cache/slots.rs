@@ -3,7 +3,8 @@
 //! Owns [`EntrySlots`]. Marks lie side by side, apart from the entries: a hit on thousands of
 //! blocks writes to few cache lines. No locks: the index's lock guards it.
 
-use super::block::{CachedBlock, HeldEntry};
+use super::block::{CachedBlock, EntryHold, HeldEntry};
+use super::disk::DiskState;
 use super::key::{KeyDigest, KeyLineage};
 use super::policy::{EntryFate, EntryLookup, QueuedEntry};
 use kvd_core::{ModelId, Namespace};
@@ -22,17 +23,43 @@ pub(crate) struct IndexEntry {
     pub(crate) parent: Option<u32>,
     /// Entries whose parent it is.
     pub(crate) children: u32,
+    /// Those of them that are in the pool.
+    pub(crate) pool_children: u32,
     /// Pages before it.
     pub(crate) position: u32,
-    /// Whether the policy has it: not while the sequence that published it is open.
+    /// Whether the policy has it: not while the sequence that published it is open, nor while it
+    /// is on disk alone.
     pub(crate) is_queued: bool,
-    pub(crate) block: Arc<CachedBlock>,
+    pub(crate) hold: Arc<EntryHold>,
+    /// None while it is on disk alone. The page before one in the pool is in the pool.
+    pub(crate) block: Option<Arc<CachedBlock>>,
+    pub(crate) disk: DiskState,
+    /// Bytes that it takes or took in the pool, or of its record where it was never there.
+    pub(crate) bytes: u64,
 }
 
 impl IndexEntry {
     /// Whether nothing needs it but the index. The lock for writing keeps the answer true.
     pub(crate) fn is_free(&self) -> bool {
-        self.children == 0 && Arc::strong_count(&self.block) == 1
+        self.children == 0 && self.is_unheld()
+    }
+
+    /// Whether nobody holds it. As [`IndexEntry::is_free`], true as long as the lock is.
+    pub(crate) fn is_unheld(&self) -> bool {
+        Arc::strong_count(&self.hold) == 1
+    }
+
+    /// Whether its bytes may leave the pool: with the entry, unless it is on disk too.
+    pub(crate) fn may_leave(&self) -> bool {
+        let children =
+            if self.disk.disk_place().is_some() { self.pool_children } else { self.children };
+        self.block.is_some() && children == 0 && self.is_unheld()
+    }
+
+    /// Its bytes in the pool.
+    #[cfg(test)]
+    pub(crate) fn pool_bytes(&self) -> u64 {
+        self.block.as_ref().map_or(0, |block| block.bytes)
     }
 }
 
@@ -49,6 +76,11 @@ impl EntrySlots {
     /// Entries that are there.
     pub(crate) fn count_entries(&self) -> usize {
         self.entries.len() - self.free.len()
+    }
+
+    /// Numbers that entries have or had.
+    pub(crate) fn count_numbers(&self) -> usize {
+        self.entries.len()
     }
 
     /// The entry of that number, if there is one.
@@ -92,7 +124,7 @@ impl EntrySlots {
     /// Whether a hold is on an entry that is there.
     pub(crate) fn is_there(&self, held: &HeldEntry) -> bool {
         let entry = self.find_entry(held.entry);
-        entry.is_some_and(|entry| Arc::ptr_eq(&entry.block, &held.block))
+        entry.is_some_and(|entry| Arc::ptr_eq(&entry.hold, &held.hold))
     }
 
     /// An entry and those before it, the last first.
@@ -116,7 +148,8 @@ impl EntryLookup for EntrySlots {
     fn find_fate(&self, queued: QueuedEntry) -> EntryFate {
         match self.find_entry(queued.entry).filter(|entry| entry.serial == queued.serial) {
             None => EntryFate::Gone,
-            Some(entry) if entry.is_free() => EntryFate::Free,
+            Some(entry) if entry.block.is_none() => EntryFate::Gone,
+            Some(entry) if entry.may_leave() => EntryFate::Free,
             Some(_) => EntryFate::Held,
         }
     }

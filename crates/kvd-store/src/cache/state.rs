@@ -6,7 +6,8 @@
 //! Whose block goes: that of the namespace which holds most for its weight, so that nobody's cache
 //! is pushed below its share by others; who asks for room may always lose its own.
 
-use super::block::{CachedBlock, HeldEntry};
+use super::block::{CachedBlock, EntryHold, HeldEntry};
+use super::disk::{BlockDigests, DiskState};
 use super::key::{DigestBuild, KeyChain, KeyDigest, KeyHasher, KeyLineage};
 use super::policy::{EvictionChoice, EvictionPolicy, QueuedEntry};
 use super::slots::{EntrySlots, IndexEntry};
@@ -24,6 +25,7 @@ const GONE_SLACK: usize = 1024;
 #[derive(Debug)]
 struct TenantCache {
     policy: Box<dyn EvictionPolicy>,
+    /// Blocks in the pool.
     entries: usize,
     bytes: u64,
     weight: u64,
@@ -56,7 +58,27 @@ pub(crate) struct NewEntry<'a> {
     pub(crate) parent: Option<u32>,
     pub(crate) digest: KeyDigest,
     pub(crate) lineage: KeyLineage,
+    /// None for one that is on disk alone.
+    pub(crate) block: Option<Arc<CachedBlock>>,
+    pub(crate) disk: DiskState,
+    pub(crate) bytes: u64,
+}
+
+/// A block that went to make room.
+#[derive(Debug)]
+pub(crate) struct EvictedBlock {
     pub(crate) block: Arc<CachedBlock>,
+    /// Whether its entry stays, on disk.
+    pub(crate) is_on_disk: bool,
+}
+
+/// Entries that were dropped.
+#[derive(Debug, Default)]
+pub(crate) struct DroppedEntries {
+    pub(crate) count: u64,
+    /// To be freed without the lock.
+    pub(crate) blocks: Vec<Arc<CachedBlock>>,
+    pub(crate) on_disk: Vec<BlockDigests>,
 }
 
 /// Tables of the index.
@@ -67,8 +89,16 @@ pub(crate) struct IndexState {
     tenants: HashMap<Namespace, TenantCache>,
     weights: HashMap<Namespace, u32>,
     eviction: EvictionChoice,
-    /// Bytes of all blocks.
+    /// Bytes of all blocks in the pool.
     pub(crate) bytes: u64,
+    /// Blocks in the pool.
+    pub(crate) pool_entries: usize,
+    /// Entries with a record on disk.
+    pub(crate) disk_entries: usize,
+    /// Words of scopes, of models whose keys mean the same after a restart.
+    pub(crate) scopes: HashMap<ModelId, u64>,
+    /// Where the next search for a cold leaf begins.
+    pub(crate) cold_cursor: u32,
 }
 
 impl IndexState {
@@ -80,7 +110,16 @@ impl IndexState {
             weights,
             eviction,
             bytes: 0,
+            pool_entries: 0,
+            disk_entries: 0,
+            scopes: HashMap::new(),
+            cold_cursor: 0,
         }
+    }
+
+    /// The space in which a model's keys are hashed.
+    pub(crate) fn key_space(&self, model: ModelId) -> u64 {
+        if self.scopes.is_empty() { model.0 } else { *self.scopes.get(&model).unwrap_or(&model.0) }
     }
 
     /// The entry of a digest.
@@ -100,7 +139,8 @@ impl IndexState {
         base: KeyLineage,
         chain: &KeyChain<'_>,
     ) -> Option<FoundPrefix> {
-        let find = |block| self.find_digest(hasher.digest_key(model, chain.block_key(block)));
+        let space = self.key_space(model);
+        let find = |block| self.find_digest(hasher.digest_key(space, chain.block_key(block)));
         let (mut low, mut high) = (0, chain.count_blocks());
         while low < high {
             let middle = low + (high - low) / 2;
@@ -131,27 +171,20 @@ impl IndexState {
     /// A hold on an entry.
     pub(crate) fn hold_entry(&self, number: u32) -> Option<HeldEntry> {
         let entry = self.slots.find_entry(number)?;
-        Some(HeldEntry { entry: number, block: Arc::clone(&entry.block) })
+        Some(HeldEntry { entry: number, hold: Arc::clone(&entry.hold) })
     }
 
     /// Adds an entry, which the policy does not have yet.
     pub(crate) fn add_entry(&mut self, new: NewEntry<'_>) -> HeldEntry {
-        let NewEntry { namespace, model, parent, digest, lineage, block } = new;
+        let NewEntry { namespace, model, parent, digest, lineage, block, disk, bytes } = new;
         let of_parent = parent.and_then(|parent| self.slots.find_entry_mut(parent));
         let position = of_parent.map_or(0, |parent| {
             parent.children += 1;
             parent.position + 1
         });
-        let tenant = self.tenants.entry(namespace.clone()).or_insert_with(|| TenantCache {
-            policy: self.eviction.new_policy(),
-            entries: 0,
-            bytes: 0,
-            weight: self.weights.get(namespace).copied().unwrap_or(1).into(),
-        });
-        tenant.entries += 1;
-        tenant.bytes += block.bytes;
-        self.bytes += block.bytes;
+        self.disk_entries += usize::from(disk.disk_place().is_some());
         let serial = self.slots.next_serial();
+        let hold = Arc::<EntryHold>::default();
         let entry = self.slots.add_entry(IndexEntry {
             serial,
             digest,
@@ -160,12 +193,73 @@ impl IndexState {
             namespace: namespace.clone(),
             parent,
             children: 0,
+            pool_children: 0,
             position,
             is_queued: false,
-            block: Arc::clone(&block),
+            hold: Arc::clone(&hold),
+            block: None,
+            disk,
+            bytes,
         });
         self.by_digest.insert(digest, entry);
-        HeldEntry { entry, block }
+        if let Some(block) = block {
+            self.bring_block(entry, block);
+        }
+        HeldEntry { entry, hold }
+    }
+
+    /// Brings an entry into the pool, which is not there.
+    pub(crate) fn bring_block(&mut self, number: u32, block: Arc<CachedBlock>) {
+        let Some(entry) = self.slots.find_entry_mut(number) else { return };
+        let bytes = block.bytes;
+        let (namespace, parent) = (entry.namespace.clone(), entry.parent);
+        (entry.bytes, entry.block) = (bytes, Some(block));
+        if let Some(parent) = parent.and_then(|parent| self.slots.find_entry_mut(parent)) {
+            parent.pool_children += 1;
+        }
+        let weight = self.weights.get(&namespace).copied().unwrap_or(1).into();
+        let eviction = self.eviction;
+        let tenant = self.tenants.entry(namespace).or_insert_with(|| TenantCache {
+            policy: eviction.new_policy(),
+            entries: 0,
+            bytes: 0,
+            weight,
+        });
+        tenant.entries += 1;
+        tenant.bytes += bytes;
+        self.bytes += bytes;
+        self.pool_entries += 1;
+    }
+
+    /// Takes an entry's block out of the pool. The entry stays.
+    pub(crate) fn take_block(&mut self, number: u32) -> Option<Arc<CachedBlock>> {
+        let entry = self.slots.find_entry_mut(number)?;
+        let block = entry.block.take()?;
+        entry.is_queued = false;
+        let (namespace, parent) = (entry.namespace.clone(), entry.parent);
+        if let Some(parent) = parent.and_then(|parent| self.slots.find_entry_mut(parent)) {
+            parent.pool_children -= 1;
+        }
+        self.bytes -= block.bytes;
+        self.pool_entries -= 1;
+        if let Some(tenant) = self.tenants.get_mut(&namespace) {
+            tenant.entries -= 1;
+            tenant.bytes -= block.bytes;
+            if tenant.entries == 0 {
+                self.tenants.remove(&namespace);
+            } else if tenant.policy.count_queued() > 2 * tenant.entries + GONE_SLACK {
+                tenant.policy.drop_gone(&self.slots);
+            }
+        }
+        Some(block)
+    }
+
+    /// Notes where an entry's record lies, or that there is none.
+    pub(crate) fn set_disk(&mut self, number: u32, disk: DiskState) {
+        let Some(entry) = self.slots.find_entry_mut(number) else { return };
+        let before = std::mem::replace(&mut entry.disk, disk);
+        self.disk_entries += usize::from(disk.disk_place().is_some());
+        self.disk_entries -= usize::from(before.disk_place().is_some());
     }
 
     /// Gives an entry, and those before it that it has not, to the policy: the last first, so that
@@ -193,28 +287,31 @@ impl IndexState {
     }
 
     /// Takes an entry out. Whoever calls knows that no other has it as its parent, or takes those
-    /// out first.
+    /// out first. Its block is none where it was on disk alone.
     pub(crate) fn remove_entry(&mut self, number: u32) -> Option<Arc<CachedBlock>> {
+        let block = self.take_block(number);
+        self.set_disk(number, DiskState::Absent);
         let entry = self.slots.take_entry(number)?;
         self.by_digest.remove(&entry.digest);
         if let Some(parent) = entry.parent.and_then(|number| self.slots.find_entry_mut(number)) {
             parent.children -= 1;
         }
-        self.bytes -= entry.block.bytes;
-        if let Some(tenant) = self.tenants.get_mut(&entry.namespace) {
-            tenant.entries -= 1;
-            tenant.bytes -= entry.block.bytes;
-            if tenant.entries == 0 {
-                self.tenants.remove(&entry.namespace);
-            } else if tenant.policy.count_queued() > 2 * tenant.entries + GONE_SLACK {
-                tenant.policy.drop_gone(&self.slots);
-            }
+        block
+    }
+
+    /// Takes out an entry that is dropped, also from disk.
+    pub(crate) fn drop_entry(&mut self, number: u32, gone: &mut DroppedEntries) {
+        let digests = self.digests_of(number);
+        let Some(entry) = self.slots.find_entry(number) else { return };
+        if entry.disk != DiskState::Absent {
+            gone.on_disk.push(digests);
         }
-        Some(entry.block)
+        gone.count += 1;
+        gone.blocks.extend(self.remove_entry(number));
     }
 
     /// Evicts a block for `asker`, if any may go.
-    pub(crate) fn evict_block(&mut self, asker: Option<&Namespace>) -> Option<Arc<CachedBlock>> {
+    pub(crate) fn evict_block(&mut self, asker: Option<&Namespace>) -> Option<EvictedBlock> {
         let mut weights: u64 = self.tenants.values().map(|tenant| tenant.weight).sum();
         if let Some(asker) = asker.filter(|asker| !self.tenants.contains_key(*asker)) {
             weights += u64::from(self.weights.get(asker).copied().unwrap_or(1));
@@ -236,16 +333,23 @@ impl IndexState {
         let victim = tenants
             .into_iter()
             .find_map(|tenant| tenant.policy.take_victim(slots, VICTIM_LOOKS))?;
-        self.remove_entry(victim.entry)
+        let on_disk = self.slots.find_entry(victim.entry)?.disk.disk_place().is_some();
+        let number = victim.entry;
+        let block = if on_disk { self.take_block(number) } else { self.remove_entry(number) };
+        Some(EvictedBlock { block: block?, is_on_disk: on_disk })
     }
 
     /// Fails where the tables do not fit together.
     #[cfg(test)]
     pub(crate) fn check_tables(&self) {
-        let mut children: HashMap<u32, u32> = HashMap::new();
-        let (mut bytes, mut count) = (0, 0);
+        let mut children: HashMap<u32, [u32; 2]> = HashMap::new();
+        let (mut bytes, mut count, mut in_pool, mut on_disk) = (0, 0, 0, 0);
         for (number, entry) in self.slots.list_entries() {
-            (bytes, count) = (bytes + entry.block.bytes, count + 1);
+            (bytes, count) = (bytes + entry.pool_bytes(), count + 1);
+            in_pool += usize::from(entry.block.is_some());
+            on_disk += usize::from(entry.disk.disk_place().is_some());
+            assert!(entry.block.is_some() || entry.disk.disk_place().is_some(), "it is somewhere");
+            assert!(entry.block.is_some() || !entry.is_queued, "what is on disk alone waits");
             assert_eq!(self.find_digest(entry.digest), Some(number));
             match entry.parent {
                 None => assert_eq!(entry.position, 0),
@@ -254,14 +358,24 @@ impl IndexState {
                     assert_eq!(found.position + 1, entry.position);
                     assert_eq!((&found.namespace, found.model), (&entry.namespace, entry.model));
                     assert!(found.is_queued || !entry.is_queued, "a child goes first");
-                    *children.entry(parent).or_default() += 1;
+                    let of_parent = children.entry(parent).or_default();
+                    of_parent[0] += 1;
+                    if entry.block.is_some() {
+                        assert!(
+                            found.block.is_some(),
+                            "in the pool a parent outlives its children"
+                        );
+                        of_parent[1] += 1;
+                    }
                 }
             }
         }
         for (number, entry) in self.slots.list_entries() {
-            assert_eq!(children.remove(&number).unwrap_or(0), entry.children);
+            let counted = children.remove(&number).unwrap_or_default();
+            assert_eq!(counted, [entry.children, entry.pool_children]);
         }
         assert_eq!((self.bytes, self.slots.count_entries()), (bytes, count));
+        assert_eq!((self.pool_entries, self.disk_entries), (in_pool, on_disk));
         assert_eq!(self.by_digest.len(), count);
         let sums = self.tenants.values().map(|tenant| tenant.bytes);
         assert_eq!(sums.sum::<u64>(), bytes);

@@ -1,9 +1,13 @@
 //! Prefixes by key: publishing blocks of sequences, and opening sequences on what was published.
 
 use super::{SequenceStore, common_length};
-use crate::cache::{ChainOrigin, KeyChain, PrefixIndex};
+use crate::cache::{
+    BlockToRead, BlockToWrite, CachedBlock, ChainOrigin, DroppedBlocks, HeldChain, KeyChain,
+    PrefixIndex, StoredLayer,
+};
 use crate::error::StoreError;
 use crate::layer::SequenceLayer;
+use crate::ledger::SlotAccount;
 use crate::publish::{PublishDraft, PublishTicket, tokens_of};
 use crate::sequence::{NewSequence, PublishedChain};
 use crate::session_sequences::SessionSequences;
@@ -113,12 +117,64 @@ impl SequenceStore {
     ///
     /// # Errors
     /// [`StoreError::UnknownSequence`].
-    pub fn close_and_drop(&self, ns: &Namespace, id: SequenceId) -> Result<(), StoreError> {
+    pub fn close_and_drop(
+        &self,
+        ns: &Namespace,
+        id: SequenceId,
+    ) -> Result<DroppedBlocks, StoreError> {
         let removed = self.sequences.remove_if(&id, |_, entry| entry.model.namespace == *ns);
         let (_, entry) = removed.ok_or(StoreError::UnknownSequence { id })?;
         let published = entry.take_published();
         self.finish_close(entry);
-        published.tail.into_iter().for_each(|tail| self.cache.drop_chain(tail));
-        Ok(())
+        Ok(published.tail.map_or_else(Default::default, |tail| self.cache.drop_chain(tail)))
+    }
+
+    /// The prefix of a sequence that is cached, held.
+    ///
+    /// # Errors
+    /// [`StoreError::UnknownSequence`].
+    pub fn hold_published(
+        &self,
+        ns: &Namespace,
+        id: SequenceId,
+    ) -> Result<Option<HeldChain>, StoreError> {
+        Ok(self.find_entry(ns, id)?.published_chain().tail.map(HeldChain))
+    }
+
+    /// Takes the blocks of a prefix that are not on disk for writing, in order; of so many bytes at
+    /// most.
+    #[must_use]
+    pub fn plan_writes(&self, chain: &HeldChain, bytes_max: u64) -> Vec<BlockToWrite> {
+        self.cache.plan_writes(&chain.0, bytes_max)
+    }
+
+    /// Brings a block to the pool that was read into slots of its own; whether it is there now.
+    /// Its slots count as the model's from now on.
+    #[must_use]
+    pub fn bring_read(
+        &self,
+        model: &ModelShape,
+        read: &BlockToRead,
+        layers: Vec<StoredLayer>,
+    ) -> bool {
+        let ledger = Arc::clone(&self.ledgers.entry(model.id).or_default());
+        let values_per_row = model.geometry.values_per_token();
+        for StoredLayer { rows, pages } in &layers {
+            if let Some(rows) = rows {
+                let slot = rows.slot();
+                slot.attach_account(|| {
+                    SlotAccount::new_raw(&ledger, values_per_row, slot.reserved_bytes())
+                });
+                rows.set_filled(rows.rows());
+            }
+            if let Some(pages) = pages {
+                let slot = pages.slot();
+                slot.attach_account(|| {
+                    SlotAccount::new_packed(&ledger, pages.accounting(), slot.reserved_bytes())
+                });
+            }
+        }
+        let Some(block) = CachedBlock::from_layers(layers) else { return false };
+        self.cache.bring_read(&model.namespace, read, block)
     }
 }

@@ -6,7 +6,6 @@
 //! tables of the index are compared with one another, and the pool with all that can be reached.
 
 use super::harness::{Bench, Live, shape};
-use crate::cache::CachedBlock;
 use crate::{
     CacheLimits, DroppedBlocks, EvictionChoice, KeyChain, LeaseRequest, ModelUsage, PackedKeys,
     PinRequest, PublishTicket, StoreError,
@@ -189,7 +188,7 @@ impl World {
                 let keys = self.keys(&self.plan(plan), 0..BLOCKS);
                 let chain = self.chain(&keys);
                 let (index, model) = (self.bench.store.prefix_index(), self.bench.model.id);
-                let DroppedBlocks { dropped, held } = index.drop_prefixes(model, &[chain]);
+                let DroppedBlocks { dropped, held, .. } = index.drop_prefixes(model, &[chain]);
                 let left = index.match_prefixes(model, &[chain])[0];
                 assert_eq!(left as u64, held, "{dropped} dropped");
             }
@@ -230,7 +229,7 @@ impl World {
                 let (store, ns) = (&self.bench.store, self.bench.ns());
                 self.roomy &= !drop;
                 let closed = if drop {
-                    store.close_and_drop(ns, gone.id)
+                    store.close_and_drop(ns, gone.id).map(|_| ())
                 } else {
                     store.close_sequence(ns, gone.id)
                 };
@@ -349,11 +348,7 @@ impl World {
             blocks.iter().for_each(|block| live.add_cached(block));
             assert_eq!(live.total(), self.bench.used());
         }
-        let pinned = blocks
-            .iter()
-            .filter(|block| block.user_pins.load(std::sync::atomic::Ordering::Relaxed) > 0);
-        let pinned: u64 = pinned.map(|block: &Arc<CachedBlock>| block.bytes).sum();
-        assert_eq!(index.read_usage(self.now).pinned_bytes, pinned);
+        assert_eq!(index.read_usage(self.now).pinned_bytes, index.count_pinned());
         let usage = self.bench.usage();
         assert_eq!(usage.stored.raw_bytes + usage.stored.packed_bytes, self.bench.used());
     }

@@ -72,7 +72,7 @@ fn run_thread(b: &Bench, thread: u64) {
             _ => drop(index.evict_block(None, now)),
         }
         let closed = if number.is_multiple_of(11) {
-            b.store.close_and_drop(b.ns(), opened.id)
+            b.store.close_and_drop(b.ns(), opened.id).map(drop)
         } else {
             b.store.close_sequence(b.ns(), opened.id)
         };

@@ -61,7 +61,7 @@ pub(super) struct Bench {
     pub(super) store: SequenceStore,
     pub(super) pool: Arc<ArenaPool>,
     pub(super) model: Arc<ModelShape>,
-    bytes: Mutex<Vec<u8>>,
+    pub(super) bytes: Mutex<Vec<u8>>,
 }
 
 impl Bench {

@@ -5,6 +5,7 @@ mod append;
 mod cache_model;
 mod cache_threads;
 mod chunks;
+mod disk;
 mod forks;
 mod harness;
 mod model;

@@ -28,7 +28,7 @@ pub(super) fn values(text: &str) -> Vec<u32> {
 
 impl Bench {
     /// A sequence that holds a text.
-    fn write(&self, text: &str) -> SequenceId {
+    pub(super) fn write(&self, text: &str) -> SequenceId {
         let id = self.open();
         self.write_on(id, 0, text);
         id
@@ -39,7 +39,7 @@ impl Bench {
     }
 
     /// A sequence that holds a text and has published it.
-    fn publish_text(&self, text: &str) -> (SequenceId, PublishedBlocks) {
+    pub(super) fn publish_text(&self, text: &str) -> (SequenceId, PublishedBlocks) {
         let id = self.write(text);
         (id, self.publish(id, 0, &chain(&keys(text)), |_| false).unwrap())
     }
@@ -51,11 +51,11 @@ impl Bench {
         self.store.close_sequence(self.ns(), id).unwrap();
     }
 
-    fn matched(&self, text: &str) -> usize {
+    pub(super) fn matched(&self, text: &str) -> usize {
         self.store.prefix_index().match_prefixes(self.model.id, &[chain(&keys(text))])[0]
     }
 
-    fn attach(&self, text: &str) -> AttachedSequence {
+    pub(super) fn attach(&self, text: &str) -> AttachedSequence {
         let model = Arc::clone(&self.model);
         self.store.open_with_prefix(model, &chain(&keys(text)), None).unwrap()
     }

@@ -2,6 +2,7 @@
 
 use super::CliError;
 use super::ask_daemon::{DaemonArgs, format_bytes, json_text};
+use super::cache_folder::{CacheFolderArgs, list_scopes, verify_folder};
 use super::help;
 use super::table::{TableColumn, render_table};
 use anyhow::Context;
@@ -19,6 +20,12 @@ pub(super) enum CacheCommand {
     /// Say what a daemon has cached, by device.
     #[command(after_help = help::CACHE_STAT)]
     Stat(CacheStatArgs),
+    /// List what a folder of the disk tier holds, by scope.
+    #[command(after_help = help::CACHE_LS)]
+    Ls(CacheFolderArgs),
+    /// Read all records of a folder; ends with 1 where any is damaged.
+    #[command(after_help = help::CACHE_VERIFY)]
+    Verify(CacheFolderArgs),
     /// Play a trace of requests against caches of several sizes, by policy.
     #[command(after_help = help::CACHE_SIMULATE)]
     Simulate(CacheSimulateArgs),
@@ -107,6 +114,8 @@ pub(super) async fn run_command(command: CacheCommand) -> Result<String, CliErro
             let rows: Vec<_> = stats.caches.into_iter().map(CacheRow::from).collect();
             if args.json { json_text(&rows) } else { Ok(stat_table(&rows)) }
         }
+        CacheCommand::Ls(args) => list_scopes(&args),
+        CacheCommand::Verify(args) => verify_folder(&args),
         CacheCommand::Simulate(args) => {
             let done = simulate_trace(&args.trace, &args.blocks)?;
             if args.json { json_text(&done) } else { Ok(simulation_table(&done)) }

@@ -113,6 +113,16 @@ Examples:
   kvd cache stat
   kvd cache stat --json --endpoint unix:/run/kvd/kvd.sock";
 
+pub(super) const CACHE_LS: &str = "\
+Examples:
+  kvd cache ls /var/lib/kvd/cache
+  kvd cache ls --read-only --json /var/lib/kvd/cache";
+
+pub(super) const CACHE_VERIFY: &str = "\
+Examples:
+  kvd cache verify /var/lib/kvd/cache
+  kvd cache verify --read-only /var/lib/kvd/cache";
+
 pub(super) const CACHE_SIMULATE: &str = "\
 Examples:
   kvd cache simulate --trace conversation_trace.jsonl

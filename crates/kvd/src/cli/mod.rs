@@ -7,6 +7,7 @@
 mod ask_daemon;
 mod bench;
 mod cache;
+mod cache_folder;
 #[cfg(feature = "eval")]
 mod calibrate;
 mod codecs;
@@ -231,6 +232,7 @@ impl CliError {
             #[cfg(feature = "eval")]
             Self::Other(error) if is_usage(error) => 64,
             Self::Build(BuildError::Device(DeviceError::Gpu { .. })) | Self::DeviceFailed => 70,
+            Self::Build(BuildError::Disk(error)) => error.exit_code(),
             Self::Build(_) | Self::Unreachable(_) => 69,
             // As shells say it.
             #[cfg(feature = "eval")]

@@ -1,8 +1,10 @@
 //! Settings of the cache.
 
-use super::raw::CacheSettings;
+use super::raw::{CacheSettings, DiskTierSettings};
 use super::{ConfigError, at_least};
 use kvd_store::EvictionChoice;
+use kvd_tier::{DirectChoice, DiskSettings};
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// Limits and choices of the cache.
@@ -22,6 +24,88 @@ pub struct CacheConfig {
     pub leases_max: usize,
     /// Bytes of pinned blocks, of each device.
     pub pinned_bytes_max: u64,
+    /// The disk tier, if there is one.
+    pub disk: Option<DiskCacheConfig>,
+}
+
+/// Settings of the disk tier.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskCacheConfig {
+    /// Folder of the tier.
+    pub path: PathBuf,
+    /// Bytes of its files.
+    pub bytes: u64,
+    /// Bytes of a segment.
+    pub segment_bytes: u64,
+    /// Whether what is published is written.
+    pub writes: bool,
+    /// Bytes of a batch.
+    pub sync_bytes: u64,
+    /// Time of a batch.
+    pub sync_ms: u64,
+    /// Bytes of blocks that wait to be written.
+    pub queue_bytes: u64,
+    /// Limit of the writes; 0 for none.
+    pub write_bytes_per_second: u64,
+    /// Percent of a segment that is kept when its room is needed.
+    pub reinsert_percent: u8,
+    /// Bytes of the file system that stay free.
+    pub reserve_free_bytes: u64,
+    /// Threads that read.
+    pub read_threads: usize,
+    /// Whether files bypass the page cache where they can.
+    pub is_direct: bool,
+    /// How long a call waits for blocks from disk.
+    pub promote_time_max: Duration,
+    /// Calls that wait for blocks from disk at a time.
+    pub promotions_max: usize,
+}
+
+impl DiskCacheConfig {
+    fn validate_raw(raw: &DiskTierSettings) -> Result<Option<Self>, ConfigError> {
+        let choice = |key, value: &str, yes: &str| match value {
+            _ if value == yes => Ok(true),
+            "off" => Ok(false),
+            other => Err(ConfigError::new(key, format!("{other:?} is not {yes} or off"))),
+        };
+        let config = Self {
+            path: PathBuf::from(&raw.path),
+            bytes: raw.bytes.as_u64(),
+            segment_bytes: raw.segment_bytes.as_u64(),
+            writes: choice("cache.disk.write", &raw.write, "publish")?,
+            sync_bytes: raw.sync_bytes.as_u64(),
+            sync_ms: raw.sync_ms,
+            queue_bytes: raw.queue_bytes.as_u64(),
+            write_bytes_per_second: raw.write_bytes_per_second.as_u64(),
+            reinsert_percent: raw.reinsert_percent,
+            reserve_free_bytes: raw.reserve_free_bytes.as_u64(),
+            read_threads: raw.read_threads,
+            is_direct: choice("cache.disk.direct", &raw.direct, "auto")?,
+            promote_time_max: Duration::from_millis(raw.promote_ms_max.into()),
+            promotions_max: at_least("cache.disk.promotions_max", raw.promotions_max, 1)?,
+        };
+        let checked = config.tier_settings().check_limits();
+        checked.map_err(|error| ConfigError::new("cache.disk", error.to_string()))?;
+        Ok((!raw.path.is_empty()).then_some(config))
+    }
+
+    /// These settings as the tier takes them.
+    #[must_use]
+    pub fn tier_settings(&self) -> DiskSettings {
+        let direct = if self.is_direct { DirectChoice::Auto } else { DirectChoice::Off };
+        DiskSettings {
+            segment_bytes: self.segment_bytes,
+            sync_bytes: self.sync_bytes,
+            sync_ms: self.sync_ms,
+            queue_bytes_max: self.queue_bytes,
+            direct,
+            write_bytes_per_second: self.write_bytes_per_second,
+            reinsert_percent: self.reinsert_percent,
+            reserve_free_bytes: self.reserve_free_bytes,
+            read_threads: self.read_threads,
+            ..DiskSettings::new(self.path.clone(), self.bytes)
+        }
+    }
 }
 
 impl CacheConfig {
@@ -48,6 +132,7 @@ impl CacheConfig {
             lease_max: Duration::from_millis(raw.lease_ms_max.into()),
             leases_max: raw.leases_max,
             pinned_bytes_max: raw.pinned_bytes_max.as_u64(),
+            disk: DiskCacheConfig::validate_raw(&raw.disk)?,
         })
     }
 
@@ -90,5 +175,11 @@ mod tests {
         assert!(refused("cache.pool_percent", "101").contains("above the maximum 100"));
         assert!(refused("cache.blocks_max", "4294967296").contains("cache.blocks_max"));
         assert!(refused("cache.keys_per_call_max", "0").contains("below the minimum 1"));
+        assert_eq!(cache.disk, None);
+        let disk = load("cache.disk.path", "/somewhere").unwrap().disk.unwrap();
+        assert_eq!((disk.bytes, disk.writes, disk.segment_bytes), (16 << 30, true, 256 << 20));
+        assert!(refused("cache.disk.write", "always").contains("is not publish or off"));
+        assert!(refused("cache.disk.bytes", "1 MiB").contains("at least 3 times"));
+        assert!(refused("cache.disk.no", "1").contains("no such setting"));
     }
 }

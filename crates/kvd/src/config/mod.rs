@@ -12,7 +12,7 @@ mod raw;
 mod size;
 
 pub(crate) use access::{AccessConfig, MetricsReaders, is_beyond_loopback};
-pub use cache::CacheConfig;
+pub use cache::{CacheConfig, DiskCacheConfig};
 pub use kernel_cache::KernelCache;
 pub use raw::{ConfigError, ConfigOverrides, CountSetting, RawConfig};
 pub use size::SizeSetting;

@@ -158,6 +158,27 @@ pub struct CacheSettings {
     pub lease_ms_max: u32,
     pub leases_max: usize,
     pub pinned_bytes_max: SizeSetting,
+    pub disk: DiskTierSettings,
+}
+
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+#[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
+pub struct DiskTierSettings {
+    pub path: String,
+    pub bytes: SizeSetting,
+    pub segment_bytes: SizeSetting,
+    pub write: String,
+    pub sync_bytes: SizeSetting,
+    pub sync_ms: u64,
+    pub queue_bytes: SizeSetting,
+    pub write_bytes_per_second: SizeSetting,
+    pub reinsert_percent: u8,
+    pub reserve_free_bytes: SizeSetting,
+    pub read_threads: usize,
+    pub direct: String,
+    pub promote_ms_max: u32,
+    pub promotions_max: usize,
 }
 
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
@@ -266,14 +287,15 @@ fn read_environment() -> Env {
                 name.to_str().is_some_and(given) && value.to_string_lossy().trim().is_empty()
             })
         };
-        let key = key.to_lowercase().replacen("__", ".", 1);
+        let key = key.to_lowercase().replace("__", ".");
         key.contains('.') && (MAY_BE_EMPTY.contains(&key.as_str()) || !is_empty())
     };
     Env::prefixed(PREFIX).filter(move |key| is_setting(key.as_str())).split("__")
 }
 
 /// Settings whose empty text says something.
-const MAY_BE_EMPTY: [&str; 12] = [
+const MAY_BE_EMPTY: [&str; 13] = [
+    "cache.disk.path",
     "server.listen_tcp",
     "server.listen_unix",
     "server.listen_region",
@@ -311,18 +333,24 @@ fn variable_name(key: &str) -> String {
     format!("environment {PREFIX}{}", key.replace('.', "__").to_uppercase())
 }
 
-/// The `section.key` of everything in a section; the section itself when it is none.
+/// The `section.key` of everything in a section and those inside it; the section itself when it is
+/// none.
 fn list_keys(section: &str, value: &Value) -> Vec<String> {
-    match value.as_dict() {
-        Some(dict) => dict.keys().map(|key| format!("{section}.{key}")).collect(),
-        None => vec![section.to_owned()],
-    }
+    let inside = |dict: &Dict| {
+        let keys = dict.iter().map(|(key, value)| (format!("{section}.{key}"), value.clone()));
+        keys.flat_map(|(key, value)| list_keys(&key, &value)).collect()
+    };
+    value.as_dict().map_or_else(|| vec![section.to_owned()], inside)
 }
 
 /// Whether the defaults have that `section.key`: they have every key.
 fn is_known(defaults: &Dict, key: &str) -> bool {
     let Some((section, key)) = key.split_once('.') else { return false };
-    defaults.get(section).and_then(Value::as_dict).is_some_and(|keys| keys.contains_key(key))
+    let Some(keys) = defaults.get(section).and_then(Value::as_dict) else { return false };
+    match keys.get(key) {
+        Some(value) => value.as_dict().is_none(),
+        None => is_known(keys, key),
+    }
 }
 
 fn unknown_setting(key: impl Into<String>, place: &str) -> ConfigError {

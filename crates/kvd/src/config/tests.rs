@@ -213,8 +213,16 @@ fn other(value: &toml::Value) -> toml::Value {
         toml::Value::Integer(count) => (count + 1).into(),
         toml::Value::Boolean(flag) => (!flag).into(),
         toml::Value::Array(_) => toml::Value::Array(vec!["a".into(), "b \"#\" c".into()]),
+        toml::Value::Table(inside) => {
+            toml::Value::Table(inside.iter().map(|(key, of)| (key.clone(), other(of))).collect())
+        }
         other => panic!("{other} is no kind of setting"),
     }
+}
+
+/// Settings in a value: those inside a section, or itself.
+fn count_keys(value: &toml::Value) -> usize {
+    value.as_table().map_or(1, |inside| inside.values().map(count_keys).sum())
 }
 
 #[test]
@@ -233,7 +241,7 @@ fn every_key_that_is_printed_is_read_back() {
     for (_, section) in &mut table {
         for (_, value) in section.as_table_mut().unwrap() {
             *value = other(value);
-            keys += 1;
+            keys += count_keys(value);
         }
     }
     let changed = read(&toml::to_string(&table).unwrap());

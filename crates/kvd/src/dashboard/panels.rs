@@ -1,5 +1,6 @@
 //! The panels of the dashboard, row by row.
 
+mod disk;
 mod doors;
 mod memory;
 
@@ -90,6 +91,7 @@ pub(super) fn all_rows() -> Vec<PanelRow> {
         row("Compression", [held_panels(), encoding_panels()].into_iter().flatten().collect()),
         row("Pool", memory::pool_panels()),
         row("Cache", memory::cache_panels()),
+        row("Disk", disk::disk_panels()),
         row("Doors", doors::door_panels()),
     ]
 }

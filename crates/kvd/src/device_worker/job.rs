@@ -3,8 +3,9 @@
 use crate::scheduler::JobKind;
 use crate::service::ServiceError;
 use crate::service::jobs::{
-    AttendInPlace, AttendJob, CloseRegion, LoadJob, LoadStepJob, OpenRegion, PublishJob,
-    ReadRegion, RegisterJob, StoreInPlace, StoreJob, StoreStepJob, UnregisterJob, WriteRegion,
+    AttendInPlace, AttendJob, CloseRegion, ExportJob, ImportJob, LoadJob, LoadStepJob, OpenRegion,
+    PublishJob, ReadRegion, RegisterJob, StoreInPlace, StoreJob, StoreStepJob, UnregisterJob,
+    WriteRegion,
 };
 use kvd_compute::{Backend, Stop};
 use std::any::Any;
@@ -110,6 +111,8 @@ jobs! {
     Load: LoadJob;
     LoadStep: LoadStepJob;
     Publish: PublishJob;
+    Export: ExportJob;
+    Import: ImportJob;
     OpenRegion: OpenRegion;
     CloseRegion: CloseRegion;
     ReadRegion: ReadRegion;

@@ -42,6 +42,8 @@ pub(crate) struct CacheMetrics {
     /// For room, by a limit, and dropped.
     pub(crate) evicted: [Counter; 3],
     pub(crate) blocked: Counter,
+    pub(crate) disk_entries: Gauge,
+    pub(crate) evicted_to_disk: Counter,
 }
 
 impl CacheMetrics {
@@ -56,6 +58,8 @@ impl CacheMetrics {
             evicted: ["room", "limit", "dropped"]
                 .map(|reason| group.counter(Metric::EvictedBlocksTotal, &[("reason", reason)])),
             blocked: group.counter(Metric::EvictBlockedTotal, &[]),
+            disk_entries: group.gauge(Metric::DiskEntries, &[]),
+            evicted_to_disk: group.counter(Metric::EvictedToDiskTotal, &[]),
         }
     }
 }

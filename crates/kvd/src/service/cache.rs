@@ -21,6 +21,8 @@ pub struct MatchReply {
     pub keys: Vec<u32>,
     /// As many tokens.
     pub tokens: Vec<u32>,
+    /// Those of them that are in the pool; the others are on disk.
+    pub pool_tokens: Vec<u32>,
     /// Keeps them; none where nothing was matched or nobody asked for it.
     pub lease: Option<LeaseId>,
 }
@@ -80,12 +82,19 @@ pub(super) fn cache_limits(
 
 /// Makes the metrics of the cache known before it is used.
 pub(super) fn describe_cache(metrics: &Metrics) {
-    for metric in [Metric::MatchKeysTotal, Metric::MatchHitTokensTotal, Metric::AttachedTokensTotal]
-    {
+    for metric in [
+        Metric::MatchKeysTotal,
+        Metric::MatchHitTokensTotal,
+        Metric::AttachedTokensTotal,
+        Metric::PromotedBlocksTotal,
+        Metric::ImportRefusedTotal,
+    ] {
         metrics.counter(metric, &[]).increment(0);
     }
     // Registered is shown, with a count of 0.
-    let _shown = metrics.histogram(Metric::MatchSeconds, &[]);
+    for metric in [Metric::MatchSeconds, Metric::PromoteSeconds] {
+        let _shown = metrics.histogram(metric, &[]);
+    }
 }
 
 impl Service {
@@ -120,13 +129,20 @@ impl Service {
         let keys =
             chains.iter().zip(&blocks).map(|(chain, blocks)| chain.count_keys(*blocks) as u32);
         let keys = keys.collect();
-        let tokens: Vec<_> = blocks.iter().map(|blocks| *blocks as u32 * block_tokens).collect();
+        let as_tokens = |blocks: &[usize]| -> Vec<u32> {
+            blocks.iter().map(|blocks| *blocks as u32 * block_tokens).collect()
+        };
+        let tokens = as_tokens(&blocks);
+        let pool_tokens = match self.disk {
+            None => tokens.clone(),
+            Some(_) => as_tokens(&index.count_in_pool(model, &chains, &blocks)),
+        };
         let asked: usize = chains.iter().map(|chain| chain.count_keys(chain.count_blocks())).sum();
         let hit: u64 = tokens.iter().map(|tokens| u64::from(*tokens)).sum();
         self.metrics.counter(Metric::MatchKeysTotal, &[]).increment(asked as u64);
         self.metrics.counter(Metric::MatchHitTokensTotal, &[]).increment(hit);
         self.metrics.histogram(Metric::MatchSeconds, &[]).record(began.elapsed().as_secs_f64());
-        Ok(MatchReply { keys, tokens, lease })
+        Ok(MatchReply { keys, tokens, pool_tokens, lease })
     }
 
     /// Ends a lease.
@@ -179,7 +195,20 @@ impl Service {
     /// `UNKNOWN_SEQUENCE`.
     pub fn close_and_drop(&self, call: &CallContext, id: SequenceId) -> Result<(), ServiceError> {
         self.check_namespace(&call.namespace)?;
-        Ok(self.shard_of(id)?.store.close_and_drop(&call.namespace, id)?)
+        let store = &self.shard_of(id)?.store;
+        let model = store.model_of(&call.namespace, id)?;
+        let dropped = store.close_and_drop(&call.namespace, id)?;
+        if let Ok(model) = self.models.find_model(&call.namespace, model.id) {
+            self.drop_records(&model, &dropped);
+        }
+        Ok(())
+    }
+
+    /// Drops blocks from disk that were dropped from the index.
+    fn drop_records(&self, model: &RegisteredModel, dropped: &DroppedBlocks) {
+        if let (Some(disk), Some(scope)) = (&self.disk, model.scope) {
+            disk.remove_records(scope, &dropped.on_disk);
+        }
     }
 
     /// Keeps what is cached of chains, for a time or until it is unpinned.
@@ -236,10 +265,13 @@ impl Service {
         self.check_namespace(&call.namespace)?;
         let found = self.models.find_model(&call.namespace, model)?;
         let index = self.shards[found.shard].store.prefix_index();
-        if chains.is_empty() {
-            return Ok(index.drop_model_blocks(model));
-        }
-        Ok(index.drop_prefixes(model, &self.read_chains(&found, chains)?))
+        let dropped = if chains.is_empty() {
+            index.drop_model_blocks(model)
+        } else {
+            index.drop_prefixes(model, &self.read_chains(&found, chains)?)
+        };
+        self.drop_records(&found, &dropped);
+        Ok(dropped)
     }
 
     /// Use of each device's cache.

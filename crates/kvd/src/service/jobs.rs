@@ -1,6 +1,7 @@
 //! The daemon's jobs, each beside what prepares it.
 
 pub(crate) use super::attend_job::{AttendInPlace, AttendJob};
+pub(crate) use super::disk::{ExportJob, ImportJob};
 pub(crate) use super::load::LoadJob;
 pub(crate) use super::publish::PublishJob;
 pub(crate) use super::region::{CloseRegion, OpenRegion, ReadRegion, WriteRegion};

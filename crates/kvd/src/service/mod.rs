@@ -7,6 +7,7 @@ mod attend_job;
 mod budget;
 mod cache;
 mod call;
+pub(crate) mod disk;
 mod error;
 mod ids;
 pub(crate) mod jobs;
@@ -42,6 +43,7 @@ pub(crate) use ids::draw_ids;
 pub use load::LoadPiece;
 pub use model::RegisteredModel;
 pub use namespaces::NamespaceDescription;
+pub use publish::{PublishMode, PublishReply};
 pub(crate) use region::{MemoryOffer, OpenMemory};
 pub(crate) use register::least_page_tokens;
 pub use session::SequencePage;
@@ -56,6 +58,7 @@ use crate::config::Config;
 use crate::device_worker::DeviceWorker;
 use crate::metrics::{Metric, Metrics};
 use budget::ByteBudget;
+use disk::DiskCache;
 use kvd_compute::Precision;
 use kvd_core::{ErrorCode, IdSpace, Namespace};
 use kvd_store::{ArenaPool, SequenceStore, StoreLimits};
@@ -87,6 +90,8 @@ pub struct Service {
     /// At least one.
     shards: Vec<DeviceShard>,
     models: Arc<ModelRegistry>,
+    /// The cache's disk tier, if there is one.
+    disk: Option<Arc<DiskCache>>,
     sessions: Arc<SessionTable>,
     metrics: Arc<Metrics>,
     /// Bytes of all requests and answers.
@@ -106,7 +111,9 @@ impl Service {
         workers: Vec<DeviceWorker>,
         metrics: Arc<Metrics>,
         ids: Arc<IdSpace>,
+        disk: Option<DiskCache>,
     ) -> Self {
+        let disk = disk.map(Arc::new);
         let limits = StoreLimits {
             sequences_max: config.sequences_max as u64,
             sequence_layers_max: config.sequence_layers_max,
@@ -119,13 +126,17 @@ impl Service {
             let pool = ArenaPool::new(worker.metrics().tier, worker.device_info().arena_bytes);
             let sequences = ids.sequence_counter(index, count);
             let pool_bytes = worker.device_info().arena_bytes;
-            let cache = cache::cache_limits(&config.cache, &config.weights, pool_bytes);
+            let mut cache = cache::cache_limits(&config.cache, &config.weights, pool_bytes);
+            if let Some(disk) = &disk {
+                cache.seed = disk.hash_seed();
+            }
             let store = SequenceStore::new(pool, limits.clone(), sequences).with_cache(cache);
             let leases = cache::lease_ids(&ids, index, count);
             DeviceShard { worker, store: Arc::new(store), leases }
         };
         let shards: Vec<DeviceShard> = (0..).zip(workers).map(shard).collect();
         assert!(!shards.is_empty(), "a service without a device");
+        disk.iter().for_each(|disk| disk.set_devices(shards.len()));
         let boot_id = ids.boot().to_string();
         let labels = [
             ("version", env!("CARGO_PKG_VERSION")),
@@ -159,6 +170,7 @@ impl Service {
             models: Arc::new(ModelRegistry::new(config.models_max, ids.clone())),
             sessions: SessionTable::new(of_sessions, ids.clone()),
             draining: AtomicBool::new(false),
+            disk,
             pool_log: PoolLog::default(),
             access,
             config,
@@ -178,6 +190,11 @@ impl Service {
     /// Who may come in.
     pub(crate) fn access_control(&self) -> &AccessControl {
         &self.access
+    }
+
+    /// The cache's disk tier, if there is one.
+    pub(crate) fn disk_cache(&self) -> Option<&Arc<DiskCache>> {
+        self.disk.as_ref()
     }
 
     /// Changes at every start; ids of another boot are void.

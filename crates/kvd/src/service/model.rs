@@ -6,7 +6,7 @@ use super::{ServiceError, ids};
 use crate::metrics::ModelMetrics;
 use kvd_codec::{CheckedBlock, CodecSpec, ErrorSum, Quantizer, SideSpec};
 use kvd_core::{ErrorCode, IdCounter, IdSpace, ModelId, Namespace, SequenceId};
-use kvd_store::{ModelShape, SequenceStore, StoreError};
+use kvd_store::{DiskBlock, ModelShape, SequenceStore, StoreError};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,6 +18,11 @@ pub struct RegisteredModel {
     pub shape: Arc<ModelShape>,
     /// Name, unique in its namespace.
     pub name: String,
+    /// Its scope on disk; none where nobody names its weights, there is no disk, or another
+    /// registration of the same content has it.
+    pub(super) scope: Option<kvd_tier::ScopeId>,
+    /// Whether it would have one, if no other had it.
+    pub(super) is_identified: bool,
     /// Which of the daemon's devices has it.
     pub shard: usize,
     /// The codec in full.
@@ -142,6 +147,13 @@ pub(super) struct ModelRegistry {
     state: Mutex<RegistryState>,
 }
 
+/// A model that is no more.
+pub(super) struct RemovedModel {
+    pub(super) model: Arc<RegisteredModel>,
+    /// Its blocks on disk, which stay there.
+    pub(super) on_disk: Vec<DiskBlock>,
+}
+
 #[derive(Default)]
 struct RegistryState {
     by_id: BTreeMap<ModelId, Arc<RegisteredModel>>,
@@ -218,7 +230,7 @@ impl ModelRegistry {
         namespace: &Namespace,
         id: ModelId,
         store: &SequenceStore,
-    ) -> Result<Arc<RegisteredModel>, ServiceError> {
+    ) -> Result<RemovedModel, ServiceError> {
         let mut state = self.state.lock();
         let model = state.find_model(&self.space, namespace, id)?.clone();
         let sequences = store.model_usage(id).sequences;
@@ -227,8 +239,8 @@ impl ModelRegistry {
             return Err(ServiceError::new(ErrorCode::ModelInUse, message));
         }
         state.by_id.remove(&id);
-        store.forget_model(id);
-        Ok(model)
+        let on_disk = store.forget_model(id);
+        Ok(RemovedModel { model, on_disk })
     }
 }
 

@@ -1,15 +1,89 @@
 //! `PublishBlocks`: blocks that are still raw are packed, then all become findable.
 
+use super::disk::{DiskCache, ExportSource};
 use super::{CallContext, RegisteredModel, Service, ServiceError, pack};
 use crate::device_worker::DeviceWork;
 use crate::scheduler::JobKind;
 use kvd_compute::{Backend, Stop};
 use kvd_core::{ErrorCode, SequenceId};
 use kvd_proto::domain::BlockKeys;
-use kvd_store::{ArenaPool, PublishTicket, PublishedBlocks};
+use kvd_store::{ArenaPool, HeldChain, PublishTicket, PublishedBlocks, SequenceStore};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// How long a publish waits for the disk whose caller has no deadline.
+const DISK_WAIT_MAX: Duration = Duration::from_secs(60);
+
+/// How a publish is made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PublishMode {
+    /// The sequence reads the pages as they are found.
+    pub settles: bool,
+    /// The answer waits until the pages are on disk, or will not be.
+    pub waits_for_disk: bool,
+}
+
+/// Outcome of a publish.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PublishReply {
+    /// In the index.
+    pub published: PublishedBlocks,
+    /// Tokens of the sequence, from its start, that a restart leaves.
+    pub durable_length: u32,
+    /// Why these are fewer than are found; none where it was not waited for them.
+    pub not_durable: Option<&'static str>,
+}
 
 impl Service {
+    /// [`Service::publish_blocks`] or [`Service::publish_settled`], and the way of the pages to
+    /// disk.
+    ///
+    /// # Errors
+    /// As those. Pages that do not get to disk are no error: they can be found all the same.
+    pub async fn publish_in_mode(
+        &self,
+        call: &CallContext,
+        sequence: SequenceId,
+        start: u32,
+        keys: &BlockKeys,
+        mode: PublishMode,
+    ) -> Result<PublishReply, ServiceError> {
+        let change: fn(PublishTicket) -> PublishTicket =
+            if mode.settles { PublishTicket::with_settling } else { |ticket| ticket };
+        let published = self.publish_by(call, sequence, start, keys, change).await?;
+        let mut reply = PublishReply { published, durable_length: 0, not_durable: None };
+        let shard = self.shard_of(sequence)?;
+        // A sequence that was closed meanwhile has published all the same.
+        let held = shard.store.hold_published(&call.namespace, sequence);
+        let (Ok(Some(held)), Ok(shape)) = (held, shard.store.model_of(&call.namespace, sequence))
+        else {
+            reply.not_durable = mode.waits_for_disk.then_some("DISK_ERROR");
+            return Ok(reply);
+        };
+        let model = self.models.find_model(&call.namespace, shape.id)?;
+        let Some((disk, scope)) = self.disk.as_ref().zip(model.scope) else {
+            let reason = match &self.disk {
+                None => "NO_DISK",
+                Some(_) if model.is_identified => "SCOPE_IN_USE",
+                Some(_) => "NO_IDENTITY",
+            };
+            reply.not_durable = mode.waits_for_disk.then_some(reason);
+            return Ok(reply);
+        };
+        let (worker, store) = (&shard.worker, &*shard.store);
+        let source = ExportSource { scope, model: &model, worker, store, shard: model.shard };
+        disk.queue_blocks(&source, &held);
+        let is_late = mode.waits_for_disk && !wait_for_disk(call, disk, store, &held).await;
+        let found = store.prefix_index().find_residency(&held);
+        let durable = found.durable as u32 * shape.geometry.block_tokens;
+        reply.durable_length = durable.min(reply.published.length);
+        if mode.waits_for_disk && reply.durable_length < reply.published.length {
+            let reason = if is_late { "DEADLINE" } else { disk.failure_reason() };
+            reply.not_durable = Some(reason);
+        }
+        Ok(reply)
+    }
+
     /// Makes whole pages of a sequence findable from token `start` on. What needs no packing takes
     /// no part of the device's queue.
     ///
@@ -61,6 +135,28 @@ impl Service {
         let pool = shard.store.pool().clone();
         let job = PublishJob { ticket: Some(ticket), model, pool };
         shard.worker.ask_device(call, job).await
+    }
+}
+
+/// Waits until no block of a prefix waits to be written; whether that came in time.
+async fn wait_for_disk(
+    call: &CallContext,
+    disk: &DiskCache,
+    store: &SequenceStore,
+    held: &HeldChain,
+) -> bool {
+    let own_end = Instant::now() + DISK_WAIT_MAX;
+    let end = call.deadline.map_or(own_end, |deadline| own_end.min(deadline));
+    loop {
+        let mut written = std::pin::pin!(disk.written_blocks().notified());
+        // From here on no block is missed.
+        written.as_mut().enable();
+        if store.prefix_index().find_residency(held).queued == 0 {
+            return true;
+        }
+        if tokio::time::timeout_at(end.into(), written).await.is_err() {
+            return false;
+        }
     }
 }
 

@@ -5,7 +5,8 @@
 //! device.
 
 use super::budget::InFlight;
-use super::model::ModelRegistry;
+use super::disk::{DiskCache, ScopeText, scope_of};
+use super::model::{ModelRegistry, RemovedModel};
 use super::query_sample::QuerySample;
 use super::recent_queries::RecentQueries;
 use super::{CallContext, RegisteredModel, Service, ServiceError};
@@ -18,11 +19,22 @@ use kvd_codec::{
 use kvd_compute::{Backend, Stop};
 use kvd_core::{ErrorCode, Geometry, ModelId, Namespace};
 use kvd_proto::domain::{ModelIdentity, ModelSpec};
-use kvd_store::{ModelShape, SequenceStore};
+use kvd_store::{DiskBlock, ModelShape, PrefixIndex, SequenceStore};
+use kvd_tier::ScopeId;
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use tokio::sync::OwnedSemaphorePermit;
+
+/// All that the bytes of a model's blocks depend on.
+#[derive(Clone, Copy)]
+pub(crate) struct NamedContent<'a> {
+    pub(crate) geometry: &'a Geometry,
+    pub(crate) codec: &'a CodecSpec,
+    pub(crate) calibration: &'a [u8],
+    pub(crate) identity: &'a ModelIdentity,
+    pub(crate) namespace: &'a Namespace,
+}
 
 /// Hashes what two equal registrations have in common.
 fn model_fingerprint(spec: &ModelSpec, codec: &CodecSpec, identity: &ModelIdentity) -> String {
@@ -134,6 +146,13 @@ impl Service {
         }
         let BuiltCodec { codec: runtime, turn } = build_codec(&spec, &codec, turn).await?;
         let label = codec_label(&spec.codec, &fingerprint);
+        let scope = scope_of(&NamedContent {
+            geometry: &spec.geometry,
+            codec: &codec,
+            calibration: &spec.calibration,
+            identity,
+            namespace: &call.namespace,
+        });
         // The turn keeps others from counting at the same time.
         let shard = self.next_shard();
         let new = NewModel {
@@ -148,10 +167,28 @@ impl Service {
             label,
             fingerprint,
             shard,
+            wanted_scope: scope.zip(self.disk.clone()),
+            index: self.shards[shard].store.prefix_index().clone(),
+            weights: identity.weights.clone(),
         };
         let job =
             RegisterJob { models: self.models.clone(), new: Some(new), _held: (turn, inflight) };
-        self.shards[shard].worker.ask_device(call, job).await
+        let (model, found) = self.shards[shard].worker.ask_device(call, job).await?;
+        if !found.is_empty() {
+            self.restore_blocks(&model, found).await;
+        }
+        Ok(model)
+    }
+
+    /// Makes a model's blocks findable that are on disk.
+    async fn restore_blocks(&self, model: &Arc<RegisteredModel>, found: Vec<DiskBlock>) {
+        let (index, shape) =
+            (self.shards[model.shard].store.prefix_index().clone(), model.shape.clone());
+        let blocks = found.len();
+        let restore = move || index.restore_blocks(&shape.namespace, shape.id, &found);
+        let restored = tokio::task::spawn_blocking(restore).await.unwrap_or(0);
+        let name = &model.name;
+        tracing::info!(model = name, blocks, restored, "cached blocks were found on disk");
     }
 
     /// Waits for the right to build a codec, as long as the caller does.
@@ -216,7 +253,9 @@ impl Service {
             call.namespace.clone(),
         );
         // An attend that was accepted before is answered yet.
-        shard.worker.ask_device(call, UnregisterJob { models, store, metrics, namespace, id }).await
+        let disk = self.disk.clone();
+        let job = UnregisterJob { models, store, metrics, namespace, id, disk };
+        shard.worker.ask_device(call, job).await
     }
 }
 
@@ -233,11 +272,36 @@ struct NewModel {
     recent_queries: Option<RecentQueries>,
     metrics: Arc<Metrics>,
     device: Arc<DeviceMetrics>,
+    /// Its scope on disk, where it has one and there is a disk.
+    wanted_scope: Option<(ScopeId, Arc<DiskCache>)>,
+    index: Arc<PrefixIndex>,
+    weights: bytes::Bytes,
 }
 
 impl NewModel {
+    /// Takes the model's scope on disk, if nobody has it, and its blocks there.
+    fn claim_scope(&self, id: ModelId) -> Option<ClaimedScope> {
+        let (scope, disk) = self.wanted_scope.as_ref()?;
+        let blocks = disk.claim_scope(*scope, &self.index, id)?;
+        let codec = self.codec.to_string();
+        let text = ScopeText { model: &self.spec.name, codec: &codec, weights: &self.weights };
+        disk.describe_scope(*scope, &self.namespace, &text);
+        Some(ClaimedScope { scope: *scope, blocks })
+    }
+
     /// Makes the model known to its device.
-    fn register_model(self, backend: &mut dyn Backend, id: ModelId) -> RegisteredModel {
+    fn register_model(
+        self,
+        backend: &mut dyn Backend,
+        id: ModelId,
+        found: &mut Vec<DiskBlock>,
+    ) -> RegisteredModel {
+        let claimed = self.claim_scope(id);
+        let is_identified = self.wanted_scope.is_some();
+        let scope = claimed.map(|claimed| {
+            *found = claimed.blocks;
+            claimed.scope
+        });
         let Self { spec, codec, namespace, .. } = self;
         let calibration_bytes = self.runtime.calibration_bytes();
         backend.register(id, self.runtime);
@@ -255,6 +319,8 @@ impl NewModel {
                 recent: codec.recent,
             }),
             name: spec.name,
+            scope,
+            is_identified,
             shard: self.shard,
             spec: codec,
             codec: spec.codec,
@@ -272,6 +338,12 @@ impl NewModel {
     }
 }
 
+/// A scope that a model has, and its blocks on disk.
+struct ClaimedScope {
+    scope: ScopeId,
+    blocks: Vec<DiskBlock>,
+}
+
 /// The job that registers a model.
 pub(crate) struct RegisterJob {
     models: Arc<ModelRegistry>,
@@ -282,7 +354,7 @@ pub(crate) struct RegisterJob {
 }
 
 impl DeviceWork for RegisterJob {
-    type Reply = Arc<RegisteredModel>;
+    type Reply = (Arc<RegisteredModel>, Vec<DiskBlock>);
 
     fn job_kind(&self) -> JobKind {
         JobKind::Other
@@ -292,13 +364,15 @@ impl DeviceWork for RegisterJob {
         &mut self,
         backend: &mut dyn Backend,
         _: &Stop,
-    ) -> Result<Option<Arc<RegisteredModel>>, ServiceError> {
+    ) -> Result<Option<Self::Reply>, ServiceError> {
         let Some(new) = self.new.take() else { return Ok(None) };
         backend.supports(&new.runtime)?;
         let (namespace, name) = (new.namespace.clone(), new.spec.name.clone());
         let fingerprint = new.fingerprint.clone();
-        let make = |id| new.register_model(backend, id);
-        self.models.insert(&namespace, &name, &fingerprint, make).map(Some)
+        let mut found = Vec::new();
+        let make = |id| new.register_model(backend, id, &mut found);
+        let model = self.models.insert(&namespace, &name, &fingerprint, make)?;
+        Ok(Some((model, found)))
     }
 }
 
@@ -309,6 +383,7 @@ pub(crate) struct UnregisterJob {
     metrics: Arc<Metrics>,
     namespace: Namespace,
     id: ModelId,
+    disk: Option<Arc<DiskCache>>,
 }
 
 impl DeviceWork for UnregisterJob {
@@ -323,7 +398,11 @@ impl DeviceWork for UnregisterJob {
         backend: &mut dyn Backend,
         _: &Stop,
     ) -> Result<Option<()>, ServiceError> {
-        let model = self.models.remove(&self.namespace, self.id, &self.store)?;
+        let removed = self.models.remove(&self.namespace, self.id, &self.store)?;
+        let RemovedModel { model, on_disk } = removed;
+        if let (Some(scope), Some(disk)) = (model.scope, &self.disk) {
+            disk.return_scope(scope, on_disk);
+        }
         backend.unregister(self.id);
         self.metrics.forget_model(&model.metrics);
         tracing::info!(id = self.id.0, name = model.name, "model unregistered");

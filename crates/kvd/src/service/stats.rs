@@ -77,6 +77,7 @@ impl Service {
         metrics.gauge(Metric::Ready, &[]).set(if self.is_ready() { 1.0 } else { 0.0 });
         metrics.gauge(Metric::InflightBytes, &[]).set(self.inflight_bytes() as f64);
         self.shards.iter().for_each(refresh_device);
+        super::disk::refresh_tier(metrics, self.disk.as_deref());
         let models = self.models.list_models(None);
         metrics.gauge(Metric::Models, &[]).set(models.len() as f64);
         metrics.gauge(Metric::Sessions, &[]).set(self.sessions.count_sessions() as f64);
@@ -109,6 +110,8 @@ fn refresh_device(shard: &DeviceShard) {
     let counts = cache.published.iter().zip(published).chain(cache.evicted.iter().zip(evicted));
     counts.for_each(|(counter, count)| counter.absolute(count));
     cache.blocked.absolute(usage.evictions_blocked);
+    cache.disk_entries.set(usage.disk_entries as f64);
+    cache.evicted_to_disk.absolute(usage.evicted_to_disk);
 }
 
 fn model_bytes(model: &RegisteredModel) -> ModelBytes {

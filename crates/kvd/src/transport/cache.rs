@@ -1,6 +1,6 @@
 //! Calls of the cache between the wire and the service.
 
-use crate::service::{CallContext, DeviceCache, Service, ServiceError};
+use crate::service::{CallContext, DeviceCache, PublishMode, Service, ServiceError};
 use kvd_core::{ErrorCode, LeaseId, ModelId, SequenceId};
 use kvd_proto::domain::BlockKeys;
 use kvd_proto::v1;
@@ -47,6 +47,7 @@ pub(super) fn match_prefix(
     Ok(v1::MatchPrefixResponse {
         matched_keys: matched.keys,
         matched_tokens: matched.tokens,
+        pool_tokens: matched.pool_tokens,
         lease_id: matched.lease.map_or(0, |lease| lease.0),
     })
 }
@@ -65,19 +66,23 @@ pub(super) async fn publish_blocks(
     call: &CallContext,
     message: v1::PublishBlocksRequest,
 ) -> Result<v1::PublishBlocksResponse, ServiceError> {
-    let v1::PublishBlocksRequest { sequence_id, start, keys, settle } = message;
+    let waits_for_disk = message.wait() == v1::PublishWait::Disk;
+    let v1::PublishBlocksRequest { sequence_id, start, keys, settle, .. } = message;
     let missing = || ServiceError::new(ErrorCode::InvalidArgument, "keys is missing");
     let keys = keys.map(BlockKeys::from).ok_or_else(missing)?;
     let sequence = SequenceId(sequence_id);
-    let done = match settle {
-        true => service.publish_settled(call, sequence, start, &keys).await?,
-        false => service.publish_blocks(call, sequence, start, &keys).await?,
-    };
+    let mode = PublishMode { settles: settle, waits_for_disk };
+    let reply = service.publish_in_mode(call, sequence, start, &keys, mode).await?;
+    let done = reply.published;
     Ok(v1::PublishBlocksResponse {
         length: done.length,
         published: done.published as u32,
         existed: done.existed as u32,
         stopped_by: done.stop.map_or("", stop_name).to_owned(),
+        durable_length: reply.durable_length,
+        not_durable: reply
+            .not_durable
+            .map_or_else(String::new, |why| format!("NOT_DURABLE: {why}")),
     })
 }
 
@@ -136,5 +141,7 @@ pub(super) fn cache_stats(of: DeviceCache<'_>) -> v1::CacheStats {
         pinned_bytes: usage.pinned_bytes,
         published: usage.published,
         evicted: usage.evicted_for_room + usage.evicted_by_limit,
+        pool_blocks: usage.pool_entries,
+        disk_blocks: usage.disk_entries,
     }
 }

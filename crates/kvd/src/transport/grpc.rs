@@ -140,6 +140,8 @@ impl Kvd for GrpcService {
             let (sequence_id, length) = if message.prefix.is_some() || lease.is_some() {
                 let prefix = message.prefix.unwrap_or_default().into();
                 let opening = PrefixOpening { model, session, prefix, lease };
+                // Kept until the prefix is attached.
+                let _brought = self.service.bring_prefix(call, &opening).await;
                 let opened = self.service.open_on_prefix(call, &opening)?;
                 (opened.id.0, opened.length)
             } else {

@@ -11,15 +11,15 @@ use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-const LAYERS: u32 = 2;
-const PAGE: u32 = 64;
+pub(super) const LAYERS: u32 = 2;
+pub(super) const PAGE: u32 = 64;
 /// Tokens of the engine's own blocks.
 const KEY_TOKENS: u32 = 16;
 const LEASE: Duration = Duration::from_secs(60);
 /// Names the daemon to the process that is killed.
 const ENDPOINT: &str = "SERVE_TEST_CACHE_ENDPOINT";
 
-fn spec(name: &str, codec: &str) -> ModelSpec {
+pub(super) fn spec(name: &str, codec: &str) -> ModelSpec {
     let geometry = Geometry {
         layers: LAYERS,
         kv_heads: 1,
@@ -47,7 +47,13 @@ fn rows(text: u64, layer: u32, start: u32, tokens: u32) -> Vec<u8> {
     values.flat_map(f32::to_le_bytes).collect()
 }
 
-async fn store(client: &Client, sequence: SequenceId, text: u64, start: u32, tokens: u32) {
+pub(super) async fn store(
+    client: &Client,
+    sequence: SequenceId,
+    text: u64,
+    start: u32,
+    tokens: u32,
+) {
     for layer in 0..LAYERS {
         let rows = rows(text, layer, start, tokens);
         let (k, v) = (rows.clone().into(), rows.into());
@@ -58,7 +64,7 @@ async fn store(client: &Client, sequence: SequenceId, text: u64, start: u32, tok
 }
 
 /// Keys of the first tokens of a text.
-fn keys(text: u64, tokens: u32) -> BlockKeys {
+pub(super) fn keys(text: u64, tokens: u32) -> BlockKeys {
     let keys = (0..tokens / KEY_TOKENS).flat_map(|key| {
         let key = text << 20 | u64::from(key);
         [key.to_le_bytes(), (!key).to_le_bytes()].concat()
@@ -80,7 +86,7 @@ async fn matched(client: &Client, model: ModelId, text: u64, tokens: u32) -> u32
     client.match_prefixes(model, &chains, Duration::ZERO).await.expect("match").tokens[0]
 }
 
-async fn attend(client: &Client, model: ModelId, sequence: SequenceId) -> Vec<f32> {
+pub(super) async fn attend(client: &Client, model: ModelId, sequence: SequenceId) -> Vec<f32> {
     let batch = AttendBatch {
         model,
         layer: LayerIndex(1),

@@ -4,6 +4,7 @@ mod audit;
 mod cache;
 mod chaos;
 mod commands;
+mod disk;
 mod doors;
 mod drains;
 mod log;

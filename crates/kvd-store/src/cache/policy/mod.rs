@@ -88,7 +88,6 @@ pub(crate) trait EvictionPolicy: std::fmt::Debug + Send + Sync {
 mod tests {
     use super::*;
     use crate::cache::key::KeyHasher;
-    use kvd_core::ModelId;
     use std::collections::BTreeSet;
     use std::sync::atomic::Ordering::Relaxed;
 
@@ -120,7 +119,7 @@ mod tests {
         }
 
         fn key_digest(&self, entry: QueuedEntry) -> KeyDigest {
-            KeyHasher { seed: 1 }.digest_key(ModelId(1), &entry.entry.to_le_bytes())
+            KeyHasher { seed: 1 }.digest_key(1, &entry.entry.to_le_bytes())
         }
     }
 

@@ -11,7 +11,7 @@ use kvd_codec::ModelCodec;
 use kvd_compute::{
     AppendSteps, AttendBackend, AttendPlan, AttendTask, Attended, Backend, BackendError,
     CpuBackend, CpuOptions, DeviceInfo, EncodeSource, EncodedPages, IncomingRows, LoadPlan,
-    LoadedRows, ModelBytes, PageBackend, RawTarget, RegionBackend, Source, Stop,
+    LoadedRows, ModelBytes, PageBackend, RawTarget, RegionBackend, Source, Stop, TransferBackend,
 };
 use kvd_core::{
     DType, ErrorCode, Extent, Geometry, LayerIndex, ModelId, Namespace, RopePairing, SequenceId,
@@ -154,6 +154,8 @@ impl AttendBackend for Device {
     }
 }
 
+impl TransferBackend for Device {}
+
 impl RegionBackend for Device {}
 
 /// One layer, one head: a block of 16 tokens takes 512 bytes.
@@ -219,7 +221,7 @@ pub(super) fn several(
     };
     let workers = probes.iter().map(start).collect();
     let ids = draw_ids().unwrap();
-    (Arc::new(Service::new(config.clone(), workers, metrics, ids)), probes)
+    (Arc::new(Service::new(config.clone(), workers, metrics, ids, None)), probes)
 }
 
 pub(super) struct Bench {

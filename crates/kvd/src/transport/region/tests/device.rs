@@ -5,7 +5,7 @@ use kvd_compute::{
     AppendSteps, AttendBackend, AttendPlan, BackendError, CpuBackend, DeviceInfo, DeviceRegion,
     EncodeSource, EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, OpenedRegion,
     PageBackend, PlannedWrite, RawTarget, RegionBackend, RegionHandle, RegionPlaces, RegionRows,
-    Source, StagedRows, content_hash,
+    Source, StagedRows, TransferBackend, content_hash,
 };
 use kvd_core::{ErrorCode, Extent, LayerIndex, ModelId, Side};
 use kvd_shm::RegionMemory;
@@ -224,6 +224,8 @@ impl AttendBackend for Device {
         self.cpu.attend(plan)
     }
 }
+
+impl TransferBackend for Device {}
 
 impl RegionBackend for Device {
     fn open_region(

@@ -1,0 +1,489 @@
+//! Blocks that are on disk, in the pool, or both: what is to be written, what comes back, what is
+//! gone.
+//!
+//! The index knows where a record lies and nothing of files: a [`DiskPlace`] is words of whoever
+//! wrote it. All that is on disk alone lies behind what is in the pool: in the pool a parent
+//! outlives its children. Everything here runs under the index's lock, and frees without it.
+
+use super::block::{CachedBlock, HeldEntry, StoredLayer};
+use super::insert::{InsertWork, NeededRoom};
+use super::key::{KeyChain, KeyDigest, KeyLineage};
+use super::state::{ChainOrigin, IndexState, NewEntry};
+use super::{PrefixIndex, free_blocks};
+use kvd_core::{ModelId, Namespace};
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+/// Entries that a search for a cold leaf looks at.
+const COLD_LOOKS: usize = 4096;
+
+/// Where a record lies, in words of whoever wrote it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DiskPlace(pub [u64; 4]);
+
+/// Whether a block is on disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum DiskState {
+    /// It is not.
+    #[default]
+    Absent,
+    /// It is to be written.
+    Queued,
+    /// Its record is durable.
+    At(DiskPlace),
+}
+
+impl DiskState {
+    /// Where its record lies.
+    pub(crate) fn disk_place(self) -> Option<DiskPlace> {
+        match self {
+            Self::At(place) => Some(place),
+            Self::Absent | Self::Queued => None,
+        }
+    }
+}
+
+/// The name of a block, which means the same after a restart under the same seed and scope.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct BlockDigests {
+    /// Hash of scope and key.
+    pub digest: u128,
+    /// Hash of all keys up to this one.
+    pub lineage: u128,
+    /// Lineage of the page before it.
+    pub parent_lineage: u128,
+    /// Pages before it.
+    pub position: u32,
+}
+
+/// A block with a record on disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DiskBlock {
+    /// Its name.
+    pub digests: BlockDigests,
+    /// Where the record lies.
+    pub place: DiskPlace,
+    /// Bytes of the record.
+    pub bytes: u64,
+}
+
+/// A block that is to be written; it stays in the pool while this lives.
+#[derive(Clone, Debug)]
+pub struct BlockToWrite {
+    held: HeldEntry,
+    block: Arc<CachedBlock>,
+    /// Its name.
+    pub digests: BlockDigests,
+}
+
+impl BlockToWrite {
+    /// Where each layer lies.
+    #[must_use]
+    pub fn list_layers(&self) -> Vec<StoredLayer> {
+        self.block.list_layers()
+    }
+
+    /// Bytes that it takes in the pool.
+    #[must_use]
+    pub fn pool_bytes(&self) -> u64 {
+        self.block.bytes
+    }
+}
+
+/// A prefix that is held: none of its blocks goes.
+#[derive(Clone, Debug)]
+pub struct HeldChain(pub(crate) HeldEntry);
+
+/// A block on disk that is to come back to the pool; its entry stays while this lives.
+#[derive(Clone, Debug)]
+pub struct BlockToRead {
+    held: HeldEntry,
+    /// Its name.
+    pub digests: BlockDigests,
+    /// Where its record lies.
+    pub place: DiskPlace,
+}
+
+/// A prefix that is to be in the pool.
+#[derive(Debug)]
+pub struct ReadPlan {
+    /// Keeps the whole prefix.
+    pub chain: HeldChain,
+    /// Its blocks that are on disk alone, in order.
+    pub missing: Vec<BlockToRead>,
+    /// All its blocks.
+    pub blocks: usize,
+}
+
+/// Blocks of a prefix by where they are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ChainResidency {
+    /// In the pool.
+    pub pool: usize,
+    /// On disk, whether in the pool or not.
+    pub disk: usize,
+    /// From its start on disk without a gap: what a restart leaves.
+    pub durable: usize,
+    /// About to be written.
+    pub queued: usize,
+}
+
+/// Use of a record by an index.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RecordUse {
+    /// No entry has it.
+    Stale,
+    /// Nothing has used it since it left the pool, or since the start.
+    Idle,
+    /// Its block is in the pool.
+    InPool,
+    /// A lease, a pin or a sequence holds it, or one behind it.
+    Held,
+}
+
+impl IndexState {
+    fn find_record(&self, digests: &BlockDigests) -> Option<u32> {
+        let number = self.find_digest(KeyDigest::from_number(digests.digest))?;
+        let entry = self.slots.find_entry(number)?;
+        (entry.lineage.to_number() == digests.lineage).then_some(number)
+    }
+
+    pub(super) fn digests_of(&self, number: u32) -> BlockDigests {
+        let Some(entry) = self.slots.find_entry(number) else { return BlockDigests::default() };
+        let parent = entry.parent.and_then(|parent| self.slots.find_entry(parent));
+        BlockDigests {
+            digest: entry.digest.to_number(),
+            lineage: entry.lineage.to_number(),
+            parent_lineage: parent.map_or(0, |parent| parent.lineage.to_number()),
+            position: entry.position,
+        }
+    }
+
+    fn disk_block(&self, number: u32) -> Option<DiskBlock> {
+        let entry = self.slots.find_entry(number)?;
+        let place = entry.disk.disk_place()?;
+        Some(DiskBlock { digests: self.digests_of(number), place, bytes: entry.bytes })
+    }
+
+    /// Removes an entry that is on disk alone, unused and without children; looks at a few.
+    pub(crate) fn remove_cold_leaf(&mut self) -> bool {
+        for _ in 0..COLD_LOOKS.min(self.slots.count_numbers()) {
+            let number = self.cold_cursor;
+            let next = number as usize + 1;
+            self.cold_cursor = if next < self.slots.count_numbers() { next as u32 } else { 0 };
+            let entry = self.slots.find_entry(number);
+            if entry.is_some_and(|entry| entry.block.is_none() && entry.is_free()) {
+                self.remove_entry(number);
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Removes entries whose records are gone, as far as they are on disk alone, and all that is on
+    /// disk alone behind them: one in the pool that has no record could not leave it before those.
+    fn remove_subtrees(&mut self, roots: HashSet<u32>) -> u64 {
+        if roots.is_empty() {
+            return 0;
+        }
+        let cold = self.slots.list_entries().filter(|(_, entry)| entry.block.is_none());
+        let mut cold: Vec<_> = cold.map(|(number, entry)| (entry.position, number)).collect();
+        cold.sort_unstable();
+        let (mut gone, mut order) = (roots, Vec::new());
+        for (_, number) in cold {
+            let parent = self.slots.find_entry(number).and_then(|entry| entry.parent);
+            if gone.contains(&number) || parent.is_some_and(|parent| gone.contains(&parent)) {
+                gone.insert(number);
+                order.push(number);
+            }
+        }
+        for number in order.iter().rev() {
+            self.remove_entry(*number);
+        }
+        order.len() as u64
+    }
+}
+
+impl PrefixIndex {
+    /// Hashes a model's keys within a scope that means the same after a restart. Call before any
+    /// of its blocks is published.
+    pub fn set_scope(&self, model: ModelId, word: u64) {
+        self.state.write().scopes.insert(model, word);
+    }
+
+    /// Makes blocks findable that are on disk: those of a scope, parents first. How many are; the
+    /// others have no parent, or the index is full.
+    pub fn restore_blocks(
+        &self,
+        namespace: &Namespace,
+        model: ModelId,
+        blocks: &[DiskBlock],
+    ) -> usize {
+        let mut numbers: HashMap<u128, u32> = HashMap::new();
+        let mut restored = 0;
+        // Whoever waits for the lock waits for few of them.
+        for some in blocks.chunks(1024) {
+            let mut state = self.state.write();
+            for block in some {
+                let DiskBlock { digests, place, bytes } = *block;
+                if let Some(number) = state.find_record(&digests) {
+                    if state.slots.find_entry(number).is_some_and(|entry| entry.model == model) {
+                        state.set_disk(number, DiskState::At(place));
+                        numbers.insert(digests.lineage, number);
+                    }
+                    continue;
+                }
+                let digest = KeyDigest::from_number(digests.digest);
+                let parent = numbers.get(&digests.parent_lineage).copied();
+                let is_orphan = digests.position > 0 && parent.is_none();
+                let full = state.slots.count_entries() >= self.limits.entries_max;
+                if is_orphan || full || state.find_digest(digest).is_some() {
+                    continue;
+                }
+                let held = state.add_entry(NewEntry {
+                    namespace,
+                    model,
+                    parent: parent.filter(|_| digests.position > 0),
+                    digest,
+                    lineage: KeyLineage::from_number(digests.lineage),
+                    block: None,
+                    disk: DiskState::At(place),
+                    bytes,
+                });
+                numbers.insert(digests.lineage, held.entry);
+                restored += 1;
+            }
+        }
+        self.counters.restored.fetch_add(restored as u64, Relaxed);
+        restored
+    }
+
+    /// The blocks of a model that are on disk, parents first.
+    pub(crate) fn list_disk_blocks(&self, model: ModelId) -> Vec<DiskBlock> {
+        let state = self.state.read();
+        let of_model = state.slots.list_entries().filter(|(_, entry)| entry.model == model);
+        let mut blocks: Vec<_> =
+            of_model.filter_map(|(number, _)| state.disk_block(number)).collect();
+        blocks.sort_unstable_by_key(|block| block.digests.position);
+        blocks
+    }
+
+    /// Takes the blocks of a prefix that are not on disk for writing, those before others first;
+    /// of so many bytes at most. Those behind the last are left.
+    pub(crate) fn plan_writes(&self, last: &HeldEntry, bytes_max: u64) -> Vec<BlockToWrite> {
+        let mut state = self.state.write();
+        if !state.slots.is_there(last) {
+            return Vec::new();
+        }
+        let chain = state.slots.walk_up(last.entry);
+        let unwritten = chain.filter(|(_, entry)| entry.disk == DiskState::Absent);
+        let mut numbers: Vec<_> = unwritten.map(|(number, _)| number).collect();
+        numbers.reverse();
+        let (mut writes, mut bytes) = (Vec::new(), 0);
+        for number in numbers {
+            let Some(held) = state.hold_entry(number) else { break };
+            let entry = state.slots.find_entry(number);
+            let Some(block) = entry.and_then(|entry| entry.block.clone()) else { break };
+            bytes += block.bytes;
+            if bytes > bytes_max {
+                break;
+            }
+            let digests = state.digests_of(number);
+            state.set_disk(number, DiskState::Queued);
+            writes.push(BlockToWrite { held, block, digests });
+        }
+        writes
+    }
+
+    /// Notes what came of a block that was to be written.
+    pub fn note_written(&self, write: &BlockToWrite, place: Option<DiskPlace>) {
+        let mut state = self.state.write();
+        let entry = state.slots.find_entry(write.held.entry);
+        let waits = entry.is_some_and(|entry| entry.disk == DiskState::Queued);
+        if waits && state.slots.is_there(&write.held) {
+            let disk = place.map_or(DiskState::Absent, DiskState::At);
+            state.set_disk(write.held.entry, disk);
+        }
+    }
+
+    /// Where the blocks of a prefix are.
+    #[must_use]
+    pub fn find_residency(&self, chain: &HeldChain) -> ChainResidency {
+        let state = self.state.read();
+        let mut found = ChainResidency::default();
+        if !state.slots.is_there(&chain.0) {
+            return found;
+        }
+        // From the last on: whatever is not on disk ends what a restart leaves.
+        for (_, entry) in state.slots.walk_up(chain.0.entry) {
+            found.pool += usize::from(entry.block.is_some());
+            found.queued += usize::from(entry.disk == DiskState::Queued);
+            let is_on_disk = entry.disk.disk_place().is_some();
+            found.disk += usize::from(is_on_disk);
+            found.durable = if is_on_disk { found.durable + 1 } else { 0 };
+        }
+        found
+    }
+
+    /// Counts those of so many blocks at the start of each chain that are in the pool.
+    #[must_use]
+    pub fn count_in_pool(
+        &self,
+        model: ModelId,
+        chains: &[KeyChain<'_>],
+        blocks: &[usize],
+    ) -> Vec<usize> {
+        let state = self.state.read();
+        let count = |(chain, blocks): (&KeyChain<'_>, &usize)| {
+            let last = blocks.checked_sub(1)?;
+            let space = state.key_space(model);
+            let digest = self.hasher.digest_key(space, chain.block_key(last));
+            let walked = state.slots.walk_up(state.find_digest(digest)?);
+            let cold = walked.take_while(|(_, entry)| entry.block.is_none()).count();
+            Some(blocks.saturating_sub(cold))
+        };
+        chains.iter().zip(blocks).map(|pair| count(pair).unwrap_or(0)).collect()
+    }
+
+    /// Holds the longest prefix of a chain, of `blocks_max` blocks at most, and says which of them
+    /// are on disk alone; none where all of it is in the pool.
+    #[must_use]
+    pub fn plan_reads(
+        &self,
+        model: ModelId,
+        chain: &KeyChain<'_>,
+        blocks_max: usize,
+    ) -> Option<ReadPlan> {
+        let state = self.state.read();
+        let found = state.find_prefix(self.hasher, model, KeyLineage::default(), chain)?;
+        let blocks = found.blocks.min(blocks_max);
+        let mut walk = state.slots.walk_up(found.last).skip(found.blocks - blocks).peekable();
+        let last = walk.peek().map(|(number, _)| *number)?;
+        let mut missing = Vec::new();
+        for (number, entry) in walk.take_while(|(_, entry)| entry.block.is_none()) {
+            let held = state.hold_entry(number)?;
+            let place = entry.disk.disk_place()?;
+            missing.push(BlockToRead { held, digests: state.digests_of(number), place });
+        }
+        missing.reverse();
+        let chain = HeldChain(state.hold_entry(last)?);
+        (!missing.is_empty()).then_some(ReadPlan { chain, missing, blocks })
+    }
+
+    /// Whether a block that was to be read is in the pool, or cannot come there: its entry or the
+    /// block before it went.
+    #[must_use]
+    pub fn is_read(&self, read: &BlockToRead) -> Option<bool> {
+        let state = self.state.read();
+        let entry = state.slots.find_entry(read.held.entry)?;
+        state.slots.is_there(&read.held).then_some(entry.block.is_some())
+    }
+
+    /// Brings a block into the pool that was read; whether it is there now. Another may have been
+    /// faster; there may be no room; the block before it may be gone.
+    pub(crate) fn bring_read(
+        &self,
+        namespace: &Namespace,
+        read: &BlockToRead,
+        block: CachedBlock,
+    ) -> bool {
+        let (block, mut work) = (Arc::new(block), InsertWork::default());
+        let mut state = self.state.write();
+        let room = NeededRoom { entries: 0, bytes: block.bytes };
+        let number = read.held.entry;
+        let is_there = state.slots.is_there(&read.held);
+        let entry = state.slots.find_entry(number).filter(|_| is_there);
+        let cold = entry.is_some_and(|entry| entry.block.is_none());
+        let parent = entry.and_then(|entry| entry.parent);
+        let parent_is_in_pool = parent.is_none_or(|parent| {
+            state.slots.find_entry(parent).is_some_and(|parent| parent.block.is_some())
+        });
+        let mut brought = is_there && !cold;
+        if cold && parent_is_in_pool && work.make_room(self, &mut state, namespace, room).is_none()
+        {
+            state.bring_block(number, Arc::clone(&block));
+            self.counters.brought_back.fetch_add(1, Relaxed);
+            brought = true;
+        }
+        drop(state);
+        self.count_evictions(work.evictions);
+        work.gone.push(block);
+        free_blocks(work.gone);
+        brought
+    }
+
+    /// Lets go of a prefix whose blocks were read: from now on they go by their turn.
+    pub fn settle_reads(&self, plan: ReadPlan) {
+        let mut state = self.state.write();
+        let is_in_pool = |read: &BlockToRead| {
+            let entry = state.slots.find_entry(read.held.entry);
+            state.slots.is_there(&read.held) && entry.is_some_and(|entry| entry.block.is_some())
+        };
+        let last = plan.missing.iter().rev().find(|read| is_in_pool(read));
+        if let Some(number) = last.map(|read| read.held.entry) {
+            state.queue_chain(number, ChainOrigin::Stored);
+        }
+    }
+
+    /// Removes a block whose record cannot be read, and all behind it; how many went.
+    pub fn remove_unreadable(&self, read: &BlockToRead) -> u64 {
+        let mut state = self.state.write();
+        let entry = state.slots.find_entry(read.held.entry);
+        let same = entry.is_some_and(|entry| entry.disk.disk_place() == Some(read.place));
+        if !same || !state.slots.is_there(&read.held) {
+            return 0;
+        }
+        let is_cold = entry.is_some_and(|entry| entry.block.is_none());
+        if !is_cold {
+            // It came to the pool meanwhile: published again.
+            state.set_disk(read.held.entry, DiskState::Absent);
+        }
+        state.remove_subtrees(HashSet::from([read.held.entry]))
+    }
+
+    /// Says of records whether somebody needs them.
+    #[must_use]
+    pub fn find_record_uses(&self, records: &[(BlockDigests, DiskPlace)]) -> Vec<RecordUse> {
+        let state = self.state.read();
+        let of = |(digests, place): &(BlockDigests, DiskPlace)| {
+            let entry = state.find_record(digests).and_then(|n| state.slots.find_entry(n));
+            match entry.filter(|entry| entry.disk.disk_place() == Some(*place)) {
+                None => RecordUse::Stale,
+                Some(entry) if !entry.is_unheld() => RecordUse::Held,
+                Some(entry) if entry.block.is_some() => RecordUse::InPool,
+                Some(_) => RecordUse::Idle,
+            }
+        };
+        records.iter().map(of).collect()
+    }
+
+    /// A record lies elsewhere from now on.
+    pub fn move_record(&self, digests: &BlockDigests, from: DiskPlace, to: DiskPlace) {
+        let mut state = self.state.write();
+        let Some(number) = state.find_record(digests) else { return };
+        let is_it =
+            state.slots.find_entry(number).is_some_and(|e| e.disk.disk_place() == Some(from));
+        if is_it {
+            state.set_disk(number, DiskState::At(to));
+        }
+    }
+
+    /// Records are no more: blocks in the pool stay there, the others go with all behind them.
+    pub fn forget_records(&self, records: &[(BlockDigests, DiskPlace)]) -> u64 {
+        let mut state = self.state.write();
+        let mut roots = HashSet::new();
+        for (digests, place) in records {
+            let Some(number) = state.find_record(digests) else { continue };
+            let Some(entry) = state.slots.find_entry(number) else { continue };
+            if entry.disk.disk_place() != Some(*place) {
+                continue;
+            }
+            if entry.block.is_some() {
+                state.set_disk(number, DiskState::Absent);
+            }
+            roots.insert(number);
+        }
+        state.remove_subtrees(roots)
+    }
+}

@@ -1,0 +1,290 @@
+//! Rules of blocks that are on disk: they leave the pool and come back as they were; what cannot be
+//! read is a shorter prefix.
+
+use super::harness::{Bench, shape};
+use super::prefixes::{PAGE, chain, keys, values};
+use crate::{
+    BlockToRead, BlockToWrite, CacheLimits, DiskBlock, DiskPlace, HeldChain, LeaseRequest,
+    PackedBytes, PackedPages, RawSlot, ReadPlan, RecordUse, SlotRegion, StoredLayer,
+};
+use kvd_core::LeaseId;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// A layer as a record has it.
+struct LayerRecord {
+    rows: Option<(u32, Vec<u8>)>,
+    pages: Option<(Arc<[u32]>, PackedBytes, Vec<u8>)>,
+}
+
+/// Records by place.
+#[derive(Default)]
+struct Disk(BTreeMap<u64, Vec<LayerRecord>>);
+
+impl Disk {
+    fn write(&mut self, b: &Bench, write: &BlockToWrite) -> DiskPlace {
+        let bytes = b.bytes.lock();
+        let copy = |extent: kvd_core::Extent| {
+            bytes[extent.offset as usize..extent.end() as usize].to_vec()
+        };
+        let record = |layer: StoredLayer| LayerRecord {
+            rows: layer.rows.map(|rows| (rows.rows(), copy(rows.extent()))),
+            pages: layer
+                .pages
+                .map(|pages| (Arc::clone(pages.ends()), *pages.accounting(), copy(pages.extent()))),
+        };
+        let place = 1 + self.0.len() as u64;
+        self.0.insert(place, write.list_layers().into_iter().map(record).collect());
+        DiskPlace([place, 0, 0, 0])
+    }
+
+    /// Writes what a chain has that is not on disk; how many blocks.
+    fn write_chain(&mut self, b: &Bench, chain: &HeldChain) -> usize {
+        let writes = b.store.plan_writes(chain, u64::MAX);
+        for write in &writes {
+            let place = self.write(b, write);
+            b.store.prefix_index().note_written(write, Some(place));
+        }
+        writes.len()
+    }
+
+    fn read(&self, b: &Bench, read: &BlockToRead) -> Option<Vec<StoredLayer>> {
+        let layers = self.0.get(&read.place.0[0])?;
+        let fill = |slot: crate::ReservedSlot, from: &[u8]| {
+            let at = slot.extent().offset as usize;
+            b.bytes.lock()[at..at + from.len()].copy_from_slice(from);
+            slot.seal_slot()
+        };
+        let layer = |record: &LayerRecord| {
+            let rows = record.rows.as_ref().map(|(rows, bytes)| {
+                let slot = b.pool.reserve_in(SlotRegion::Rows, bytes.len() as u64).unwrap();
+                RawSlot::new(fill(slot, bytes), *rows)
+            });
+            let pages = record.pages.as_ref().map(|(ends, packed, bytes)| {
+                let slot = b.pool.reserve_pages(bytes.len() as u64).unwrap();
+                PackedPages::new(fill(slot, bytes), Arc::clone(ends), *packed)
+            });
+            StoredLayer { rows, pages }
+        };
+        Some(layers.iter().map(layer).collect())
+    }
+
+    /// Brings a chain back to the pool; blocks that came.
+    fn promote(&self, b: &Bench, text: &str) -> usize {
+        let (index, mut came) = (b.store.prefix_index(), 0);
+        let Some(plan) = plan(b, text) else { return 0 };
+        for read in &plan.missing {
+            let Some(layers) = self.read(b, read) else {
+                index.remove_unreadable(read);
+                break;
+            };
+            assert!(b.store.bring_read(&b.model, read, layers));
+            came += 1;
+        }
+        index.settle_reads(plan);
+        came
+    }
+}
+
+fn plan(b: &Bench, text: &str) -> Option<ReadPlan> {
+    b.store.prefix_index().plan_reads(b.model.id, &chain(&keys(text)), usize::MAX)
+}
+
+fn evict_all(b: &Bench) -> u64 {
+    let evict = || b.store.prefix_index().evict_block(None, Instant::now());
+    let evicted = std::iter::repeat_with(evict).take_while(|evicted| *evicted).count() as u64;
+    b.store.prefix_index().check_blocks();
+    evicted
+}
+
+/// A bench whose cache has some texts, all on disk, and those closed.
+fn written(texts: &[&str], limits: CacheLimits) -> (Bench, Disk) {
+    let b = Bench::cached(1 << 20, shape(1, PAGE, 2, 4), limits);
+    let mut disk = Disk::default();
+    for text in texts {
+        let (id, _) = b.publish_text(text);
+        let held = b.store.hold_published(b.ns(), id).unwrap().unwrap();
+        disk.write_chain(&b, &held);
+        drop(held);
+        b.store.close_sequence(b.ns(), id).unwrap();
+    }
+    (b, disk)
+}
+
+#[test]
+fn what_is_on_disk_leaves_the_pool_is_found_and_comes_back_as_it_was() {
+    let (b, disk) = written(&["abcd"], CacheLimits::default());
+    let in_pool = |b: &Bench, text: &str| {
+        let keys = keys(text);
+        b.store.prefix_index().count_in_pool(b.model.id, &[chain(&keys)], &[text.len()])[0]
+    };
+    assert_eq!((b.matched("abcd"), in_pool(&b, "abcd")), (4, 4));
+    assert!(plan(&b, "abcd").is_none(), "all of it is in the pool");
+    assert_eq!(evict_all(&b), 4);
+    assert_eq!((b.used(), b.matched("abcd"), in_pool(&b, "abcd")), (0, 4, 0));
+    let usage = b.cache_usage();
+    assert_eq!([usage.entries, usage.pool_entries, usage.disk_entries, usage.bytes], [4, 0, 4, 0]);
+    assert_eq!(usage.evicted_to_disk, 4);
+    // Without reading, nothing of it is there to attach.
+    assert_eq!(b.attach("abcd").length, 0);
+    assert_eq!(disk.promote(&b, "abcx"), 3);
+    assert_eq!((in_pool(&b, "abcd"), b.cache_usage().brought_back), (3, 3));
+    let attached = b.attach("abcd");
+    assert_eq!(attached.length, 12);
+    for layer in 0..2 {
+        assert_eq!(b.values(attached.id, layer), values("abc"));
+        assert_eq!(b.states(attached.id, layer), "rrpppppppppp");
+    }
+    let usage = b.usage();
+    assert_eq!(usage.stored.raw_bytes + usage.stored.packed_bytes, b.used());
+    b.store.prefix_index().check_blocks();
+    // They go by their turn again, and nothing is left.
+    b.store.close_sequence(b.ns(), attached.id).unwrap();
+    assert_eq!((evict_all(&b), b.used()), (3, 0));
+}
+
+#[test]
+fn blocks_that_are_to_be_written_stay_and_a_write_that_failed_leaves_them_unwritten() {
+    let b = Bench::cached(1 << 20, shape(1, PAGE, 0, 4), CacheLimits::default());
+    let (id, _) = b.publish_text("abc");
+    let held = b.store.hold_published(b.ns(), id).unwrap().unwrap();
+    let writes = b.store.plan_writes(&held, u64::MAX);
+    let positions: Vec<_> = writes.iter().map(|write| write.digests.position).collect();
+    assert_eq!(positions, [0, 1, 2], "those before others first");
+    assert_eq!(writes[1].digests.parent_lineage, writes[0].digests.lineage);
+    assert!(b.store.plan_writes(&held, u64::MAX).is_empty(), "once");
+    let found = b.store.prefix_index().find_residency(&held);
+    assert_eq!((found.queued, found.durable, found.pool), (3, 0, 3));
+    b.store.close_sequence(b.ns(), id).unwrap();
+    drop(held);
+    assert_eq!(evict_all(&b), 0);
+    let index = b.store.prefix_index();
+    index.note_written(&writes[0], Some(DiskPlace([9; 4])));
+    index.note_written(&writes[1], None);
+    drop(writes);
+    assert_eq!(evict_all(&b), 3);
+    // The first stays on disk, the others had nowhere to go.
+    assert_eq!(b.matched("abc"), 1);
+}
+
+#[test]
+fn a_limit_of_bytes_takes_the_first_blocks_alone() {
+    let b = Bench::cached(1 << 20, shape(1, PAGE, 0, 4), CacheLimits::default());
+    let (id, _) = b.publish_text("abc");
+    let held = b.store.hold_published(b.ns(), id).unwrap().unwrap();
+    let all = b.cache_usage().bytes;
+    assert_eq!(b.store.plan_writes(&held, all / 3).len(), 1);
+    assert_eq!(b.store.plan_writes(&held, all).len(), 2);
+}
+
+#[test]
+fn a_record_that_cannot_be_read_is_a_shorter_prefix_with_all_behind_it() {
+    let (b, mut disk) = written(&["abcd", "abxy"], CacheLimits::default());
+    evict_all(&b);
+    let missing = plan(&b, "abcd").unwrap().missing;
+    disk.0.remove(&missing[2].place.0[0]);
+    drop(missing);
+    assert_eq!(disk.promote(&b, "abcd"), 2);
+    assert_eq!([b.matched("abcd"), b.matched("abxy")], [2, 4]);
+    b.store.prefix_index().check_blocks();
+    // Published again it is there again.
+    b.cache("abcd");
+    assert_eq!(b.matched("abcd"), 4);
+}
+
+#[test]
+fn a_segment_that_goes_takes_what_is_on_disk_alone_and_leaves_the_pool() {
+    let (b, disk) = written(&["abcd", "xyz"], CacheLimits::default());
+    evict_all(&b);
+    disk.promote(&b, "ab");
+    let index = b.store.prefix_index();
+    let records: Vec<_> = index
+        .list_disk_blocks(b.model.id)
+        .into_iter()
+        .filter(|block| block.place.0[0] <= 5)
+        .map(|block| (block.digests, block.place))
+        .collect();
+    assert_eq!(records.len(), 5);
+    let uses = index.find_record_uses(&records);
+    assert_eq!(uses.iter().filter(|of| **of == RecordUse::InPool).count(), 2);
+    assert_eq!(uses.iter().filter(|of| **of == RecordUse::Idle).count(), 3);
+    let moved = DiskPlace([77; 4]);
+    index.move_record(&records[0].0, records[0].1, moved);
+    assert_eq!(index.find_record_uses(&records)[0], RecordUse::Stale);
+    index.move_record(&records[0].0, moved, records[0].1);
+    // Cold blocks of the second text lie behind its first, and go with it.
+    assert_eq!(index.forget_records(&records), 5);
+    assert_eq!([b.matched("abcd"), b.matched("xyz")], [2, 0]);
+    index.check_blocks();
+    assert_eq!((evict_all(&b), b.matched("abcd"), b.used()), (2, 0, 0));
+}
+
+#[test]
+fn a_model_that_comes_again_finds_what_is_on_disk() {
+    let limits = CacheLimits { seed: 3, ..CacheLimits::default() };
+    let (b, disk) = written(&["abcd", "abx"], limits.clone());
+    // The hashes mean the same under the same seed and scope, whatever the model's id is.
+    b.store.prefix_index().set_scope(b.model.id, b.model.id.0);
+    let blocks = b.store.forget_model(b.model.id);
+    assert_eq!((blocks.len(), b.matched("abcd"), b.used()), (5, 0, 0));
+    let again = Bench::cached(1 << 20, shape(8, PAGE, 2, 4), limits);
+    let index = again.store.prefix_index();
+    index.set_scope(again.model.id, 1);
+    let restored = index.restore_blocks(again.ns(), again.model.id, &blocks);
+    assert_eq!((restored, again.matched("abcd"), again.matched("abx")), (5, 4, 3));
+    assert_eq!(disk.promote(&again, "abcd"), 4);
+    let attached = again.attach("abcd");
+    assert_eq!(again.values(attached.id, 1), values("abcd"));
+    // Without its parent nothing is restored.
+    let orphans: Vec<DiskBlock> =
+        blocks.into_iter().filter(|block| block.digests.position > 0).collect();
+    let empty = Bench::cached(1 << 20, shape(8, PAGE, 2, 4), CacheLimits::default());
+    let index = empty.store.prefix_index();
+    assert_eq!(index.restore_blocks(empty.ns(), empty.model.id, &orphans), 0);
+}
+
+#[test]
+fn a_lease_on_what_is_on_disk_keeps_it_and_a_full_index_gives_up_what_nobody_holds() {
+    let limits = CacheLimits { entries_max: 5, ..CacheLimits::default() };
+    let (b, disk) = written(&["abc", "xy"], limits);
+    evict_all(&b);
+    let (now, index) = (Instant::now(), b.store.prefix_index());
+    let request = LeaseRequest {
+        id: LeaseId(1),
+        namespace: b.ns(),
+        model: b.model.id,
+        now,
+        ends: now + Duration::from_secs(60),
+    };
+    let leased_keys = keys("abc");
+    assert_eq!(index.lease_prefixes(&request, &[chain(&leased_keys)]).unwrap(), [3]);
+    b.cache("q");
+    assert_eq!([b.matched("abc"), b.matched("xy"), b.matched("q")], [3, 1, 1]);
+    b.cache("rs");
+    assert_eq!([b.matched("abc"), b.matched("xy")], [3, 0]);
+    assert_eq!(disk.promote(&b, "abc"), 3);
+    assert_eq!(b.attach("abc").length, 12);
+}
+
+#[test]
+fn what_is_on_disk_alone_and_published_again_is_in_the_pool_again() {
+    let (b, _) = written(&["abcd"], CacheLimits::default());
+    evict_all(&b);
+    let (id, published) = b.publish_text("abcdef");
+    assert_eq!((published.published, published.existed, published.stop), (2, 4, None));
+    let usage = b.cache_usage();
+    assert_eq!([usage.entries, usage.pool_entries, usage.disk_entries], [6, 6, 4]);
+    b.store.close_sequence(b.ns(), id).unwrap();
+    assert_eq!(b.attach("abcdef").length, 24);
+    b.store.prefix_index().check_blocks();
+}
+
+#[test]
+fn dropped_blocks_say_which_records_go_too() {
+    let (b, _) = written(&["abcd"], CacheLimits::default());
+    evict_all(&b);
+    let index = b.store.prefix_index();
+    let dropped = index.drop_prefixes(b.model.id, &[chain(&keys("abcd"))]);
+    assert_eq!((dropped.dropped, dropped.on_disk.len(), b.matched("abcd")), (4, 4, 0));
+}

@@ -1,0 +1,231 @@
+//! Moves records between folders: files of framed records, one for each scope.
+//!
+//! In such a file records stand one after another, parents first, with the header's checksum under
+//! seed 0, and UUID, segment and offset of zero.
+
+use super::OfflineStore;
+use super::change::FolderChange;
+use crate::aligned::{AlignedBytes, BLOCK_BYTES};
+use crate::draft::SealedRecord;
+use crate::error::DiskError;
+use crate::identity::io_error;
+use crate::name::{BlockName, DiskLocation, RecordKind, RecordMeta, ScopeId};
+use crate::record::{FramePlace, RecordHeader};
+use crate::scan::{SegmentRef, read_verified};
+use crate::segment::RecordEntry;
+use crate::settings::DiskSettings;
+use crate::writer::PendingRecord;
+use std::collections::{BTreeMap, HashMap};
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Read, Write};
+use std::path::{Path, PathBuf};
+
+const SUFFIX: &str = "kvdr";
+
+/// Hashes of a key under another store's seed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeyHashes {
+    /// See [`BlockName::digest`].
+    pub digest: u128,
+    /// See [`BlockName::lineage`].
+    pub lineage: u128,
+}
+
+/// Hashes keys as the index does. Implemented by who owns the index.
+pub trait KeyHasher {
+    /// The hashes of a block's key under `seed`; `parent_lineage` is made with the same seed.
+    fn hash_key(&self, seed: u64, meta: &RecordMeta, parent_lineage: u128) -> KeyHashes;
+}
+
+/// What was moved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TransferReport {
+    /// Records moved, descriptions and calibrations too.
+    pub records: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Not moved: damaged, or an ancestor is missing.
+    pub skipped: u64,
+}
+
+impl OfflineStore {
+    /// Writes the live records of one scope, or of all, into files of a folder.
+    ///
+    /// # Errors
+    ///
+    /// The folder cannot be written. Damaged records are skipped and counted.
+    pub fn export_records(
+        &self,
+        to: &Path,
+        scope: Option<ScopeId>,
+    ) -> Result<TransferReport, DiskError> {
+        let failed = io_error(to, "cannot write exported records");
+        fs::create_dir_all(to).map_err(&failed)?;
+        let mut by_file: BTreeMap<String, Vec<RecordEntry>> = BTreeMap::new();
+        for (key, location) in &self.descriptions {
+            let name = BlockName { scope: key.scope, digest: key.digest, ..Default::default() };
+            let is_wanted = scope.is_none_or(|scope| scope == key.scope);
+            if is_wanted || key.kind == RecordKind::Calibration {
+                let entry = RecordEntry { kind: key.kind, name, location: *location };
+                by_file.entry(format!("descriptions.{SUFFIX}")).or_default().push(entry);
+            }
+        }
+        for record in &self.found.records {
+            if scope.is_none_or(|scope| scope == record.name.scope) {
+                let entry = RecordEntry {
+                    kind: RecordKind::Block,
+                    name: record.name,
+                    location: record.location,
+                };
+                let file = format!("{}.{SUFFIX}", record.name.scope);
+                by_file.entry(file).or_default().push(entry);
+            }
+        }
+        let mut report = TransferReport::default();
+        for (name, entries) in by_file {
+            self.export_file(&to.join(name), &entries, &mut report).map_err(&failed)?;
+        }
+        Ok(report)
+    }
+
+    fn export_file(
+        &self,
+        path: &Path,
+        entries: &[RecordEntry],
+        report: &mut TransferReport,
+    ) -> io::Result<()> {
+        let mut out = BufWriter::new(File::create(path)?);
+        for entry in entries {
+            let Some(mut record) = self.read_sealed(entry) else {
+                report.skipped += 1;
+                continue;
+            };
+            record.header.synced_to = 0;
+            out.write_all(record.frame_at(&FramePlace::default()))?;
+            report.records += 1;
+            report.bytes += entry.location.disk_bytes();
+        }
+        out.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()
+    }
+
+    fn read_sealed(&self, entry: &RecordEntry) -> Option<SealedRecord> {
+        let DiskLocation { segment, .. } = entry.location;
+        let file = self.shared.table.open_segment(segment).ok()??;
+        let identity = &self.shared.identity;
+        let segment = SegmentRef { file: &*file, identity, number: segment };
+        let bytes = read_verified(segment, entry).ok()?.ok()?;
+        let place = identity.place_at(entry.location.segment, entry.begin_bytes());
+        SealedRecord::from_bytes(bytes, &place).ok()
+    }
+}
+
+/// Writes the records of exported files into a folder, under hashes of its own seed.
+///
+/// # Errors
+///
+/// A file cannot be read or is cut off, the folder is in use, or cannot be written.
+pub fn import_records(
+    settings: DiskSettings,
+    from: &Path,
+    hasher: &dyn KeyHasher,
+) -> Result<TransferReport, DiskError> {
+    let path = settings.folder.clone();
+    let failed = io_error(from, "cannot read exported records");
+    let files = list_exported(from).map_err(&failed)?;
+    let mut import = Import {
+        change: FolderChange::open_folder(settings)?,
+        hasher,
+        lineages: HashMap::new(),
+        report: TransferReport::default(),
+    };
+    for file in files {
+        import.read_file(&file).map_err(&failed)?;
+    }
+    let report = import.report;
+    import.change.close_folder(&path)?;
+    Ok(report)
+}
+
+fn list_exported(from: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(from)? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|suffix| suffix == SUFFIX) {
+            files.push(path);
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+struct Import<'a> {
+    change: FolderChange,
+    hasher: &'a dyn KeyHasher,
+    /// Lineage of the exporting store to lineage of this one; as many as there are records.
+    lineages: HashMap<(ScopeId, u128), u128>,
+    report: TransferReport,
+}
+
+impl Import<'_> {
+    fn read_file(&mut self, path: &Path) -> io::Result<()> {
+        let mut file = File::open(path)?;
+        let mut left = file.metadata()?.len();
+        let place = FramePlace::default();
+        while left > 0 {
+            let mut first = AlignedBytes::with_zeros(BLOCK_BYTES);
+            file.read_exact(&mut first)?;
+            let header = RecordHeader::parse_at(&first, &place).map_err(io::Error::other)?;
+            if header.record_bytes > left {
+                return Err(io::Error::from(io::ErrorKind::UnexpectedEof));
+            }
+            left -= header.record_bytes;
+            let mut bytes = AlignedBytes::with_zeros(header.record_bytes as usize);
+            bytes[..BLOCK_BYTES].copy_from_slice(&first);
+            file.read_exact(&mut bytes[BLOCK_BYTES..])?;
+            match SealedRecord::from_bytes(bytes, &place) {
+                Ok(record) => self.take_record(record),
+                Err(_) => self.report.skipped += 1,
+            }
+        }
+        Ok(())
+    }
+
+    fn take_record(&mut self, mut record: SealedRecord) {
+        let limit = self.change.opened.shared.settings.record_bytes_max();
+        let header = &mut record.header;
+        if header.kind == RecordKind::Tombstone || header.record_bytes > limit {
+            self.report.skipped += 1;
+            return;
+        }
+        if header.kind == RecordKind::Block && !self.rename_block(header) {
+            self.report.skipped += 1;
+            return;
+        }
+        self.report.records += 1;
+        self.report.bytes += header.record_bytes;
+        self.change
+            .push_pending(|completion, ticket| PendingRecord::new(record, completion, ticket));
+    }
+
+    /// Gives a block its names under this store's seed. False if its parent did not come before.
+    fn rename_block(&mut self, header: &mut RecordHeader) -> bool {
+        let old = header.name;
+        let parent = if old.position == 0 {
+            Some(0)
+        } else {
+            self.lineages.get(&(old.scope, old.parent_lineage)).copied()
+        };
+        let Some(parent_lineage) = parent else {
+            return false;
+        };
+        let key = header.key[..usize::from(header.key_bytes)].into();
+        let meta = RecordMeta { name: old, key };
+        let seed = self.change.opened.shared.identity.hash_seed;
+        let hashes = self.hasher.hash_key(seed, &meta, parent_lineage);
+        self.lineages.insert((old.scope, old.lineage), hashes.lineage);
+        header.name.digest = hashes.digest;
+        header.name.lineage = hashes.lineage;
+        header.name.parent_lineage = parent_lineage;
+        true
+    }
+}

@@ -1,0 +1,360 @@
+//! The way of a block back from disk: read and verified by the tier's threads, brought to reserved
+//! slots by the device in slices, then findable in the pool.
+//!
+//! A call that is to begin with a prefix has its missing blocks brought, in order, a few reads
+//! ahead; a block that another call brings already is waited for. All of it within a bounded time:
+//! what is not there then is a shorter prefix.
+
+use super::export::slots_of;
+use super::image::{LayerForm, read_tables};
+use super::{DiskCache, LoadKey, TRANSFER_BYTES, TRANSFER_TIME};
+use crate::device_worker::{DeviceWork, DeviceWorker};
+use crate::metrics::Metric;
+use crate::scheduler::JobKind;
+use crate::service::{
+    CallContext, DeviceShard, PrefixOpening, RegisteredModel, Service, ServiceError,
+};
+use kvd_codec::Page;
+use kvd_compute::{Backend, ImportOutcome, LayerImage, Stop, import_layer};
+use kvd_core::{ErrorCode, Extent, LayerIndex};
+use kvd_store::{
+    BlockToRead, PackedPages, PrefixIndex, RawSlot, ReadPlan, ReservedSlot, SequenceStore,
+    StoredLayer,
+};
+use kvd_tier::{DiskLocation, ReadError, ReadRequest, RecordPart, ScopeId};
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+use tokio::sync::{oneshot, watch};
+use tokio::time::timeout_at;
+
+/// Reads of one call that are under way at a time.
+const READS_AHEAD: usize = 8;
+
+/// A prefix that was brought to the pool; it stays there until this is dropped, and goes by its
+/// turn from then on.
+pub(crate) struct BroughtPrefix {
+    index: Arc<PrefixIndex>,
+    /// None once it was let go of.
+    plan: Option<ReadPlan>,
+}
+
+impl Drop for BroughtPrefix {
+    fn drop(&mut self) {
+        self.plan.take().into_iter().for_each(|plan| self.index.settle_reads(plan));
+    }
+}
+
+/// Why a block did not come, as the label `reason` has it.
+type RefusalReason = &'static str;
+
+/// A read under way.
+enum ReadFlight {
+    /// This call's.
+    Own { answer: oneshot::Receiver<Result<RecordPart, ReadError>>, _claim: LoadClaim },
+    /// Another's, which ends with the sender.
+    Other(watch::Receiver<()>),
+    /// It could not begin.
+    Refused(ReadError),
+}
+
+/// The right to bring a block; others wait for its end.
+struct LoadClaim {
+    cache: Arc<DiskCache>,
+    key: LoadKey,
+    _ends: watch::Sender<()>,
+}
+
+impl Drop for LoadClaim {
+    fn drop(&mut self) {
+        self.cache.loading.lock().remove(&self.key);
+    }
+}
+
+/// Who brings blocks.
+struct PrefixPromotion<'a> {
+    cache: &'a Arc<DiskCache>,
+    shard: &'a DeviceShard,
+    shard_index: usize,
+    model: &'a Arc<RegisteredModel>,
+    scope: ScopeId,
+    end: Instant,
+}
+
+impl Service {
+    /// Brings the blocks of a prefix to the pool that are on disk alone, as far as they can be read
+    /// in time; none where nothing is missing. Keep the answer until the prefix is attached.
+    pub(crate) async fn bring_prefix(
+        &self,
+        call: &CallContext,
+        opening: &PrefixOpening,
+    ) -> Option<BroughtPrefix> {
+        let cache = self.disk.as_ref()?;
+        self.admit_call(call).ok()?;
+        let model = self.models.find_model(&call.namespace, opening.model).ok()?;
+        let scope = model.scope?;
+        let chains = self.read_chains(&model, std::slice::from_ref(&opening.prefix)).ok()?;
+        let shard = &self.shards[model.shard];
+        let index = shard.store.prefix_index();
+        let blocks_max = self.config.tokens_per_sequence_max / model.shape.geometry.block_tokens;
+        let plan = index.plan_reads(model.shape.id, &chains[0], blocks_max as usize)?;
+        let began = Instant::now();
+        let own_end = began + cache.config.promote_time_max;
+        let end = call.deadline.map_or(own_end, |deadline| deadline.min(own_end));
+        let brought = BroughtPrefix { index: Arc::clone(index), plan: Some(plan) };
+        let shard_index = model.shard;
+        let promotion = PrefixPromotion { cache, shard, shard_index, model: &model, scope, end };
+        let missing = brought.plan.as_ref().map_or(&[][..], |plan| &plan.missing);
+        let (came, refusal) = promotion.bring_blocks(missing).await;
+        self.metrics.counter(Metric::PromotedBlocksTotal, &[]).increment(came);
+        self.metrics.histogram(Metric::PromoteSeconds, &[]).record(began.elapsed().as_secs_f64());
+        if let Some(reason) = refusal {
+            self.metrics.counter(Metric::ImportRefusedTotal, &[("reason", reason)]).increment(1);
+            tracing::debug!(model = model.name, reason, came, "a prefix is shorter than matched");
+        }
+        Some(brought)
+    }
+}
+
+impl PrefixPromotion<'_> {
+    /// Brings blocks in order until one cannot be; how many came, and why no more.
+    async fn bring_blocks(&self, missing: &[BlockToRead]) -> (u64, Option<RefusalReason>) {
+        let Ok(turn) = timeout_at(self.end.into(), self.cache.promotions.acquire()).await else {
+            return (0, Some("timeout"));
+        };
+        let Ok(_turn) = turn else { return (0, Some("closed")) };
+        let (mut came, mut flights, mut next) = (0, VecDeque::new(), 0);
+        loop {
+            while flights.len() < READS_AHEAD && next < missing.len() {
+                flights.push_back(self.begin_read(&missing[next]));
+                next += 1;
+            }
+            let Some(flight) = flights.pop_front() else { return (came, None) };
+            let read = &missing[next - flights.len() - 1];
+            match self.end_read(read, flight).await {
+                Ok(()) => came += 1,
+                Err(reason) => return (came, Some(reason)),
+            }
+        }
+    }
+
+    fn begin_read(&self, read: &BlockToRead) -> ReadFlight {
+        let key = LoadKey { shard: self.shard_index, lineage: read.digests.lineage };
+        let claim = {
+            let mut loading = self.cache.loading.lock();
+            if let Some(other) = loading.get(&key) {
+                return ReadFlight::Other(other.clone());
+            }
+            let (ends, ended) = watch::channel(());
+            loading.insert(key, ended);
+            LoadClaim { cache: Arc::clone(self.cache), key, _ends: ends }
+        };
+        let (reply, answer) = oneshot::channel();
+        // Who asked may be gone.
+        let on_read = Box::new(move |part| drop(reply.send(part)));
+        let location = DiskLocation::from_words(read.place.0);
+        match self.cache.tier.submit_read(location, ReadRequest::Record, on_read) {
+            Ok(()) => ReadFlight::Own { answer, _claim: claim },
+            Err(error) => ReadFlight::Refused(error),
+        }
+    }
+
+    async fn end_read(&self, read: &BlockToRead, flight: ReadFlight) -> Result<(), RefusalReason> {
+        let (answer, _claim) = match flight {
+            ReadFlight::Own { answer, _claim } => (answer, _claim),
+            ReadFlight::Other(mut ended) => {
+                // It changes never, and closes when the other is done.
+                let waited = timeout_at(self.end.into(), ended.changed()).await;
+                let is_there = self.shard.store.prefix_index().is_read(read) == Some(true);
+                return if is_there { Ok(()) } else { Err(waited.map_or("timeout", |_| "other")) };
+            }
+            ReadFlight::Refused(error) => return Err(self.refuse_read(read, error)),
+        };
+        let Ok(part) = timeout_at(self.end.into(), answer).await else { return Err("timeout") };
+        let part = part.map_err(|_| "closed")?;
+        let part = part.map_err(|error| self.refuse_read(read, error))?;
+        let Some(job) = self.plan_import(read, &part) else {
+            return Err(self.refuse_damaged(read));
+        };
+        drop(part);
+        let call = CallContext {
+            waits_for_queue: true,
+            deadline: Some(self.end),
+            ..CallContext::new(self.model.shape.namespace.clone())
+        };
+        let worker: &DeviceWorker = &self.shard.worker;
+        match worker.ask_device(&call, job).await {
+            Ok(ImportResult::InPool) => Ok(()),
+            Ok(ImportResult::TablesFull) => Err("tables_full"),
+            Ok(ImportResult::NoRoom) => Err("no_room"),
+            Err(error) if error.code() == ErrorCode::CorruptPage => Err(self.refuse_damaged(read)),
+            Err(error) if error.code() == ErrorCode::DeadlineExceeded => Err("timeout"),
+            Err(error) => {
+                tracing::warn!(%error, "a block from disk was not imported");
+                Err("device")
+            }
+        }
+    }
+
+    /// A read that gave nothing: what is gone or damaged is forgotten, with all behind it.
+    fn refuse_read(&self, read: &BlockToRead, error: ReadError) -> RefusalReason {
+        match error {
+            ReadError::Corrupt { .. } => self.refuse_damaged(read),
+            ReadError::Gone { .. } => {
+                self.shard.store.prefix_index().remove_unreadable(read);
+                "gone"
+            }
+            other => other.reason_label(),
+        }
+    }
+
+    fn refuse_damaged(&self, read: &BlockToRead) -> RefusalReason {
+        let gone = self.shard.store.prefix_index().remove_unreadable(read);
+        let position = read.digests.position;
+        tracing::warn!(position, gone, "a block on disk is damaged: its prefix is shorter now");
+        self.cache.remove_records(self.scope, std::slice::from_ref(&read.digests));
+        "corrupt"
+    }
+
+    /// The job that imports a record; none where the record is not one of this model's blocks.
+    fn plan_import(&self, read: &BlockToRead, part: &RecordPart) -> Option<ImportJob> {
+        let shape = &self.model.shape;
+        let block_tokens = shape.geometry.block_tokens;
+        let start = u64::from(read.digests.position) * u64::from(block_tokens);
+        let sink = u64::from(shape.sink).saturating_sub(start).min(block_tokens.into()) as u32;
+        let layers = shape.geometry.layers;
+        let tables = read_tables(part.table_bytes())?;
+        let mut images = Vec::with_capacity(layers as usize);
+        for layer in 0..layers {
+            let form = LayerForm::from_bytes(part.layer_form(layer)?)?;
+            let rows_bytes =
+                if sink == 0 { 0 } else { shape.geometry.raw_layout(sink).size_bytes() };
+            let pages = if sink == block_tokens { 0 } else { 2 * shape.geometry.kv_heads };
+            let fits = form.rows == sink
+                && form.rows_bytes == rows_bytes
+                && form.page_ends.len() == pages as usize;
+            let of_layer = tables.iter().filter(|of| of.layer == LayerIndex(layer));
+            let of_layer = of_layer.map(|of| of.table.clone()).collect();
+            let image = form.read_image(part.layer_bytes(layer)?, of_layer).filter(|_| fits)?;
+            // Their other fields are tested once their tables are known.
+            has_tokens(&image, block_tokens - sink).then_some(())?;
+            images.push(PlannedLayer { form, image });
+        }
+        Some(ImportJob {
+            model: Arc::clone(self.model),
+            store: Arc::clone(&self.shard.store),
+            read: read.clone(),
+            images,
+            layers: Vec::new(),
+        })
+    }
+}
+
+/// Whether all pages of an image have so many rows.
+fn has_tokens(image: &LayerImage, tokens: u32) -> bool {
+    let starts = std::iter::once(&0).chain(&image.page_ends);
+    starts.zip(&image.page_ends).all(|(start, end)| {
+        let page = image.pages.get(*start as usize..*end as usize);
+        let page = page.and_then(|bytes| Page::parse_page(bytes).ok());
+        page.is_some_and(|page| u32::from(page.header().tokens) == tokens)
+    })
+}
+
+/// A layer that is to be imported.
+struct PlannedLayer {
+    form: LayerForm,
+    image: LayerImage,
+}
+
+/// Outcome of an import.
+pub(crate) enum ImportResult {
+    /// The block is in the pool.
+    InPool,
+    /// A table has no version left.
+    TablesFull,
+    /// The pool or the cache has no room, or what lies before it has gone.
+    NoRoom,
+}
+
+/// The job that brings a block to the device, some layers at a time.
+pub(crate) struct ImportJob {
+    model: Arc<RegisteredModel>,
+    store: Arc<SequenceStore>,
+    read: BlockToRead,
+    images: Vec<PlannedLayer>,
+    /// Those that lie in the pool, which nobody reads yet.
+    layers: Vec<StoredLayer>,
+}
+
+/// Slots of a layer, reserved.
+struct ReservedLayer {
+    rows: Option<ReservedSlot>,
+    pages: Option<ReservedSlot>,
+}
+
+impl ImportJob {
+    fn reserve_layer(&self, form: &LayerForm) -> Option<ReservedLayer> {
+        let (pool, namespace) = (self.store.pool(), &self.model.shape.namespace);
+        let rows = (form.rows_bytes > 0).then(|| pool.reserve_rows_for(namespace, form.rows_bytes));
+        let end = form.page_ends.last().copied().map(u64::from);
+        let pages = end.map(|bytes| pool.reserve_pages_for(namespace, bytes));
+        Some(ReservedLayer { rows: rows.transpose().ok()?, pages: pages.transpose().ok()? })
+    }
+}
+
+/// A reservation as a layer in the pool, once it is filled.
+fn seal_layer(reserved: ReservedLayer, form: &LayerForm) -> StoredLayer {
+    let ReservedLayer { rows, pages } = reserved;
+    StoredLayer {
+        rows: rows.map(|slot| RawSlot::new(slot.seal_slot(), form.rows)),
+        pages: pages.map(|slot| {
+            PackedPages::new(slot.seal_slot(), form.page_ends.clone().into(), form.packed)
+        }),
+    }
+}
+
+impl DeviceWork for ImportJob {
+    type Reply = ImportResult;
+
+    fn job_kind(&self) -> JobKind {
+        JobKind::Transfer
+    }
+
+    fn run_slice(
+        &mut self,
+        backend: &mut dyn Backend,
+        _: &Stop,
+    ) -> Result<Option<ImportResult>, ServiceError> {
+        let (began, mut bytes) = (Instant::now(), 0);
+        while self.layers.len() < self.images.len() {
+            if bytes >= TRANSFER_BYTES || began.elapsed() >= TRANSFER_TIME {
+                return Ok(None);
+            }
+            let number = self.layers.len();
+            let Some(reserved) = self.reserve_layer(&self.images[number].form) else {
+                return Ok(Some(ImportResult::NoRoom));
+            };
+            let PlannedLayer { form, image } = &mut self.images[number];
+            bytes += form.layer_bytes();
+            // Nobody reads the slots before the block is in the index.
+            let layer = seal_layer(reserved, form);
+            let slots = slots_of(&layer);
+            debug_assert!(slots.rows.is_none_or(|rows: Extent| rows.len == form.rows_bytes));
+            let index = LayerIndex(number as u32);
+            let done = import_layer(backend, self.model.shape.id, index, image, &slots)?;
+            if done == ImportOutcome::TablesFull {
+                return Ok(Some(ImportResult::TablesFull));
+            }
+            // Its bytes lie on the device.
+            *image = LayerImage::default();
+            self.layers.push(layer);
+        }
+        // Placing pages has no answer of its own: what a failed device holds is never found.
+        if let Some(reason) = backend.failure() {
+            return Err(ServiceError::new(ErrorCode::DeviceFailed, reason));
+        }
+        let layers = std::mem::take(&mut self.layers);
+        let brought = self.store.bring_read(&self.model.shape, &self.read, layers);
+        Ok(Some(if brought { ImportResult::InPool } else { ImportResult::NoRoom }))
+    }
+}
