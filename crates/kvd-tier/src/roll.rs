@@ -49,6 +49,8 @@ impl Writer {
         let mut created = self.create_segment();
         if let Err(error) = &created
             && is_full(error)
+            // A limit on the size of files: no segment that goes would help.
+            && error.kind() != io::ErrorKind::FileTooLarge
             && !self.is_reclaiming
             && self.reclaim_oldest(CopyPolicy::Never)
         {
