@@ -397,7 +397,6 @@ pub(crate) fn verify_record(
 
 /// Reads bytes as a record of an exported file in all ways there are: for fuzzing. True if they
 /// are a whole and valid record.
-#[must_use]
 pub fn probe_bytes(bytes: &[u8]) -> bool {
     let place = FramePlace::default();
     if let Ok(header) = RecordHeader::parse_at(bytes, &place)
