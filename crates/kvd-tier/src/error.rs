@@ -16,7 +16,10 @@ pub enum DiskError {
         what: String,
     },
     /// Another process has the folder (exit 69).
-    #[error("another process uses {}: stop it, or give this daemon a folder of its own", folder.display())]
+    #[error(
+        "another process uses {}: stop it, or give this daemon a folder of its own",
+        folder.display()
+    )]
     InUse {
         /// The folder.
         folder: PathBuf,
