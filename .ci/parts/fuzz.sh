@@ -1,6 +1,6 @@
 # Each fuzz target for some seconds, from its corpus, with AddressSanitizer. What `cargo fuzz run`
 # does, without having to compile cargo-fuzz first.
-# guards: crates/kvd-core crates/kvd-codec fuzz
+# guards: crates/kvd-core crates/kvd-codec crates/kvd-tier fuzz
 set -euo pipefail
 source .ci/lib.sh
 nightly=nightly
@@ -12,7 +12,7 @@ export RUSTFLAGS="--cfg fuzzing -Zsanitizer=address -Cpasses=sancov-module \
 export ASAN_OPTIONS=detect_leaks=0
 target=x86_64-unknown-linux-gnu
 cargo "+$nightly" build --manifest-path fuzz/Cargo.toml --target "$target" --release --bins
-for binary in page_decode spec_parse calibration_read; do
+for binary in page_decode spec_parse calibration_read record_read; do
     # New inputs go beside the corpus, which is committed.
     found=$(mktemp -d)
     "fuzz/target/$target/release/$binary" -max_total_time="${KVD_FUZZ_SECONDS:-20}" \

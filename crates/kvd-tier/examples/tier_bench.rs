@@ -1,4 +1,6 @@
-//! Times a disk tier against plain loops: `cargo run --release --example tier_bench -p kvd-tier -- FOLDER`.
+//! Times a disk tier against plain loops.
+//!
+//! `cargo run --release --example tier_bench -p kvd-tier -- FOLDER`
 #![allow(clippy::print_stdout, reason = "prints its table")]
 
 use kvd_tier::bench::{BenchPlan, measure_tier};

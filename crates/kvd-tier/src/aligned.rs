@@ -3,7 +3,7 @@
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 
-/// What O_DIRECT wants of addresses, offsets and lengths, and where records begin.
+/// Unit of addresses, offsets and lengths under O_DIRECT; records begin at multiples of it.
 pub(crate) const BLOCK_BYTES: usize = 4096;
 
 /// Zeroed bytes at an address that is a multiple of [`BLOCK_BYTES`].

@@ -67,7 +67,7 @@ pub struct BenchFigures {
     pub dropped: u64,
     /// Random whole records, verified.
     pub read_rate: f64,
-    /// The same reads without a look at the bytes.
+    /// Reads of equal sizes without a look at the bytes.
     pub plain_read_rate: f64,
     /// First layer of 32 records, one thread, heads read before.
     pub first_layer: Duration,

@@ -16,7 +16,10 @@ pub enum DiskError {
         what: String,
     },
     /// Another process has the folder (exit 69).
-    #[error("another process uses {}: stop it, or give this daemon a folder of its own", folder.display())]
+    #[error(
+        "another process uses {}: stop it, or give this daemon a folder of its own",
+        folder.display()
+    )]
     InUse {
         /// The folder.
         folder: PathBuf,
@@ -39,7 +42,7 @@ pub enum DiskError {
     BadStore {
         /// The folder.
         folder: PathBuf,
-        /// What is wrong.
+        /// The thing that is wrong.
         what: String,
     },
     /// The system refused.
@@ -47,7 +50,7 @@ pub enum DiskError {
     Io {
         /// The folder.
         folder: PathBuf,
-        /// What was tried.
+        /// The step that was tried.
         what: &'static str,
         /// The system's answer.
         source: io::Error,
@@ -55,7 +58,7 @@ pub enum DiskError {
 }
 
 impl DiskError {
-    /// What the daemon exits with: 69 for a folder in use, 78 for another format or bad settings,
+    /// The daemon's exit code: 69 for a folder in use, 78 for another format or bad settings,
     /// 74 for input and output.
     #[must_use]
     pub fn exit_code(&self) -> u8 {

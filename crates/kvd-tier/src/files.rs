@@ -47,7 +47,7 @@ pub(crate) trait StoredFile: Send + Sync {
     fn read_len(&self) -> io::Result<u64>;
 }
 
-/// What a file is opened for.
+/// Purpose that a file is opened for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OpenPurpose {
     /// Reading.

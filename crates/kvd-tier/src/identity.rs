@@ -11,7 +11,7 @@ const NAME: &str = "store.json";
 /// Format of a folder: names of files and `store.json`; records and segments have their own.
 const FOLDER_FORMAT: u32 = 1;
 
-/// What `store.json` says.
+/// Content of `store.json`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StoreIdentity {
     pub(crate) uuid: [u8; 16],

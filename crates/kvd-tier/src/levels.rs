@@ -37,7 +37,7 @@ macro_rules! levels {
             $($(#[$doc])* pub $name: u64,)+
         }
 
-        /// The same fields as atomics.
+        /// Fields of [`TierLevels`] as atomics.
         #[derive(Debug, Default)]
         pub(crate) struct LevelCells {
             $(pub(crate) $name: AtomicU64,)+

@@ -9,8 +9,8 @@ pub type OnDurable = Box<dyn FnOnce(Result<DiskLocation, WriteError>) + Send>;
 /// The index, as the tier sees it. Called on the writer's thread with no lock of the tier held;
 /// whatever a call waits for, all writes wait for.
 pub trait ReclaimListener: Send + Sync {
-    /// What becomes of each record of a segment that is reclaimed, in order. A record is the
-    /// index's own only if its location is: others are [`KeepChoice::Stale`].
+    /// Says for each record of a segment that is reclaimed, in order, where it goes. A record is
+    /// the index's own only if its location is: others are [`KeepChoice::Stale`].
     fn choose_kept(&self, records: &[LiveRecord]) -> Vec<KeepChoice>;
 
     /// A record was copied: the copy is durable, the first one will go.

@@ -19,7 +19,7 @@ impl fmt::Debug for ScopeId {
     }
 }
 
-/// What a record is of.
+/// Kind of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum RecordKind {
@@ -114,7 +114,7 @@ pub struct LiveRecord {
     pub location: DiskLocation,
 }
 
-/// What becomes of a record whose segment is reclaimed.
+/// Fate of a record whose segment is reclaimed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeepChoice {
     /// Nobody's: the index has no entry for it, or its entry is at another location. It goes, and

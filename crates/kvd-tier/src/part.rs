@@ -1,4 +1,4 @@
-//! What a read gives: the verified head of a record, and verified bytes of some layers. Pure.
+//! Result of a read: the verified head of a record, and verified bytes of some layers. Pure.
 
 use crate::aligned::AlignedBytes;
 use crate::name::{RecordKind, RecordMeta};
@@ -38,7 +38,7 @@ impl RecordHead {
         RecordMeta { name: self.header.name, key }
     }
 
-    /// What the record is of.
+    /// Kind of the record.
     #[must_use]
     pub fn record_kind(&self) -> RecordKind {
         self.header.kind

@@ -7,7 +7,7 @@ use crate::error::{RefusedWrite, WriteError};
 use crate::levels::{LevelCells, TierState};
 use crate::listener::OnDurable;
 use crate::shared::TierShared;
-use crate::writer::{Completion, PendingRecord, Writer};
+use crate::writer::{PendingRecord, SegmentWriter, WriteCompletion};
 use parking_lot::{Condvar, Mutex};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -26,14 +26,14 @@ struct QueuedRecord {
 #[derive(Default)]
 struct QueueState {
     records: VecDeque<QueuedRecord>,
-    /// Of records that wait or are being written.
+    /// Bytes of records that wait or are being written.
     bytes: u64,
     last_ticket: u64,
     /// When the oldest record of the batch in hand was queued.
     batch_since: Option<Instant>,
     /// No more records are taken.
     is_closed: bool,
-    /// What waits after this moment fails.
+    /// Records that still wait after this moment fail.
     drain_until: Option<Instant>,
 }
 
@@ -125,7 +125,7 @@ impl WriteQueue {
             if let Some(queued) = state.records.pop_front() {
                 state.batch_since.get_or_insert(queued.queued_at);
                 let is_late = state.drain_until.is_some_and(|until| Instant::now() > until);
-                let completion = Completion::Caller(queued.on_durable);
+                let completion = WriteCompletion::Caller(queued.on_durable);
                 let pending = PendingRecord::new(queued.record, completion, queued.ticket);
                 return Some(TakenRecord { pending, last_ticket: state.last_ticket, is_late });
             }
@@ -162,7 +162,7 @@ impl Drop for WriterEnd<'_> {
             self.queue.shared.set_state(TierState::Off);
         }
         while let Some(taken) = self.queue.take_record(None) {
-            if let Completion::Caller(on_durable) = taken.pending.completion {
+            if let WriteCompletion::Caller(on_durable) = taken.pending.completion {
                 on_durable(Err(WriteError::Closed));
             }
         }
@@ -170,7 +170,7 @@ impl Drop for WriterEnd<'_> {
 }
 
 /// The writer's thread: batches until the queue is closed and empty, then a footer.
-pub(crate) fn run_writer(mut writer: Writer, queue: &WriteQueue) {
+pub(crate) fn run_writer(mut writer: SegmentWriter, queue: &WriteQueue) {
     let _end = WriterEnd { queue };
     let settings = queue.shared.settings.clone();
     while let Some(first) = queue.take_record(None) {
@@ -189,7 +189,7 @@ pub(crate) fn run_writer(mut writer: Writer, queue: &WriteQueue) {
     writer.close_segment();
 }
 
-fn write_taken(writer: &mut Writer, taken: TakenRecord) -> u64 {
+fn write_taken(writer: &mut SegmentWriter, taken: TakenRecord) -> u64 {
     let bytes = taken.pending.record.header.record_bytes;
     if taken.is_late {
         writer.fail_record(taken.pending, WriteError::Closed);

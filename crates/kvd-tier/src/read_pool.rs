@@ -89,9 +89,13 @@ impl ReadPool {
     pub(crate) fn close_pool(&self) {
         self.shared.queue.lock().is_closed = true;
         self.shared.wake.notify_all();
-        for thread in self.threads.lock().drain(..) {
-            // A callback of the caller's panicked: its message is on stderr already.
-            drop(thread.join());
+        let threads = std::mem::take(&mut *self.threads.lock());
+        for thread in threads {
+            // A callback may hold the last reference: its own thread ends after it.
+            if thread.thread().id() != std::thread::current().id() {
+                // A callback of the caller's panicked: its message is on stderr already.
+                drop(thread.join());
+            }
         }
     }
 }

@@ -10,7 +10,7 @@ use crate::recover::DescriptionKey;
 use crate::scan::{SegmentRef, read_outline, read_verified, scan_records};
 use crate::segment::RecordEntry;
 use crate::table::SegmentInfo;
-use crate::writer::{Completion, PendingRecord, Writer};
+use crate::writer::{PendingRecord, SegmentWriter, WriteCompletion};
 use std::collections::HashSet;
 use std::io;
 use std::sync::Arc;
@@ -18,20 +18,20 @@ use std::sync::Arc;
 /// Whether records of a segment may be copied before it goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CopyPolicy {
-    /// What the index chose, while there is room.
+    /// Those that the index chose, while there is room.
     Chosen,
     /// None: the disk is full.
     Never,
 }
 
-/// What becomes of a segment's block records.
+/// The fate of a segment's block records.
 #[derive(Debug, Default)]
 struct ReclaimPlan {
     copied: Vec<LiveRecord>,
     gone: Vec<LiveRecord>,
 }
 
-impl Writer {
+impl SegmentWriter {
     /// Reclaims the oldest segment but the open one. False if there is none.
     pub(crate) fn reclaim_oldest(&mut self, policy: CopyPolicy) -> bool {
         let open = self.open.as_ref().map(|open| open.number);
@@ -42,10 +42,10 @@ impl Writer {
         match self.shared.table.open_segment(number) {
             Ok(Some(file)) => self.empty_segment(number, info, &file, policy),
             // Its entries turn into misses when they are read.
-            Ok(None) | Err(_) => LevelCells::add_to(&self.cells().errors_file, 1),
+            Ok(None) | Err(_) => LevelCells::add_to(&self.level_cells().errors_file, 1),
         }
         self.discard_segment(number);
-        LevelCells::add_to(&self.cells().reclaimed_segments, 1);
+        LevelCells::add_to(&self.level_cells().reclaimed_segments, 1);
         self.is_reclaiming = false;
         true
     }
@@ -60,14 +60,14 @@ impl Writer {
         let entries = match self.list_entries(number, info, &**file) {
             Ok(entries) => entries,
             Err(_) => {
-                LevelCells::add_to(&self.cells().errors_file, 1);
+                LevelCells::add_to(&self.level_cells().errors_file, 1);
                 Vec::new()
             }
         };
         if policy == CopyPolicy::Chosen {
             let kept = entries.iter().filter(|entry| self.is_description(entry));
             for entry in kept.collect::<Vec<_>>() {
-                self.copy_record(&**file, entry, Completion::Nobody);
+                self.copy_record(&**file, entry, WriteCompletion::Nobody);
             }
         }
         let is_block = |entry: &&RecordEntry| entry.kind == RecordKind::Block;
@@ -77,7 +77,7 @@ impl Writer {
         for from in std::mem::take(&mut plan.copied) {
             let entry =
                 RecordEntry { kind: RecordKind::Block, name: from.name, location: from.location };
-            self.copy_record(&**file, &entry, Completion::Move { from });
+            self.copy_record(&**file, &entry, WriteCompletion::Move { from });
         }
         self.sync_pending();
         plan.gone.append(&mut self.failed_moves);
@@ -85,7 +85,7 @@ impl Writer {
             self.lost.add_block(&record.name, self.last_ticket);
         }
         if !plan.gone.is_empty() {
-            LevelCells::add_to(&self.cells().reclaimed_records, plan.gone.len() as u64);
+            LevelCells::add_to(&self.level_cells().reclaimed_records, plan.gone.len() as u64);
             self.listener.records_gone(&plan.gone);
         }
         if policy == CopyPolicy::Never {
@@ -150,7 +150,12 @@ impl Writer {
     }
 
     /// Copies a record to the open segment, if it is sound and fits there.
-    fn copy_record(&mut self, file: &dyn StoredFile, entry: &RecordEntry, completion: Completion) {
+    fn copy_record(
+        &mut self,
+        file: &dyn StoredFile,
+        entry: &RecordEntry,
+        completion: WriteCompletion,
+    ) {
         let record = self.read_sealed(file, entry);
         let has_room =
             self.open.as_ref().is_some_and(|open| open.has_room(entry.location.disk_bytes()));
@@ -159,7 +164,7 @@ impl Writer {
                 let pending = PendingRecord::new(record, completion, self.last_ticket);
                 self.place_record(pending);
             }
-            (_, Completion::Move { from }) => {
+            (_, WriteCompletion::Move { from }) => {
                 self.lost.add_block(&from.name, self.last_ticket);
                 self.failed_moves.push(from);
             }
@@ -178,11 +183,11 @@ impl Writer {
         let bytes: AlignedBytes = match read_verified(segment, entry) {
             Ok(Ok(bytes)) => bytes,
             Ok(Err(_)) => {
-                LevelCells::add_to(&self.cells().corrupt_records, 1);
+                LevelCells::add_to(&self.level_cells().corrupt_records, 1);
                 return None;
             }
             Err(_) => {
-                LevelCells::add_to(&self.cells().errors_read, 1);
+                LevelCells::add_to(&self.level_cells().errors_read, 1);
                 return None;
             }
         };

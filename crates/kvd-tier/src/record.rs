@@ -39,7 +39,7 @@ pub enum RecordFlaw {
     /// Another version.
     #[error("its version is {found}, not {FORMAT_VERSION}")]
     Version {
-        /// What it says.
+        /// Version that it says.
         found: u16,
     },
     /// The header's checksum.
@@ -74,7 +74,7 @@ pub enum RecordFlaw {
     EndMark,
 }
 
-/// What makes a record's header valid in one place only.
+/// Makes a record's header valid in one place only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub(crate) struct FramePlace {
     /// UUID of the store; zeros in an exported file.
@@ -101,7 +101,7 @@ pub(crate) struct RecordHeader {
     pub(crate) head_bytes: u32,
     /// Where the last layer ends.
     pub(crate) payload_end: u64,
-    /// Of the whole record, a multiple of [`BLOCK_BYTES`].
+    /// Bytes of the whole record, a multiple of [`BLOCK_BYTES`].
     pub(crate) record_bytes: u64,
     pub(crate) serial: u64,
     /// All bytes of the segment before this offset were durable when this was written.
@@ -397,7 +397,6 @@ pub(crate) fn verify_record(
 
 /// Reads bytes as a record of an exported file in all ways there are: for fuzzing. True if they
 /// are a whole and valid record.
-#[must_use]
 pub fn probe_bytes(bytes: &[u8]) -> bool {
     let place = FramePlace::default();
     if let Ok(header) = RecordHeader::parse_at(bytes, &place)
@@ -410,8 +409,7 @@ pub fn probe_bytes(bytes: &[u8]) -> bool {
 }
 
 /// Parses a header as if its checksum were right: for fuzzing what lies behind it. True if the
-/// record is valid apart from its header's checksum.
-#[must_use]
+/// record is valid apart from its checksums of header and directory.
 pub fn probe_unchecked(bytes: &[u8]) -> bool {
     let mut bytes = bytes.to_vec();
     if bytes.len() >= HEADER_BYTES {

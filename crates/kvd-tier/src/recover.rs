@@ -38,7 +38,7 @@ pub struct RecoveryCounts {
     pub file_errors: u64,
 }
 
-/// What a folder held when it was opened.
+/// Records that a folder held when it was opened.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RecoveredRecords {
     /// Live records of blocks, parents before children.
@@ -86,7 +86,7 @@ pub(crate) fn list_segments(folder: &dyn StoredFolder) -> io::Result<Vec<u64>> {
 
 /// The folder that is recovered, and how.
 #[derive(Clone, Copy)]
-pub(crate) struct Recovery<'a> {
+pub(crate) struct FolderRecovery<'a> {
     pub(crate) folder: &'a dyn StoredFolder,
     pub(crate) path: &'a Path,
     pub(crate) identity: &'a StoreIdentity,
@@ -99,8 +99,8 @@ pub(crate) struct Recovery<'a> {
 /// # Errors
 ///
 /// The folder cannot be listed, or a newer kvd wrote into it. Damage is no error.
-pub(crate) fn recover_store(recovery: Recovery<'_>) -> Result<RecoveredStore, DiskError> {
-    let Recovery { folder, path, .. } = recovery;
+pub(crate) fn recover_store(recovery: FolderRecovery<'_>) -> Result<RecoveredStore, DiskError> {
+    let FolderRecovery { folder, path, .. } = recovery;
     let numbers = list_segments(folder).map_err(io_error(path, "cannot list the segments"))?;
     let mut outlines = read_outlines(recovery, &numbers);
     for (number, outline) in &outlines {
@@ -155,8 +155,8 @@ fn find_durable_end(outlines: &BTreeMap<u64, SegmentOutline>, number: u64) -> Du
     }
 }
 
-fn read_outlines(recovery: Recovery<'_>, numbers: &[u64]) -> BTreeMap<u64, SegmentOutline> {
-    let Recovery { folder, identity, threads, .. } = recovery;
+fn read_outlines(recovery: FolderRecovery<'_>, numbers: &[u64]) -> BTreeMap<u64, SegmentOutline> {
+    let FolderRecovery { folder, identity, threads, .. } = recovery;
     let next = AtomicUsize::new(0);
     let outlines = Mutex::new(BTreeMap::new());
     let read_some = || {
@@ -181,12 +181,12 @@ fn read_outlines(recovery: Recovery<'_>, numbers: &[u64]) -> BTreeMap<u64, Segme
 
 /// Reads a segment that has no footer, and gives it one.
 fn recover_open(
-    recovery: Recovery<'_>,
+    recovery: FolderRecovery<'_>,
     number: u64,
     mut info: SegmentInfo,
     store: &mut RecoveredStore,
 ) -> Vec<RecordEntry> {
-    let Recovery { folder, identity, mode, .. } = recovery;
+    let FolderRecovery { folder, identity, mode, .. } = recovery;
     let name = segment_name(number);
     let Ok(file) = folder.open_file(&name, OpenPurpose::Read) else {
         store.found.counts.file_errors += 1;
@@ -217,11 +217,11 @@ enum SealOutcome {
 
 /// Makes the records of a scan durable and lists them in a footer; removes a segment without any.
 fn seal_scanned(
-    recovery: Recovery<'_>,
+    recovery: FolderRecovery<'_>,
     number: u64,
     scan: &mut OpenScan,
 ) -> io::Result<SealOutcome> {
-    let Recovery { folder, identity, .. } = recovery;
+    let FolderRecovery { folder, identity, .. } = recovery;
     let name = segment_name(number);
     if scan.records.is_empty() {
         folder.remove_file(&name)?;

@@ -7,14 +7,14 @@ use crate::reclaim::CopyPolicy;
 use crate::scan::DurableEnd;
 use crate::segment::{SEGMENT_HEADER_BYTES, segment_name, write_footer, write_header};
 use crate::table::SegmentInfo;
-use crate::writer::{OpenSegment, Writer, is_full, write_error};
+use crate::writer::{OpenSegment, SegmentWriter, is_full, write_error};
 use std::io;
 use std::sync::Arc;
 
 /// Rolls until a record finds room: a new segment may fill with copies while an old one goes.
 const ROLLS_MAX: u32 = 4;
 
-impl Writer {
+impl SegmentWriter {
     /// Sees to it that a record of so many bytes fits into the open segment.
     pub(crate) fn make_room(&mut self, bytes: u64) -> Result<(), WriteError> {
         let has_room =
@@ -49,13 +49,15 @@ impl Writer {
         let mut created = self.create_segment();
         if let Err(error) = &created
             && is_full(error)
+            // A limit on the size of files: no segment that goes would help.
+            && error.kind() != io::ErrorKind::FileTooLarge
             && !self.is_reclaiming
             && self.reclaim_oldest(CopyPolicy::Never)
         {
             created = self.create_segment();
         }
         if let Err(error) = created {
-            LevelCells::add_to(&self.cells().errors_file, 1);
+            LevelCells::add_to(&self.level_cells().errors_file, 1);
             self.note_failure(&error);
             return Err(write_error(&error));
         }
@@ -141,7 +143,7 @@ impl Writer {
         let info = match sealed {
             Ok(()) => SegmentInfo { len, durable_end: DurableEnd::FromHeaders },
             Err(_) => {
-                LevelCells::add_to(&self.cells().errors_file, 1);
+                LevelCells::add_to(&self.level_cells().errors_file, 1);
                 SegmentInfo { len: open.len, durable_end: DurableEnd::At(open.synced_to) }
             }
         };
@@ -172,7 +174,7 @@ impl Writer {
             .remove_file(&segment_name(number))
             .and_then(|()| self.shared.folder.sync_names());
         if removed.is_err() {
-            LevelCells::add_to(&self.cells().errors_file, 1);
+            LevelCells::add_to(&self.level_cells().errors_file, 1);
         }
         self.show_space();
     }
@@ -186,7 +188,7 @@ impl Writer {
 
     /// Puts the space of segments into the levels.
     pub(crate) fn show_space(&self) {
-        LevelCells::set_to(&self.cells().used_bytes, self.shared.table.used_bytes());
-        LevelCells::set_to(&self.cells().segments, self.shared.table.segment_count() as u64);
+        LevelCells::set_to(&self.level_cells().used_bytes, self.shared.table.used_bytes());
+        LevelCells::set_to(&self.level_cells().segments, self.shared.table.segment_count() as u64);
     }
 }

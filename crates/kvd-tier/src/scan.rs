@@ -23,7 +23,7 @@ const READ_ERRORS_MAX: u64 = 256;
 #[derive(Debug)]
 pub(crate) struct SegmentOutline {
     pub(crate) header: SegmentHeader,
-    /// What the footer lists, if the segment is sealed.
+    /// Records that the footer lists, if the segment is sealed.
     pub(crate) footer: Option<Vec<RecordEntry>>,
     pub(crate) len: u64,
 }

@@ -27,7 +27,7 @@ pub(crate) fn parse_name(name: &str) -> Option<u64> {
     (segment_name(number) == name).then_some(number)
 }
 
-/// What the first block of a segment says.
+/// A segment's first block, read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SegmentHeader {
     /// A segment of this store.
@@ -35,9 +35,9 @@ pub(crate) enum SegmentHeader {
         /// Where the durable part of the segment before it ends; 0 if the writer did not know.
         prior_end: u64,
     },
-    /// Of another store, or of another number: somebody moved files.
+    /// From another store, or with another number: somebody moved files.
     Foreign,
-    /// Of a newer format.
+    /// A newer format's.
     Newer {
         /// Its version.
         found: u16,

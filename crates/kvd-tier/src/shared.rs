@@ -1,4 +1,4 @@
-//! What the writer, readers and callers of a tier share.
+//! State that the writer, readers and callers of a tier share.
 
 use crate::files::StoredFolder;
 use crate::identity::StoreIdentity;

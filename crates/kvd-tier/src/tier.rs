@@ -14,11 +14,11 @@ use crate::part::{RecordHead, RecordPart};
 use crate::queue::{WriteQueue, run_writer};
 use crate::read_pool::{OnRead, ReadPool, ReadRequest};
 use crate::recover::{
-    DescriptionKey, RecoverMode, RecoveredRecords, Recovery, list_segments, recover_store,
+    DescriptionKey, FolderRecovery, RecoverMode, RecoveredRecords, list_segments, recover_store,
 };
 use crate::settings::DiskSettings;
 use crate::shared::TierShared;
-use crate::writer::Writer;
+use crate::writer::SegmentWriter;
 use parking_lot::Mutex;
 use std::ops::Range;
 use std::path::Path;
@@ -255,7 +255,11 @@ impl DiskTier {
     /// Takes no more records, writes what waits within `grace`, fails the rest, seals the segment.
     pub fn close_tier(&self, grace: Duration) {
         self.queue.close_queue(grace);
-        if let Some(writer) = self.writer.lock().take() {
+        let writer = self.writer.lock().take();
+        // A callback may hold the last reference: its own thread ends after it.
+        if let Some(writer) = writer
+            && writer.thread().id() != std::thread::current().id()
+        {
             // A callback of the caller's panicked: its message is on stderr already.
             drop(writer.join());
         }
@@ -272,7 +276,7 @@ impl Drop for DiskTier {
 /// A store that was recovered, before any thread of it runs.
 pub(crate) struct OpenedStore {
     pub(crate) shared: Arc<TierShared>,
-    pub(crate) writer: Writer,
+    pub(crate) writer: SegmentWriter,
     pub(crate) found: RecoveredRecords,
 }
 
@@ -286,7 +290,7 @@ pub(crate) fn open_store(
     let numbers = list_segments(&*folder).map_err(io_error(path, "cannot list the segments"))?;
     let has_segments = if numbers.is_empty() { HasSegments::No } else { HasSegments::Yes };
     let identity = StoreIdentity::read_or_make(&*folder, path, has_segments)?;
-    let mut recovered = recover_store(Recovery {
+    let mut recovered = recover_store(FolderRecovery {
         folder: &*folder,
         path,
         identity: &identity,
@@ -296,7 +300,7 @@ pub(crate) fn open_store(
     let found = std::mem::take(&mut recovered.found);
     recovered.found.counts = found.counts;
     let shared = Arc::new(TierShared::new(folder, identity, settings, &mut recovered));
-    let writer = Writer::new(Arc::clone(&shared), listener, &recovered);
+    let writer = SegmentWriter::new(Arc::clone(&shared), listener, &recovered);
     Ok(OpenedStore { shared, writer, found })
 }
 

@@ -46,7 +46,7 @@ impl OpenSegment {
 }
 
 /// Who waits for a record.
-pub(crate) enum Completion {
+pub(crate) enum WriteCompletion {
     /// A caller.
     Caller(OnDurable),
     /// The index, whose record is copied.
@@ -61,7 +61,7 @@ pub(crate) enum Completion {
 /// A record on its way.
 pub(crate) struct PendingRecord {
     pub(crate) record: SealedRecord,
-    pub(crate) completion: Completion,
+    pub(crate) completion: WriteCompletion,
     /// Order of queueing.
     pub(crate) ticket: u64,
     pub(crate) attempts: u8,
@@ -70,7 +70,7 @@ pub(crate) struct PendingRecord {
 }
 
 impl PendingRecord {
-    pub(crate) fn new(record: SealedRecord, completion: Completion, ticket: u64) -> Self {
+    pub(crate) fn new(record: SealedRecord, completion: WriteCompletion, ticket: u64) -> Self {
         Self { record, completion, ticket, attempts: 0, location: None }
     }
 
@@ -80,7 +80,7 @@ impl PendingRecord {
     }
 }
 
-pub(crate) struct Writer {
+pub(crate) struct SegmentWriter {
     pub(crate) shared: Arc<TierShared>,
     pub(crate) listener: Arc<dyn ReclaimListener>,
     pub(crate) open: Option<OpenSegment>,
@@ -99,7 +99,7 @@ pub(crate) struct Writer {
     failures_in_row: u32,
 }
 
-impl Writer {
+impl SegmentWriter {
     pub(crate) fn new(
         shared: Arc<TierShared>,
         listener: Arc<dyn ReclaimListener>,
@@ -124,7 +124,7 @@ impl Writer {
         writer
     }
 
-    pub(crate) fn cells(&self) -> &LevelCells {
+    pub(crate) fn level_cells(&self) -> &LevelCells {
         &self.shared.cells
     }
 
@@ -225,12 +225,12 @@ impl Writer {
                 }
             }
             match pending.completion {
-                Completion::Caller(on_durable) => on_durable(Ok(location)),
-                Completion::Move { from } => {
+                WriteCompletion::Caller(on_durable) => on_durable(Ok(location)),
+                WriteCompletion::Move { from } => {
                     LevelCells::add_to(&self.shared.cells.reinserted_bytes, header.record_bytes);
                     self.listener.record_moved(&from.name, &from.location, &location);
                 }
-                Completion::Nobody => {}
+                WriteCompletion::Nobody => {}
             }
         }
     }
@@ -271,12 +271,12 @@ impl Writer {
             WriteError::Off | WriteError::Closed => &self.shared.cells.drops_other,
         };
         match pending.completion {
-            Completion::Caller(on_durable) => {
+            WriteCompletion::Caller(on_durable) => {
                 LevelCells::add_to(cell, 1);
                 on_durable(Err(error));
             }
-            Completion::Move { from } => self.failed_moves.push(from),
-            Completion::Nobody => {}
+            WriteCompletion::Move { from } => self.failed_moves.push(from),
+            WriteCompletion::Nobody => {}
         }
     }
 }

@@ -11,13 +11,13 @@ use crate::name::{BlockName, RecordKind, RecordMeta, ScopeId};
 use crate::reclaim::CopyPolicy;
 use crate::settings::DiskSettings;
 use crate::tier::{OpenedStore, draft_plain, open_store};
-use crate::writer::{Completion, PendingRecord};
+use crate::writer::{PendingRecord, WriteCompletion};
 use parking_lot::Mutex;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-/// What goes.
+/// Says which records go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GarbageRule {
     /// The oldest segments, until their files take at most so many bytes.
@@ -55,11 +55,11 @@ impl FolderChange {
 
     pub(super) fn push_pending(
         &mut self,
-        make_pending: impl FnOnce(Completion, u64) -> PendingRecord,
+        make_pending: impl FnOnce(WriteCompletion, u64) -> PendingRecord,
     ) {
         self.ticket += 1;
         let failure = Arc::clone(&self.failure);
-        let completion = Completion::Caller(Box::new(move |result| {
+        let completion = WriteCompletion::Caller(Box::new(move |result| {
             if let Err(error) = result {
                 failure.lock().get_or_insert(error);
             }

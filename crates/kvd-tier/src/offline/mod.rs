@@ -1,4 +1,4 @@
-//! What people do with a folder that no daemon has: list, verify, repair, shrink, move.
+//! Commands on a folder that no daemon has: list, verify, repair, shrink, move.
 //!
 //! One thread, the caller's. Reading alone needs no lock; a daemon may write meanwhile, and what it
 //! reclaims counts as unreadable then.
@@ -15,7 +15,7 @@ use crate::files::StoredFolder;
 use crate::identity::{StoreIdentity, io_error};
 use crate::lock::FolderLock;
 use crate::name::{BlockName, DiskLocation, RecordKind, ScopeId};
-use crate::recover::{DescriptionKey, RecoverMode, RecoveredStore, Recovery, recover_store};
+use crate::recover::{DescriptionKey, FolderRecovery, RecoverMode, RecoveredStore, recover_store};
 use crate::recover::{RecoveredRecords, RecoveryCounts};
 use crate::settings::DiskSettings;
 use crate::shared::TierShared;
@@ -45,7 +45,7 @@ pub struct OfflineStore {
 pub struct ScopeListing {
     /// The scope.
     pub scope: ScopeId,
-    /// What its daemon wrote about it: JSON. Empty if that is missing or damaged.
+    /// JSON that its daemon wrote about it. Empty if that is missing or damaged.
     pub description: Vec<u8>,
     /// Live blocks.
     pub blocks: u64,
@@ -59,7 +59,7 @@ pub struct ScopeListing {
     pub newest_serial: u64,
 }
 
-/// What a folder holds.
+/// Content of a folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoreListing {
     /// UUID of the store.
@@ -79,13 +79,13 @@ pub struct StoreListing {
 pub struct DamagedRecord {
     /// The block, or the scope of a description.
     pub name: BlockName,
-    /// What the record is of.
+    /// Kind of the record.
     pub kind: RecordKind,
     /// Where it lies, and what is wrong.
     pub error: ReadError,
 }
 
-/// What reading everything found.
+/// Result of reading everything.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct VerifyReport {
     /// Sound records.
@@ -94,7 +94,7 @@ pub struct VerifyReport {
     pub bytes: u64,
     /// The others.
     pub damaged: Vec<DamagedRecord>,
-    /// What recovery dropped or could not read.
+    /// Records that recovery dropped or could not read.
     pub counts: RecoveryCounts,
 }
 
@@ -114,7 +114,7 @@ impl OfflineStore {
         };
         // The capacity does not matter to who reads.
         let settings = DiskSettings::new(path.to_owned(), u64::MAX);
-        let mut recovered: RecoveredStore = recover_store(Recovery {
+        let mut recovered: RecoveredStore = recover_store(FolderRecovery {
             folder: &folder,
             path,
             identity: &identity,

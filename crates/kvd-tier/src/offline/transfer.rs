@@ -37,7 +37,7 @@ pub trait KeyHasher {
     fn hash_key(&self, seed: u64, meta: &RecordMeta, parent_lineage: u128) -> KeyHashes;
 }
 
-/// What was moved.
+/// Counts of moved records.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TransferReport {
     /// Records moved, descriptions and calibrations too.
@@ -132,7 +132,7 @@ pub fn import_records(
     let path = settings.folder.clone();
     let failed = io_error(from, "cannot read exported records");
     let files = list_exported(from).map_err(&failed)?;
-    let mut import = Import {
+    let mut import = RecordImport {
         change: FolderChange::open_folder(settings)?,
         hasher,
         lineages: HashMap::new(),
@@ -158,7 +158,7 @@ fn list_exported(from: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-struct Import<'a> {
+struct RecordImport<'a> {
     change: FolderChange,
     hasher: &'a dyn KeyHasher,
     /// Lineage of the exporting store to lineage of this one; as many as there are records.
@@ -166,7 +166,7 @@ struct Import<'a> {
     report: TransferReport,
 }
 
-impl Import<'_> {
+impl RecordImport<'_> {
     fn read_file(&mut self, path: &Path) -> io::Result<()> {
         let mut file = File::open(path)?;
         let mut left = file.metadata()?.len();

@@ -6,7 +6,7 @@ use crate::error::{DiskError, ReadError, WriteError};
 use crate::levels::{TierLevels, TierState};
 use crate::name::DiskLocation;
 use crate::segment::segment_name;
-use crate::writer::Completion;
+use crate::writer::WriteCompletion;
 use parking_lot::Mutex;
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ fn write_synced(store: &mut SimStore, chain: u64) -> Result<DiskLocation, WriteE
     let ended = Arc::clone(&result);
     let done = move |outcome| *ended.lock() = Some(outcome);
     let draft = super::model::block_draft(&block_name(chain, 0));
-    store.push_draft(draft, Completion::Caller(Box::new(done)));
+    store.push_draft(draft, WriteCompletion::Caller(Box::new(done)));
     store.sync_records();
     let outcome = result.lock().take();
     outcome.expect("acknowledged or failed by now")
@@ -102,7 +102,7 @@ fn child_queued_behind_a_failed_parent_is_not_durable() {
         let results = Arc::clone(&results);
         let done = move |outcome: Result<_, _>| results.lock().push(outcome.map(|_| ()));
         let draft = super::model::block_draft(&block_name(1, position));
-        let completion = Completion::Caller(Box::new(done));
+        let completion = WriteCompletion::Caller(Box::new(done));
         let pending = crate::writer::PendingRecord::new(draft.seal_record(), completion, 1);
         // Both were in the queue when the first failed.
         store.opened.writer.write_pending(pending, 2);

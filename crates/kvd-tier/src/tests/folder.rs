@@ -163,7 +163,7 @@ fn full_queue_refuses_and_says_how_full_it_is() {
     // Bytes count until they are durable, which the batch is not yet.
     let draft = block_draft(&block_name(1, 0));
     let bytes = draft.disk_bytes();
-    tier.write_record(draft, Box::new(|result| drop(result.unwrap()))).unwrap();
+    tier.write_record(draft, Box::new(|result| assert!(result.is_ok()))).unwrap();
     let refused = tier.write_record(block_draft(&block_name(2, 0)), Box::new(|_| {}));
     let full = RefusedWrite::QueueFull { queued_bytes: bytes, limit_bytes: 4096 };
     assert_eq!(refused, Err(full));

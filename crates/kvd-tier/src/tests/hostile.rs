@@ -3,6 +3,8 @@
 use super::model::{block_draft, block_name};
 use crate::record::{FramePlace, probe_bytes, probe_unchecked};
 use proptest::prelude::*;
+use std::fs;
+use std::path::Path;
 
 fn record_bytes(chain: u64) -> Vec<u8> {
     let mut record = block_draft(&block_name(chain, 1)).seal_record();
@@ -13,6 +15,20 @@ fn record_bytes(chain: u64) -> Vec<u8> {
 fn covered_bytes(chain: u64) -> usize {
     let record = block_draft(&block_name(chain, 1)).seal_record();
     record.header.head_bytes as usize
+}
+
+/// `KVD_BLESS=1` writes them, after a change of the format.
+#[test]
+fn seeds_of_the_fuzzer_are_records() {
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus/record_read");
+    for chain in [2, 3] {
+        let path = corpus.join(chain.to_string());
+        if std::env::var_os("KVD_BLESS").is_some() {
+            fs::create_dir_all(&corpus).unwrap();
+            fs::write(&path, record_bytes(chain)).unwrap();
+        }
+        assert!(probe_bytes(&fs::read(&path).unwrap()), "{}", path.display());
+    }
 }
 
 proptest! {

@@ -8,7 +8,7 @@ use crate::name::{BlockName, DiskLocation, KeepChoice, LiveRecord, RecordMeta, S
 use crate::part::RecordPart;
 use crate::settings::DiskSettings;
 use crate::tier::{OpenedStore, open_store};
-use crate::writer::{Completion, PendingRecord};
+use crate::writer::{PendingRecord, WriteCompletion};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -213,7 +213,7 @@ impl SimStore {
                 }
             }
         };
-        self.push_draft(block_draft(&name), Completion::Caller(Box::new(on_durable)));
+        self.push_draft(block_draft(&name), WriteCompletion::Caller(Box::new(on_durable)));
     }
 
     /// Writes a tombstone.
@@ -232,10 +232,10 @@ impl SimStore {
                 }
             }
         };
-        self.push_draft(draft, Completion::Caller(Box::new(on_durable)));
+        self.push_draft(draft, WriteCompletion::Caller(Box::new(on_durable)));
     }
 
-    pub(super) fn push_draft(&mut self, draft: RecordDraft, completion: Completion) {
+    pub(super) fn push_draft(&mut self, draft: RecordDraft, completion: WriteCompletion) {
         self.ticket += 1;
         let pending = PendingRecord::new(draft.seal_record(), completion, self.ticket);
         self.opened.writer.write_pending(pending, self.ticket);

@@ -116,7 +116,7 @@ impl SimFolder {
         std::mem::take(&mut self.state.lock().violations)
     }
 
-    /// What a machine finds after the power failed.
+    /// The folder that a machine finds after the power failed.
     pub(super) fn crash_folder(&self) -> Self {
         let mut state = self.state.lock();
         let mut random = Random::new(state.random.next_u64());
