@@ -104,6 +104,27 @@ pub struct Service {
     access: AccessControl,
 }
 
+/// Creates the series that are there from the start.
+fn describe_service(metrics: &Metrics, boot_id: &str, shards: &[DeviceShard]) {
+    let labels = [
+        ("version", env!("CARGO_PKG_VERSION")),
+        ("commit", env!("KVD_COMMIT")),
+        ("boot_id", boot_id),
+        ("device", &describe_devices(shards)),
+    ];
+    metrics.gauge(Metric::BuildInfo, &labels).set(1.0);
+    // Both then count up and down with the regions themselves.
+    metrics.gauge(Metric::Regions, &[]).set(0.0);
+    metrics.gauge(Metric::RegionBytes, &[]).set(0.0);
+    for payloads in ["file", "in_place", "copied"] {
+        metrics.counter(Metric::RegionCallsTotal, &[("payloads", payloads)]).increment(0);
+    }
+    launches::describe_launches(metrics);
+    session::describe_sessions(metrics);
+    cache::describe_cache(metrics);
+    crate::door_files::describe_reloads(metrics);
+}
+
 impl Service {
     /// A service over devices, at least one, whose ids `ids` gives.
     pub(crate) fn new(
@@ -138,23 +159,7 @@ impl Service {
         assert!(!shards.is_empty(), "a service without a device");
         disk.iter().for_each(|disk| disk.set_devices(shards.len()));
         let boot_id = ids.boot().to_string();
-        let labels = [
-            ("version", env!("CARGO_PKG_VERSION")),
-            ("commit", env!("KVD_COMMIT")),
-            ("boot_id", &boot_id),
-            ("device", &describe_devices(&shards)),
-        ];
-        metrics.gauge(Metric::BuildInfo, &labels).set(1.0);
-        // Both then count up and down with the regions themselves.
-        metrics.gauge(Metric::Regions, &[]).set(0.0);
-        metrics.gauge(Metric::RegionBytes, &[]).set(0.0);
-        for payloads in ["file", "in_place", "copied"] {
-            metrics.counter(Metric::RegionCallsTotal, &[("payloads", payloads)]).increment(0);
-        }
-        launches::describe_launches(&metrics);
-        session::describe_sessions(&metrics);
-        cache::describe_cache(&metrics);
-        crate::door_files::describe_reloads(&metrics);
+        describe_service(&metrics, &boot_id, &shards);
         let audit = AuditLog::new(config.access.audit_lines_max);
         // Empty until the daemon has read it: a service lets nobody in too early.
         let (file, table) = (config.access.principals.clone(), PrincipalTable::default());
