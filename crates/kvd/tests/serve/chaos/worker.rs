@@ -140,7 +140,8 @@ impl ChaosWorker {
                 RoundEnd::Lost => state = None,
                 RoundEnd::Later(pause) => tokio::time::sleep(pause).await,
                 RoundEnd::Wrong(what) => {
-                    println!("WRONG {what}");
+                    // Nobody reads it where the test is over.
+                    let _ = writeln!(std::io::stdout(), "WRONG {what}");
                     std::process::exit(3);
                 }
             }
@@ -327,8 +328,8 @@ impl ChaosWorker {
         let error = rows::relative_error(&widen(&attended.out), &out);
         let lse_error =
             lse.iter().zip(&attended.lse).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
-        // Not "above": an answer that is no number is wrong.
-        if !(error <= OUTPUT_ERROR_MAX && lse_error <= 0.02) {
+        let is_right = error <= OUTPUT_ERROR_MAX && lse_error <= 0.02;
+        if !is_right {
             return Err(StepError::Wrong(format!(
                 "attention over {length} tokens errs by {error} and {lse_error}"
             )));
@@ -352,8 +353,8 @@ impl ChaosWorker {
         for (found, is_value) in [(&rows.k, false), (&rows.v, true)] {
             let wanted = RowSource { content, layer, is_value }.row_values(start, end - start);
             let error = rows::relative_error(&widen(found), &wanted);
-            // Not "above": rows that are no numbers are wrong.
-            if !(error <= most) {
+            let is_right = error <= most;
+            if !is_right {
                 return Err(StepError::Wrong(format!(
                     "tokens {start}..{end} of layer {layer}, value {is_value}, err by {error}"
                 )));
