@@ -113,9 +113,15 @@ impl From<CallError> for ClientError {
 
 impl From<Status> for ClientError {
     fn from(status: Status) -> Self {
-        // A status with a cause was made here and not received: the connection broke under a call.
+        // A status with a cause was made here and not received: the connection broke under a call,
+        // or before it was sent.
         let cause = std::error::Error::source(&status);
-        if status.code() == Code::Unknown && cause.is_some() {
+        let broke = match status.code() {
+            Code::Unknown => true,
+            Code::Cancelled => status.message() == "operation was canceled",
+            _ => false,
+        };
+        if broke && cause.is_some() {
             return Self::lost_connection(with_causes(status.message().to_owned(), cause));
         }
         Self {
