@@ -79,7 +79,7 @@ def test_a_plan_says_what_goes_where(settings):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"regoin": REGION}, "regoin"),
+        ({"socket": REGION}, "socket"),
         ({"region": "region.sock"}, "absolute path"),
         ({"codec": 4}, "codec = 4"),
         ({"region_mib": True}, "region_mib"),
