@@ -1,8 +1,8 @@
 //! Blocks that leave a device's page memory for a tier, and come back: verified on either way.
 //!
-//! What leaves was tested here before it is written anywhere, so damage in memory is not spread.
-//! What comes was tested by whoever read it; it is tested again once its tables have their versions
-//! of this device, and then written to a slot that nobody reads yet.
+//! Pages are tested here before they leave, so damage in memory is not spread. Those that come back
+//! were tested by their reader; they are tested again once their tables have the versions of this
+//! device, and then written to a slot that nobody reads yet.
 
 use super::PageBackend;
 use crate::BackendError;

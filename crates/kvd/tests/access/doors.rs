@@ -51,7 +51,10 @@ async fn connect(running: &RunningDaemon, options: ClientOptions) -> Result<Clie
 }
 
 /// Connects and asks: TLS 1.3 tells a client of a refused certificate only when it reads.
-async fn ask(running: &RunningDaemon, options: ClientOptions) -> Result<(), ClientError> {
+async fn list_models_with(
+    running: &RunningDaemon,
+    options: ClientOptions,
+) -> Result<(), ClientError> {
     let client = connect(running, options).await?;
     let client = client.with_namespace(&Namespace::new("default").unwrap());
     client.list_models().await.map(drop)
@@ -68,11 +71,11 @@ async fn only_certificates_of_the_authority_that_have_not_expired_come_in() {
     let (own, other) = (&door.authority, Authority::new());
     let names = &["uri:spiffe://test/engine"];
     let good = own.sign(names, Validity::Current);
-    ask(&running, with(own.client_tls(Some(&good)))).await.unwrap();
+    list_models_with(&running, with(own.client_tls(Some(&good)))).await.unwrap();
     let expired = own.sign(names, Validity::Expired);
     let foreign = other.sign(names, Validity::Current);
     for shown in [None, Some(&expired), Some(&foreign)] {
-        let error = ask(&running, with(own.client_tls(shown))).await.unwrap_err();
+        let error = list_models_with(&running, with(own.client_tls(shown))).await.unwrap_err();
         assert_eq!(error.code, None, "no rpc was reached: {error}");
     }
     // A client checks the daemon as well: its authority, and its name.
@@ -108,20 +111,20 @@ async fn principals_are_known_by_alternative_names_and_by_tokens_over_tls() {
     let sign = |name: &str| door.authority.sign(&[name], Validity::Current);
     let showing = |signed: &Signed| with(door.authority.client_tls(Some(signed)));
     for name in ["uri:spiffe://test/engine", "dns:engine.test"] {
-        ask(&running, showing(&sign(name))).await.unwrap();
+        list_models_with(&running, showing(&sign(name))).await.unwrap();
     }
     let code = |answer: Result<(), ClientError>| answer.unwrap_err().code;
-    let unknown = ask(&running, showing(&sign("dns:stranger.test"))).await;
+    let unknown = list_models_with(&running, showing(&sign("dns:stranger.test"))).await;
     assert_eq!(code(unknown), Some(ErrorCode::Unauthenticated));
-    let other = ask(&running, showing(&sign("dns:other.test"))).await;
+    let other = list_models_with(&running, showing(&sign("dns:other.test"))).await;
     assert_eq!(code(other), Some(ErrorCode::NamespaceDenied));
     let plain = || with(door.authority.client_tls(None));
     let bearer = |text| BearerToken::new(text).unwrap();
-    ask(&running, plain().with_token(bearer(token("by-token")))).await.unwrap();
-    assert_eq!(code(ask(&running, plain()).await), Some(ErrorCode::Unauthenticated));
+    list_models_with(&running, plain().with_token(bearer(token("by-token")))).await.unwrap();
+    assert_eq!(code(list_models_with(&running, plain()).await), Some(ErrorCode::Unauthenticated));
     // A wrong token is refused, also beside a certificate that would do.
     let both = showing(&sign("dns:engine.test")).with_token(bearer("wrong"));
-    assert_eq!(code(ask(&running, both).await), Some(ErrorCode::Unauthenticated));
+    assert_eq!(code(list_models_with(&running, both).await), Some(ErrorCode::Unauthenticated));
     running.drain().await;
 }
 

@@ -57,7 +57,7 @@ struct Cell<'a> {
 }
 
 /// Asks a cell of the matrix: nothing comes of it, or an error.
-async fn ask(channel: &Channel, cell: &Cell<'_>) -> Result<(), Status> {
+async fn call_cell(channel: &Channel, cell: &Cell<'_>) -> Result<(), Status> {
     let mut request = Request::new(tokio_stream::once(Bytes::new()));
     request.metadata_mut().insert(NAMESPACE_KEY, cell.namespace.parse().unwrap());
     if let Some(token) = cell.token {
@@ -133,7 +133,7 @@ async fn every_forbidden_cell_is_refused_and_every_other_is_not() {
         for namespace in ["a", "b"] {
             for rpc in rpc_names() {
                 let cell = Cell { token, namespace, rpc };
-                let answer = ask(&channel, &cell).await;
+                let answer = call_cell(&channel, &cell).await;
                 let code = answer.as_ref().err().and_then(kvd_proto::error_code);
                 let code = code.filter(|code| REFUSALS.contains(code));
                 assert_eq!(code, expected(token, &cell), "{token:?} {namespace} {rpc}: {answer:?}");
@@ -168,7 +168,7 @@ async fn errors_say_what_to_do_and_name_no_token() {
         (attend(Some("a-engine"), "b"), Code::PermissionDenied, "principal a-engine may not use"),
         (attend(Some("a-operator"), "a"), Code::PermissionDenied, "Attend needs use"),
     ] {
-        let status = ask(&channel, &cell).await.unwrap_err();
+        let status = call_cell(&channel, &cell).await.unwrap_err();
         assert_eq!(status.code(), code, "{status:?}");
         assert!(status.message().contains(part), "{status:?}");
         assert!(!status.message().contains("stolen"), "{status:?}");
@@ -197,20 +197,20 @@ async fn a_file_that_is_mended_or_broken_is_seen_and_a_removed_principal_is_out_
     let guarded = Guarded::start(&both, &[]).await;
     let channel = channel(&guarded.running).await;
     let info = |token| Cell { token: Some(token), namespace: "a", rpc: "ListModels" };
-    ask(&channel, &info("old")).await.unwrap();
+    call_cell(&channel, &info("old")).await.unwrap();
     // A broken file changes nothing, and is counted.
     let file = guarded.path("principals.toml");
     std::fs::write(&file, "[[principals]]\nname = 1").unwrap();
     guarded.running.file_reload().notify_one();
     let failed = "kvd_file_reloads_total{files=\"principals\",result=\"failed\"} 1";
     super::support::until(|| guarded.metrics().contains(failed)).await;
-    ask(&channel, &info("old")).await.unwrap();
+    call_cell(&channel, &info("old")).await.unwrap();
     std::fs::write(&file, principal("kept", &["a"], &["use"])).unwrap();
     guarded.running.file_reload().notify_one();
     let ok = "kvd_file_reloads_total{files=\"principals\",result=\"ok\"} 1";
     super::support::until(|| guarded.metrics().contains(ok)).await;
-    let refused = ask(&channel, &info("old")).await.unwrap_err();
+    let refused = call_cell(&channel, &info("old")).await.unwrap_err();
     assert_eq!(refused.code(), Code::Unauthenticated);
-    ask(&channel, &info("kept")).await.unwrap();
+    call_cell(&channel, &info("kept")).await.unwrap();
     guarded.running.drain().await;
 }

@@ -1,6 +1,6 @@
 //! The audit log of a process, and tokens as its operators use them.
 
-use super::process::{Process, kvd, output};
+use super::process::{Process, kvd, output, run_at};
 use std::path::Path;
 
 /// The two lines of `kvd token`: the token, and its hash.
@@ -15,12 +15,10 @@ fn make_token() -> [String; 2] {
     [token, hash]
 }
 
-fn ask(endpoint: &str, token_file: &Path, arguments: &[&str]) -> (Option<i32>, String) {
-    let mut command = kvd();
-    command.args(arguments).args(["--endpoint", endpoint, "--token-file"]).arg(token_file);
-    let said = output(command);
-    let text = [said.stdout, said.stderr].concat();
-    (said.status.code(), String::from_utf8(text).expect("a set-up"))
+/// Runs a command with the token of a file.
+fn run_with_token(endpoint: &str, token_file: &Path, arguments: &[&str]) -> (Option<i32>, String) {
+    let file = token_file.display().to_string();
+    run_at(endpoint, &[arguments, &["--token-file", &file]].concat())
 }
 
 #[test]
@@ -43,23 +41,27 @@ fn refusals_and_what_operators_do_are_logged_without_tokens() {
     let flags = ["--set", &set, "--set", "access.check_files_ms=3600000"];
     let daemon = Process::start(&flags);
     let endpoint = format!("http://{}", daemon.tcp());
-    let (code, text) = ask(&endpoint, &path("ops"), &["namespaces", "list"]);
+    let (code, text) = run_with_token(&endpoint, &path("ops"), &["namespaces", "list"]);
     assert_eq!(code, Some(0), "{text}");
-    let (code, text) = ask(&endpoint, &path("stranger"), &["models", "list"]);
+    let (code, text) = run_with_token(&endpoint, &path("stranger"), &["models", "list"]);
     assert!(code == Some(1) && text.contains("UNAUTHENTICATED"), "{text}");
-    let (_, text) = ask(&endpoint, &path("ops"), &["sessions", "close", "7"]);
+    let (_, text) = run_with_token(&endpoint, &path("ops"), &["sessions", "close", "7"]);
     assert!(text.contains("UNKNOWN_SESSION") || text.contains("no session"), "{text}");
-    let (code, text) = ask(&endpoint, &path("none"), &["models", "list"]);
+    let (code, text) = run_with_token(&endpoint, &path("none"), &["models", "list"]);
     assert!(code == Some(64) && text.contains("none"), "{text}");
     // Rotated by file and SIGHUP.
-    assert!(ask(&endpoint, &path("next"), &["models", "list"]).1.contains("UNAUTHENTICATED"));
+    assert!(
+        run_with_token(&endpoint, &path("next"), &["models", "list"]).1.contains("UNAUTHENTICATED")
+    );
     std::fs::write(path("principals.toml"), principal(&next_hash)).unwrap();
     daemon.signal("HUP");
     let began = std::time::Instant::now();
-    while ask(&endpoint, &path("next"), &["models", "list"]).0 != Some(0) {
+    while run_with_token(&endpoint, &path("next"), &["models", "list"]).0 != Some(0) {
         assert!(began.elapsed().as_secs() < 20, "the new token is never taken");
     }
-    assert!(ask(&endpoint, &path("ops"), &["models", "list"]).1.contains("UNAUTHENTICATED"));
+    assert!(
+        run_with_token(&endpoint, &path("ops"), &["models", "list"]).1.contains("UNAUTHENTICATED")
+    );
     daemon.signal("TERM");
     let log = daemon.wait().log;
     let audit: Vec<_> = log.lines().filter(|line| line.contains("\"kvd::audit\"")).collect();

@@ -1,20 +1,13 @@
 //! Commands that ask a daemon: `kvd health`, `status`, `models`, `namespaces`, `describe`.
 
-use super::process::{Process, kvd, output};
-use kvd_client::{Client, DType, Endpoint, Geometry, ModelSpec, Namespace, RopePairing};
+use super::process::{Process, run_at};
+use super::tiny_geometry;
+use kvd_client::{Client, Endpoint, ModelSpec, Namespace};
 use serde_json::Value;
 
-/// Runs a command at an endpoint; its exit code, and all that it says.
-fn ask(endpoint: &str, arguments: &[&str]) -> (Option<i32>, String) {
-    let mut command = kvd();
-    command.args(arguments).args(["--endpoint", endpoint]);
-    let said = output(command);
-    let text = [said.stdout, said.stderr].concat();
-    (said.status.code(), String::from_utf8(text).expect("text"))
-}
-
-fn ask_json(endpoint: &str, arguments: &[&str]) -> Value {
-    let (code, text) = ask(endpoint, &[arguments, &["--json"]].concat());
+/// The JSON that a command prints.
+fn read_json(endpoint: &str, arguments: &[&str]) -> Value {
+    let (code, text) = run_at(endpoint, &[arguments, &["--json"]].concat());
     assert_eq!(code, Some(0), "{text}");
     serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
 }
@@ -24,18 +17,9 @@ async fn fill(endpoint: &str, namespace: &str) {
     let endpoint: Endpoint = endpoint.parse().expect("a set-up");
     let client = Client::connect(endpoint).await.expect("a set-up");
     let client = client.with_namespace(&Namespace::new(namespace).expect("a set-up"));
-    let geometry = Geometry {
-        layers: 1,
-        kv_heads: 1,
-        head_dim_k: 64,
-        head_dim_v: 64,
-        block_tokens: 64,
-        dtype: DType::F32,
-        rope_pairing: RopePairing::Half,
-    };
     let spec = ModelSpec {
         name: "tiny".to_owned(),
-        geometry,
+        geometry: tiny_geometry(),
         codec: "kivi-4".to_owned(),
         calibration: bytes::Bytes::new(),
     };
@@ -54,32 +38,32 @@ async fn a_daemon_tells_operators_what_it_is_and_holds() {
     fill(&endpoint, "a").await;
     fill(&endpoint, "b").await;
     for endpoint in [&endpoint, &of_unix] {
-        assert_eq!(ask(endpoint, &["health"]), (Some(0), "serving\n".to_owned()));
+        assert_eq!(run_at(endpoint, &["health"]), (Some(0), "serving\n".to_owned()));
     }
-    let status = ask_json(&of_unix, &["status", "--namespace", "a"]);
+    let status = read_json(&of_unix, &["status", "--namespace", "a"]);
     assert_eq!(status["serving"], true);
     assert_eq!(status["pools"][0]["capacity_bytes"], 64 << 20);
     assert_eq!(status["models"][0]["name"], "tiny");
-    let (code, text) = ask(&of_unix, &["status", "--namespace", "a"]);
+    let (code, text) = run_at(&of_unix, &["status", "--namespace", "a"]);
     assert!(code == Some(0) && text.contains("sequences 1"), "{text}");
-    let models = ask_json(&endpoint, &["models", "list", "--namespace", "b"]);
+    let models = read_json(&endpoint, &["models", "list", "--namespace", "b"]);
     assert_eq!((&models[0]["codec"], &models[0]["sequences"]), (&"kivi-4".into(), &1.into()));
-    let namespaces = ask_json(&endpoint, &["namespaces", "list", "--namespace", "a"]);
+    let namespaces = read_json(&endpoint, &["namespaces", "list", "--namespace", "a"]);
     let names: Vec<_> =
         namespaces.as_array().unwrap().iter().map(|row| &row["namespace"]).collect();
     assert_eq!(names, ["a", "b"]);
-    let model = ask_json(&endpoint, &["describe", "model", "tiny", "--namespace", "a"]);
+    let model = read_json(&endpoint, &["describe", "model", "tiny", "--namespace", "a"]);
     assert_eq!((&model["layers"], &model["head_dim_k"]), (&1.into(), &64.into()));
     let top = ["top", "--once", "--interval", "100ms", "--namespace", "a"];
-    let (code, text) = ask(&endpoint, &top);
+    let (code, text) = run_at(&endpoint, &top);
     assert!(code == Some(0) && text.contains("sequences 1") && text.contains("tiny"), "{text}");
     assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
-    let (code, text) = ask(&endpoint, &["describe", "model", "none", "--namespace", "a"]);
+    let (code, text) = run_at(&endpoint, &["describe", "model", "none", "--namespace", "a"]);
     assert!(code == Some(1) && text.contains("kvd models list"), "{text}");
 }
 
 #[test]
 fn health_says_by_its_exit_code_that_nobody_answers() {
-    let (code, text) = ask("http://127.0.0.1:1", &["health"]);
+    let (code, text) = run_at("http://127.0.0.1:1", &["health"]);
     assert!(code == Some(69) && text.contains("no daemon answers"), "{code:?} {text}");
 }

@@ -23,8 +23,8 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 
 /// One layer, one head of 64 channels, f32: 512 bytes per token.
-async fn model(client: &Client) -> ModelId {
-    let geometry = Geometry {
+fn tiny_geometry() -> Geometry {
+    Geometry {
         layers: 1,
         kv_heads: 1,
         head_dim_k: 64,
@@ -32,7 +32,11 @@ async fn model(client: &Client) -> ModelId {
         block_tokens: 64,
         dtype: DType::F32,
         rope_pairing: RopePairing::Half,
-    };
+    }
+}
+
+async fn model(client: &Client) -> ModelId {
+    let geometry = tiny_geometry();
     let (name, codec) = ("model".to_owned(), "raw".to_owned());
     let spec = ModelSpec { name, geometry, codec, calibration: Default::default() };
     client.register_model(spec).await.expect("register").model

@@ -144,6 +144,15 @@ pub(crate) fn refused(mut command: Command) -> (Option<i32>, String) {
     (code, said.join("\n"))
 }
 
+/// Runs `kvd` with these arguments at a daemon's endpoint; its exit code, and all that it says.
+pub(crate) fn run_at(endpoint: &str, arguments: &[&str]) -> (Option<i32>, String) {
+    let mut command = kvd();
+    command.args(arguments).args(["--endpoint", endpoint]);
+    let said = output(command);
+    let text = [said.stdout, said.stderr].concat();
+    (said.status.code(), String::from_utf8(text).expect("text"))
+}
+
 /// Runs a command that ends by itself.
 pub(crate) fn output(mut command: Command) -> Output {
     command.output().expect("run kvd")

@@ -6,7 +6,7 @@
 
 use super::catalog::{name_of, place_of};
 use super::image::{LayerForm, write_tables};
-use super::{DiskCache, TRANSFER_BYTES, TRANSFER_TIME};
+use super::{DiskCache, SliceUse};
 use crate::device_worker::{DeviceWork, DeviceWorker};
 use crate::scheduler::JobKind;
 use crate::service::{CallContext, RegisteredModel, ServiceError};
@@ -19,7 +19,6 @@ use kvd_tier::{
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::Instant;
 
 /// Blocks of one device that wait to be exported.
 #[derive(Default)]
@@ -110,7 +109,7 @@ impl DiskCache {
             Ok(draft) => draft,
             Err(error) => {
                 tracing::warn!(%error, "a block is not written to disk");
-                return self.finish_write(&index, &write, bytes, Err("DISK_ERROR"));
+                return self.finish_write(&index, &write, bytes, Err(Some("DISK_ERROR")));
             }
         };
         let cache = Arc::clone(self);
@@ -118,9 +117,11 @@ impl DiskCache {
         let on_durable = move |done: Result<DiskLocation, WriteError>| {
             let (index, write) = of_callback;
             let done = done.map_err(|error| match error {
-                WriteError::Full => "DISK_FULL",
-                WriteError::Off | WriteError::Closed => "OFF",
-                _ => "DISK_ERROR",
+                WriteError::Full => Some("DISK_FULL"),
+                WriteError::Off | WriteError::Closed => Some("OFF"),
+                // The reason is the ancestor's, and noted with it.
+                WriteError::ParentLost => None,
+                _ => Some("DISK_ERROR"),
             });
             cache.finish_write(&index, &write, bytes, done);
         };
@@ -130,18 +131,19 @@ impl DiskCache {
                 kvd_tier::RefusedWrite::Off | kvd_tier::RefusedWrite::Closed => "OFF",
                 _ => "DISK_ERROR",
             };
-            self.finish_write(&index, &write, bytes, Err(reason));
+            self.finish_write(&index, &write, bytes, Err(Some(reason)));
         }
     }
 
+    /// Notes the outcome of a write; a failure without a reason follows from an earlier one.
     fn finish_write(
         &self,
         index: &PrefixIndex,
         write: &BlockToWrite,
         bytes: u64,
-        done: Result<DiskLocation, &'static str>,
+        done: Result<DiskLocation, Option<&'static str>>,
     ) {
-        if let Err(reason) = done {
+        if let Err(Some(reason)) = done {
             *self.last_failure.lock() = reason;
         }
         index.note_written(write, done.ok().as_ref().map(place_of));
@@ -206,14 +208,14 @@ impl DeviceWork for ExportJob {
         backend: &mut dyn Backend,
         _: &Stop,
     ) -> Result<Option<ExportedBlock>, ServiceError> {
-        let (began, mut bytes) = (Instant::now(), 0);
+        let mut slice = SliceUse::begin_slice();
         while let Some(layer) = self.layers.get(self.images.len()) {
-            if bytes >= TRANSFER_BYTES || began.elapsed() >= TRANSFER_TIME {
+            if slice.is_spent() {
                 return Ok(None);
             }
             let index = LayerIndex(self.images.len() as u32);
             let image = export_layer(backend, self.model.shape.id, index, &slots_of(layer))?;
-            bytes += image.rows.len() + image.pages.len();
+            slice.bytes += image.rows.len() + image.pages.len();
             self.images.push(image);
         }
         let (layers, images) = (std::mem::take(&mut self.layers), std::mem::take(&mut self.images));

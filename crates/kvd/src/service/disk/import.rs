@@ -7,7 +7,7 @@
 
 use super::export::slots_of;
 use super::image::{LayerForm, read_tables};
-use super::{DiskCache, LoadKey, TRANSFER_BYTES, TRANSFER_TIME};
+use super::{DiskCache, LoadKey, SliceUse};
 use crate::device_worker::{DeviceWork, DeviceWorker};
 use crate::metrics::Metric;
 use crate::scheduler::JobKind;
@@ -325,9 +325,9 @@ impl DeviceWork for ImportJob {
         backend: &mut dyn Backend,
         _: &Stop,
     ) -> Result<Option<ImportResult>, ServiceError> {
-        let (began, mut bytes) = (Instant::now(), 0);
+        let mut slice = SliceUse::begin_slice();
         while self.layers.len() < self.images.len() {
-            if bytes >= TRANSFER_BYTES || began.elapsed() >= TRANSFER_TIME {
+            if slice.is_spent() {
                 return Ok(None);
             }
             let number = self.layers.len();
@@ -335,7 +335,7 @@ impl DeviceWork for ImportJob {
                 return Ok(Some(ImportResult::NoRoom));
             };
             let PlannedLayer { form, image } = &mut self.images[number];
-            bytes += form.layer_bytes();
+            slice.bytes += form.layer_bytes();
             // Nobody reads the slots before the block is in the index.
             let layer = seal_layer(reserved, form);
             let slots = slots_of(&layer);

@@ -26,12 +26,28 @@ use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::sync::{Notify, Semaphore, watch};
 
 /// Time and bytes that a job of a tier takes before others have their turn.
 const TRANSFER_TIME: Duration = Duration::from_millis(2);
 const TRANSFER_BYTES: usize = 4 << 20;
+
+/// Time and bytes that a job has used of its slice of the device.
+struct SliceUse {
+    began: Instant,
+    bytes: usize,
+}
+
+impl SliceUse {
+    fn begin_slice() -> Self {
+        Self { began: Instant::now(), bytes: 0 }
+    }
+
+    fn is_spent(&self) -> bool {
+        self.bytes >= TRANSFER_BYTES || self.began.elapsed() >= TRANSFER_TIME
+    }
+}
 
 /// A block that is being brought.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -34,7 +34,7 @@ impl Forks {
     }
 
     /// Asks for all of a fork by its last tokens.
-    fn ask(&self, fork: usize, n_q: u32) -> AttendBatch {
+    fn make_batch(&self, fork: usize, n_q: u32) -> AttendBatch {
         let value = |i: u32| ((i * 5 + 3 * fork as u32) % 31) as f32 / 31.0;
         let values: Vec<f32> = (0..n_q * 8).map(value).collect();
         let mut q = vec![0; values.len() * 4];
@@ -108,11 +108,11 @@ async fn attends_that_wait_go_through_a_shared_prefix_once() {
     let forks = Forks::open(&bench, 4, "raw").await;
     let mut alone = Vec::new();
     for fork in 0..4 {
-        alone.push(bench.service.attend_batch(&call(), forks.ask(fork, 1)).await.unwrap());
+        alone.push(bench.service.attend_batch(&call(), forks.make_batch(fork, 1)).await.unwrap());
     }
     assert_eq!(read_counter(&bench, "kvd_merged_attends_total"), 0);
     let slices = *bench.probe.slices.lock();
-    let calls = (0..4).map(|fork| (stranger(), forks.ask(fork, 1))).collect();
+    let calls = (0..4).map(|fork| (stranger(), forks.make_batch(fork, 1))).collect();
     for (asked, alone) in send_all(&bench, calls).await.into_iter().zip(&alone) {
         assert_near(&asked.await.unwrap().unwrap(), alone);
     }
@@ -130,16 +130,16 @@ async fn attends_that_wait_go_through_a_shared_prefix_once() {
 async fn one_bad_query_refuses_no_stranger() {
     let bench = Bench::new(64 << 20, &[]);
     let forks = Forks::open(&bench, 4, "raw").await;
-    let alone = bench.service.attend_batch(&call(), forks.ask(0, 1)).await.unwrap();
+    let alone = bench.service.attend_batch(&call(), forks.make_batch(0, 1)).await.unwrap();
     let with = |value: f32| {
-        let mut batch = forks.ask(1, 1);
+        let mut batch = forks.make_batch(1, 1);
         batch.q = [value; 8].into_iter().flat_map(f32::to_le_bytes).collect::<Vec<_>>().into();
         batch
     };
     // One is no number; another is beyond f32 only once it is multiplied with the scale.
     for bad in [AttendBatch { ..with(f32::NAN) }, AttendBatch { scale: Some(1e10), ..with(1e37) }] {
         let scale = bad.scale;
-        let good = |fork| AttendBatch { scale, ..forks.ask(fork, 1) };
+        let good = |fork| AttendBatch { scale, ..forks.make_batch(fork, 1) };
         let right = bench.service.attend_batch(&call(), good(0)).await.unwrap();
         let calls = vec![(stranger(), good(0)), (stranger(), bad), (stranger(), good(0))];
         let mut asked = send_all(&bench, calls).await.into_iter();
@@ -149,7 +149,7 @@ async fn one_bad_query_refuses_no_stranger() {
         assert_eq!(error.code(), ErrorCode::NonFinite, "{error}");
         assert_near(&next().await.unwrap(), &right);
     }
-    let again = bench.service.attend_batch(&call(), forks.ask(0, 1)).await.unwrap();
+    let again = bench.service.attend_batch(&call(), forks.make_batch(0, 1)).await.unwrap();
     assert_eq!((again.out, again.lse), (alone.out, alone.lse));
     bench.idle().await;
 }
@@ -161,7 +161,7 @@ async fn who_leaves_a_pass_or_is_late_leaves_the_others_alone() {
         let bench = Bench::new(64 << 20, &[]);
         let forks = Forks::open(&bench, 4, "raw").await;
         let n_q = if scale.is_some() { 256 } else { 1 << 11 };
-        let ask = |fork| AttendBatch { scale, ..forks.ask(fork, n_q) };
+        let ask = |fork| AttendBatch { scale, ..forks.make_batch(fork, n_q) };
         let right = bench.service.attend_batch(&call(), ask(2)).await.unwrap();
         let slices = *bench.probe.slices.lock();
         let late = Some(Instant::now() + Duration::from_millis(400));
@@ -193,19 +193,20 @@ async fn what_shares_little_or_asks_otherwise_is_not_merged() {
     let bench = Bench::new(64 << 20, &[("device.merged_attends_max", "16")]);
     let forks = Forks::open(&bench, 3, "raw").await;
     let short = {
-        let mut batch = forks.ask(1, 1);
+        let mut batch = forks.make_batch(1, 1);
         batch.queries[0].start = Some(PREFIX - 64);
         batch
     };
-    let otherwise = AttendBatch { soft_cap: Some(9.0), ..forks.ask(2, 1) };
-    let calls = vec![(stranger(), forks.ask(0, 1)), (stranger(), short), (stranger(), otherwise)];
+    let otherwise = AttendBatch { soft_cap: Some(9.0), ..forks.make_batch(2, 1) };
+    let calls =
+        vec![(stranger(), forks.make_batch(0, 1)), (stranger(), short), (stranger(), otherwise)];
     for asked in send_all(&bench, calls).await {
         asked.await.unwrap().unwrap();
     }
     assert_eq!(read_counter(&bench, "kvd_merged_attends_total"), 0);
     let off = Bench::new(64 << 20, &[("device.merged_attends_max", "1")]);
     let forks = Forks::open(&off, 2, "raw").await;
-    let calls = (0..2).map(|fork| (stranger(), forks.ask(fork, 1))).collect();
+    let calls = (0..2).map(|fork| (stranger(), forks.make_batch(fork, 1))).collect();
     for asked in send_all(&off, calls).await {
         asked.await.unwrap().unwrap();
     }
@@ -217,7 +218,7 @@ async fn an_attend_waits_for_others_as_long_as_it_is_told() {
     let bench = Bench::new(64 << 20, &[("device.merge_wait_us", "100000")]);
     let forks = Forks::open(&bench, 2, "raw").await;
     let asked: Vec<Asked> =
-        (0..2).map(|fork| spawn_attend(&bench, stranger(), forks.ask(fork, 1))).collect();
+        (0..2).map(|fork| spawn_attend(&bench, stranger(), forks.make_batch(fork, 1))).collect();
     for asked in asked {
         asked.await.unwrap().unwrap();
     }

@@ -115,7 +115,7 @@ async fn killed_workers_and_daemons_leave_no_wrong_answer_and_nothing_behind() {
     let checks = crowd.end_all();
     println!("{kills} workers killed, {restarts} daemons, {checks} answers checked");
     assert!(checks > 2 * plan.kills, "only {checks} answers were checked");
-    await_nothing_held(&daemon).await;
+    await_zero(&daemon, &HELD_GAUGES).await;
     drop_everything(&sockets).await;
     let left = ["kvd_pool_used_bytes", "kvd_pool_slots", "kvd_index_entries", "kvd_models"];
     await_zero(&daemon, &left).await;
@@ -140,8 +140,11 @@ fn check_resident(daemon: &Process) {
     assert!(kib << 10 <= most, "{kib} KiB resident, {most} bytes allowed");
 }
 
-/// The sum of a gauge's series; of those whose name and labels begin so.
+/// The sum of a gauge's series, or the value of one series. A page that does not describe the gauge
+/// is a wrong name here.
 fn read_gauge(page: &str, name: &str) -> f64 {
+    let gauge = name.split('{').next().unwrap_or_default();
+    assert!(page.contains(&format!("# TYPE {gauge} gauge")), "no gauge {gauge}");
     let of_gauge = page
         .lines()
         .filter(|line| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' '])));
@@ -155,10 +158,6 @@ fn read_metrics(daemon: &Process) -> String {
     let mut page = String::new();
     socket.read_to_string(&mut page).expect("a page");
     page
-}
-
-async fn await_nothing_held(daemon: &Process) {
-    await_zero(daemon, &HELD_GAUGES).await;
 }
 
 /// Waits until all gauges are zero.

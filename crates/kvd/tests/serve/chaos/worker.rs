@@ -231,8 +231,10 @@ impl ChaosWorker {
             return RoundEnd::Later(pause.min(Duration::from_millis(200)));
         }
         use ErrorCode::{UnknownModel, UnknownSequence, UnknownSession};
-        if let (Some(state), UnknownModel | UnknownSequence | UnknownSession) = (state, code) {
-            // A session that was not held for its time takes its sequences with it.
+        if matches!(code, UnknownModel | UnknownSequence | UnknownSession) {
+            // A session that was not held for its time takes its sequences with it. That of a
+            // flooder ends with its connection, which floods may cost it.
+            let Some(state) = state else { return RoundEnd::Lost };
             let ended = tokio::time::timeout(DEADLINE, state.session.wait_for_end()).await;
             if ended.is_ok() {
                 return RoundEnd::Lost;
