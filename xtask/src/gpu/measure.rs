@@ -283,11 +283,18 @@ mod tests {
         (folder, smi)
     }
 
+    /// The file of the folder's one report with this ending. Steps write JSON beside it, and the
+    /// day may change during a test: the report is the one whose text stands there too.
+    fn read_report(out: &Path, end: &str) -> String {
+        let paths = fs::read_dir(out).unwrap().map(|file| file.unwrap().path());
+        let mut texts = paths.filter(|path| path.extension().is_some_and(|end| end == "md"));
+        let text = texts.next().unwrap();
+        assert_eq!(texts.next(), None, "one report");
+        fs::read_to_string(text.with_extension(end)).unwrap()
+    }
+
     fn read(out: &Path) -> (Value, String) {
-        let date = text(Command::new("date").args(["-u", "+%F"]), SMI_LIMIT).unwrap();
-        let of =
-            |end: &str| fs::read_to_string(out.join(format!("test-gpu-{date}.{end}"))).unwrap();
-        (serde_json::from_str(&of("json")).unwrap(), of("md"))
+        (serde_json::from_str(&read_report(out, "json")).unwrap(), read_report(out, "md"))
     }
 
     fn outcomes(report: &Value) -> Vec<&str> {
@@ -324,28 +331,20 @@ mod tests {
         let only = Asked { only, ..ASKED };
         let error = run(folder.path(), &smi, &only, &Report).unwrap_err();
         assert_eq!(error.to_string(), "2 steps failed: benchmark,shapes");
-        let found = |end: &str| {
-            let files = fs::read_dir(folder.path().join("report")).unwrap();
-            let mut paths = files.map(|file| file.unwrap().path());
-            let is_report = |path: &PathBuf| {
-                let name = path.file_name().unwrap().to_str().unwrap();
-                name.ends_with(end) && !name.contains("figures")
-            };
-            fs::read_to_string(paths.find(is_report).unwrap()).unwrap()
-        };
-        let report: Value = serde_json::from_str(&found(".json")).unwrap();
+        let found = |end: &str| read_report(&folder.path().join("report"), end);
+        let report: Value = serde_json::from_str(&found("json")).unwrap();
         let outcomes_of = outcomes(&report);
         assert_eq!(outcomes_of[0], "passed");
         for outcome in &outcomes_of[1..3] {
             assert!(outcome.contains("cargo xtask gpu pack --device h100"), "{outcomes_of:?}");
         }
         assert_eq!([&report["benchmark"], &report["shapes"]], [&Value::Null; 2]);
-        assert!(found(".md").contains("is NVIDIA H100 80GB HBM3"), "{}", found(".md"));
+        assert!(found("md").contains("is NVIDIA H100 80GB HBM3"), "{}", found("md"));
         // With the GPU's own plans it is measured.
         pack("h100");
         let error = run(folder.path(), &smi, &only, &Report).unwrap_err();
         assert_eq!(error.to_string(), "2 steps failed: benchmark,shapes");
-        let report: Value = serde_json::from_str(&found(".json")).unwrap();
+        let report: Value = serde_json::from_str(&found("json")).unwrap();
         assert_eq!((outcomes(&report)[1], &report["benchmark"]["group"]), ("failed", &json!(4)));
     }
 
