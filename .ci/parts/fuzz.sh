@@ -1,6 +1,6 @@
 # Each fuzz target for some seconds, from its corpus, with AddressSanitizer. What `cargo fuzz run`
 # does, without having to compile cargo-fuzz first.
-# guards: crates/kvd-core crates/kvd-codec crates/kvd-tier fuzz
+# guards: crates/kvd-core crates/kvd-codec crates/kvd-tier crates/kvd-testkit fuzz
 set -euo pipefail
 source .ci/lib.sh
 nightly=nightly

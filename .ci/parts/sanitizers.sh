@@ -1,6 +1,6 @@
 # Overruns and races of kernels, planted ones too, show under sanitizers alone. kernels/README.md
 # says what runs under which.
-# guards: kernels crates/kvd-emu crates/kvd-cuda
+# guards: kernels crates/kvd-emu crates/kvd-cuda crates/kvd-testkit
 # limit: 1800
 set -euo pipefail
 source .ci/lib.sh

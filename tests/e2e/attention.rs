@@ -3,7 +3,7 @@
 
 use kvd_client::merge::{PartialResult, PartialView, merge_partial};
 use kvd_client::{AttendQuery, DType, LayerIndex};
-use kvd_tests::budget::{ErrorPrecision, assert_within_precision};
+use kvd_tests::budget::{BudgetYardstick, ErrorPrecision, assert_within_precision};
 use kvd_tests::codec::PRESETS;
 use kvd_tests::{
     LayerRows, ModelShape, QueryBatch, StoredSequence, TestEngine, TestRng, assert_within_budget,
@@ -143,8 +143,8 @@ async fn single_precision_keeps_the_budget_of_f32() {
         let read = engine.load_layer(&conversation, 0).await;
         let question = engine.random_question(&conversation, 4, &mut rng);
         let answer = engine.ask_question(&question).await;
-        let by = (&engine.shape, ErrorPrecision::Single);
-        assert_within_precision(codec, by, &question, &answer, &[&read]);
+        let yardstick = BudgetYardstick { shape: &engine.shape, precision: ErrorPrecision::Single };
+        assert_within_precision(codec, yardstick, &question, &answer, &[&read]);
     }
 }
 

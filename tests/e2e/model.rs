@@ -6,7 +6,7 @@ use kvd_client::{
     Client, DType, ErrorCode, Geometry, LayerIndex, LoadRange, ModelId, ModelSpec, RopePairing,
     SequenceId, StoreChunk,
 };
-use kvd_tests::kv::to_bytes;
+use kvd_tests::rows::to_bytes;
 use kvd_tests::{assert_refused, daemon};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};

@@ -16,7 +16,7 @@ use bytes::Bytes;
 use kvd_client::{AttendQuery, DType, LayerIndex};
 use kvd_tests::codec::{fit_calibration, with_windows};
 use kvd_tests::fixture::{FixturePassage, fixture_shape, load_passage};
-use kvd_tests::reference::{self, ReferenceAnswer};
+use kvd_tests::reference::{ReferenceAnswer, ReferenceArithmetic, attend_reference};
 use kvd_tests::{
     BatchAnswer, QueryBatch, StoredSequence, TestEngine, assert_within_budget, budget, daemon,
     engine,
@@ -58,7 +58,9 @@ fn references(
         let rows = &passage.layers[layer as usize];
         let at = |end| question(engine, passage, to, layer, end);
         ends.clone()
-            .map(|end| reference::attend_reference::<f64>(&engine.shape, &at(end), &[rows]))
+            .map(|end| {
+                attend_reference(ReferenceArithmetic::Double, &engine.shape, &at(end), &[rows])
+            })
             .collect()
     };
     std::thread::scope(|scope| {

@@ -2,7 +2,7 @@
 
 use crate::TestRng;
 use crate::budget::ErrorPrecision;
-use crate::kv::{LayerRows, ModelShape};
+use crate::rows::{LayerRows, ModelShape};
 use bytes::Bytes;
 use kvd_codec::{Quantizer, Samples, SideSpec};
 use kvd_core::{LayerIndex, Side};

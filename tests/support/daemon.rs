@@ -1,7 +1,7 @@
 //! A daemon in this process, on ports of its own, and how to reach it.
 
 use crate::engine::engine;
-use crate::kv::ModelShape;
+use crate::rows::ModelShape;
 use crate::{TestRng, assert_within_budget};
 use kvd::config::ConfigOverrides;
 use kvd::{Config, DrainOutcome, RunningDaemon};

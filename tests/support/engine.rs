@@ -4,8 +4,8 @@
 
 use crate::budget::ErrorPrecision;
 use crate::codec;
-use crate::kv::{LayerRows, ModelShape, from_bytes, round_values, to_bytes};
-use crate::{TestDaemon, TestRng};
+use crate::rows::{LayerRows, ModelShape, from_bytes, to_bytes};
+use crate::{BatchAnswer, QueryBatch, TestDaemon, TestRng};
 use bytes::Bytes;
 use kvd_client::{
     AttendBatch, AttendQuery, Client, ClientError, DType, Endpoint, ErrorCode, LayerIndex,
@@ -101,40 +101,6 @@ impl StoredSequence {
     pub fn length(&self) -> u32 {
         self.layers.iter().map(|rows| rows.tokens).min().unwrap_or(0)
     }
-}
-
-/// A batch of queries.
-#[derive(Clone, Debug)]
-pub struct QueryBatch {
-    /// The layer.
-    pub layer: LayerIndex,
-    /// Dtype of the queries and the answer.
-    pub dtype: DType,
-    /// Factor on scores.
-    pub scale: Option<f32>,
-    /// Soft cap of scores.
-    pub soft_cap: Option<f32>,
-    /// Who sees what.
-    pub queries: Vec<AttendQuery>,
-    /// `[sum of n_q, q_heads, head_dim_k]`, exactly representable in `dtype`.
-    pub q: Vec<f32>,
-}
-
-impl QueryBatch {
-    /// The question in another precision.
-    #[must_use]
-    pub fn in_dtype(&self, dtype: DType) -> Self {
-        Self { dtype, q: round_values(dtype, &self.q), ..self.clone() }
-    }
-}
-
-/// The answer to a [`QueryBatch`].
-#[derive(Clone, Debug, PartialEq)]
-pub struct BatchAnswer {
-    /// `[sum of n_q, q_heads, head_dim_v]`.
-    pub out: Vec<f32>,
-    /// `[sum of n_q, q_heads]`.
-    pub lse: Vec<f32>,
 }
 
 impl TestEngine {

@@ -1,6 +1,6 @@
 //! K, V and queries that a trained model made of held-out text (`fixtures/kv-tiny-b/MODEL.md`).
 
-use crate::kv::{LayerRows, ModelShape, from_bytes};
+use crate::rows::{LayerRows, ModelShape, from_bytes};
 use kvd_client::DType;
 use safetensors::SafeTensors;
 use std::path::PathBuf;

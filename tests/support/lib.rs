@@ -9,14 +9,12 @@ pub mod codec;
 pub mod daemon;
 pub mod engine;
 pub mod fixture;
-pub mod kv;
 pub mod metrics;
-pub mod reference;
-pub mod rng;
 pub mod wait;
 
 pub use budget::assert_within_budget;
 pub use daemon::{TestDaemon, daemon};
-pub use engine::{BatchAnswer, QueryBatch, StoredSequence, TestEngine, assert_refused, engine};
-pub use kv::{LayerRows, ModelShape};
-pub use rng::TestRng;
+pub use engine::{StoredSequence, TestEngine, assert_refused, engine};
+pub use kvd_testkit::reference::{self, BatchAnswer, QueryBatch};
+pub use kvd_testkit::rng::{self, TestRng};
+pub use kvd_testkit::rows::{self, LayerRows, ModelShape};

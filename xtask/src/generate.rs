@@ -1,7 +1,7 @@
 //! The generator of `crates/kvd-proto/src/gen`: `protox` parses, `tonic-prost-build` writes.
 //!
-//! `xtask gen` runs it, and `crates/kvd-proto/tests/gen.rs` includes this file as a module, so
-//! that a plain `cargo test` notices stale output. Both are pure Rust: nobody needs `protoc`.
+//! `xtask gen` runs it, and its test notices stale output. Both are pure Rust: nobody needs
+//! `protoc`.
 
 use anyhow::{Context, Result};
 use protox::prost::Message;
@@ -45,4 +45,29 @@ pub(crate) fn find_stale(root: &Path, out: &Path, scratch: &Path) -> Result<Vec<
         }
     }
     Ok(stale)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checked_in_code_is_what_the_proto_generates() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let scratch = tempfile::tempdir().unwrap();
+        let stale = find_stale(&root, &root.join(OUTPUT), scratch.path()).unwrap();
+        assert!(stale.is_empty(), "{stale:?} differ from proto/: run `cargo xtask gen`");
+    }
+
+    #[test]
+    fn missing_or_changed_output_is_stale() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let (out, scratch) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let mut expected = FILES.to_vec();
+        assert_eq!(find_stale(&root, out.path(), scratch.path()).unwrap(), expected);
+        generate_code(&root, out.path()).unwrap();
+        fs::write(out.path().join(expected.remove(1)), b"old").unwrap();
+        let stale = find_stale(&root, out.path(), scratch.path()).unwrap();
+        assert_eq!(stale, FILES[1..]);
+    }
 }

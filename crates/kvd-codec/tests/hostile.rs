@@ -2,18 +2,17 @@
 //! code on bytes of its own choosing.
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
-#[path = "common/hostile.rs"]
-mod hostile;
-
-use hostile::{SPECS, Subject, calibration_read, page_decode, page_input, spec_parse, subjects};
 use kvd_codec::HEADER_BYTES;
 use kvd_core::Side;
+use kvd_testkit::hostile::{
+    HostileSubject, SPECS, calibration_read, make_subjects, page_decode, page_input, spec_parse,
+};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 use xxhash_rust::xxh3::Xxh3;
 
-static SUBJECTS: LazyLock<Vec<Subject>> = LazyLock::new(subjects);
+static SUBJECTS: LazyLock<Vec<HostileSubject>> = LazyLock::new(make_subjects);
 
 fn corpus(target: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/corpus").join(target)

@@ -6,7 +6,6 @@
 
 #[path = "driver/room.rs"]
 mod room;
-mod worker;
 
 use kvd_codec::ModelCodec;
 use kvd_compute::{
@@ -18,6 +17,7 @@ use kvd_cuda::{
     CudaBackend, CudaDriver, CudaOpenError, CudaOptions, DeviceCopy, DeviceStream, Driver,
     DriverError, EventId, GraphId, GraphNode, KernelLaunch, PinnedRange, probe_devices,
 };
+use kvd_testkit::gpu_worker;
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -63,7 +63,7 @@ fn memory_of_a_worker_process_comes_as_a_descriptor_and_both_write_there() {
 #[ignore = "what another test starts as a process"]
 fn worker_process() {
     let mut backend = backend().unwrap();
-    worker::exchange(&mut backend, worker::Kind::Fd);
+    gpu_worker::exchange_messages(&mut backend, gpu_worker::MemoryKind::Fd);
     assert_eq!(backend.failure(), None);
 }
 

@@ -7,10 +7,6 @@
 //! ```
 #![expect(clippy::unwrap_used, clippy::print_stderr, reason = "a test may fail, and says a skip")]
 
-#[path = "../../kvd-compute/tests/suite/mod.rs"]
-mod suite;
-mod worker;
-
 use kvd_compute::{
     AppendSteps, AttendBackend, AttendPlan, IncomingRows, PageBackend, PlanPart, RawTarget,
     RegionBackend, RegionHandle, RegionPlaces, Source,
@@ -19,10 +15,10 @@ use kvd_core::{Extent, ModelId, RopePairing};
 use kvd_cuda::{
     CompileEvent, CudaBackend, CudaDriver, CudaOptions, GpuDevice, KERNELS, Nvrtc, probe_devices,
 };
+use kvd_testkit::conformance::{self, region::InPlace};
+use kvd_testkit::gpu_worker::{self, MemoryKind, WorkerProcess};
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
-use suite::region::InPlace;
-use worker::{Kind, Worker};
 
 const OPTIONS: CudaOptions = CudaOptions {
     arena_bytes: 1 << 20,
@@ -79,7 +75,7 @@ fn attention_over_pages_is_attention_over_what_they_decode_to() {
     // One for all of them: kernels are loaded once.
     let Some(mut backend) = backend() else { return };
     let begun = Instant::now();
-    let (agreed, of) = suite::agree(&mut backend, until);
+    let (agreed, of) = conformance::count_agreeing(&mut backend, until);
     eprintln!("gpu: {agreed} of {of} questions in {:.0} s", begun.elapsed().as_secs_f64());
 }
 
@@ -98,7 +94,7 @@ fn a_pair_whose_kernel_is_compiled_late_answers_as_before() {
     let (say, heard) = std::sync::mpsc::sync_channel(16);
     let report = Arc::new(move |event| drop(say.send(event)));
     backend.compile_with(Box::new(compiler), folder.path().to_owned(), report).unwrap();
-    suite::late(&mut backend, || match heard.try_recv() {
+    conformance::check_late_kernel(&mut backend, || match heard.try_recv() {
         Ok(CompileEvent::Failed { reason, .. }) => panic!("{reason}"),
         Ok(CompileEvent::Ready { .. }) => true,
         _ => false,
@@ -111,44 +107,46 @@ fn a_handle_that_means_nothing_is_refused_and_the_gpu_goes_on() {
     let error = backend.open_region(RegionHandle::CudaIpc([0; 64]), 64).unwrap_err();
     assert!(error.to_string().contains("refuses it"), "{error}");
     assert_eq!(backend.failure(), None);
-    let off = suite::errors(&mut backend, "raw", RopePairing::Half).unwrap().0;
+    let off = conformance::measure_codec_errors(&mut backend, "raw", RopePairing::Half).unwrap().0;
     assert!(off < 1e-5, "{off:.1e}");
 }
 
 #[test]
 fn memory_of_a_worker_process_is_read_and_written() {
-    for kind in Kind::EACH {
+    for kind in MemoryKind::EACH {
         let Some(mut backend) = backend() else { return };
-        worker::exchange(&mut backend, kind);
+        gpu_worker::exchange_messages(&mut backend, kind);
     }
 }
 
 #[test]
 fn attention_in_the_memory_of_a_worker_process_is_attention_over_what_pages_decode_to() {
     let each = ["raw", "kivi-4", "vecinfer-2", "kvd-2"];
-    for (text, kind) in each.into_iter().flat_map(|text| Kind::EACH.map(|kind| (text, kind))) {
+    for (text, kind) in each.into_iter().flat_map(|text| MemoryKind::EACH.map(|kind| (text, kind)))
+    {
         let Some(mut backend) = backend() else { return };
-        let (worker, opened) = Worker::open(&mut backend, kind);
+        let (worker, opened) = WorkerProcess::open_memory(&mut backend, kind);
         assert_eq!(opened.copied, None, "{kind:?}");
-        let geometry = suite::codec("raw", RopePairing::Half).geometry().clone();
+        let geometry = conformance::make_codec("raw", RopePairing::Half).geometry().clone();
         let mut backend = InPlace::new(backend, opened.region, &geometry);
         // Launched kernel by kernel, made a graph, launched as one.
         backend.repeat = 3;
-        let (off, lse) = suite::errors(&mut backend, text, RopePairing::Half).unwrap();
-        let most = suite::largest_error(text);
+        let (off, lse) =
+            conformance::measure_codec_errors(&mut backend, text, RopePairing::Half).unwrap();
+        let most = conformance::largest_error(text);
         let context = format!("{text}, {kind:?}: outputs {off:.1e}, log-sum-exp {lse:.1e}");
         assert!(off < most && lse < most, "{context}");
-        worker.end();
+        worker.end_process();
     }
 }
 
 #[test]
 fn a_worker_process_that_waits_for_the_regions_event_finds_the_answer() {
-    for kind in Kind::EACH {
+    for kind in MemoryKind::EACH {
         let Some(backend) = backend() else { return };
         let (mut backend, plan) = with_rows(backend);
         let right = backend.attend(&plan).unwrap();
-        let (mut worker, opened) = Worker::open(&mut backend, kind);
+        let (mut worker, opened) = WorkerProcess::open_memory(&mut backend, kind);
         let event = opened.event.expect("the driver shares events");
         backend.write_region(opened.region, 0, &plan.q).unwrap();
         let out = plan.q.len() as u64;
@@ -156,39 +154,41 @@ fn a_worker_process_that_waits_for_the_regions_event_finds_the_answer() {
         // The worker looks before anyone here has waited for the device.
         let mut seen = Vec::new();
         let mut launched = || {
-            worker.say(&format!("event {}", worker::hex(&event)));
-            seen = worker.bytes();
+            worker.send_line(&format!("event {}", gpu_worker::to_hex(&event)));
+            seen = worker.read_bytes();
         };
         backend.attend_in_place(&plan, &places, &mut launched).unwrap();
         assert_eq!(seen[out as usize..][..right.out.len()], right.out, "{kind:?}");
-        worker.end();
+        worker.end_process();
     }
 }
 
 #[test]
 fn a_worker_process_that_is_killed_takes_neither_the_gpu_nor_other_workers_with_it() {
-    for kind in Kind::EACH {
+    for kind in MemoryKind::EACH {
         let Some(backend) = backend() else { return };
         let (mut backend, plan) = with_rows(backend);
         let right = backend.attend(&plan).unwrap();
-        let (mut dead, gone) = Worker::open(&mut backend, kind);
-        let (living, stays) = Worker::open(&mut backend, kind);
+        let (mut dead, gone) = WorkerProcess::open_memory(&mut backend, kind);
+        let (living, stays) = WorkerProcess::open_memory(&mut backend, kind);
         dead.process.kill().unwrap();
         dead.process.wait().unwrap();
         let mut bytes = [0; 256];
         let read = backend.read_region(gone.region, 0, &mut bytes);
         match kind {
             // Whatever CUDA makes of a mapping whose owner is gone.
-            Kind::Ipc => eprintln!("memory of a dead worker: {read:?}"),
+            MemoryKind::Ipc => eprintln!("memory of a dead worker: {read:?}"),
             // A mapping keeps the allocation.
-            Kind::Fd => assert!(read.is_ok() && bytes.iter().copied().eq(0..=255), "{read:?}"),
+            MemoryKind::Fd => {
+                assert!(read.is_ok() && bytes.iter().copied().eq(0..=255), "{read:?}")
+            }
         }
         backend.close_region(gone.region);
         assert_eq!(backend.failure(), None, "{kind:?}");
         backend.read_region(stays.region, 0, &mut bytes).unwrap();
         assert!(bytes.iter().copied().eq(0..=255), "{kind:?}");
         assert_eq!(backend.attend(&plan).unwrap().out, right.out, "{kind:?}");
-        living.end();
+        living.end_process();
     }
 }
 
@@ -206,7 +206,7 @@ fn launches_that_repeat_are_one_graph_with_the_same_answer() {
 
 /// A backend with rows of 40 tokens, and queries over them.
 fn with_rows(mut backend: CudaBackend) -> (CudaBackend, AttendPlan) {
-    let codec = suite::codec("raw", RopePairing::Half);
+    let codec = conformance::make_codec("raw", RopePairing::Half);
     let layout = codec.geometry().raw_layout(40);
     backend.register(ModelId(1), codec);
     let extent = Extent { offset: 0, len: layout.size_bytes() };
@@ -216,6 +216,6 @@ fn with_rows(mut backend: CudaBackend) -> (CudaBackend, AttendPlan) {
     let to = RawTarget { extent, capacity_rows: 40, first_row: 0 };
     backend.write(ModelId(1), &rows, 0, 40, to).unwrap();
     let source = Source::Raw { extent, capacity_rows: 40, first_row: 0 };
-    let plan = suite::attend_plan(vec![PlanPart { first_token: 0, rows: 40, source }], 1);
+    let plan = conformance::attend_plan(vec![PlanPart { first_token: 0, rows: 40, source }], 1);
     (backend, plan)
 }

@@ -10,8 +10,6 @@ mod compile;
 mod driver;
 #[path = "common/streams.rs"]
 mod streams;
-#[path = "../../kvd-compute/tests/suite/mod.rs"]
-mod suite;
 #[path = "backend/tables.rs"]
 mod tables;
 
@@ -19,14 +17,15 @@ use driver::shared::{Kind, Shared};
 use driver::{EmuDriver, Fail, Planted, Watch};
 use kvd_codec::ModelCodec;
 use kvd_compute::{
-    AppendSteps, AttendBackend, AttendPlan, CpuBackend, CpuOptions, EncodeSource, IncomingRows,
-    LoadPlan, PageBackend, PlanPart, RawTarget, RegionBackend, RegionHandle, Source,
+    AppendSteps, AttendBackend, AttendPlan, Backend, CpuBackend, CpuOptions, EncodeSource,
+    IncomingRows, LoadPlan, PageBackend, PlanPart, RawTarget, RegionBackend, RegionHandle, Source,
 };
 use kvd_core::{Coded, DType, ErrorCode, Extent, LayerIndex, ModelId, RopePairing, Side};
 use kvd_cuda::{
     CudaBackend, CudaOpenError, CudaOptions, DriverError, GpuLimits, StepWorkload, plan_kernel,
 };
 use kvd_emu::{ThreadOrder, is_available};
+use kvd_testkit::conformance::{self, BackendUnderTest};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -48,27 +47,35 @@ fn open(order: ThreadOrder, pace: Pace, options: CudaOptions) -> (CudaBackend, A
     (CudaBackend::open_backend(Box::new(driver), &[b"kernels"], options).unwrap(), watch)
 }
 
-#[test]
-fn attention_over_pages_is_attention_over_what_they_decode_to() {
-    if !is_available() {
-        return;
+/// A backend over the emulator: the index names its thread order and then its pace.
+struct Emulated {
+    backend: CudaBackend,
+    watch: Arc<Mutex<Watch>>,
+}
+
+impl BackendUnderTest for Emulated {
+    const ROUNDS: usize = Pace::EACH.len();
+
+    fn open_backend(index: usize) -> Option<Self> {
+        let order = ThreadOrder::EACH[index % ThreadOrder::EACH.len()];
+        let pace = Pace::EACH[index / ThreadOrder::EACH.len() % Pace::EACH.len()];
+        is_available()
+            .then(|| open(order, pace, OPTIONS))
+            .map(|(backend, watch)| Self { backend, watch })
     }
-    let mut orders = ThreadOrder::EACH.into_iter().cycle();
-    let mut paces = Pace::EACH.into_iter().cycle();
-    for text in suite::codecs() {
-        for pairing in [RopePairing::Half, RopePairing::Interleaved] {
-            let (mut backend, watch) = open(orders.next().unwrap(), paces.next().unwrap(), OPTIONS);
-            let answer = suite::errors(&mut backend, text, pairing);
-            let (off, lse) = answer.unwrap_or_else(|| panic!("{text} is not served"));
-            let most = suite::largest_error(text);
-            assert!(off < most && lse < most, "{text}: outputs {off:.1e}, log-sum-exp {lse:.1e}");
-            paces.next();
-            drop(backend);
-            let watch = watch.lock();
-            assert!(watch.launches >= 2 && watch.live == 0, "{text}: {watch:?}");
-        }
+
+    fn backend_mut(&mut self) -> &mut dyn Backend {
+        &mut self.backend
+    }
+
+    fn close_backend(self, codec: &str) {
+        drop(self.backend);
+        let watch = self.watch.lock();
+        assert!(watch.launches > 0 && watch.live == 0, "{codec}: {watch:?}");
     }
 }
+
+kvd_testkit::mount_conformance!(Emulated);
 
 /// A backend with a model and some rows in a raw slot, and a part that names them.
 fn with_rows(options: CudaOptions) -> (CudaBackend, Arc<Mutex<Watch>>, PlanPart) {
@@ -86,7 +93,7 @@ fn with_codec(
     options: CudaOptions,
 ) -> (CudaBackend, Arc<Mutex<Watch>>, PlanPart) {
     let (mut backend, watch) = open(ThreadOrder::Ascending, pace, options);
-    let part = write_rows(&mut backend, suite::codec(text, RopePairing::Half), value);
+    let part = write_rows(&mut backend, conformance::make_codec(text, RopePairing::Half), value);
     (backend, watch, part)
 }
 
@@ -121,7 +128,7 @@ fn rows_come_back_as_they_were_and_can_be_copied() {
     let (mut backend, _, part) = with_rows(OPTIONS);
     let loaded = load(&mut backend, &part).unwrap();
     assert_eq!(f32::from_le_bytes(*loaded[4 * 1023..].first_chunk().unwrap()), 1023.0 / 7.0);
-    let layout = suite::codec("kivi-4", RopePairing::Half).geometry().raw_layout(20);
+    let layout = conformance::make_codec("kivi-4", RopePairing::Half).geometry().raw_layout(20);
     let extent = Extent { offset: 65_536, len: layout.size_bytes() };
     let to = RawTarget { extent, capacity_rows: 20, first_row: 3 };
     backend.copy(ModelId(1), LayerIndex(0), &part.source, 8, to).unwrap();
@@ -157,10 +164,10 @@ fn once_open_a_backend_takes_no_more_memory() {
         watch.lock().fail = Fail::Memory;
         // Tables of the layer, first Huffman tables, and those of another model in their place.
         for _ in 0..3 {
-            let plan = suite::attend_plan(vec![part.clone()], 1);
+            let plan = conformance::attend_plan(vec![part.clone()], 1);
             backend.attend(&plan).unwrap();
             backend.encode(ModelId(1), LayerIndex(0), &blocks(&part, 3)).unwrap();
-            backend.register(ModelId(1), suite::codec(text, RopePairing::Half));
+            backend.register(ModelId(1), conformance::make_codec(text, RopePairing::Half));
         }
         assert_eq!((watch.lock().live, backend.failure()), (live, None), "{text}");
         drop(backend);
@@ -175,10 +182,10 @@ fn units_on_two_multiprocessors(text: &str) -> (u32, u32) {
     let (driver, watch) = EmuDriver::new(ThreadOrder::Ascending, Pace::Late);
     let driver = Box::new(driver.with_limits(limits.clone()));
     let mut backend = CudaBackend::open_backend(driver, &[b"kernels"], OPTIONS).unwrap();
-    let codec = suite::codec(text, RopePairing::Half);
+    let codec = conformance::make_codec(text, RopePairing::Half);
     let (spec, geometry) = (codec.spec().clone(), codec.geometry().clone());
     let part = write_rows(&mut backend, codec, |i| i as f32 / 7.0);
-    let ask = suite::attend_plan(vec![part; 12], 1);
+    let ask = conformance::attend_plan(vec![part; 12], 1);
     backend.attend(&ask).unwrap();
     let watch = watch.lock();
     let at = watch.kernels.iter().position(|kernel| kernel.starts_with("kvd_attend_")).unwrap();
@@ -241,14 +248,14 @@ fn a_batch_over_the_scratch_memory_is_answered_in_halves() {
         return;
     }
     let (mut large, _, part) = with_rows(OPTIONS);
-    let plan = suite::attend_plan(vec![part.clone()], 6);
+    let plan = conformance::attend_plan(vec![part.clone()], 6);
     let whole = large.attend(&plan).unwrap();
     let (mut small, watch, part) = with_rows(CudaOptions { scratch_bytes: 24 << 10, ..OPTIONS });
-    let halves = small.attend(&suite::attend_plan(vec![part], 6)).unwrap();
+    let halves = small.attend(&conformance::attend_plan(vec![part], 6)).unwrap();
     assert_eq!((halves.out, halves.lse), (whole.out, whole.lse));
     assert!(watch.lock().launches > 2);
     let (mut tiny, _, part) = with_rows(CudaOptions { scratch_bytes: 256, ..OPTIONS });
-    let error = tiny.attend(&suite::attend_plan(vec![part], 6)).unwrap_err();
+    let error = tiny.attend(&conformance::attend_plan(vec![part], 6)).unwrap_err();
     assert_eq!(error.code(), ErrorCode::LimitExceeded);
 }
 
@@ -291,7 +298,7 @@ fn rows_that_kernels_encode_stay_on_the_device() {
 
 /// Bytes of the counts that the first tables of a layer are built from.
 fn counters(text: &str) -> usize {
-    let codec = suite::codec(text, RopePairing::Half);
+    let codec = conformance::make_codec(text, RopePairing::Half);
     let of_side = |side| codec.counted_codes(LayerIndex(0), side, 0).map(|(_, codes)| codes);
     let codes: usize = Side::BOTH.into_iter().filter_map(of_side).sum();
     if codes > 0 { 8 * (1 + codes) } else { 0 }
@@ -345,7 +352,7 @@ fn pages_that_are_no_longer_held_cannot_be_placed() {
     let (mut backend, _, part) = with_rows(OPTIONS);
     let encoded = backend.encode(ModelId(1), LayerIndex(0), &blocks(&part, 2)).unwrap();
     let pages = encoded[1].as_ref().unwrap();
-    backend.attend(&suite::attend_plan(vec![part.clone()], 1)).unwrap();
+    backend.attend(&conformance::attend_plan(vec![part.clone()], 1)).unwrap();
     assert_eq!(backend.failure(), None);
     backend.move_pages(pages, Extent { offset: 65_536, len: pages.size_bytes() });
     assert!(backend.failure().unwrap().contains("no longer held"));
@@ -372,7 +379,7 @@ fn an_error_that_sticks_ends_every_call_and_nothing_leaks() {
     for fail in [Fail::Launch, Fail::Write, Fail::Later] {
         let (mut backend, watch, part) = with_rows(OPTIONS);
         watch.lock().fail = fail;
-        let error = backend.attend(&suite::attend_plan(vec![part.clone()], 1)).unwrap_err();
+        let error = backend.attend(&conformance::attend_plan(vec![part.clone()], 1)).unwrap_err();
         assert_eq!(error.code(), ErrorCode::DeviceFailed, "{error}");
         let why = backend.failure().unwrap();
         assert!(why.contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{why}");
@@ -409,7 +416,7 @@ fn one_attend_is_one_copy_to_the_device_and_one_wait() {
         return;
     }
     let (mut backend, watch, part) = with_rows(OPTIONS);
-    let plan = suite::attend_plan(vec![part], 3);
+    let plan = conformance::attend_plan(vec![part], 3);
     let first = backend.attend(&plan).unwrap();
     let count = |watch: &Watch| (watch.writes, watch.launches, watch.waits, watch.read_bytes);
     let before = count(&watch.lock());
@@ -433,7 +440,7 @@ fn work(backend: &mut CudaBackend, part: &PlanPart) -> Result<Vec<u8>, ErrorCode
     }
     let pages = encoded[1].as_ref().map_err(|error| error.code())?;
     let extent = Extent { offset: 65_536, len: pages.size_bytes() };
-    let plan = suite::attend_plan(vec![part.clone()], 2);
+    let plan = conformance::attend_plan(vec![part.clone()], 2);
     backend.attend(&plan).map_err(|error| error.code())?;
     let source = Source::Pages { extent, ends: pages.page_ends.clone(), first_row: 0 };
     load(backend, &PlanPart { source, ..part.clone() })

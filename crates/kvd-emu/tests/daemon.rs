@@ -2,8 +2,6 @@
 //! it: clients over gRPC, a worker over the region socket, and a GPU that is lost.
 #![expect(clippy::unwrap_used, clippy::print_stderr, reason = "a test may fail, and says a skip")]
 
-#[path = "../../kvd/tests/support/calls.rs"]
-mod calls;
 #[path = "common/driver.rs"]
 mod driver;
 #[path = "common/streams.rs"]
@@ -11,7 +9,6 @@ mod streams;
 #[path = "daemon/worker.rs"]
 mod worker;
 
-use calls::{MOST_APART, Shape, apart, floats, get};
 use driver::{EmuDriver, Fail, Watch};
 use kvd::config::ConfigOverrides;
 use kvd::{Config, DrainOutcome, RunningDaemon};
@@ -22,14 +19,15 @@ use kvd_client::{
 use kvd_compute::{Backend, CpuBackend, CpuOptions, Precision};
 use kvd_cuda::{CudaBackend, CudaOptions};
 use kvd_emu::{ThreadOrder, is_available, is_sanitized};
+use kvd_testkit::calls::{CallShape, MOST_APART, get_page, largest_distance, read_floats};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
 use streams::Pace;
 use tokio::task::block_in_place;
 
-const SHAPE: Shape =
-    Shape { kv_heads: 2, q_heads: 4, dim: 64, block_tokens: 16, dtype: DType::F32 };
+const SHAPE: CallShape =
+    CallShape { kv_heads: 2, q_heads: 4, dim: 64, block_tokens: 16, dtype: DType::F32 };
 /// Each lane's.
 const POOL_BYTES: u64 = 1 << 20;
 /// The made-up GPU has done its work when it is asked, but for one that hangs.
@@ -99,7 +97,7 @@ impl Daemon {
 
     /// A model goes to the lane with the fewest that works.
     async fn model(&self, name: &str, codec: &str) -> ModelId {
-        self.client.register_model(SHAPE.spec(name, codec)).await.unwrap().model
+        self.client.register_model(SHAPE.model_spec(name, codec)).await.unwrap().model
     }
 
     async fn models(&self, codec: &str) -> Both<ModelId> {
@@ -127,8 +125,11 @@ impl Daemon {
     /// Appends rows to both.
     async fn grow(&self, to: Both<SequenceId>, seed: u32, start: u32, tokens: u32) {
         for sequence in to {
-            let stored =
-                self.client.store_chunk(SHAPE.chunk(sequence, seed, start, tokens)).await.unwrap();
+            let stored = self
+                .client
+                .store_chunk(SHAPE.store_chunk(sequence, seed, start, tokens))
+                .await
+                .unwrap();
             assert_eq!(stored.length, start + tokens);
         }
     }
@@ -138,11 +139,11 @@ impl Daemon {
         model: ModelId,
         sequences: &[SequenceId],
     ) -> Result<Attended, ClientError> {
-        self.client.attend_batch(SHAPE.batch(model, sequences)).await
+        self.client.attend_batch(SHAPE.attend_batch(model, sequences)).await
     }
 
     async fn load(&self, sequence: SequenceId, end: u32) -> Result<LoadedRows, ClientError> {
-        self.client.load_rows(Shape::range(sequence, end)).await
+        self.client.load_rows(CallShape::load_range(sequence, end)).await
     }
 
     /// Tests that both lanes hold the same and answer the same, of all sequences in one batch.
@@ -155,14 +156,14 @@ impl Daemon {
         let lane = |index: usize| all.iter().map(|(both, _)| both[index]).collect::<Vec<_>>();
         let gpu = self.attend(models[0], &lane(0)).await.unwrap();
         let cpu = self.attend(models[1], &lane(1)).await.unwrap();
-        let apart = apart(&gpu, &cpu);
+        let apart = largest_distance(&gpu, &cpu);
         assert!(apart < MOST_APART, "{of}: {apart:.1e}");
     }
 
     /// `GET /readyz` of the admin port: status and text.
     fn readyz(&self) -> (u16, String) {
         let address = self.running.admin_address().unwrap().to_string();
-        block_in_place(|| get(&address, "/readyz"))
+        block_in_place(|| get_page(&address, "/readyz"))
     }
 
     fn used_bytes(&self) -> u64 {
@@ -225,7 +226,7 @@ async fn memory_of_closed_sequences_serves_others_when_a_gpus_pool_is_full() {
     let refused = loop {
         let sequence = daemon.client.open_sequence(model).await.unwrap();
         let seed = stored.len() as u32;
-        match daemon.client.store_chunk(SHAPE.chunk(sequence, seed, 0, 100)).await {
+        match daemon.client.store_chunk(SHAPE.store_chunk(sequence, seed, 0, 100)).await {
             Ok(_) => stored.push(sequence),
             Err(error) => break error,
         }
@@ -240,7 +241,7 @@ async fn memory_of_closed_sequences_serves_others_when_a_gpus_pool_is_full() {
     }
     daemon.client.close_sequence(first).await.unwrap();
     let again = daemon.client.open_sequence(model).await.unwrap();
-    daemon.client.store_chunk(SHAPE.chunk(again, 0, 0, 100)).await.unwrap();
+    daemon.client.store_chunk(SHAPE.store_chunk(again, 0, 0, 100)).await.unwrap();
     assert_eq!(daemon.load(again, 100).await.unwrap(), before);
     for (sequence, rows) in rest.iter().zip(others) {
         assert_eq!(daemon.load(*sequence, 100).await.unwrap(), rows);
@@ -251,14 +252,15 @@ async fn memory_of_closed_sequences_serves_others_when_a_gpus_pool_is_full() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_model_whose_tables_have_no_room_on_a_gpu_is_refused_when_it_is_registered() {
     let Some(daemon) = Daemon::start_with(Pace::Late, 24 << 10).await else { return };
-    let refused = daemon.client.register_model(SHAPE.spec("large", "kvcomp")).await.unwrap_err();
+    let refused =
+        daemon.client.register_model(SHAPE.model_spec("large", "kvcomp")).await.unwrap_err();
     assert_eq!(refused.code, Some(ErrorCode::LimitExceeded), "{refused}");
     assert!(refused.message.contains("raise device.table_bytes"), "{refused}");
     assert_eq!(daemon.client.list_models().await.unwrap().len(), 0);
     // A smaller one is served there.
     let model = daemon.model("small", CODECS[0]).await;
     let sequence = daemon.client.open_sequence(model).await.unwrap();
-    daemon.client.store_chunk(SHAPE.chunk(sequence, 9, 0, 90)).await.unwrap();
+    daemon.client.store_chunk(SHAPE.store_chunk(sequence, 9, 0, 90)).await.unwrap();
     daemon.attend(model, &[sequence]).await.unwrap();
     assert!(!daemon.watch.lock().kernels.is_empty());
     daemon.stop().await;
@@ -277,7 +279,8 @@ async fn a_gpu_that_is_lost_is_named_its_calls_fail_and_the_other_lane_lives() {
         daemon.watch.lock().fail = fail;
         // One meets the error, the others wait behind it.
         let calls = [0; 4].map(|_| {
-            let (client, batch) = (daemon.client.clone(), SHAPE.batch(models[0], &both[..1]));
+            let (client, batch) =
+                (daemon.client.clone(), SHAPE.attend_batch(models[0], &both[..1]));
             tokio::spawn(async move { client.attend_batch(batch).await })
         });
         for call in calls {
@@ -289,7 +292,8 @@ async fn a_gpu_that_is_lost_is_named_its_calls_fail_and_the_other_lane_lives() {
             tokio::task::yield_now().await;
         }
         assert_eq!(daemon.readyz(), (503, "failed: cuda emulation\n".to_owned()));
-        let stored = daemon.client.store_chunk(SHAPE.chunk(both[0], 6, 90, 10)).await.map(drop);
+        let stored =
+            daemon.client.store_chunk(SHAPE.store_chunk(both[0], 6, 90, 10)).await.map(drop);
         let loaded = daemon.load(both[0], 90).await.map(drop);
         for result in [stored, loaded] {
             assert_eq!(result.unwrap_err().code, Some(ErrorCode::DeviceFailed), "{fail:?}");
@@ -298,10 +302,10 @@ async fn a_gpu_that_is_lost_is_named_its_calls_fail_and_the_other_lane_lives() {
         assert_eq!(known.length, 90, "{fail:?}: a store that failed left something");
         // The processor's lane, for its model and for new ones.
         assert_eq!(daemon.attend(models[1], &both[1..]).await.unwrap(), right);
-        daemon.client.store_chunk(SHAPE.chunk(both[1], 6, 90, 10)).await.unwrap();
+        daemon.client.store_chunk(SHAPE.store_chunk(both[1], 6, 90, 10)).await.unwrap();
         let next = daemon.model("next", CODECS[0]).await;
         let sequence = daemon.client.open_sequence(next).await.unwrap();
-        daemon.client.store_chunk(SHAPE.chunk(sequence, 6, 0, 90)).await.unwrap();
+        daemon.client.store_chunk(SHAPE.store_chunk(sequence, 6, 0, 90)).await.unwrap();
         assert_eq!(daemon.attend(next, &[sequence]).await.unwrap(), right);
         let ends = tokio::time::timeout(Duration::from_millis(10), daemon.running.device_failed());
         assert!(ends.await.is_err(), "the daemon goes on");

@@ -14,8 +14,6 @@ mod rows;
 mod stage;
 #[path = "common/streams.rs"]
 mod streams;
-#[path = "../../kvd-compute/tests/suite/mod.rs"]
-mod suite;
 #[path = "region/waits.rs"]
 mod waits;
 
@@ -28,11 +26,11 @@ use kvd_compute::{
 use kvd_core::{Coded, DType, ErrorCode, Extent, Geometry, LayerIndex, ModelId, RopePairing};
 use kvd_cuda::{CudaBackend, CudaOptions};
 use kvd_emu::{ThreadOrder, is_available, is_sanitized};
+use kvd_testkit::conformance::{self, region::InPlace};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::Duration;
 use streams::Pace;
-use suite::region::InPlace;
 
 const OPTIONS: CudaOptions = CudaOptions {
     arena_bytes: 1 << 20,
@@ -71,7 +69,7 @@ fn open_as(kind: Kind, order: ThreadOrder, pace: Pace, options: CudaOptions) -> 
     let mut backend = CudaBackend::open_backend(Box::new(driver), &[b"kernels"], options).unwrap();
     let memory = shared(kind);
     let opened = backend.open_region(memory.handle(), REGION_BYTES as u64).unwrap();
-    let geometry = suite::codec("raw", RopePairing::Half).geometry().clone();
+    let geometry = conformance::make_codec("raw", RopePairing::Half).geometry().clone();
     let backend = InPlace::new(backend, opened.region, &geometry);
     Fixture { backend, opened, watch, memory }
 }
@@ -86,15 +84,15 @@ fn attention_in_a_region_is_attention_over_what_pages_decode_to() {
     let mut kinds = Kind::EACH.into_iter().cycle();
     // ThreadSanitizer takes ten times as long, and what attends is the same without a region.
     let step = if is_sanitized("thread") { 6 } else { 1 };
-    for text in suite::codecs().step_by(step) {
+    for text in conformance::list_codecs().step_by(step) {
         let (order, pace) = (orders.next().unwrap(), paces.next().unwrap());
         let fixture = open_as(kinds.next().unwrap(), order, pace, OPTIONS);
         let Fixture { mut backend, watch, memory, .. } = fixture;
         // Launched kernel by kernel, made a graph, launched as one.
         backend.repeat = 3;
-        let answer = suite::errors(&mut backend, text, RopePairing::Half);
+        let answer = conformance::measure_codec_errors(&mut backend, text, RopePairing::Half);
         let (off, lse) = answer.unwrap_or_else(|| panic!("{text} is not served"));
-        let most = suite::largest_error(text);
+        let most = conformance::largest_error(text);
         assert!(off < most && lse < most, "{text}: outputs {off:.1e}, log-sum-exp {lse:.1e}");
         drop(backend);
         let watch = watch.lock();
@@ -328,7 +326,7 @@ fn places_outside_a_region_unaligned_or_of_one_that_is_closed_are_refused_before
     }
     let (mut fixture, part) = with_rows("raw", OPTIONS);
     let plan = plan(&part, DType::F16, 2, &[1]);
-    let (good, lengths) = fixture.backend.places(&plan);
+    let (good, lengths) = fixture.backend.plan_places(&plan);
     let size = REGION_BYTES as u64;
     let launches = fixture.watch.lock().launches;
     for places in [
@@ -367,7 +365,7 @@ fn the_regions_event_is_recorded_behind_the_answer_and_before_the_host_waits() {
     let event = fixture.opened.event.expect("the driver shares events");
     let plan = plan(&part, DType::F32, 2, &[1]);
     let right = fixture.backend.attend(&plan).unwrap();
-    let (places, lengths) = fixture.backend.places(&plan);
+    let (places, lengths) = fixture.backend.plan_places(&plan);
     let at = (places.out) as usize;
     let blank = vec![0; lengths[0] as usize];
     fixture.backend.backend.write_region(places.region, places.out, &blank).unwrap();
@@ -394,7 +392,7 @@ fn without_an_event_the_answer_comes_and_nothing_is_said_before_it() {
     let (mut fixture, part) = with_rows("raw", OPTIONS);
     let plan = plan(&part, DType::F32, 2, &[1]);
     let right = fixture.backend.attend(&plan).unwrap();
-    let (places, lengths) = fixture.backend.places(&plan);
+    let (places, lengths) = fixture.backend.plan_places(&plan);
     let backend = &mut fixture.backend.backend;
     fixture.watch.lock().fail = Fail::Events;
     let memory = shared(Kind::Ipc);
@@ -423,7 +421,7 @@ fn memory_that_is_open_twice_stays_when_one_of_its_regions_is_closed() {
     fixture.backend.repeat = 2;
     let right = fixture.backend.attend(&plan).unwrap();
     let Fixture { backend: first, watch, memory, .. } = &mut fixture;
-    let (places, live) = (first.places(&plan).0, watch.lock().live);
+    let (places, live) = (first.plan_places(&plan).0, watch.lock().live);
     let times = if is_sanitized("thread") { 5 } else { 50 };
     for _ in 0..times {
         let again = first.backend.open_region(memory.handle(), REGION_BYTES as u64).unwrap();
@@ -451,7 +449,7 @@ fn an_error_that_sticks_ends_every_call_and_nothing_leaks() {
     for fail in [Fail::Launch, Fail::Write, Fail::Later] {
         let (mut fixture, part) = with_rows("raw", OPTIONS);
         let plan = plan(&part, DType::F16, 2, &[1]);
-        let (places, _) = fixture.backend.places(&plan);
+        let (places, _) = fixture.backend.plan_places(&plan);
         fixture.watch.lock().fail = fail;
         let backend = &mut fixture.backend.backend;
         let error = backend.attend_in_place(&plan, &places, &mut || {}).unwrap_err();
@@ -475,7 +473,7 @@ fn a_wait_that_is_missing_is_noticed() {
     }
     let (mut fixture, part) = with_rows("raw", OPTIONS);
     let plan = plan(&part, DType::F16, 2, &[1]);
-    let (places, _) = fixture.backend.places(&plan);
+    let (places, _) = fixture.backend.plan_places(&plan);
     fixture.watch.lock().planted = Planted::KernelsDoNotWait;
     let error = fixture.backend.backend.attend_in_place(&plan, &places, &mut || {}).unwrap_err();
     assert_eq!(error.code(), ErrorCode::DeviceFailed);

@@ -3,17 +3,15 @@
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
-#[path = "support/calls.rs"]
-mod calls;
 mod support;
 
-use calls::Shape;
 use kvd::RunningDaemon;
 use kvd_client::{
     Client, ClientError, ControlCalls, ErrorCode, ModelSpec, Namespace, RegionClient,
     RegionOptions, RegionSlice, SequenceFork, SequenceId, SessionOptions,
 };
 use kvd_proto::v1;
+use kvd_testkit::calls::CallShape;
 use prost::Message;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -68,12 +66,12 @@ fn control(region: &RegionClient) -> ControlCalls<'_> {
     region.control_calls(DONE, ROOM)
 }
 
-fn shape() -> Shape {
-    Shape { kv_heads: 2, q_heads: 4, dim: 64, block_tokens: 64, dtype: kvd_client::DType::F16 }
+fn shape() -> CallShape {
+    CallShape { kv_heads: 2, q_heads: 4, dim: 64, block_tokens: 64, dtype: kvd_client::DType::F16 }
 }
 
 fn spec(name: &str) -> ModelSpec {
-    shape().spec(name, "raw")
+    shape().model_spec(name, "raw")
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -85,9 +83,9 @@ async fn a_worker_with_a_region_needs_no_other_connection() {
     assert_eq!(info.boot_id, region.boot_id());
     let model = blocking(|| calls.register_model(spec("m"))).unwrap().model;
     let sequence = blocking(|| calls.open_sequence(model, None)).unwrap();
-    let chunk = shape().chunk(sequence, 1, 0, 100);
+    let chunk = shape().store_chunk(sequence, 1, 0, 100);
     assert_eq!(blocking(|| region.store_once(chunk)).unwrap().length, 100);
-    let batch = shape().batch(model, &[sequence]);
+    let batch = shape().attend_batch(model, &[sequence]);
     let attended = blocking(|| region.attend_once(batch.clone(), [64, 64])).unwrap();
     let client = host.client().await;
     assert_eq!(client.attend_batch(batch).await.unwrap(), attended);
@@ -115,8 +113,8 @@ async fn an_attend_by_control_answers_as_by_grpc() {
     let client = host.client().await;
     let model = client.register_model(spec("m")).await.unwrap().model;
     let sequence = client.open_sequence(model).await.unwrap();
-    client.store_chunk(shape().chunk(sequence, 1, 0, 100)).await.unwrap();
-    let batch = shape().batch(model, &[sequence]);
+    client.store_chunk(shape().store_chunk(sequence, 1, 0, 100)).await.unwrap();
+    let batch = shape().attend_batch(model, &[sequence]);
     let right = client.attend_batch(batch.clone()).await.unwrap();
     let request = v1::AttendRequest::from(batch);
     let answer: v1::AttendResponse =
@@ -276,7 +274,7 @@ async fn errors_keep_what_a_status_says() {
     let restarted = blocking(|| control(&region).describe_sequence(old)).unwrap_err().restarted;
     let restarted = restarted.expect("a restart");
     assert_eq!((restarted.old, &restarted.new[..]), (format!("{:08x}", own ^ 1), region.boot_id()));
-    let stored = blocking(|| region.store_once(shape().chunk(old, 1, 0, 1))).unwrap_err();
+    let stored = blocking(|| region.store_once(shape().store_chunk(old, 1, 0, 1))).unwrap_err();
     assert_eq!(stored.restarted.expect("a restart").old, format!("{:08x}", own ^ 1));
     // A long message is whole, though its record cuts it.
     let bad = ModelSpec { codec: "x".repeat(1000), ..spec("m") };

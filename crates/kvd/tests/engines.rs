@@ -2,22 +2,20 @@
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a test may fail")]
 
-#[path = "support/calls.rs"]
-mod calls;
 mod support;
 
-use calls::{Shape, floats};
 use kvd::RunningDaemon;
 use kvd_client::{
     AnswerForm, AttendBatch, AttendLayout, AttendQuery, Client, ClientError, DType, ErrorCode,
     LseBase, LseOrder, ModelSpec, RegionClient, RegionOptions,
 };
 use kvd_proto::v1::{self, kvd_client::KvdClient};
+use kvd_testkit::calls::{CallShape, read_floats};
 use support::{rpc, start};
 use tonic::transport::Channel;
 
-fn shape() -> Shape {
-    Shape { kv_heads: 2, q_heads: 4, dim: 64, block_tokens: 64, dtype: DType::F16 }
+fn shape() -> CallShape {
+    CallShape { kv_heads: 2, q_heads: 4, dim: 64, block_tokens: 64, dtype: DType::F16 }
 }
 
 /// Calls that block, beside a daemon in this process.
@@ -49,17 +47,17 @@ impl Host {
 
     /// Two sequences, of 100 and 70 tokens, and queries of three and one tokens over them.
     async fn stored_batch(&self, dtype: DType) -> AttendBatch {
-        let model = self.client.register_model(shape().spec("m", "raw")).await.unwrap().model;
+        let model = self.client.register_model(shape().model_spec("m", "raw")).await.unwrap().model;
         let mut sequences = Vec::new();
         for (seed, tokens) in [(1, 100), (2, 70)] {
             let sequence = self.client.open_sequence(model).await.unwrap();
-            self.client.store_chunk(shape().chunk(sequence, seed, 0, tokens)).await.unwrap();
+            self.client.store_chunk(shape().store_chunk(sequence, seed, 0, tokens)).await.unwrap();
             sequences.push(sequence);
         }
-        let batch = shape().batch(model, &[sequences[0]; 4]);
+        let batch = shape().attend_batch(model, &[sequences[0]; 4]);
         let queries = vec![AttendQuery::new(sequences[0], 3), AttendQuery::new(sequences[1], 1)];
         let mut q = vec![0; batch.q.len() / 4 * dtype.size_bytes()];
-        dtype.narrow_values(&floats(&batch.q), &mut q);
+        dtype.narrow_values(&read_floats(&batch.q), &mut q);
         AttendBatch { queries, dtype, q: q.into(), ..batch }
     }
 
@@ -79,7 +77,7 @@ impl Host {
             memory.read_bytes(at.out.offset, &mut out).expect("inside");
             let mut lse = vec![0; at.lse.bytes as usize];
             memory.read_bytes(at.lse.offset, &mut lse).expect("inside");
-            Ok((out, floats(&lse)))
+            Ok((out, read_floats(&lse)))
         })
     }
 }
@@ -113,7 +111,7 @@ async fn answers_come_in_the_form_that_is_asked_for() {
                     assert_eq!(out, source.out, "{dtype:?} {form:?}");
                 } else {
                     let mut narrow = vec![0; right.out.len() / 4 * to.size_bytes()];
-                    to.narrow_values(&floats(&right.out), &mut narrow);
+                    to.narrow_values(&read_floats(&right.out), &mut narrow);
                     assert_eq!(out, narrow, "{dtype:?} {form:?}");
                 }
                 let wanted = (0..16).map(|at| match lse_order {
@@ -189,12 +187,12 @@ async fn a_daemon_says_what_an_engine_must_know() {
     // Whatever a list says needs no calibration registers without one, and pages as it says.
     let codecs = host.client.list_codecs().await.unwrap();
     assert!(codecs.iter().any(|codec| codec.name == info.codec_default));
-    let shape = Shape { dim: 128, ..shape() };
-    let geometry = shape.spec("", "").geometry;
+    let shape = CallShape { dim: 128, ..shape() };
+    let geometry = shape.model_spec("", "").geometry;
     for codec in &codecs {
         // A name has no plus.
         let name = codec.name.replace('+', "-");
-        let spec = ModelSpec { name: name.clone(), ..shape.spec("", &codec.name) };
+        let spec = ModelSpec { name: name.clone(), ..shape.model_spec("", &codec.name) };
         let registered = host.client.register_model(spec.clone()).await;
         let refused = registered.as_ref().err();
         assert_eq!(refused.is_some(), codec.needs_calibration, "{}: {refused:?}", codec.name);
@@ -222,7 +220,7 @@ async fn windows_of_a_registration_replace_those_of_the_codec() {
     let host = Host::start().await;
     let mut rpc = host.rpc.clone();
     let request = |name: &str, codec: &str, windows: Option<v1::Windows>| {
-        let spec = ModelSpec { name: name.to_owned(), ..shape().spec("", codec) };
+        let spec = ModelSpec { name: name.to_owned(), ..shape().model_spec("", codec) };
         v1::RegisterModelRequest { windows, ..spec.into() }
     };
     let none = Some(v1::Windows { sink: None, recent: Some(0) });
@@ -239,7 +237,7 @@ async fn windows_of_a_registration_replace_those_of_the_codec() {
     for (model_id, packed) in [(bare.model_id, 2), (default.model_id, 0)] {
         let model = kvd_client::ModelId(model_id);
         let sequence = host.client.open_sequence(model).await.unwrap();
-        host.client.store_chunk(shape().chunk(sequence, 1, 0, 130)).await.unwrap();
+        host.client.store_chunk(shape().store_chunk(sequence, 1, 0, 130)).await.unwrap();
         let described = host.client.describe_sequence(sequence).await.unwrap();
         assert_eq!(described.packed_blocks, packed);
     }

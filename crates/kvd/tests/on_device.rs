@@ -2,30 +2,25 @@
 //! `KVD_GPU_DAEMON` names a program with kernels in it, which serves from the first GPU (`xtask gpu
 //! run`); without it the program that was built here serves from the processor.
 #![cfg(target_os = "linux")]
-#![expect(clippy::unwrap_used, reason = "a test may fail")]
 
-#[path = "support/calls.rs"]
-mod calls;
 #[path = "serve/process.rs"]
 #[expect(dead_code, reason = "each test file uses its part")]
 mod process;
-#[path = "../../kvd-cuda/tests/worker/mod.rs"]
-mod worker;
 
-use calls::{MOST_APART, Shape, apart, floats, get};
 use kvd_client::{
     AttendLayout, Attended, Client, DType, ModelId, RegionClient, RegionDevice, RegionKind,
     RegionOptions, RegionSlice, SequenceId, StoreChunk,
 };
 use kvd_compute::RegionHandle;
+use kvd_testkit::calls::{CallShape, MOST_APART, get_page, largest_distance, read_floats};
+use kvd_testkit::gpu_worker::{MemoryKind, WorkerProcess};
 use process::Process;
 use std::path::Path;
 use std::time::{Duration, Instant};
-use worker::{Kind, Worker};
 
 /// A layer of Llama-3.1-8B: kernels with the shapes of presets are for such heads.
-const SHAPE: Shape =
-    Shape { kv_heads: 8, q_heads: 32, dim: 128, block_tokens: 64, dtype: DType::F16 };
+const SHAPE: CallShape =
+    CallShape { kv_heads: 8, q_heads: 32, dim: 128, block_tokens: 64, dtype: DType::F16 };
 /// None needs a calibration.
 const CODECS: [&str; 6] =
     ["raw", "fp8", "kivi-4; recent=32", "kvcomp-channel; recent=32", "kvcomp; recent=32", "kivi-2"];
@@ -61,7 +56,7 @@ async fn start(device: &str, flags: &[&str]) -> (Process, Client) {
     let began = Instant::now();
     let seconds = std::env::var(STEP_SECONDS).ok().and_then(|seconds| seconds.parse().ok());
     let within = seconds.map_or(READY_WITHIN, Duration::from_secs);
-    while get(daemon.admin(), "/readyz").0 != 200 {
+    while get_page(daemon.admin(), "/readyz").0 != 200 {
         assert!(began.elapsed() < within, "{device} does not become ready");
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -72,12 +67,12 @@ async fn start(device: &str, flags: &[&str]) -> (Process, Client) {
 /// Registers a model and opens a sequence of it.
 async fn open(client: &Client, codec: &str) -> (ModelId, SequenceId) {
     let name = codec.split(';').next().expect("a preset");
-    let model = client.register_model(SHAPE.spec(name, codec)).await.expect("register").model;
+    let model = client.register_model(SHAPE.model_spec(name, codec)).await.expect("register").model;
     (model, client.open_sequence(model).await.expect("open"))
 }
 
 async fn ask(client: &Client, (model, sequence): (ModelId, SequenceId)) -> Attended {
-    client.attend_batch(SHAPE.batch(model, &[sequence])).await.expect("attend")
+    client.attend_batch(SHAPE.attend_batch(model, &[sequence])).await.expect("attend")
 }
 
 /// The sum of a metric's samples that have a label.
@@ -105,23 +100,24 @@ async fn a_daemon_on_a_device_holds_and_answers_what_one_on_the_processor_does()
         let mut length = 0;
         for tokens in STORED {
             for (client, (_, sequence)) in [(&client, mine), (&reference, theirs)] {
-                let stored = client.store_chunk(SHAPE.chunk(sequence, 1, length, tokens)).await;
+                let stored =
+                    client.store_chunk(SHAPE.store_chunk(sequence, 1, length, tokens)).await;
                 assert_eq!(stored.expect("store").length, length + tokens);
             }
             length += tokens;
             let right = ask(&reference, theirs).await;
             // Launched kernel by kernel, made a graph, launched as one.
             for _ in 0..3 {
-                let apart = apart(&ask(&client, mine).await, &right);
+                let apart = largest_distance(&ask(&client, mine).await, &right);
                 assert!(apart < MOST_APART, "{codec}, {length} tokens: {apart:.1e}");
                 farthest = farthest.max(apart);
             }
         }
         let [rows, right] = [(&client, mine.1), (&reference, theirs.1)]
-            .map(|(client, sequence)| client.load_rows(Shape::range(sequence, length)));
+            .map(|(client, sequence)| client.load_rows(CallShape::load_range(sequence, length)));
         assert!(rows.await.expect("load") == right.await.expect("load"), "{codec}: rows differ");
     }
-    let (_, page) = get(daemon.admin(), "/metrics");
+    let (_, page) = get_page(daemon.admin(), "/metrics");
     let calls = (CODECS.len() * STORED.len()) as f64;
     assert_eq!(metric(&page, "kvd_ready", ""), 1.0, "{page}");
     assert_eq!(metric(&page, "kvd_attended_layer_query_tokens_total", ""), 3.0 * calls, "{page}");
@@ -143,7 +139,7 @@ async fn a_daemon_on_a_device_holds_and_answers_what_one_on_the_processor_does()
 /// Memory of a region's payloads: a worker's memory of a GPU, or the region's own.
 struct Payloads {
     region: RegionClient,
-    worker: Option<Worker>,
+    worker: Option<WorkerProcess>,
 }
 
 impl Payloads {
@@ -155,7 +151,7 @@ impl Payloads {
                 worker: None,
             };
         }
-        let (worker, handle, bytes) = Worker::start_with(Kind::Ipc, Some(bytes));
+        let (worker, handle, bytes) = WorkerProcess::start_with(MemoryKind::Ipc, Some(bytes));
         let RegionHandle::CudaIpc(handle) = handle else { panic!("not the handle of {handle:?}") };
         let options = options.with_device(RegionDevice::CudaIpc(handle), bytes);
         let region = RegionClient::open_region(socket, &options).expect("a region");
@@ -166,14 +162,14 @@ impl Payloads {
 
     fn write(&mut self, to: RegionSlice, bytes: &[u8]) {
         match &mut self.worker {
-            Some(worker) => worker.write(to.offset, bytes),
+            Some(worker) => worker.write_memory(to.offset, bytes),
             None => self.region.memory().write_bytes(to.offset, bytes).expect("inside"),
         }
     }
 
     fn read(&mut self, from: RegionSlice) -> Vec<u8> {
         if let Some(worker) = &mut self.worker {
-            return worker.read(from.offset, from.bytes);
+            return worker.read_memory(from.offset, from.bytes);
         }
         let mut bytes = vec![0; from.bytes as usize];
         self.region.memory().read_bytes(from.offset, &mut bytes).expect("inside");
@@ -205,7 +201,7 @@ impl Payloads {
         self.write(at.q, &batch.q);
         self.region.send_attend(batch, at).expect("send");
         self.region.wait_call(0).expect("attend");
-        let lse = floats(&self.read(at.lse));
+        let lse = read_floats(&self.read(at.lse));
         Attended { out: self.read(at.out).into(), lse, query_errors: Vec::new() }
     }
 }
@@ -221,19 +217,21 @@ async fn a_worker_of_a_daemon_on_a_device_stores_and_attends_in_shared_memory() 
     let mut payloads = tokio::task::block_in_place(|| Payloads::open(&socket, REGION_BYTES));
     // As many tokens as the memory has room for at once.
     for start in (0..160).step_by(16) {
-        client.store_chunk(SHAPE.chunk(other, 5, start, 16)).await.expect("store");
-        let chunk = SHAPE.chunk(sequence, 5, start, 16);
+        client.store_chunk(SHAPE.store_chunk(other, 5, start, 16)).await.expect("store");
+        let chunk = SHAPE.store_chunk(sequence, 5, start, 16);
         assert_eq!(tokio::task::block_in_place(|| payloads.store(chunk)), start + 16);
     }
-    let [rows, right] = [sequence, other].map(|of| client.load_rows(Shape::range(of, 160)));
+    let [rows, right] =
+        [sequence, other].map(|of| client.load_rows(CallShape::load_range(of, 160)));
     assert!(rows.await.expect("load") == right.await.expect("load"));
     let right = ask(&client, (model, sequence)).await;
     for _ in 0..3 {
-        let batch = SHAPE.batch(model, &[sequence]);
-        let apart = apart(&tokio::task::block_in_place(|| payloads.attend(batch)), &right);
+        let batch = SHAPE.attend_batch(model, &[sequence]);
+        let apart =
+            largest_distance(&tokio::task::block_in_place(|| payloads.attend(batch)), &right);
         assert!(apart < MOST_APART, "{apart:.1e}");
     }
-    let (_, page) = get(daemon.admin(), "/metrics");
+    let (_, page) = get_page(daemon.admin(), "/metrics");
     let of = |label| metric(&page, "kvd_region_calls_total", label);
     let place =
         if payloads.worker.is_some() { "payloads=\"in_place\"" } else { "payloads=\"file\"" };
@@ -241,7 +239,7 @@ async fn a_worker_of_a_daemon_on_a_device_stores_and_attends_in_shared_memory() 
     let Payloads { region, worker } = payloads;
     drop((region, client));
     if let Some(worker) = worker {
-        worker.end();
+        worker.end_process();
     }
     stop(daemon);
 }
@@ -249,7 +247,7 @@ async fn a_worker_of_a_daemon_on_a_device_stores_and_attends_in_shared_memory() 
 /// Seconds of each store of so many tokens of one sequence, of the same rows, from the call to the
 /// answer; and the bytes of those rows.
 fn time_stores(payloads: &mut Payloads, sequence: SequenceId, tokens: u32) -> (Vec<f64>, u64) {
-    let mut chunk = SHAPE.chunk(sequence, 5, 0, tokens);
+    let mut chunk = SHAPE.store_chunk(sequence, 5, 0, tokens);
     let places = payloads.place(&chunk);
     // They are in the region.
     (chunk.k, chunk.v) = Default::default();
@@ -292,7 +290,7 @@ async fn stores_of_a_worker_are_timed_from_call_to_answer() {
     let Payloads { region, worker } = payloads;
     drop((region, client));
     if let Some(worker) = worker {
-        worker.end();
+        worker.end_process();
     }
     stop(daemon);
 }

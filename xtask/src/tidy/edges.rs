@@ -39,6 +39,8 @@ const MEMBERS: &[(&str, &[&str])] = &[
             "kvd-eval",
         ],
     ),
+    // Used by tests alone: of every crate, and of fuzzing.
+    ("kvd-testkit", &["kvd-core", "kvd-codec", "kvd-compute", "kvd-client", "kvd-shm"]),
     // Only tests use the daemon as a library.
     (
         "kvd-tests",
@@ -47,6 +49,7 @@ const MEMBERS: &[(&str, &[&str])] = &[
             "kvd-codec",
             "kvd-proto",
             "kvd-shm",
+            "kvd-testkit",
             "kvd-tier",
             "kvd-client",
             "kvd-eval",
@@ -63,9 +66,15 @@ const TESTS: &[(&str, &[&str])] = &[
     // A daemon compiles kernels for every GPU.
     ("xtask", &["kvd-cuda"]),
     // Descriptors come over a Unix socket.
-    ("kvd-cuda", &["kvd-shm"]),
+    ("kvd-cuda", &["kvd-shm", "kvd-testkit"]),
+    ("kvd-codec", &["kvd-testkit"]),
+    ("kvd-compute", &["kvd-testkit"]),
+    ("kvd", &["kvd-testkit"]),
     // The daemon, and a client of it, over the CUDA backend with its kernels on the CPU.
-    ("kvd-emu", &["kvd-core", "kvd-codec", "kvd-compute", "kvd-cuda", "kvd-client", "kvd"]),
+    (
+        "kvd-emu",
+        &["kvd-core", "kvd-codec", "kvd-compute", "kvd-cuda", "kvd-client", "kvd-testkit", "kvd"],
+    ),
 ];
 
 /// Crates that a member must never reach, not even through others.

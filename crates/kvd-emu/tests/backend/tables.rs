@@ -27,11 +27,11 @@ fn a_model_whose_tables_have_no_room_is_refused_before_it_is_registered() {
     if !is_available() {
         return;
     }
-    let codec = |text: &str| suite::codec(text, RopePairing::Half);
+    let codec = |text: &str| conformance::make_codec(text, RopePairing::Half);
     let [small, large] = ["kivi-4", "kvd-2"].map(|text| room(&codec(text)));
     let table_bytes = small + large - 256;
     let (mut backend, watch, part) = with_rows(CudaOptions { table_bytes, ..OPTIONS });
-    let plan = suite::attend_plan(vec![part.clone()], 1);
+    let plan = conformance::attend_plan(vec![part.clone()], 1);
     let first = backend.attend(&plan).unwrap();
     let refused = backend.supports(&codec("kvd-2")).unwrap_err();
     assert_eq!(refused.code(), ErrorCode::LimitExceeded);
@@ -70,8 +70,8 @@ fn a_model_has_room_for_every_version_of_its_huffman_tables() {
         "kvcomp; k[head=1]=uniform(b=2,axis=channel)/huffman; v[head=0]=fp8",
     ];
     let mut trained = 0;
-    for text in suite::codecs().chain(others) {
-        let mut codec = suite::codec(text, RopePairing::Half);
+    for text in conformance::list_codecs().chain(others) {
+        let mut codec = conformance::make_codec(text, RopePairing::Half);
         let layer = LayerIndex(0);
         let room = layer_room(&codec).1;
         for version in 0..=ModelCodec::TABLE_VERSIONS_MAX as u32 {
@@ -126,7 +126,7 @@ fn first_tables_of_a_layer_are_the_hosts_and_its_rows_stay_on_the_device() {
             threads: 1,
         })
         .unwrap();
-        host.register(ModelId(1), suite::codec(text, RopePairing::Half));
+        host.register(ModelId(1), conformance::make_codec(text, RopePairing::Half));
         // All at once; a block at a time; none, so that the host counts.
         for (scratch_bytes, counted, whole) in
             [(1 << 20, true, true), (12 << 10, true, false), (512, false, false)]
@@ -138,7 +138,7 @@ fn first_tables_of_a_layer_are_the_hosts_and_its_rows_stay_on_the_device() {
             let both = IncomingRows { tokens: 8, k: bytes.clone().into(), v: bytes.into() };
             let to = RawTarget { extent: blocks[0].extent, capacity_rows: 8, first_row: 0 };
             host.unregister(ModelId(1));
-            host.register(ModelId(1), suite::codec(text, RopePairing::Half));
+            host.register(ModelId(1), conformance::make_codec(text, RopePairing::Half));
             host.write(ModelId(1), &both, 0, 8, to).unwrap();
             let wanted = host.encode(ModelId(1), LayerIndex(0), &blocks).unwrap();
             let encoded = backend.encode(ModelId(1), LayerIndex(0), &blocks).unwrap();

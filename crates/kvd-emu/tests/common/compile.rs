@@ -1,7 +1,7 @@
 //! Kernels that are compiled while the backend runs: by a made-up compiler, whose images name the
 //! kernels in them, which the CPU lane has from the same text (`late.rs`).
 
-use super::{OPTIONS, blocks, suite};
+use super::{OPTIONS, blocks};
 use crate::driver::{EmuDriver, Fail, Watch};
 use crate::streams::Pace;
 use kvd_codec::ModelCodec;
@@ -13,6 +13,7 @@ use kvd_cuda::{
     CompileError, CompileEvent, CompileReport, CudaBackend, KernelCompiler, KernelSource,
 };
 use kvd_emu::{ThreadOrder, is_available};
+use kvd_testkit::conformance;
 use parking_lot::Mutex;
 use std::path::Path;
 use std::sync::Arc;
@@ -82,8 +83,8 @@ impl Seen {
     /// Stores a block and attends to it; gives the answer and the launched kernels.
     fn attend(&mut self) -> (Vec<u8>, Vec<String>) {
         self.watch.lock().kernels.clear();
-        let part = store(&mut self.backend, suite::codec(self.codec, RopePairing::Half));
-        let answer = self.backend.attend(&suite::attend_plan(vec![part], 1)).unwrap();
+        let part = store(&mut self.backend, conformance::make_codec(self.codec, RopePairing::Half));
+        let answer = self.backend.attend(&conformance::attend_plan(vec![part], 1)).unwrap();
         let kernels = self.watch.lock().kernels.clone();
         (answer.out, kernels.into_iter().filter(|name| name.contains("attend")).collect())
     }
@@ -177,9 +178,9 @@ fn units_are_cut_for_the_kernel_that_serves() {
     let folder = tempfile::tempdir().unwrap();
     let Seen { mut backend, watch, go, events, .. } = Seen::new(folder.path(), "one");
     // Registered once; pages enough for the thread blocks of both heads that the GPU holds.
-    let part = store(&mut backend, suite::codec(MIXED, RopePairing::Half));
+    let part = store(&mut backend, conformance::make_codec(MIXED, RopePairing::Half));
     let parts = (0..200).map(|page| PlanPart { first_token: 8 * page, ..part.clone() });
-    let plan = suite::attend_plan(parts.collect(), 1);
+    let plan = conformance::attend_plan(parts.collect(), 1);
     let mut launched = || {
         let mut seen = watch.lock();
         seen.kernels.clear();
@@ -208,7 +209,7 @@ fn windows_and_ranges_of_such_a_pair_are_answered_before_and_after() {
     let folder = tempfile::tempdir().unwrap();
     let Seen { mut backend, watch, go, events, .. } = Seen::new(folder.path(), "one");
     go.send(Ok(())).unwrap();
-    suite::late(&mut backend, || events.lock().iter().any(Seen::is_ready));
+    conformance::check_late_kernel(&mut backend, || events.lock().iter().any(Seen::is_ready));
     let kernels = watch.lock().kernels.clone();
     let last = kernels.iter().rfind(|name| name.contains("uniform"));
     assert_eq!(last.map(String::as_str), Some(TENSOR), "{kernels:?}");
@@ -218,7 +219,7 @@ fn windows_and_ranges_of_such_a_pair_are_answered_before_and_after() {
 fn a_pair_with_a_kernel_of_its_own_is_not_compiled() {
     let folder = tempfile::tempdir().unwrap();
     let mut seen = Seen::going(folder.path(), "one");
-    seen.backend.register(ModelId(1), suite::codec("kivi-4", RopePairing::Half));
+    seen.backend.register(ModelId(1), conformance::make_codec("kivi-4", RopePairing::Half));
     drop(seen.backend);
     assert_eq!((seen.compiled.lock().len(), seen.events.lock().len()), (0, 0));
 }

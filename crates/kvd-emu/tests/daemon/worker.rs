@@ -62,7 +62,7 @@ impl Worker {
             self.region.wait_call(512)
         })?;
         let at = |at: RegionSlice| &self.memory.bytes()[at.offset as usize..][..at.bytes as usize];
-        let (out, lse) = (at(out).to_vec().into(), floats(at(lse)));
+        let (out, lse) = (at(out).to_vec().into(), read_floats(at(lse)));
         Ok(Attended { out, lse, query_errors: Vec::new() })
     }
 }
@@ -74,13 +74,13 @@ async fn a_worker_stores_and_attends_in_its_own_memory_as_in_messages() {
         let models = daemon.models(CODECS[0]).await;
         let both = daemon.open(models).await;
         daemon.grow(both, 5, 0, 70).await;
-        let next = SHAPE.chunk(both[0], 5, 70, 30);
-        let worker = Worker::open(&daemon, kind, SHAPE.batch(models[0], &both[..1]), next);
+        let next = SHAPE.store_chunk(both[0], 5, 70, 30);
+        let worker = Worker::open(&daemon, kind, SHAPE.attend_batch(models[0], &both[..1]), next);
         assert_eq!(worker.store().unwrap()[..2], [100, 0]);
-        daemon.client.store_chunk(SHAPE.chunk(both[1], 5, 70, 30)).await.unwrap();
+        daemon.client.store_chunk(SHAPE.store_chunk(both[1], 5, 70, 30)).await.unwrap();
         daemon.assert_same(models, &[(both, 100)], "stored from a worker's memory").await;
         let right = daemon.attend(models[0], &both[..1]).await.unwrap();
-        let apart = apart(&worker.attend().unwrap(), &right);
+        let apart = largest_distance(&worker.attend().unwrap(), &right);
         assert!(apart < MOST_APART, "{kind:?}: {apart:.1e}");
         {
             // Nothing of it went through messages or the host's copies.
@@ -107,10 +107,10 @@ async fn memory_of_a_descriptor_is_given_back_when_its_worker_is_gone() {
     let Some(daemon) = Daemon::start(Pace::Late).await else { return };
     let model = daemon.model("gpu", CODECS[0]).await;
     let sequence = daemon.client.open_sequence(model).await.unwrap();
-    daemon.client.store_chunk(SHAPE.chunk(sequence, 8, 0, 70)).await.unwrap();
+    daemon.client.store_chunk(SHAPE.store_chunk(sequence, 8, 0, 70)).await.unwrap();
     for seed in 0..3 {
-        let next = SHAPE.chunk(sequence, 8, 70 + 10 * seed, 10);
-        let worker = Worker::open(&daemon, Kind::Fd, SHAPE.batch(model, &[sequence]), next);
+        let next = SHAPE.store_chunk(sequence, 8, 70 + 10 * seed, 10);
+        let worker = Worker::open(&daemon, Kind::Fd, SHAPE.attend_batch(model, &[sequence]), next);
         assert_eq!(worker.store().unwrap()[0], 80 + 10 * seed);
         worker.attend().unwrap();
         let Worker { region, memory, .. } = worker;

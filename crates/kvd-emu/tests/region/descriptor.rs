@@ -12,7 +12,7 @@ fn a_descriptor_is_mapped_for_each_region_and_nothing_of_it_stays() {
     let options = CudaOptions { graphs: 0, ..OPTIONS };
     let (mut fixture, part) = with_rows_as(Kind::Fd, "raw", options);
     let plan = plan(&part, DType::F32, 2, &[1]);
-    let (places, lengths) = fixture.backend.places(&plan);
+    let (places, lengths) = fixture.backend.plan_places(&plan);
     let right = fixture.backend.attend(&plan).unwrap();
     let Fixture { backend, watch, memory, .. } = &mut fixture;
     let by_host = backend.backend.attend(&plan).unwrap();

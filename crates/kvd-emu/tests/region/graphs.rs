@@ -12,7 +12,7 @@ fn without_graphs(text: &str) -> (Fixture, PlanPart) {
 
 /// Attends in the fixture's region, without what its suite does around it.
 fn ask(fixture: &mut Fixture, plan: &AttendPlan) -> Result<(), ErrorCode> {
-    let (places, _) = fixture.backend.places(plan);
+    let (places, _) = fixture.backend.plan_places(plan);
     let backend = &mut fixture.backend.backend;
     let asked = backend.attend_in_place(plan, &places, &mut || {});
     asked.map(|_| ()).map_err(|error| error.code())
@@ -67,7 +67,7 @@ fn launches_that_repeat_become_a_graph_that_follows_what_changes() {
 /// Asks a plan's own queries, and says how often kernels were launched, graphs made, changed and
 /// launched for it.
 fn asked(fixture: &mut Fixture, plan: &AttendPlan) -> [usize; 4] {
-    let (places, _) = fixture.backend.places(plan);
+    let (places, _) = fixture.backend.plan_places(plan);
     fixture.backend.backend.write_region(places.region, places.q, &plan.q).unwrap();
     let calls = |fixture: &Fixture| {
         let watch = fixture.watch.lock();
@@ -334,7 +334,7 @@ fn given_up_under_way(planted: Planted) -> Vec<String> {
     let plan = plan(&part, DType::F32, 2, &[1]);
     fixture.backend.repeat = 2;
     fixture.backend.attend(&plan).unwrap();
-    let (places, _) = fixture.backend.places(&plan);
+    let (places, _) = fixture.backend.plan_places(&plan);
     let Fixture { backend, watch, memory, .. } = fixture;
     let mut backend = backend.backend;
     let graphs = watch.lock().graphs;

@@ -111,7 +111,7 @@ fn pages(backend: &mut CudaBackend, writes: &[PlannedWrite]) -> (Vec<Vec<u32>>, 
 }
 
 pub(super) fn stage(fixture: &mut Fixture, rows: &IncomingRows) -> (RegionRows, StagedRows) {
-    let (places, _) = fixture.backend.leave(rows, 0..rows.tokens).unwrap();
+    let (places, _) = fixture.backend.leave_rows(rows, 0..rows.tokens).unwrap();
     let staged = fixture.backend.backend.stage_rows(MODEL, &places).unwrap();
     (places, staged.expect("room for them"))
 }
@@ -182,7 +182,7 @@ fn a_check_of_each_thread_block_is_all_that_a_store_brings_to_the_host() {
     let geometry = shaped((2, 64, 64), DType::F16);
     let mut fixture = registered("raw", &geometry, (ThreadOrder::Ascending, Pace::Late));
     let (rows, writes) = (incoming(&geometry, 70, 0.5), writes(&geometry, 3, 70));
-    let (places, _) = fixture.backend.leave(&rows, 0..70).unwrap();
+    let (places, _) = fixture.backend.leave_rows(&rows, 0..70).unwrap();
     let backend = &mut fixture.backend.backend;
     // Earlier copies are still under way.
     backend.read_region(places.region, 0, &mut [0]).unwrap();
@@ -326,7 +326,7 @@ fn rows_outside_a_region_unaligned_or_of_no_model_are_refused_before_any_launch(
     let geometry = shaped((2, 64, 64), DType::F16);
     let mut fixture = registered("raw", &geometry, (ThreadOrder::Ascending, Pace::Late));
     let rows = incoming(&geometry, 8, 0.3);
-    let (good, _) = fixture.backend.leave(&rows, 0..8).unwrap();
+    let (good, _) = fixture.backend.leave_rows(&rows, 0..8).unwrap();
     let backend = &mut fixture.backend.backend;
     let (size, bytes) = (REGION_BYTES as u64, rows.k.len() as u64);
     for places in [
@@ -404,7 +404,7 @@ fn more_rows_than_scratch_memory_holds_are_not_staged_and_the_device_goes_on() {
     let mut backend = InPlace::new(backend, region, &geometry);
     for (tokens, fits) in [(32, false), (28, true), (64, false), (1, true)] {
         let rows = incoming(&geometry, tokens, 0.3);
-        let (places, _) = backend.leave(&rows, 0..tokens).unwrap();
+        let (places, _) = backend.leave_rows(&rows, 0..tokens).unwrap();
         let staged = backend.backend.stage_rows(MODEL, &places).unwrap();
         assert_eq!(staged.is_some(), fits, "{tokens} tokens of 512 bytes");
     }

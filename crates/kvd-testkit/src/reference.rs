@@ -3,13 +3,46 @@
 //! Written from the words of `kvd.proto` alone. It runs in f64, where it is the truth, and in f32
 //! and with f16 factors, where its error says what that precision costs anybody.
 
-use crate::engine::QueryBatch;
-use crate::kv::{LayerRows, ModelShape};
+use crate::rows::{LayerRows, ModelShape, round_values};
 use half::f16;
-use kvd_client::AttendQuery;
+use kvd_client::{AttendQuery, DType, LayerIndex};
+
+/// A batch of queries.
+#[derive(Clone, Debug)]
+pub struct QueryBatch {
+    /// The layer.
+    pub layer: LayerIndex,
+    /// Dtype of the queries and the answer.
+    pub dtype: DType,
+    /// Factor on scores.
+    pub scale: Option<f32>,
+    /// Soft cap of scores.
+    pub soft_cap: Option<f32>,
+    /// Who sees what.
+    pub queries: Vec<AttendQuery>,
+    /// `[sum of n_q, q_heads, head_dim_k]`, exactly representable in `dtype`.
+    pub q: Vec<f32>,
+}
+
+impl QueryBatch {
+    /// The question in another precision.
+    #[must_use]
+    pub fn in_dtype(&self, dtype: DType) -> Self {
+        Self { dtype, q: round_values(dtype, &self.q), ..self.clone() }
+    }
+}
+
+/// The answer to a [`QueryBatch`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct BatchAnswer {
+    /// `[sum of n_q, q_heads, head_dim_v]`.
+    pub out: Vec<f32>,
+    /// `[sum of n_q, q_heads]`.
+    pub lse: Vec<f32>,
+}
 
 /// A floating-point format in which to compute.
-pub trait RealNumber:
+trait RealNumber:
     Copy
     + PartialOrd
     + std::ops::Add<Output = Self>
@@ -28,13 +61,13 @@ pub trait RealNumber:
     /// For the comparison.
     fn to_f64(self) -> f64;
     /// `e^self`.
-    fn exp(self) -> Self;
+    fn to_exp(self) -> Self;
     /// Natural logarithm.
-    fn ln(self) -> Self;
+    fn to_ln(self) -> Self;
     /// Hyperbolic tangent.
-    fn tanh(self) -> Self;
+    fn to_tanh(self) -> Self;
     /// Square root.
-    fn sqrt(self) -> Self;
+    fn to_sqrt(self) -> Self;
 }
 
 macro_rules! real {
@@ -50,19 +83,19 @@ macro_rules! real {
                 f64::from(self)
             }
 
-            fn exp(self) -> Self {
+            fn to_exp(self) -> Self {
                 $type::exp(self)
             }
 
-            fn ln(self) -> Self {
+            fn to_ln(self) -> Self {
                 $type::ln(self)
             }
 
-            fn tanh(self) -> Self {
+            fn to_tanh(self) -> Self {
                 $type::tanh(self)
             }
 
-            fn sqrt(self) -> Self {
+            fn to_sqrt(self) -> Self {
                 $type::sqrt(self)
             }
         }
@@ -75,7 +108,7 @@ real!(f64);
 /// Sums of f32 whose factors, queries and softmax weights, are f16: the arithmetic of attention
 /// kernels on tensor cores.
 #[derive(Clone, Copy, PartialEq, PartialOrd)]
-pub struct HalfFactors(f32);
+struct HalfFactors(f32);
 
 macro_rules! half_operators {
     ($($operator:ident, $method:ident);*) => {
@@ -106,24 +139,24 @@ impl RealNumber for HalfFactors {
         f64::from(self.0)
     }
 
-    fn exp(self) -> Self {
+    fn to_exp(self) -> Self {
         Self(self.0.exp())
     }
 
-    fn ln(self) -> Self {
+    fn to_ln(self) -> Self {
         Self(self.0.ln())
     }
 
-    fn tanh(self) -> Self {
+    fn to_tanh(self) -> Self {
         Self(self.0.tanh())
     }
 
-    fn sqrt(self) -> Self {
+    fn to_sqrt(self) -> Self {
         Self(self.0.sqrt())
     }
 }
 
-/// The exact answer to a question.
+/// The answer of a reference.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ReferenceAnswer {
     /// `[sum of n_q, q_heads, head_dim_v]`.
@@ -136,12 +169,36 @@ pub struct ReferenceAnswer {
     pub largest_term: f64,
 }
 
+/// The arithmetic of a reference.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReferenceArithmetic {
+    /// f64 throughout: the truth.
+    Double,
+    /// f32 throughout.
+    Single,
+    /// f32 sums, but f16 queries and softmax weights.
+    HalfFactors,
+}
+
 /// Answers `question` over `rows`: for each of its queries, the rows of its sequence.
 ///
 /// # Panics
 /// When there are not as many `rows` as queries.
 #[must_use]
-pub fn attend_reference<T: RealNumber>(
+pub fn attend_reference(
+    arithmetic: ReferenceArithmetic,
+    shape: &ModelShape,
+    question: &QueryBatch,
+    rows: &[&LayerRows],
+) -> ReferenceAnswer {
+    match arithmetic {
+        ReferenceArithmetic::Double => attend_in::<f64>(shape, question, rows),
+        ReferenceArithmetic::Single => attend_in::<f32>(shape, question, rows),
+        ReferenceArithmetic::HalfFactors => attend_in::<HalfFactors>(shape, question, rows),
+    }
+}
+
+fn attend_in<T: RealNumber>(
     shape: &ModelShape,
     question: &QueryBatch,
     rows: &[&LayerRows],
@@ -160,7 +217,7 @@ pub fn attend_reference<T: RealNumber>(
                 let at = (token * shape.q_heads() as usize + head as usize) * dim;
                 let one = QueryHead { shape, question, head: (head / shape.group) as usize };
                 let q: Vec<T> = q[at..at + dim].iter().map(|q| q.round_factor()).collect();
-                one.attend_head(&q, (&k, &v), &seen, &mut reference);
+                one.attend_head(&q, &k, &v, &seen, &mut reference);
             }
             token += 1;
         }
@@ -194,7 +251,8 @@ impl QueryHead<'_> {
     fn attend_head<T: RealNumber>(
         &self,
         q: &[T],
-        (k, v): (&[T], &[T]),
+        k: &[T],
+        v: &[T],
         seen: &[usize],
         reference: &mut ReferenceAnswer,
     ) {
@@ -209,7 +267,7 @@ impl QueryHead<'_> {
         let mut sum = T::ZERO;
         let mut largest_value = 0f64;
         for (token, score) in seen.iter().zip(scores) {
-            let weight = (score - max).exp();
+            let weight = (score - max).to_exp();
             sum = sum + weight;
             let at = token * self.shape.v_width() + self.head * dim;
             for (out, value) in out.iter_mut().zip(&v[at..at + dim]) {
@@ -221,7 +279,7 @@ impl QueryHead<'_> {
         }
         reference.largest_value = reference.largest_value.max(largest_value / sum.to_f64());
         reference.out.extend(out.into_iter().map(|out| (out / sum).to_f64()));
-        reference.lse.push((max + sum.ln()).to_f64());
+        reference.lse.push((max + sum.to_ln()).to_f64());
     }
 
     fn largest_term<T: RealNumber>(&self, q: &[T], k: &[T], token: usize) -> f64 {
@@ -241,10 +299,10 @@ impl QueryHead<'_> {
         }
         let scaled = match self.question.scale {
             Some(scale) => dot * T::from_f32(scale),
-            None => dot / T::from_f32(dim as f32).sqrt(),
+            None => dot / T::from_f32(dim as f32).to_sqrt(),
         };
         match self.question.soft_cap {
-            Some(cap) => T::from_f32(cap) * (scaled / T::from_f32(cap)).tanh(),
+            Some(cap) => T::from_f32(cap) * (scaled / T::from_f32(cap)).to_tanh(),
             None => scaled,
         }
     }

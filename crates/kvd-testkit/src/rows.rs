@@ -1,8 +1,8 @@
 //! K and V as an engine has them, and the shape of the model they belong to.
 
-use crate::TestRng;
+use crate::rng::TestRng;
 use bytes::Bytes;
-use kvd_client::{DType, Geometry, RopePairing};
+use kvd_core::{DType, Geometry, RopePairing};
 use std::ops::Range;
 
 /// A model's attention, as its engine sees it.

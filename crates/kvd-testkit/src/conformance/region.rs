@@ -19,24 +19,26 @@ const UNWRITTEN: u8 = 0xA5;
 /// Tokens that are staged at once: a region has room for them.
 const STAGED_TOKENS: u32 = 10;
 
-pub(crate) struct InPlace<B> {
-    pub(crate) backend: B,
+/// A backend whose rows, queries and answers cross a region.
+pub struct InPlace<B> {
+    /// The backend.
+    pub backend: B,
     region: DeviceRegion,
     /// How often each call is made, all with one answer: what repeats may take another way.
-    pub(crate) repeat: usize,
+    pub repeat: usize,
     /// Channels of keys and of values.
-    pub(crate) head_dims: [u64; 2],
+    pub head_dims: [u64; 2],
 }
 
 impl<B: Backend> InPlace<B> {
     /// Over an open region that has room for whatever is asked.
-    pub(crate) fn new(backend: B, region: DeviceRegion, geometry: &Geometry) -> Self {
+    pub fn new(backend: B, region: DeviceRegion, geometry: &Geometry) -> Self {
         let head_dims = [geometry.head_dim_k, geometry.head_dim_v].map(u64::from);
         Self { backend, region, repeat: 1, head_dims }
     }
 
     /// Where a plan's parts are, with a gap before each, and the lengths of its answer.
-    pub(crate) fn places(&self, plan: &AttendPlan) -> (RegionPlaces, [u64; 2]) {
+    pub fn plan_places(&self, plan: &AttendPlan) -> (RegionPlaces, [u64; 2]) {
         let bytes = |dim: u64| plan.rows() * dim * plan.dtype.size_bytes() as u64;
         let after = |end: u64| (end + 1).next_multiple_of(ALIGN);
         let q = ALIGN;
@@ -49,7 +51,7 @@ impl<B: Backend> InPlace<B> {
 
 impl<B: Backend> InPlace<B> {
     /// Leaves tokens of K and V in the region, with a gap before each; where they are.
-    pub(crate) fn leave(
+    pub fn leave_rows(
         &mut self,
         rows: &IncomingRows,
         tokens: Range<u32>,
@@ -67,7 +69,7 @@ impl<B: Backend> InPlace<B> {
     }
 
     fn attend_once(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError> {
-        let (places, lengths) = self.places(plan);
+        let (places, lengths) = self.plan_places(plan);
         self.backend.write_region(self.region, places.q, &plan.q)?;
         let end = (places.lse + lengths[1] + 1).next_multiple_of(ALIGN);
         let blank = vec![UNWRITTEN; (end - places.out) as usize];
@@ -148,7 +150,7 @@ impl<B: Backend> AppendSteps for InPlace<B> {
         while done < count {
             let first = source_row + done;
             let now = STAGED_TOKENS.min(count - done);
-            let (places, [k, v]) = self.leave(rows, first..first + now)?;
+            let (places, [k, v]) = self.leave_rows(rows, first..first + now)?;
             let staged = self.backend.stage_rows(model, &places)?.expect("room for a few tokens");
             assert_eq!(staged.content_hash, content_hash(&k, &v));
             assert!(staged.finite.is_ok(), "{:?}", staged.finite);

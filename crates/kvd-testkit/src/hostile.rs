@@ -1,5 +1,5 @@
-//! The operations that fuzzing applies to bytes, shared by `fuzz/` and by `tests/hostile.rs`, which
-//! replays the corpus and mutations of it without a fuzzer.
+//! The operations that fuzzing applies to bytes, shared by `fuzz/` and by `tests/hostile.rs` of
+//! `kvd-codec`, which replays the corpus and mutations of it without a fuzzer.
 //!
 //! Nothing here may panic on any input, and rows come out only where they were asked for.
 
@@ -10,7 +10,7 @@ use kvd_codec::{
 use kvd_core::{DType, Geometry, LayerIndex, RopePairing, Side};
 
 /// Every quantizer, with and without Huffman, and every way of finding a codebook.
-pub(crate) const SPECS: [&str; 12] = [
+pub const SPECS: [&str; 12] = [
     "k=raw; v=fp8/huffman",
     "k=uniform(b=3,g=4,axis=channel); v=uniform(b=2,g=8,axis=token)",
     "k=hadamard/uniform(rel=0.05,axis=block)/huffman; v=uniform(rel=0.2,axis=token)/huffman",
@@ -35,7 +35,8 @@ const REPAIR: u8 = 1 << 7;
 const VALUE: u8 = 1 << 6;
 
 /// One layer with one KV head of 16 channels.
-pub(crate) fn geometry() -> Geometry {
+#[must_use]
+pub fn small_geometry() -> Geometry {
     Geometry {
         layers: 1,
         kv_heads: 1,
@@ -48,7 +49,7 @@ pub(crate) fn geometry() -> Geometry {
 }
 
 /// Values between -2 and 2 from a linear congruence.
-fn rows(count: usize, seed: u64) -> Vec<f32> {
+fn make_rows(count: usize, seed: u64) -> Vec<f32> {
     let mut state = seed;
     let mut value = || {
         state =
@@ -59,27 +60,30 @@ fn rows(count: usize, seed: u64) -> Vec<f32> {
 }
 
 /// A codec, one sound page of each side, and the calibration it came with.
-pub(crate) struct Subject {
-    pub(crate) codec: ModelCodec,
-    pub(crate) pages: [Vec<u8>; 2],
-    pub(crate) calibration: Option<Calibration>,
+pub struct HostileSubject {
+    /// The codec.
+    pub codec: ModelCodec,
+    /// A sound page of keys and one of values.
+    pub pages: [Vec<u8>; 2],
+    /// Its calibration, where it needs one.
+    pub calibration: Option<Calibration>,
 }
 
-impl Subject {
+impl HostileSubject {
     fn new(text: &str) -> Self {
-        let (geometry, spec) = (geometry(), resolve_spec(text).expect("a spec"));
+        let (geometry, spec) = (small_geometry(), resolve_spec(text).expect("a spec"));
         let calibration = spec.needs_calibration().then(|| {
             let mut samples = Samples::new(&geometry);
-            samples.push_queries(LAYER, 0, &rows(64, 3)).expect("rows of the geometry");
+            samples.push_queries(LAYER, 0, &make_rows(64, 3)).expect("rows of the geometry");
             for side in Side::BOTH {
-                let rows = rows(64, 1 + side.index() as u64);
+                let rows = make_rows(64, 1 + side.index() as u64);
                 samples.push(LAYER, side, 0, &rows).expect("rows of the geometry");
             }
             fit_calibration(&geometry, &spec, &samples, 1, &mut |_| {}).expect("enough samples")
         });
         let codec = ModelCodec::new(geometry, spec, calibration.as_ref());
         let mut codec = codec.expect("the calibration fits");
-        let (k, v) = (rows(TOKENS, 11), rows(TOKENS, 12));
+        let (k, v) = (make_rows(TOKENS, 11), make_rows(TOKENS, 12));
         let block = BlockRows { tokens: TOKENS, k: &k, v: &v };
         codec.train_tables(LAYER, &[block]).expect("rows of the geometry");
         let mut bytes = Vec::new();
@@ -90,24 +94,25 @@ impl Subject {
 }
 
 /// All of [`SPECS`].
-pub(crate) fn subjects() -> Vec<Subject> {
-    SPECS.into_iter().map(Subject::new).collect()
+#[must_use]
+pub fn make_subjects() -> Vec<HostileSubject> {
+    SPECS.into_iter().map(HostileSubject::new).collect()
 }
 
 /// The input that makes [`page_decode`] read a page of that subject as it is.
-pub(crate) fn page_input(subject: usize, side: Side, page: &[u8]) -> Vec<u8> {
+pub fn page_input(subject: usize, side: Side, page: &[u8]) -> Vec<u8> {
     let side = if side == Side::Value { VALUE } else { 0 };
     [&[subject as u8 | side], page].concat()
 }
 
 /// Reads bytes as a page: the first byte names codec and side. Whether they opened as one.
-pub(crate) fn page_decode(subjects: &[Subject], data: &[u8]) -> bool {
+pub fn page_decode(subjects: &[HostileSubject], data: &[u8]) -> bool {
     let Some((&first, page)) = data.split_first() else { return false };
     let subject = &subjects[usize::from(first & 0x3F) % subjects.len()];
     let side = if first & VALUE == 0 { Side::Key } else { Side::Value };
     let mut page = page.to_vec();
     if first & REPAIR != 0 {
-        repair(&mut page, &subject.pages[side.index()]);
+        repair_header(&mut page, &subject.pages[side.index()]);
     }
     let Ok(reader) = PageReader::open_page(&subject.codec, LAYER, side, 0, &page) else {
         return false;
@@ -131,7 +136,7 @@ pub(crate) fn page_decode(subjects: &[Subject], data: &[u8]) -> bool {
 }
 
 /// Makes the header one that opens, but for tokens, flags and table version; pads the page.
-fn repair(page: &mut Vec<u8>, sound: &[u8]) {
+fn repair_header(page: &mut Vec<u8>, sound: &[u8]) {
     page.resize(page.len().max(HEADER_BYTES), 0);
     let kept = [7, 8, 9, 16, 17].map(|at| (at, page[at]));
     let payload = page.len() - HEADER_BYTES;
@@ -147,25 +152,27 @@ fn repair(page: &mut Vec<u8>, sound: &[u8]) {
 }
 
 /// Parses a text as a codec; what parses is canonical after one round.
-pub(crate) fn spec_parse(data: &[u8]) -> bool {
+pub fn spec_parse(data: &[u8]) -> bool {
     let text = String::from_utf8_lossy(data);
     let Ok(spec) = resolve_spec(&text) else { return false };
     let canonical = spec.to_string();
     assert_eq!(canonical.parse::<CodecSpec>().as_ref(), Ok(&spec), "{canonical}");
     // A codec without what it needs is an error, not a panic.
-    let _ = ModelCodec::new(geometry(), spec, None);
+    let _ = ModelCodec::new(small_geometry(), spec, None);
     true
 }
 
 /// Reads bytes as a calibration; what reads is written back the same, and binds or is refused.
-pub(crate) fn calibration_read(data: &[u8]) -> bool {
+pub fn calibration_read(data: &[u8]) -> bool {
     let Ok(calibration) = Calibration::from_bytes(data) else { return false };
     let again = Calibration::from_bytes(&calibration.to_bytes());
     assert_eq!(again.as_ref(), Ok(&calibration));
     for text in SPECS {
         let spec = resolve_spec(text).expect("a spec");
-        let Ok(codec) = ModelCodec::new(geometry(), spec, Some(&calibration)) else { continue };
-        let (k, v) = (rows(1, 21), rows(1, 22));
+        let Ok(codec) = ModelCodec::new(small_geometry(), spec, Some(&calibration)) else {
+            continue;
+        };
+        let (k, v) = (make_rows(1, 21), make_rows(1, 22));
         let block = BlockRows { tokens: 1, k: &k, v: &v };
         // Huffman sides have no tables yet and say so.
         let _ = codec.encode_block(LAYER, &block, &mut Vec::new());

@@ -1,6 +1,5 @@
 //! A real other process that shares memory: `kernels/gpu/worker.py`, or what `KVD_GPU_WORKER`
 //! names.
-#![allow(dead_code, reason = "each test file uses its own part")]
 
 use kvd_compute::{Backend, OpenedRegion, RegionHandle};
 use std::io::{BufRead, BufReader, Write};
@@ -9,30 +8,33 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 
 /// How a worker hands its memory over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub enum MemoryKind {
     /// A legacy IPC handle.
     Ipc,
     /// A descriptor of virtual memory management, over a Unix socket.
     Fd,
 }
 
-impl Kind {
-    pub(crate) const EACH: [Self; 2] = [Self::Ipc, Self::Fd];
+impl MemoryKind {
+    /// Both ways.
+    pub const EACH: [Self; 2] = [Self::Ipc, Self::Fd];
 }
 
-pub(crate) struct Worker {
-    pub(crate) process: Child,
+/// The process.
+pub struct WorkerProcess {
+    /// Its handle, to kill it.
+    pub process: Child,
     lines: BufReader<ChildStdout>,
 }
 
-impl Worker {
+impl WorkerProcess {
     /// Starts it, and says how its memory is opened and how much there is.
-    pub(crate) fn start(kind: Kind) -> (Self, RegionHandle, u64) {
+    pub fn start_process(kind: MemoryKind) -> (Self, RegionHandle, u64) {
         Self::start_with(kind, None)
     }
 
     /// A worker with `bytes` of memory behind an IPC handle.
-    pub(crate) fn start_with(kind: Kind, bytes: Option<u64>) -> (Self, RegionHandle, u64) {
+    pub fn start_with(kind: MemoryKind, bytes: Option<u64>) -> (Self, RegionHandle, u64) {
         let beside = concat!(env!("CARGO_MANIFEST_DIR"), "/../../kernels/gpu/worker.py");
         let script = std::env::var("KVD_GPU_WORKER").unwrap_or(beside.to_owned());
         let dir = tempfile::tempdir().unwrap();
@@ -41,18 +43,18 @@ impl Worker {
         let mut command = Command::new("python3");
         command.arg(script).stdin(Stdio::piped()).stdout(Stdio::piped());
         match kind {
-            Kind::Ipc => command.arg("ipc").args(bytes.map(|bytes| bytes.to_string())),
-            Kind::Fd => command.arg("fd").arg(&socket),
+            MemoryKind::Ipc => command.arg("ipc").args(bytes.map(|bytes| bytes.to_string())),
+            MemoryKind::Fd => command.arg("fd").arg(&socket),
         };
         let mut process = command.spawn().unwrap();
         let lines = BufReader::new(process.stdout.take().unwrap());
         let mut worker = Self { process, lines };
         // A descriptor is in the socket by then, unless the worker is dead.
-        let line = worker.line();
+        let line = worker.read_line();
         let (bytes, handle) = line.split_once(' ').expect("bytes and a handle");
         let handle = match kind {
-            Kind::Ipc => RegionHandle::CudaIpc(unhex(handle).try_into().unwrap()),
-            Kind::Fd => {
+            MemoryKind::Ipc => RegionHandle::CudaIpc(from_hex(handle).try_into().unwrap()),
+            MemoryKind::Fd => {
                 let (_, mut files) =
                     kvd_shm::receive_files(listener.accept().unwrap().0, &mut [0]).unwrap();
                 RegionHandle::CudaFd(files.remove(0))
@@ -63,66 +65,73 @@ impl Worker {
     }
 
     /// Starts it and opens its memory.
-    pub(crate) fn open(backend: &mut dyn Backend, kind: Kind) -> (Self, OpenedRegion) {
-        let (worker, handle, bytes) = Self::start(kind);
+    pub fn open_memory(backend: &mut dyn Backend, kind: MemoryKind) -> (Self, OpenedRegion) {
+        let (worker, handle, bytes) = Self::start_process(kind);
         (worker, backend.open_region(handle, bytes).unwrap())
     }
 
-    fn line(&mut self) -> String {
+    fn read_line(&mut self) -> String {
         let mut line = String::new();
         self.lines.read_line(&mut line).unwrap();
         line.trim().to_owned()
     }
 
     /// Bytes that it prints.
-    pub(crate) fn bytes(&mut self) -> Vec<u8> {
-        unhex(&self.line())
+    pub fn read_bytes(&mut self) -> Vec<u8> {
+        from_hex(&self.read_line())
     }
 
-    pub(crate) fn say(&mut self, line: &str) {
+    /// Sends it a command.
+    pub fn send_line(&mut self, line: &str) {
         writeln!(self.process.stdin.as_mut().unwrap(), "{line}").unwrap();
     }
 
     /// Writes to its memory.
-    pub(crate) fn write(&mut self, offset: u64, bytes: &[u8]) {
-        self.say(&format!("write {offset} {}", hex(bytes)));
-        assert_eq!(self.line(), "written");
+    pub fn write_memory(&mut self, offset: u64, bytes: &[u8]) {
+        self.send_line(&format!("write {offset} {}", to_hex(bytes)));
+        assert_eq!(self.read_line(), "written");
     }
 
     /// Reads from its memory.
-    pub(crate) fn read(&mut self, offset: u64, bytes: u64) -> Vec<u8> {
-        self.say(&format!("read {offset} {bytes}"));
-        self.bytes()
+    pub fn read_memory(&mut self, offset: u64, bytes: u64) -> Vec<u8> {
+        self.send_line(&format!("read {offset} {bytes}"));
+        self.read_bytes()
     }
 
     /// Its exit status.
-    pub(crate) fn end(mut self) -> bool {
-        self.say("end");
+    pub fn end_process(mut self) -> bool {
+        self.send_line("end");
         self.process.wait().unwrap().success()
     }
 }
 
-pub(crate) fn hex(bytes: &[u8]) -> String {
+/// Bytes as lower-case hexadecimal digits.
+#[must_use]
+pub fn to_hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn unhex(digits: &str) -> Vec<u8> {
+fn from_hex(digits: &str) -> Vec<u8> {
     let byte = |pair: &[u8; 2]| u8::from_str_radix(std::str::from_utf8(pair).unwrap(), 16);
     digits.as_bytes().as_chunks::<2>().0.iter().map(|pair| byte(pair).unwrap()).collect()
 }
 
 /// Reads the worker's message from its memory, and leaves the one that it looks for.
-pub(crate) fn exchange(backend: &mut dyn Backend, kind: Kind) {
-    let (mut worker, OpenedRegion { region, .. }) = Worker::open(backend, kind);
-    worker.write(1000, b"queries");
+pub fn exchange_messages(backend: &mut dyn Backend, kind: MemoryKind) {
+    let (mut worker, OpenedRegion { region, .. }) = WorkerProcess::open_memory(backend, kind);
+    worker.write_memory(1000, b"queries");
     let mut bytes = [0; 7];
     backend.read_region(region, 1000, &mut bytes).unwrap();
-    assert_eq!((&bytes, worker.read(1000, 7)), (b"queries", b"queries".to_vec()), "{kind:?}");
+    assert_eq!(
+        (&bytes, worker.read_memory(1000, 7)),
+        (b"queries", b"queries".to_vec()),
+        "{kind:?}"
+    );
     let mut bytes = [0; 256];
     backend.read_region(region, 0, &mut bytes).unwrap();
     assert!(bytes.iter().copied().eq(0..=255), "{kind:?}");
     bytes.reverse();
     backend.write_region(region, 0, &bytes).unwrap();
     backend.close_region(region);
-    assert!(worker.end(), "{kind:?}: the worker does not see what was written");
+    assert!(worker.end_process(), "{kind:?}: the worker does not see what was written");
 }

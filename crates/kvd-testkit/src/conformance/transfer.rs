@@ -20,7 +20,7 @@ fn slots_of(part: &PlanPart, by: u64) -> LayerSlots {
     }
 }
 
-fn moved(part: &PlanPart) -> PlanPart {
+fn move_part(part: &PlanPart) -> PlanPart {
     let mut part = part.clone();
     let (Source::Raw { extent, .. } | Source::Pages { extent, .. }) = &mut part.source;
     extent.offset += OFFSET;
@@ -32,8 +32,8 @@ fn train_otherwise(backend: &mut dyn Backend, codec: &ModelCodec) {
     let geometry = codec.geometry();
     let extent = Extent { offset: 0, len: geometry.raw_layout(BLOCKS[0]).size_bytes() };
     let count = BLOCKS[0] as usize * KV_HEADS * DIM;
-    let rows: Vec<f32> = values(77, count).iter().map(|x| x * x * x * 9.0).collect();
-    let (_, rows) = narrowed(geometry.dtype, &rows);
+    let rows: Vec<f32> = make_values(77, count).iter().map(|x| x * x * x * 9.0).collect();
+    let (_, rows) = narrow_rows(geometry.dtype, &rows);
     let incoming = IncomingRows { tokens: BLOCKS[0], k: rows.clone(), v: rows };
     let to = RawTarget { extent, capacity_rows: BLOCKS[0], first_row: 0 };
     backend.write(MODEL, &incoming, 0, BLOCKS[0], to).unwrap();
@@ -44,11 +44,11 @@ fn train_otherwise(backend: &mut dyn Backend, codec: &ModelCodec) {
 }
 
 /// Moves the blocks of a codec from one backend to another and asks both. Then damages them.
-pub(crate) fn check_transfer(from: &mut dyn Backend, to: &mut dyn Backend, text: &'static str) {
-    let ask = Ask { ragged: true, ..Ask::new(text, RopePairing::Half) };
-    let stored = store(from, &ask).unwrap_or_else(|| panic!("{text} is not served"));
-    let (plan, _) = ask.plan(&stored);
-    let fresh = codec_of(text, geometry(ask.pairing, ask.dtype));
+pub fn check_transfer(from: &mut dyn Backend, to: &mut dyn Backend, text: &'static str) {
+    let case = AttendCase { ragged: true, ..AttendCase::new(text, RopePairing::Half) };
+    let stored = store_blocks(from, &case).unwrap_or_else(|| panic!("{text} is not served"));
+    let (plan, _) = case.attend_plan(&stored);
+    let fresh = make_codec_of(text, geometry(case.pairing, case.dtype));
     to.register(MODEL, fresh.clone());
     train_otherwise(to, &fresh);
     let mut images = Vec::new();
@@ -63,7 +63,7 @@ pub(crate) fn check_transfer(from: &mut dyn Backend, to: &mut dyn Backend, text:
     let answer = from.attend(&plan).unwrap();
     let mut there = plan.clone();
     for query in &mut there.queries {
-        query.parts = query.parts.iter().map(moved).collect();
+        query.parts = query.parts.iter().map(move_part).collect();
     }
     let arrived = to.attend(&there).unwrap();
     assert!(answer.out == arrived.out && answer.lse == arrived.lse, "{text}: other answers");

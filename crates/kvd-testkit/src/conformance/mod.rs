@@ -1,17 +1,13 @@
 //! Conformance of a backend: attention over pages of every preset, and of sides that no preset has,
 //! against plain f64 attention over the rows that those pages decode to.
-#![allow(
-    clippy::unwrap_used,
-    dead_code,
-    unused_imports,
-    reason = "a test may fail, and uses its own part"
-)]
 
-mod ask;
-pub(crate) mod region;
-pub(crate) mod transfer;
+mod cases;
+mod mount;
+pub mod region;
+pub mod transfer;
 
-pub(crate) use ask::{Ask, LATE, asks, late};
+pub use cases::{AttendCase, LATE_CODEC, check_late_kernel, list_cases};
+pub use mount::{BackendUnderTest, check_case, check_cases, check_codec, check_codec_transfer};
 
 use bytes::Bytes;
 use kvd_codec::{
@@ -45,7 +41,7 @@ fn geometry(rope_pairing: RopePairing, dtype: DType) -> Geometry {
 }
 
 /// Deterministic values, roughly normal, with one wide channel.
-fn values(seed: u64, count: usize) -> Vec<f32> {
+fn make_values(seed: u64, count: usize) -> Vec<f32> {
     let mut state = seed;
     let mut draw = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
@@ -55,11 +51,11 @@ fn values(seed: u64, count: usize) -> Vec<f32> {
     (0..count).map(|i| (draw() + draw() + draw()) * gain(i)).collect()
 }
 
-fn bytes(values: &[f32]) -> Bytes {
+fn to_bytes(values: &[f32]) -> Bytes {
     values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>().into()
 }
 
-fn calibrate(geometry: &Geometry, spec: &CodecSpec) -> Option<Calibration> {
+fn fit_small_calibration(geometry: &Geometry, spec: &CodecSpec) -> Option<Calibration> {
     if !spec.needs_calibration() {
         return None;
     }
@@ -67,39 +63,38 @@ fn calibrate(geometry: &Geometry, spec: &CodecSpec) -> Option<Calibration> {
     let count = if spec.to_string().contains("vq(") { 512 } else { 200 };
     let mut samples = Samples::new(geometry);
     for head in 0..KV_HEADS {
-        samples.push_queries(LAYER, head, &values(7, 200 * DIM)).unwrap();
+        samples.push_queries(LAYER, head, &make_values(7, 200 * DIM)).unwrap();
         for side in Side::BOTH {
-            samples.push(LAYER, side, head, &values(11 + head as u64, count * DIM)).unwrap();
+            samples.push(LAYER, side, head, &make_values(11 + head as u64, count * DIM)).unwrap();
         }
     }
     Some(fit_calibration(geometry, spec, &samples, 1, &mut |_| {}).unwrap())
 }
 
 /// A stored sequence, as backend and reference have it.
-struct Stored {
-    codec: ModelCodec,
-    parts: Vec<Part>,
+struct StoredBlocks {
+    parts: Vec<StoredPart>,
 }
 
 /// A part of a plan, and its rows as f64, `[side][head]` of `[tokens, DIM]`.
-struct Part {
+struct StoredPart {
     plan: PlanPart,
     rows: [[Vec<f64>; KV_HEADS]; 2],
 }
 
 /// A codec, calibrated where it needs it.
-pub(crate) fn codec(text: &str, rope_pairing: RopePairing) -> ModelCodec {
-    codec_of(text, geometry(rope_pairing, DType::F32))
+pub fn make_codec(text: &str, rope_pairing: RopePairing) -> ModelCodec {
+    make_codec_of(text, geometry(rope_pairing, DType::F32))
 }
 
-fn codec_of(text: &str, geometry: Geometry) -> ModelCodec {
+fn make_codec_of(text: &str, geometry: Geometry) -> ModelCodec {
     let spec = kvd_codec::resolve_spec(text).unwrap();
-    let calibration = calibrate(&geometry, &spec);
+    let calibration = fit_small_calibration(&geometry, &spec);
     ModelCodec::new(geometry, spec, calibration.as_ref()).unwrap()
 }
 
 /// Rows as they are stored in a type, and those bytes.
-fn narrowed(dtype: DType, values: &[f32]) -> (Vec<f32>, Bytes) {
+fn narrow_rows(dtype: DType, values: &[f32]) -> (Vec<f32>, Bytes) {
     let mut bytes = vec![0; values.len() * dtype.size_bytes()];
     dtype.narrow_values(values, &mut bytes);
     let mut rows = vec![0.0; values.len()];
@@ -110,13 +105,13 @@ fn narrowed(dtype: DType, values: &[f32]) -> (Vec<f32>, Bytes) {
 /// Keys and values of a block.
 fn rows_of(index: u64, tokens: u32, dtype: DType) -> [(Vec<f32>, Bytes); 2] {
     let count = tokens as usize * KV_HEADS * DIM;
-    [100, 200].map(|seed| narrowed(dtype, &values(seed + index, count)))
+    [100, 200].map(|seed| narrow_rows(dtype, &make_values(seed + index, count)))
 }
 
 /// Stores both blocks; `None` when the backend does not serve the codec.
-fn store(backend: &mut dyn Backend, ask: &Ask) -> Option<Stored> {
-    let Ask { text, dtype, .. } = *ask;
-    let mut codec = codec_of(text, geometry(ask.pairing, dtype));
+fn store_blocks(backend: &mut dyn Backend, case: &AttendCase) -> Option<StoredBlocks> {
+    let AttendCase { text, dtype, .. } = *case;
+    let mut codec = make_codec_of(text, geometry(case.pairing, dtype));
     backend.supports(&codec).ok()?;
     let geometry = codec.geometry().clone();
     backend.register(MODEL, codec.clone());
@@ -147,24 +142,26 @@ fn store(backend: &mut dyn Backend, ask: &Ask) -> Option<Stored> {
         offset += slot.len.next_multiple_of(64);
         backend.move_pages(&encoded, slot);
         let ends = encoded.page_ends.clone();
-        let rows_of_pages = decoded(&codec, &bytes, &ends);
+        let rows_of_pages = decode_pages(&codec, &bytes, &ends);
         let source = Source::Pages { extent: slot, ends, first_row: 0 };
-        parts.push(Part { plan: PlanPart { first_token, rows, source }, rows: rows_of_pages });
+        parts
+            .push(StoredPart { plan: PlanPart { first_token, rows, source }, rows: rows_of_pages });
         first_token += rows;
     }
-    if ask.ragged {
+    if case.ragged {
         parts[0].begin_inside();
-        parts.push(window(backend, (first_token, offset), &geometry));
+        parts.push(write_window(backend, first_token, offset, &geometry));
     }
-    Some(Stored { codec, parts })
+    Some(StoredBlocks { parts })
 }
 
 /// Raw rows behind the pages, fewer than their slot has room for.
-fn window(
+fn write_window(
     backend: &mut dyn Backend,
-    (first_token, offset): (u32, u64),
+    first_token: u32,
+    offset: u64,
     geometry: &Geometry,
-) -> Part {
+) -> StoredPart {
     let (rows, capacity_rows, first_row) = (9, 13, 2);
     let extent = Extent { offset, len: geometry.raw_layout(capacity_rows).size_bytes() };
     let [(k, k_bytes), (v, v_bytes)] = rows_of(BLOCKS.len() as u64, rows, geometry.dtype);
@@ -177,10 +174,10 @@ fn window(
         by_head(rows)[head * each..][..each].iter().map(|x| f64::from(*x)).collect()
     };
     let rows_of_window = [k, v].map(|rows| [0, 1].map(|index| head(&rows, index)));
-    Part { plan: PlanPart { first_token, rows, source }, rows: rows_of_window }
+    StoredPart { plan: PlanPart { first_token, rows, source }, rows: rows_of_window }
 }
 
-impl Part {
+impl StoredPart {
     /// Leaves out what is in front of a token inside the page's first tile, and what is behind one
     /// of its second.
     fn begin_inside(&mut self) {
@@ -202,7 +199,7 @@ fn by_head(rows: &[f32]) -> Vec<f32> {
 }
 
 /// Rows as pages decode, `[side][head]` of `[tokens, DIM]`.
-fn decoded(codec: &ModelCodec, bytes: &[u8], ends: &[u32]) -> [[Vec<f64>; KV_HEADS]; 2] {
+fn decode_pages(codec: &ModelCodec, bytes: &[u8], ends: &[u32]) -> [[Vec<f64>; KV_HEADS]; 2] {
     let of_page = |side: Side, head: usize| {
         let index = side.index() * KV_HEADS + head;
         let start = if index == 0 { 0 } else { ends[index - 1] as usize };
@@ -221,9 +218,9 @@ fn decoded(codec: &ModelCodec, bytes: &[u8], ends: &[u32]) -> [[Vec<f64>; KV_HEA
     Side::BOTH.map(|side| [0, 1].map(|head| of_page(side, head)))
 }
 
-impl Stored {
+impl StoredBlocks {
     /// Positions, and rows of a head, of all tokens in `visible`.
-    fn seen(&self, head: usize, visible: &std::ops::Range<u32>) -> [Vec<f64>; 2] {
+    fn seen_rows(&self, head: usize, visible: &std::ops::Range<u32>) -> [Vec<f64>; 2] {
         let mut seen = [Vec::new(), Vec::new()];
         for part in &self.parts {
             for (index, position) in
@@ -241,7 +238,8 @@ impl Stored {
 }
 
 /// Attention of one query row over the rows that it sees: the output and the log-sum-exp.
-fn reference(q: &[f32], [k, v]: &[Vec<f64>; 2], soft_cap: Option<f32>) -> (Vec<f64>, f64) {
+fn attend_row(q: &[f32], seen: &[Vec<f64>; 2], soft_cap: Option<f32>) -> (Vec<f64>, f64) {
+    let [k, v] = seen;
     let score = |row: &[f64]| -> f64 {
         let score = row.iter().zip(q).map(|(k, q)| k * f64::from(*q)).sum::<f64>();
         let score = score / (DIM as f64).sqrt();
@@ -261,7 +259,7 @@ fn reference(q: &[f32], [k, v]: &[Vec<f64>; 2], soft_cap: Option<f32>) -> (Vec<f
 }
 
 /// A plan of so many queries of three tokens each, that see all of `parts`.
-pub(crate) fn attend_plan(parts: Vec<PlanPart>, queries: usize) -> AttendPlan {
+pub fn attend_plan(parts: Vec<PlanPart>, queries: usize) -> AttendPlan {
     let tokens: u32 = parts.iter().map(|part| part.rows).sum();
     let query = PlanQuery {
         n_q: QUERIES as u32,
@@ -277,38 +275,38 @@ pub(crate) fn attend_plan(parts: Vec<PlanPart>, queries: usize) -> AttendPlan {
         scale: None,
         soft_cap: None,
         queries: vec![query; queries],
-        q: bytes(&values(5, queries * QUERIES * Q_HEADS * DIM)),
+        q: to_bytes(&make_values(5, queries * QUERIES * Q_HEADS * DIM)),
     }
 }
 
-/// The largest that [`errors`] may be of a codec: f32 sums of products whose roundings are below
-/// 1e-7 each, and of levels that two bytes hold steps of `2^-16` of the largest, with which 2.2e-5
-/// was the most that emulated kernels erred (`polar-4+4`).
-pub(crate) fn largest_error(text: &str) -> f64 {
+/// The largest error of a codec by [`measure_codec_errors`]: f32 sums of products whose roundings
+/// are below 1e-7 each, and of levels that two bytes hold steps of `2^-16` of the largest, with
+/// which 2.2e-5 was the most that emulated kernels erred (`polar-4+4`).
+pub fn largest_error(text: &str) -> f64 {
     let two_bytes = ["polar", "turbo", "lloyd", "bitalloc", "kvd-2-fast"];
     if two_bytes.iter().any(|side| text.contains(side)) { 4e-5 } else { 1e-5 }
 }
 
 /// Largest error of an output in units of the values' root mean square, and of a log-sum-exp;
 /// `None` when the backend does not serve the codec.
-pub(crate) fn errors(
+pub fn measure_codec_errors(
     backend: &mut dyn Backend,
     text: &'static str,
     pairing: RopePairing,
 ) -> Option<(f64, f64)> {
-    errors_of(backend, &Ask::new(text, pairing))
+    measure_errors(backend, &AttendCase::new(text, pairing))
 }
 
-/// As [`errors`], for any question; an answer in few bits may be off by half of their last one
-/// besides.
-pub(crate) fn errors_of(backend: &mut dyn Backend, ask: &Ask) -> Option<(f64, f64)> {
-    let stored = store(backend, ask)?;
-    let (plan, q) = ask.plan(&stored);
+/// As [`measure_codec_errors`], for any question; an answer in few bits may be off by half of
+/// their last one besides.
+pub fn measure_errors(backend: &mut dyn Backend, case: &AttendCase) -> Option<(f64, f64)> {
+    let stored = store_blocks(backend, case)?;
+    let (plan, q) = case.attend_plan(&stored);
     let attended = backend.attend(&plan).unwrap();
     backend.unregister(MODEL);
     let mut out = vec![0f32; q.len()];
-    ask.dtype.widen_values(&attended.out, &mut out);
-    let rounding = match ask.dtype {
+    case.dtype.widen_values(&attended.out, &mut out);
+    let rounding = match case.dtype {
         DType::F32 => 0.0,
         DType::F16 => 1.0 / 2048.0,
         DType::BF16 => 1.0 / 256.0,
@@ -316,12 +314,12 @@ pub(crate) fn errors_of(backend: &mut dyn Backend, ask: &Ask) -> Option<(f64, f6
     let (mut off, mut lse_off) = (0f64, 0f64);
     for head in 0..Q_HEADS {
         let kv_head = head / (Q_HEADS / KV_HEADS);
-        let v = &stored.seen(kv_head, &(0..u32::MAX))[1];
+        let v = &stored.seen_rows(kv_head, &(0..u32::MAX))[1];
         let rms = (v.iter().map(|x| x * x).sum::<f64>() / v.len() as f64).sqrt();
-        for index in 0..ask.n_q as usize {
+        for index in 0..case.n_q as usize {
             let row = index * Q_HEADS + head;
-            let seen = stored.seen(kv_head, &plan.queries[0].visible(index as u32));
-            let (want, lse) = reference(&q[row * DIM..][..DIM], &seen, ask.soft_cap);
+            let seen = stored.seen_rows(kv_head, &plan.queries[0].visible(index as u32));
+            let (want, lse) = attend_row(&q[row * DIM..][..DIM], &seen, case.soft_cap);
             for (got, want) in out[row * DIM..][..DIM].iter().zip(&want) {
                 let error = (f64::from(*got) - want).abs() - rounding * want.abs();
                 off = off.max(error / rms);
@@ -334,20 +332,20 @@ pub(crate) fn errors_of(backend: &mut dyn Backend, ask: &Ask) -> Option<(f64, f6
 
 /// Asks one backend of every codec, as both pairings have it, and for what a plain question leaves
 /// out, until `end`; how many answers were within their bounds, and how many there are in all.
-pub(crate) fn agree(backend: &mut dyn Backend, end: Option<Instant>) -> (usize, usize) {
+pub fn count_agreeing(backend: &mut dyn Backend, end: Option<Instant>) -> (usize, usize) {
     // What has kernels of different kinds comes first.
     let first = ["kvd-2", "kivi-4", "vecinfer-2", "kvd-2-fast", "raw", "kvcomp", "vq-residual-4"];
-    let others = codecs().filter(|text| !first.contains(text));
+    let others = list_codecs().filter(|text| !first.contains(text));
     let codecs: Vec<_> = first.into_iter().chain(others).collect();
-    let plain = |pairing| codecs.iter().map(move |text| Ask::new(text, pairing));
-    let asks = plain(RopePairing::Half).chain(asks());
-    let asks: Vec<Ask> = asks.chain(plain(RopePairing::Interleaved)).collect();
+    let plain = |pairing| codecs.iter().map(move |text| AttendCase::new(text, pairing));
+    let asks = plain(RopePairing::Half).chain(list_cases());
+    let asks: Vec<AttendCase> = asks.chain(plain(RopePairing::Interleaved)).collect();
     let mut agreed = 0;
-    for ask in &asks {
-        let answer = errors_of(backend, ask);
-        let (off, lse) = answer.unwrap_or_else(|| panic!("{ask:?} is not served"));
-        let most = largest_error(ask.text);
-        assert!(off < most && lse < most, "{ask:?}: outputs {off:.1e}, log-sum-exp {lse:.1e}");
+    for case in &asks {
+        let answer = measure_errors(backend, case);
+        let (off, lse) = answer.unwrap_or_else(|| panic!("{case:?} is not served"));
+        let most = largest_error(case.text);
+        assert!(off < most && lse < most, "{case:?}: outputs {off:.1e}, log-sum-exp {lse:.1e}");
         agreed += 1;
         if end.is_some_and(|end| Instant::now() >= end) {
             break;
@@ -356,14 +354,16 @@ pub(crate) fn agree(backend: &mut dyn Backend, end: Option<Instant>) -> (usize, 
     (agreed, asks.len())
 }
 
-/// Every preset, and sides that no preset has.
-pub(crate) fn codecs() -> impl Iterator<Item = &'static str> {
-    let composed = [
-        "k=rotate/uniform(b=3,g=20,axis=token,mode=sym)/huffman; \
-         v=uniform(b=4,axis=channel,mode=hybrid)/huffman",
-        "k=polar(a=3,r=2)/huffman; v=rotate(seed=9)/lloyd(b=6)/huffman",
-        "k=polar(a=8,r=8,g=5); v=uniform(rel=0.1,axis=block,mode=hybrid)",
-        "k=hadamard/lloyd(b=1); v=norm/uniform(b=8,axis=block,mode=sym)",
-    ];
-    kvd_codec::presets().iter().map(|preset| preset.name).chain(composed)
+/// Sides that no preset has.
+pub const COMPOSED_CODECS: [&str; 4] = [
+    "k=rotate/uniform(b=3,g=20,axis=token,mode=sym)/huffman; \
+     v=uniform(b=4,axis=channel,mode=hybrid)/huffman",
+    "k=polar(a=3,r=2)/huffman; v=rotate(seed=9)/lloyd(b=6)/huffman",
+    "k=polar(a=8,r=8,g=5); v=uniform(rel=0.1,axis=block,mode=hybrid)",
+    "k=hadamard/lloyd(b=1); v=norm/uniform(b=8,axis=block,mode=sym)",
+];
+
+/// Every preset, and [`COMPOSED_CODECS`].
+pub fn list_codecs() -> impl Iterator<Item = &'static str> {
+    kvd_codec::presets().iter().map(|preset| preset.name).chain(COMPOSED_CODECS)
 }
