@@ -1,13 +1,33 @@
-// Decode attention of ggml (llama.cpp) or of ik_llama.cpp's fork of it, as `peers.py` runs it beside
-// kvd. Nothing of theirs is here: it links against either one's library, see README.md.
-//
-//   ggml-peer NAME CONTEXT BUFFER_BYTES TURNS
-//
-// One query token, 32 query and 8 KV heads of 128 channels, one thread on the core it is started on.
-// K and V lie by head, every head's rows one after the other, which is faster for both libraries
-// than the layout they use themselves (heads side by side in every token, "native" below). Caches
-// rotate over BUFFER_BYTES. Prints JSON: nanoseconds of processor time per token and KV head of
-// every call, and the relative error of the output against f64 over the rows as dequantized.
+/* Decode attention of ggml (llama.cpp) or of ik_llama.cpp's fork of it, as `peers.py` runs it beside
+   kvd. Nothing of theirs is here: it links against either one's library. To build it (KVD is this
+   repository):
+
+     git clone https://github.com/ggml-org/ggml && cd ggml
+     cmake -G Ninja -B build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DGGML_OPENMP=OFF \
+         -DBUILD_SHARED_LIBS=OFF -DGGML_BUILD_TESTS=OFF -DGGML_BUILD_EXAMPLES=OFF
+     cmake --build build
+     g++ -O3 -march=native -std=c++17 -I include KVD/docs/peers/ggml.cpp -o ggml-peer \
+         build/src/libggml.a build/src/libggml-cpu.a build/src/libggml-base.a -lpthread -ldl
+
+   and for ik_llama.cpp, whose attention kernels alone take tens of minutes:
+
+     git clone https://github.com/ikawrakow/ik_llama.cpp && cd ik_llama.cpp
+     cmake -G Ninja -B build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DGGML_OPENMP=OFF \
+         -DBUILD_SHARED_LIBS=OFF -DGGML_IQK_FA_ALL_QUANTS=ON -DLLAMA_BUILD_TESTS=OFF \
+         -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_CURL=OFF
+     cmake --build build --target ggml
+     g++ -O3 -march=native -std=c++17 -I ggml/include KVD/docs/peers/ggml.cpp -o ik-peer \
+         build/ggml/src/libggml.a -lpthread -ldl
+
+   It runs as
+
+     ggml-peer NAME CONTEXT BUFFER_BYTES TURNS
+
+   One query token, 32 query and 8 KV heads of 128 channels, one thread on the core it is started on.
+   K and V lie by head, every head's rows one after the other, which is faster for both libraries
+   than the layout they use themselves (heads side by side in every token, "native" below). Caches
+   rotate over BUFFER_BYTES. Prints JSON: nanoseconds of processor time per token and KV head of
+   every call, and the relative error of the output against f64 over the rows as dequantized. */
 
 #include "ggml.h"
 #if __has_include("ggml-cpu.h")

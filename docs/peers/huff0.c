@@ -1,11 +1,18 @@
-// Huffman coding by huff0 (Zstandard's, in the FiniteStateEntropy library), as `peers.py` runs it
-// beside kvd's. Nothing of theirs is here: it links against their sources, see README.md.
-//
-//   huff0-peer TURNS
-//
-// Symbols of a normal source over 16 levels, at about 2.2 and 2.9 bits of entropy, two of them to a
-// byte: huff0's best form for such symbols. One table serves all blocks, as in kvd. Prints JSON:
-// nanoseconds of processor time per symbol of every turn, and bits per symbol.
+/* Huffman coding by huff0 (Zstandard's, in the FiniteStateEntropy library), as `peers.py` runs it
+   beside kvd's. Nothing of theirs is here: it links against their sources. To build it (KVD is this
+   repository):
+
+     git clone https://github.com/Cyan4973/FiniteStateEntropy && cd FiniteStateEntropy/lib
+     gcc -O3 -march=native -I . KVD/docs/peers/huff0.c -o huff0-peer -lm huf_compress.c \
+         huf_decompress.c hist.c fse_compress.c fse_decompress.c entropy_common.c
+
+   It runs as
+
+     huff0-peer TURNS
+
+   Symbols of a normal source over 16 levels, at about 2.2 and 2.9 bits of entropy, two of them to a
+   byte: huff0's best form for such symbols. One table serves all blocks, as in kvd. Prints JSON:
+   nanoseconds of processor time per symbol of every turn, and bits per symbol. */
 
 #define HUF_STATIC_LINKING_ONLY
 #include "mem.h"

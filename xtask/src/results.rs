@@ -20,10 +20,9 @@ const SMALL: f64 = 0.01;
 const HEAD: &str = "\
 # Results
 
-`cargo xtask gen` writes this page from [bench/results](../../bench/results): the main tables here,
-links to the others at the end. Compare figures only within one table. Pages on
-[attention](cpu.md), [encoding](encode.md), [Huffman codes](entropy.md) and
-[transport](transport.md) say what the figures mean and what bounds them.
+`cargo xtask gen` writes this page from [bench/results](../../bench/results). Compare figures only
+within one table. What they mean: [attention](cpu.md), [encoding](encode.md),
+[Huffman codes](entropy.md), [transport](transport.md).
 ";
 
 #[derive(Deserialize)]
@@ -58,19 +57,19 @@ pub(crate) fn render_page(root: &Path) -> Result<String> {
         if results.page {
             page.push_str(&results.section().with_context(context)?);
         } else {
-            links.push_str(&results.list_item(&file));
+            links.push_str(&link_item(&file));
         }
     }
     Ok(format!("{page}\n## Other tables\n\n{links}"))
 }
 
-impl Results {
-    /// A line of the list of tables that the page does not show.
-    fn list_item(&self, file: &Path) -> String {
-        let name = file.file_name().unwrap_or_default().to_string_lossy();
-        format!("- [{}](../../{FOLDER}/{name})\n", self.title)
-    }
+/// A line of the list of tables that the page does not show: the file's name says what it has.
+fn link_item(file: &Path) -> String {
+    let name = file.file_stem().unwrap_or_default().to_string_lossy();
+    format!("- [{name}](../../{FOLDER}/{name}.json)\n")
+}
 
+impl Results {
     /// Heading, circumstances and table.
     fn section(&self) -> Result<String> {
         let mut words = vec![self.unit.clone()];

@@ -76,7 +76,7 @@ impl VqSpec {
     }
 
     /// Whether a fit puts the entries on whole levels, so that attention kernels hold them as
-    /// bytes: those of one stage, of as many as were compared (`docs/perf/vq-quality.md`).
+    /// bytes: those of one stage, of as many as were compared (`bench/results/vq-levels.json`).
     #[must_use]
     pub fn is_on_levels(&self) -> bool {
         const ENTRIES_ON_LEVELS_MAX: usize = 4096;

@@ -7,7 +7,7 @@ mod support;
 
 use kvd_eval::eval::{self, EvalCodec, EvalOptions, WindowChoice};
 
-/// The claim that the fixture does not bear out, by how it begins; `docs/eval.md` says why.
+/// The claim that the fixture does not bear out, by how it begins; decision 7 says why.
 const FAILS: &str = "polar 4+4 keys are near";
 
 #[tokio::test(flavor = "multi_thread")]
