@@ -51,9 +51,11 @@ impl RequestLayer {
         let owner = connection::owner_of(request.extensions())
             .cloned()
             .unwrap_or_else(CallOwner::in_process);
+        // One that is malformed was refused before.
+        let namespace = kvd_proto::namespace_of_headers(request.headers()).ok();
         let config = self.service.config();
         let limits = MessageLimits {
-            budgets: self.service.budgets_of(&owner),
+            budgets: self.service.budgets_of(&owner, namespace.as_ref()),
             message_bytes_max: config.message_bytes_max as u64,
             message_time: config.message_timeout,
             waits,

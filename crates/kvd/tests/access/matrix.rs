@@ -73,9 +73,10 @@ async fn call_cell(channel: &Channel, cell: &Cell<'_>) -> Result<(), Status> {
 }
 
 /// Rpcs that ask for no namespace of their own.
-const OF_DAEMON: [&str; 3] = ["GetServerInfo", "ListCodecs", "ListNamespaces"];
+const OF_DAEMON: [&str; 4] =
+    ["GetServerInfo", "ListCodecs", "ListNamespaces", "SetNamespaceQuotas"];
 /// Rpcs of who only operates, beside [`OF_DAEMON`].
-const OPERATED: [&str; 12] = [
+const OPERATED: [&str; 13] = [
     "GetStats",
     "DescribeModel",
     "ListModels",
@@ -88,7 +89,10 @@ const OPERATED: [&str; 12] = [
     "UnpinBlocks",
     "DropBlocks",
     "ListNamespaces",
+    "SetNamespaceQuotas",
 ];
+/// Rpcs that no engine may call.
+const NOT_USED: [&str; 2] = ["ListNamespaces", "SetNamespaceQuotas"];
 /// Rpcs of who only watches.
 const WATCHED: [&str; 3] = ["GetServerInfo", "ListCodecs", "GetStats"];
 
@@ -96,7 +100,7 @@ const WATCHED: [&str; 3] = ["GetServerInfo", "ListCodecs", "GetStats"];
 fn expected(name: Option<&str>, cell: &Cell<'_>) -> Option<ErrorCode> {
     let (rpc, is_of_daemon) = (cell.rpc, OF_DAEMON.contains(&cell.rpc));
     let is_role = match name {
-        Some("a-engine" | "both") => rpc != "ListNamespaces",
+        Some("a-engine" | "both") => !NOT_USED.contains(&rpc),
         Some("a-operator") => is_of_daemon || OPERATED.contains(&rpc),
         Some("watcher") => WATCHED.contains(&rpc),
         _ => return Some(ErrorCode::Unauthenticated),
