@@ -70,6 +70,10 @@ Examples:
   kvd namespaces set team-a --sequences none
   kvd namespaces set team-a --reset";
 
+pub(super) const MAN_PAGES: &str = "\
+Example:
+  kvd man-pages ~/.local/share/man/man1";
+
 pub(super) const DESCRIBE: &str = "\
 Examples:
   kvd describe codec kivi-4

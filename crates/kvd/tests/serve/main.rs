@@ -8,6 +8,7 @@ mod disk;
 mod doors;
 mod drains;
 mod log;
+mod notify;
 mod process;
 mod quotas;
 mod restart;
