@@ -1,4 +1,4 @@
-# The five verbs of this repository; each line also works without just.
+# The verbs of this repository; each line also works without just.
 
 # Format, lints, generated files and house rules: before every commit.
 check:
@@ -20,3 +20,7 @@ kernels:
 # What CI runs beside the required part: all deep parts, or those named.
 deep *parts:
     .ci/run --only {{ if parts == "" { "--all" } else { parts } }}
+
+# The release archive of this machine's architecture, with checksums.
+release out="target/release-archive":
+    deploy/release.sh {{out}}

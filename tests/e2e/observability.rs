@@ -85,7 +85,8 @@ async fn the_admin_port_answers() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_metric_appears_and_no_other() {
-    let daemon = daemon().start().await;
+    let quotas = "[\"default: sequences=99\"]";
+    let daemon = daemon().with_setting("namespaces.quotas", quotas).start().await;
     scenario(&daemon, "model", "kvcomp; k.bound=0.9; v.bound=0.9").await;
     let page = metrics(&daemon).await;
     let known: BTreeSet<_> = Metric::ALL.iter().map(|metric| metric.name().to_owned()).collect();

@@ -3,7 +3,10 @@
 
 use crate::data::NormalValues;
 use crate::{BenchError, HeadShape};
-use kvd_client::{AttendBatch, AttendQuery, Client, ClientError, Endpoint, ModelSpec, StoreChunk};
+use kvd_client::{
+    AttendBatch, AttendQuery, Client, ClientError, ClientOptions, Endpoint, ModelSpec, Namespace,
+    StoreChunk,
+};
 use kvd_core::{DType, ErrorCode, LayerIndex, ModelId, SequenceId};
 use serde::Serialize;
 use std::time::{Duration, Instant};
@@ -19,6 +22,10 @@ const WRITER_TOKENS: u32 = 8 * STORE_TOKENS;
 pub struct MixedBench {
     /// The daemon.
     pub endpoint: Endpoint,
+    /// How clients connect, and who they are.
+    pub options: ClientOptions,
+    /// Their namespace.
+    pub namespace: Namespace,
     /// Heads.
     pub shape: HeadShape,
     /// The codec, a preset or spec that needs no calibration.
@@ -125,7 +132,9 @@ impl MixedBench {
     }
 
     async fn connect_client(&self) -> Result<Client, BenchError> {
-        Client::connect(self.endpoint.clone()).await.map_err(BenchError::failed_step("connect"))
+        let client = Client::connect_with(self.endpoint.clone(), &self.options).await;
+        let client = client.map_err(BenchError::failed_step("connect"))?;
+        Ok(client.with_namespace(&self.namespace))
     }
 
     fn draw_chunk(&self, sequence: SequenceId, start: u32, tokens: u32) -> StoreChunk {

@@ -6,7 +6,8 @@ use crate::endpoint::Endpoint;
 use crate::error::ClientError;
 use crate::secrets::BearerToken;
 use crate::stream::{AttendStream, LoadStream, RequestQueue, StoreStream};
-use crate::{ModelDescription, NamespaceInfo, SequenceDescription, ServerInfo, Stats};
+use crate::{ChangedQuotas, ModelDescription, NamespaceInfo, QuotaOrder};
+use crate::{SequenceDescription, ServerInfo, Stats};
 use bytes::{Bytes, BytesMut};
 use kvd_core::{ErrorCode, LayerIndex, ModelId, Namespace, SequenceId};
 use kvd_proto::domain::{
@@ -379,6 +380,15 @@ impl Client {
     pub async fn list_namespaces(&self) -> Result<Vec<NamespaceInfo>, ClientError> {
         let request = self.unary_request(v1::ListNamespacesRequest {});
         Ok(self.call_rpc(self.rpc.clone().list_namespaces(request)).await?.namespaces)
+    }
+
+    /// Changes what a namespace may have; its quotas after that.
+    ///
+    /// # Errors
+    /// `INVALID_ARGUMENT`, `NAMESPACE_DENIED`, `LIMIT_EXCEEDED`, or as every call.
+    pub async fn set_quotas(&self, order: QuotaOrder) -> Result<ChangedQuotas, ClientError> {
+        let request = self.unary_request(order);
+        self.call_rpc(self.rpc.clone().set_namespace_quotas(request)).await
     }
 
     /// Whether the daemon serves; it answers `false` while it drains and after a device failed.

@@ -53,6 +53,7 @@ impl ClientError {
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         match self.code {
+            Some(ErrorCode::QuotaExceeded) => self.retry_after.is_some(),
             Some(code) => code.is_retryable(),
             None => self.grpc == Code::Unavailable,
         }

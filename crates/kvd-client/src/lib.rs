@@ -98,7 +98,8 @@ pub use kvd_proto::v1::{
     CacheStats, CodecInfo, DescribeModelResponse as ModelDescription,
     DescribeSequenceResponse as SequenceDescription, DropBlocksResponse as DroppedBlocks,
     GetServerInfoResponse as ServerInfo, GetStatsResponse as Stats,
-    ListSequencesResponse as SequencePage, ModelStats, NamespaceInfo,
+    ListSequencesResponse as SequencePage, ModelStats, NamespaceInfo, NamespaceQuota,
     PinBlocksResponse as PinnedBlocks, PoolStats, PublishBlocksResponse as PublishedBlocks,
-    SequenceInfo, SessionInfo, StoredBytes,
+    QuotaChange, SequenceInfo, SessionInfo, SetNamespaceQuotasRequest as QuotaOrder,
+    SetNamespaceQuotasResponse as ChangedQuotas, StoredBytes,
 };

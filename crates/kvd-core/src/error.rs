@@ -1,5 +1,7 @@
 //! One code per way a request can end, the same in replies, logs and metric labels.
 
+use std::time::Duration;
+
 /// Error codes, for branching and for labels. The gRPC status stands beside each code in
 /// `kvd-proto`; [`ErrorCode::is_retryable`] and [`ErrorCode::name`] are the rest of that table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -47,6 +49,8 @@ pub enum ErrorCode {
     QueueFull,
     /// A named limit was reached (sequences, models, batch).
     LimitExceeded,
+    /// A namespace has as much of something as it may.
+    QuotaExceeded,
     /// A message is larger than the configured maximum.
     MessageTooLarge,
     /// The deadline passed before the work began.
@@ -65,7 +69,7 @@ pub enum ErrorCode {
 
 impl ErrorCode {
     /// Every code, in declaration order.
-    pub const ALL: [Self; 28] = [
+    pub const ALL: [Self; 29] = [
         Self::InvalidArgument,
         Self::ShapeMismatch,
         Self::NonFinite,
@@ -87,6 +91,7 @@ impl ErrorCode {
         Self::PoolFull,
         Self::QueueFull,
         Self::LimitExceeded,
+        Self::QuotaExceeded,
         Self::MessageTooLarge,
         Self::DeadlineExceeded,
         Self::Cancelled,
@@ -121,6 +126,7 @@ impl ErrorCode {
             Self::PoolFull => "POOL_FULL",
             Self::QueueFull => "QUEUE_FULL",
             Self::LimitExceeded => "LIMIT_EXCEEDED",
+            Self::QuotaExceeded => "QUOTA_EXCEEDED",
             Self::MessageTooLarge => "MESSAGE_TOO_LARGE",
             Self::DeadlineExceeded => "DEADLINE_EXCEEDED",
             Self::Cancelled => "CANCELLED",
@@ -137,7 +143,8 @@ impl ErrorCode {
         Self::ALL.into_iter().find(|code| code.name() == name)
     }
 
-    /// Whether the same request may succeed later without a change by the caller.
+    /// Whether the same request may succeed later without a change by the caller. Of
+    /// [`ErrorCode::QuotaExceeded`] each error says by its hint whether it may.
     #[must_use]
     pub const fn is_retryable(self) -> bool {
         matches!(self, Self::SequenceBusy | Self::PoolFull | Self::QueueFull | Self::ShuttingDown)
@@ -154,6 +161,11 @@ impl std::fmt::Display for ErrorCode {
 pub trait Coded: std::error::Error {
     /// The code callers branch on.
     fn code(&self) -> ErrorCode;
+
+    /// When the same request may succeed, where the error knows better than its code.
+    fn retry_hint(&self) -> Option<Duration> {
+        None
+    }
 }
 
 #[cfg(test)]

@@ -38,6 +38,7 @@ pub const fn grpc_code(code: ErrorCode) -> Code {
         ErrorCode::PoolFull
         | ErrorCode::QueueFull
         | ErrorCode::LimitExceeded
+        | ErrorCode::QuotaExceeded
         | ErrorCode::MessageTooLarge => Code::ResourceExhausted,
         ErrorCode::DeadlineExceeded => Code::DeadlineExceeded,
         ErrorCode::Cancelled => Code::Cancelled,
@@ -50,13 +51,16 @@ pub const fn grpc_code(code: ErrorCode) -> Code {
 
 /// The status that answers a request which ended with `code`.
 ///
-/// `retry_after` is used only for a code that is [retryable](ErrorCode::is_retryable), where `None`
-/// means [`RETRY_AFTER_DEFAULT`].
+/// `retry_after` is used for a code that is [retryable](ErrorCode::is_retryable), where `None`
+/// means [`RETRY_AFTER_DEFAULT`], and for [`ErrorCode::QuotaExceeded`], where it means that waiting
+/// does not help.
 #[must_use]
 pub fn to_status(code: ErrorCode, message: &str, retry_after: Option<Duration>) -> Status {
     let mut details = ErrorDetails::with_error_info(code.name(), ERROR_DOMAIN, HashMap::new());
-    if code.is_retryable() {
-        details.set_retry_info(Some(retry_after.unwrap_or(RETRY_AFTER_DEFAULT)));
+    let default = code.is_retryable().then_some(RETRY_AFTER_DEFAULT);
+    let given = retry_after.filter(|_| default.is_some() || code == ErrorCode::QuotaExceeded);
+    if let Some(hint) = given.or(default) {
+        details.set_retry_info(Some(hint));
     }
     Status::with_error_details(grpc_code(code), message, details)
 }
@@ -117,7 +121,10 @@ mod tests {
             let status = to_status(code, "because", Some(hint));
             assert_eq!(status.message(), "because");
             assert_eq!(error_code(&status), Some(code));
-            assert_eq!(retry_after(&status), code.is_retryable().then_some(hint), "{code}");
+            let says_when = code.is_retryable() || code == ErrorCode::QuotaExceeded;
+            assert_eq!(retry_after(&status), says_when.then_some(hint), "{code}");
+            let status = to_status(code, "because", None);
+            assert_eq!(retry_after(&status).is_some(), code.is_retryable(), "{code}");
         }
     }
 

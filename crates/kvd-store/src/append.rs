@@ -9,7 +9,7 @@ use crate::append_plan::{AppendDraft, AppendPlan};
 use crate::layer::RememberedRange;
 use crate::layer_block::{LayerBlock, PackedBlock, PackedPages, RawSlot, RowExtent};
 use crate::ledger::{ModelLedger, SlotAccount};
-use crate::pool::{ArenaPool, PoolFull};
+use crate::pool::{ArenaPool, ReserveError};
 use crate::sequence::LayerClaim;
 use crate::shape::ModelShape;
 use kvd_core::{LayerIndex, SequenceId};
@@ -129,7 +129,7 @@ impl AppendTicket {
         draft: AppendDraft,
         pool: &Arc<ArenaPool>,
         offered: RememberedRange,
-    ) -> Result<Self, PoolFull> {
+    ) -> Result<Self, ReserveError> {
         let length_after = draft.length_after;
         let plan = AppendPlan::new(draft, pool, &claim.entry.model, &claim.entry.ledger)?;
         Ok(Self { plan, offered, length_after, claim })

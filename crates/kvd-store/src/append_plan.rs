@@ -9,7 +9,7 @@ use crate::append::{PackTask, RowCopy, RowWrite};
 use crate::layer::SequenceLayer;
 use crate::layer_block::{BlockView, LayerBlock, RawSlot, RowExtent, RowForm};
 use crate::ledger::{ModelLedger, SlotAccount};
-use crate::pool::{ArenaPool, PoolFull};
+use crate::pool::{ArenaPool, ReserveError};
 use crate::shape::{BlockRows, ModelShape};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -102,7 +102,7 @@ impl AppendPlan {
         pool: &Arc<ArenaPool>,
         shape: &ModelShape,
         ledger: &Arc<ModelLedger>,
-    ) -> Result<Self, PoolFull> {
+    ) -> Result<Self, ReserveError> {
         let allocation = RawAllocation { pool, shape, ledger };
         let AppendDraft { start, length_after, blocks, last, due } = draft;
         let mut plan = Self {
@@ -137,7 +137,7 @@ impl AppendPlan {
     }
 
     /// Adds a block at the end.
-    fn add_block(&mut self, allocation: &RawAllocation<'_>) -> Result<RawSlot, PoolFull> {
+    fn add_block(&mut self, allocation: &RawAllocation<'_>) -> Result<RawSlot, ReserveError> {
         let raw = allocation.reserve_rows(allocation.shape.block_tokens())?;
         self.views.push(BlockView::new_raw(raw.clone()));
         Ok(raw)
@@ -148,7 +148,7 @@ impl AppendPlan {
         &mut self,
         extents: Vec<RowExtent>,
         allocation: &RawAllocation<'_>,
-    ) -> Result<RawSlot, PoolFull> {
+    ) -> Result<RawSlot, ReserveError> {
         let to = self.add_block(allocation)?;
         self.copies.extend(extents.into_iter().map(|from| {
             let to_row = from.rows.start;
@@ -181,7 +181,7 @@ impl RawAllocation<'_> {
         index: usize,
         raw: &RawSlot,
         retried: bool,
-    ) -> Result<PackTask, PoolFull> {
+    ) -> Result<PackTask, ReserveError> {
         let sink_rows = self.shape.sink_rows(index);
         let keep = (sink_rows > 0).then(|| self.reserve_rows(sink_rows)).transpose()?;
         let keep = keep.map(|to| {
@@ -193,7 +193,7 @@ impl RawAllocation<'_> {
     }
 
     /// A slot of so many rows in the stored precision.
-    fn reserve_rows(&self, rows: u32) -> Result<RawSlot, PoolFull> {
+    fn reserve_rows(&self, rows: u32) -> Result<RawSlot, ReserveError> {
         let size_bytes = self.shape.geometry.raw_layout(rows).size_bytes();
         let namespace = Some(&self.shape.namespace);
         let slot = self.pool.reserve_slot(SlotRegion::Rows, size_bytes, namespace)?.seal_slot();

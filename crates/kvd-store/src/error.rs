@@ -1,7 +1,8 @@
 //! Why the store refuses, with the numbers needed to act. Values only, no locks.
 
 use crate::cache::KeyError;
-use crate::pool::PoolFull;
+use crate::pool::{PoolFull, ReserveError};
+use crate::quota::QuotaExceeded;
 use kvd_core::{
     Coded, ErrorCode, GeometryError, IdsExhausted, LayerIndex, LeaseId, SequenceId, SessionId,
 };
@@ -142,6 +143,18 @@ pub enum StoreError {
     /// Page memory is used up.
     #[error(transparent)]
     PoolFull(#[from] PoolFull),
+    /// The namespace has as much as it may.
+    #[error(transparent)]
+    Quota(#[from] QuotaExceeded),
+}
+
+impl From<ReserveError> for StoreError {
+    fn from(error: ReserveError) -> Self {
+        match error {
+            ReserveError::PoolFull(full) => Self::PoolFull(full),
+            ReserveError::Quota(exceeded) => Self::Quota(exceeded),
+        }
+    }
 }
 
 impl Coded for StoreError {
@@ -163,6 +176,14 @@ impl Coded for StoreError {
             Self::PublishGap { .. } => ErrorCode::RangeGap,
             Self::IdsExhausted(error) => error.code(),
             Self::PoolFull(_) => ErrorCode::PoolFull,
+            Self::Quota(error) => error.code(),
+        }
+    }
+
+    fn retry_hint(&self) -> Option<Duration> {
+        match self {
+            Self::Quota(error) => error.retry_hint(),
+            _ => None,
         }
     }
 }

@@ -45,19 +45,19 @@ impl RawSlot {
 
     /// Declares the first `rows` rows readable (and the others not).
     pub(crate) fn set_filled(&self, rows: u32) {
-        if let Some(account) = self.slot.account() {
+        if let Some(account) = self.slot.slot_account() {
             account.set_rows(rows);
         }
     }
 
     /// Rows that somebody may read.
     pub(crate) fn filled_rows(&self) -> u32 {
-        self.slot.account().map_or(self.rows, |account| account.rows())
+        self.slot.slot_account().map_or(self.rows, |account| account.rows())
     }
 
     /// Bytes of the slot, and the values of its filled rows, in number.
     fn count_filled(&self) -> StoredBytes {
-        let values = self.slot.account().map_or(0, |account| account.row_values());
+        let values = self.slot.slot_account().map_or(0, |account| account.row_values());
         StoredBytes::count_raw(values, self.slot.reserved_bytes())
     }
 }

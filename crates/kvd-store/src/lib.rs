@@ -38,6 +38,7 @@ mod ledger;
 mod pinned;
 mod pool;
 mod publish;
+mod quota;
 mod reclaim;
 mod sequence;
 mod session_sequences;
@@ -61,8 +62,11 @@ pub use kvd_core::{PackedBytes, StoredBytes};
 pub use layer_block::{PackedPages, RawSlot, RowExtent, RowExtentRef, RowForm, RowFormRef};
 pub use ledger::ModelUsage;
 pub use pinned::{PinnedRange, PinnedRows};
-pub use pool::{ArenaPool, PoolFull, PoolSlot, PoolUsage, ReservedSlot};
+pub use pool::{ArenaPool, PoolFull, PoolSlot, PoolUsage, ReserveError, ReservedSlot};
 pub use publish::PublishTicket;
+pub use quota::{
+    DeviceQuotas, NamespaceAccount, QuotaExceeded, QuotaKind, QuotaLimits, QuotaShare, QuotaTable,
+};
 pub use sequence::SequenceUsage;
 pub use session_sequences::SessionSequences;
 pub use shape::{ModelShape, StoreLimits};

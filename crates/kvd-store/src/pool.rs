@@ -7,10 +7,11 @@
 use crate::allocator::{ArenaAllocator, SlotRegion, taken_bytes};
 use crate::cache::{EVICTED_PER_CALL_MAX, PrefixIndex};
 use crate::ledger::SlotAccount;
+use crate::quota::{DeviceQuotas, NamespaceAccount, QuotaExceeded, QuotaKind};
 use crate::reclaim::ReclaimQueue;
 use crate::view_list::DiscardedViews;
 use kvd_core::{Extent, Namespace};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use std::fmt;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
@@ -22,6 +23,8 @@ pub struct ArenaPool {
     reclaim: Arc<ReclaimQueue>,
     /// Cached blocks, which make room. Weak: they hold slots of this pool.
     cache: OnceLock<Weak<PrefixIndex>>,
+    /// Accounts of namespaces, where they are counted.
+    quotas: OnceLock<DeviceQuotas>,
 }
 
 /// State of a pool right now.
@@ -46,8 +49,8 @@ pub struct PoolUsage {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "pool {tier} is full: {needed} bytes needed for {}, {free} of {capacity} free, the largest \
-     range has {largest_free}; close or truncate sequences and try again, or give the \
-     daemon a larger pool",
+     range has {largest_free}, and {reserved} are reserved for other namespaces; close or truncate \
+     sequences and try again, or give the daemon a larger pool",
     match region { SlotRegion::Rows => "rows", SlotRegion::Pages => "pages" }
 )]
 pub struct PoolFull {
@@ -63,6 +66,32 @@ pub struct PoolFull {
     pub largest_free: u64,
     /// Bytes of the pool.
     pub capacity: u64,
+    /// Bytes of it that other namespaces alone may take now.
+    pub reserved: u64,
+}
+
+/// Why bytes could not be had.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ReserveError {
+    /// The pool has none.
+    #[error(transparent)]
+    PoolFull(#[from] PoolFull),
+    /// The namespace may have no more.
+    #[error(transparent)]
+    Quota(#[from] QuotaExceeded),
+}
+
+/// The lack that a reservation met, before anything was done about it.
+enum PoolShortage {
+    Pool(PoolFull),
+    Quota(Arc<NamespaceAccount>),
+}
+
+/// Bytes that somebody wants.
+struct WantedBytes<'a> {
+    region: SlotRegion,
+    len_bytes: u64,
+    account: Option<&'a Arc<NamespaceAccount>>,
 }
 
 impl ArenaPool {
@@ -70,14 +99,15 @@ impl ArenaPool {
     #[must_use]
     pub fn new(tier: &'static str, capacity_bytes: u64) -> Arc<Self> {
         let allocator = Mutex::new(ArenaAllocator::new(capacity_bytes));
-        Arc::new(Self { tier, allocator, reclaim: Arc::default(), cache: OnceLock::new() })
+        let (cache, quotas) = (OnceLock::new(), OnceLock::new());
+        Arc::new(Self { tier, allocator, reclaim: Arc::default(), cache, quotas })
     }
 
     /// Takes `len_bytes` bytes for pages, for the caller alone.
     ///
     /// # Errors
     /// As [`ArenaPool::reserve_in`].
-    pub fn reserve_pages(self: &Arc<Self>, len_bytes: u64) -> Result<ReservedSlot, PoolFull> {
+    pub fn reserve_pages(self: &Arc<Self>, len_bytes: u64) -> Result<ReservedSlot, ReserveError> {
         self.reserve_in(SlotRegion::Pages, len_bytes)
     }
 
@@ -89,7 +119,7 @@ impl ArenaPool {
         self: &Arc<Self>,
         namespace: &Namespace,
         len_bytes: u64,
-    ) -> Result<ReservedSlot, PoolFull> {
+    ) -> Result<ReservedSlot, ReserveError> {
         self.reserve_slot(SlotRegion::Pages, len_bytes, Some(namespace))
     }
 
@@ -102,7 +132,7 @@ impl ArenaPool {
         self: &Arc<Self>,
         namespace: &Namespace,
         len_bytes: u64,
-    ) -> Result<ReservedSlot, PoolFull> {
+    ) -> Result<ReservedSlot, ReserveError> {
         self.reserve_slot(SlotRegion::Rows, len_bytes, Some(namespace))
     }
 
@@ -115,7 +145,7 @@ impl ArenaPool {
         self: &Arc<Self>,
         region: SlotRegion,
         len_bytes: u64,
-    ) -> Result<ReservedSlot, PoolFull> {
+    ) -> Result<ReservedSlot, ReserveError> {
         self.reserve_slot(region, len_bytes, None)
     }
 
@@ -124,47 +154,87 @@ impl ArenaPool {
         self.cache.get_or_init(|| Arc::downgrade(cache));
     }
 
+    /// Counts what namespaces take from now on.
+    pub(crate) fn count_for(&self, quotas: &DeviceQuotas) {
+        self.quotas.get_or_init(|| quotas.clone());
+    }
+
     /// [`ArenaPool::reserve_in`] for a namespace, if it is known for whom.
     pub(crate) fn reserve_slot(
         self: &Arc<Self>,
         region: SlotRegion,
         len_bytes: u64,
         namespace: Option<&Namespace>,
-    ) -> Result<ReservedSlot, PoolFull> {
+    ) -> Result<ReservedSlot, ReserveError> {
+        let quotas = self.quotas.get().zip(namespace);
+        let account = quotas.map(|(quotas, name)| quotas.table.open_account(name));
+        let wanted = WantedBytes { region, len_bytes, account: account.as_ref() };
         let mut evicted = 0;
         loop {
             let seen = self.reclaim.count_batches();
-            let full = {
-                let mut allocator = self.allocator.lock();
-                if let Some(offset) = allocator.take_slot(region, len_bytes) {
-                    let extent = Extent { offset, len: len_bytes };
-                    return Ok(ReservedSlot {
-                        pool: Arc::clone(self),
-                        region,
-                        extent,
-                        returned: false,
-                    });
-                }
-                PoolFull {
-                    tier: self.tier,
-                    region,
-                    needed: taken_bytes(len_bytes).unwrap_or(u64::MAX),
-                    free: allocator.capacity_bytes() - allocator.used_bytes(),
-                    largest_free: allocator.largest_range_bytes(),
-                    capacity: allocator.capacity_bytes(),
-                }
+            let short = match self.try_reserve(&wanted) {
+                Ok(slot) => return Ok(slot),
+                Err(short) => short,
             };
             if self.reclaim.free_or_wait(seen) {
                 continue;
             }
-            let Some(cache) = self.cache.get().and_then(Weak::upgrade) else { return Err(full) };
-            let may_evict = evicted < EVICTED_PER_CALL_MAX;
-            if !may_evict || !cache.evict_block(namespace, Instant::now()) {
+            let Some(cache) = self.cache.get().and_then(Weak::upgrade) else {
+                return Err(short.refuse_bytes(len_bytes));
+            };
+            // At its quota a namespace makes room of its own.
+            let evict = || match (&short, namespace) {
+                (PoolShortage::Quota(_), Some(own)) => cache.evict_own(own, Instant::now()),
+                _ => cache.evict_block(namespace, Instant::now()),
+            };
+            if evicted == EVICTED_PER_CALL_MAX || !evict() {
                 cache.note_refusal();
-                return Err(full);
+                return Err(short.refuse_bytes(len_bytes));
             }
             evicted += 1;
         }
+    }
+
+    fn try_reserve(
+        self: &Arc<Self>,
+        wanted: &WantedBytes<'_>,
+    ) -> Result<ReservedSlot, PoolShortage> {
+        let &WantedBytes { region, len_bytes, account } = wanted;
+        let needed = taken_bytes(len_bytes).unwrap_or(u64::MAX);
+        let quotas = self.quotas.get();
+        let device = quotas.map_or(0, |quotas| quotas.device);
+        let reserving = quotas.map(|quotas| quotas.table.list_reserving());
+        let mut allocator = self.allocator.lock();
+        let free = allocator.capacity_bytes() - allocator.used_bytes();
+        let is_other =
+            |of: &&Arc<NamespaceAccount>| account.is_none_or(|own| !Arc::ptr_eq(own, of));
+        let others = reserving.iter().flat_map(|accounts| accounts.iter()).filter(is_other);
+        let reserved: u64 = others.map(|of| of.unused_reserve(device)).sum();
+        let full = |allocator: &ArenaAllocator| {
+            PoolShortage::Pool(PoolFull {
+                tier: self.tier,
+                region,
+                needed,
+                free,
+                largest_free: allocator.largest_range_bytes(),
+                capacity: allocator.capacity_bytes(),
+                reserved,
+            })
+        };
+        if reserved > 0 && needed.saturating_add(reserved) > free {
+            return Err(full(&allocator));
+        }
+        if let Some(account) = account
+            && !account.try_take_pool(device, needed)
+        {
+            return Err(PoolShortage::Quota(Arc::clone(account)));
+        }
+        let Some(offset) = allocator.take_slot(region, len_bytes) else {
+            account.inspect(|account| account.give_pool(device, needed));
+            return Err(full(&allocator));
+        };
+        let (pool, extent) = (Arc::clone(self), Extent { offset, len: len_bytes });
+        Ok(ReservedSlot { pool, region, extent, account: account.cloned(), returned: false })
     }
 
     /// Frees views: at once when they are few, else on the pool's thread.
@@ -199,6 +269,19 @@ impl ArenaPool {
     }
 }
 
+impl PoolShortage {
+    /// The refusal, once nothing helped.
+    fn refuse_bytes(self, len_bytes: u64) -> ReserveError {
+        match self {
+            Self::Pool(full) => full.into(),
+            Self::Quota(account) => {
+                let needed = taken_bytes(len_bytes).unwrap_or(u64::MAX);
+                account.refuse_amount(QuotaKind::PoolBytes, needed).into()
+            }
+        }
+    }
+}
+
 impl Drop for ArenaPool {
     fn drop(&mut self) {
         self.reclaim.end_thread();
@@ -219,6 +302,8 @@ pub struct ReservedSlot {
     pool: Arc<ArenaPool>,
     region: SlotRegion,
     extent: Extent,
+    /// Who is charged for the bytes.
+    account: Option<Arc<NamespaceAccount>>,
     /// The bytes were given back already.
     returned: bool,
 }
@@ -228,6 +313,17 @@ impl ReservedSlot {
     #[must_use]
     pub fn extent(&self) -> Extent {
         self.extent
+    }
+
+    /// Gives the bytes back, to the pool and to who was charged for them.
+    fn return_bytes(&mut self, allocator: &mut MutexGuard<'_, ArenaAllocator>) {
+        let Extent { offset, len } = self.extent;
+        allocator.give_slot(self.region, offset, len);
+        if let Some(account) = &self.account {
+            let device = self.pool.quotas.get().map_or(0, |quotas| quotas.device);
+            account.give_pool(device, taken_bytes(len).unwrap_or(u64::MAX));
+        }
+        self.returned = true;
     }
 
     /// Makes the bytes readable by whoever holds the slot.
@@ -240,7 +336,8 @@ impl ReservedSlot {
 impl Drop for ReservedSlot {
     fn drop(&mut self) {
         if !self.returned {
-            self.pool.allocator.lock().give_slot(self.region, self.extent.offset, self.extent.len);
+            let pool = Arc::clone(&self.pool);
+            self.return_bytes(&mut pool.allocator.lock());
         }
     }
 }
@@ -275,7 +372,7 @@ impl PoolSlot {
     }
 
     /// How the slot is counted, once it is.
-    pub(crate) fn account(&self) -> Option<&SlotAccount> {
+    pub(crate) fn slot_account(&self) -> Option<&SlotAccount> {
         self.0.account.get()
     }
 
@@ -307,9 +404,7 @@ impl FreedSlots {
         };
         let mut allocator = pool.allocator.lock();
         for reserved in self.0.iter_mut().filter(|reserved| Arc::ptr_eq(&reserved.pool, &pool)) {
-            let Extent { offset, len } = reserved.extent;
-            allocator.give_slot(reserved.region, offset, len);
-            reserved.returned = true;
+            reserved.return_bytes(&mut allocator);
         }
     }
 }
@@ -347,8 +442,9 @@ mod tests {
             free: 128,
             largest_free: 128,
             capacity: 256,
+            reserved: 0,
         };
-        assert_eq!(error, wanted);
+        assert_eq!(error, ReserveError::PoolFull(wanted));
         assert!(
             error.to_string().contains("192 bytes needed for pages, 128 of 256 free"),
             "{error}"

@@ -139,20 +139,22 @@ impl PublishTicket {
         let (shape, pool): (&ModelShape, _) = (&entry.model, &entry.shared_memory().pool);
         let allocation = RawAllocation { pool, shape, ledger: &entry.ledger };
         let first = self.first;
-        let mut count = usize::MAX;
+        let (mut count, mut stop) = (usize::MAX, PublishStop::PoolFull);
         for layer in &mut self.layers {
             for (offset, form) in layer.forms.iter().enumerate() {
                 let BlockForm::Raw { raw, block } = form else { continue };
-                let Ok(task) = allocation.make_task(first + offset, raw, false) else {
-                    count = count.min(offset);
-                    break;
-                };
-                layer.tasks.push(task);
+                match allocation.make_task(first + offset, raw, false) {
+                    Ok(task) => layer.tasks.push(task),
+                    Err(error) => {
+                        (count, stop) = (count.min(offset), PublishStop::of_reserve(&error));
+                        break;
+                    }
+                }
                 layer.blocks.push(Arc::clone(block));
             }
         }
         if count < usize::MAX {
-            self.stop = Some(PublishStop::PoolFull);
+            self.stop = Some(stop);
             self.keep_first(count);
         }
         self

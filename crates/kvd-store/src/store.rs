@@ -20,6 +20,7 @@ use crate::error::StoreError;
 use crate::layer::{RangeFit, RememberedRange, SequenceLayer};
 use crate::ledger::{ModelLedger, ModelUsage};
 use crate::pool::ArenaPool;
+use crate::quota::{DeviceQuotas, QuotaTable};
 use crate::sequence::SequenceEntry;
 use crate::shape::{ModelShape, StoreLimits};
 use crate::view_list::DiscardedViews;
@@ -40,6 +41,7 @@ pub struct SequenceStore {
     pool: Arc<ArenaPool>,
     cache: Arc<PrefixIndex>,
     limits: StoreLimits,
+    quotas: DeviceQuotas,
     pub(crate) ids: IdCounter<SequenceId>,
     open: AtomicU64,
     open_layers: AtomicU64,
@@ -57,6 +59,7 @@ impl SequenceStore {
             pool,
             cache: Arc::new(PrefixIndex::new(CacheLimits::default())),
             limits,
+            quotas: DeviceQuotas::default(),
             ids,
             open: AtomicU64::new(0),
             open_layers: AtomicU64::new(0),
@@ -73,6 +76,19 @@ impl SequenceStore {
         let cache = Arc::new(PrefixIndex::new(limits));
         self.pool.evict_from(&cache);
         Self { cache, ..self }
+    }
+
+    /// This store, without sequences yet, that counts for a table which other devices may share.
+    #[must_use]
+    pub fn with_quotas(self, quotas: DeviceQuotas) -> Self {
+        self.pool.count_for(&quotas);
+        Self { quotas, ..self }
+    }
+
+    /// Accounts of namespaces.
+    #[must_use]
+    pub fn quota_table(&self) -> &Arc<QuotaTable> {
+        &self.quotas.table
     }
 
     /// The pool that every slot comes from.

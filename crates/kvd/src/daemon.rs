@@ -7,8 +7,9 @@ use crate::device::{self, DeviceError};
 use crate::device_worker::{DeviceWorker, DeviceWorkerThread, WorkerLimits};
 use crate::door_files::{DoorFiles, FileWatch};
 use crate::metrics::{Metric, Metrics};
+use crate::quotas::NamespaceQuotas;
 use crate::service::disk::DiskCache;
-use crate::service::{Service, draw_ids};
+use crate::service::{KeptState, Service, draw_ids};
 use crate::transport::{BoundAddresses, GrpcServer, ListenError, ServerPhase};
 use kvd_compute::Backend;
 use std::net::SocketAddr;
@@ -215,18 +216,22 @@ impl Daemon {
         };
         let metrics = Arc::new(Metrics::new());
         let (failures, failed) = watch::channel(0);
+        let pools: Vec<_> = backends.iter().map(|backend| backend.info().arena_bytes).collect();
+        let quotas = NamespaceQuotas::open_file(&config.quotas, &pools)?;
         let start = |backend| {
             let failures = failures.clone();
             let on_failure = move || failures.send_modify(|failed| *failed += 1);
             let (queue_jobs_max, weights) = (config.queue_jobs_max, config.weights.clone());
-            let limits = WorkerLimits { queue_jobs_max, weights, merging: config.merging };
+            let (merging, quotas) = (config.merging, quotas.quota_table().clone());
+            let limits = WorkerLimits { queue_jobs_max, weights, merging, quotas };
             DeviceWorker::start_thread(backend, limits, &metrics, on_failure)
         };
         let workers = backends.into_iter().map(start).collect::<Result<Vec<_>, _>>();
         let (workers, worker_threads) = workers.map_err(BuildError::Worker)?.into_iter().unzip();
         let ids = draw_ids().map_err(BuildError::Random)?;
         let disk = open_disk(&config).await?;
-        let service = Arc::new(Service::new(Arc::new(config), workers, metrics, ids, disk));
+        let kept = KeptState { disk, quotas };
+        let service = Arc::new(Service::new(Arc::new(config), workers, metrics, ids, kept));
         if let Some(table) = principals {
             tracing::info!(principals = table.count_principals(), "who may come in is read");
             service.access_control().replace_table(table);

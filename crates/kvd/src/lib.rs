@@ -17,6 +17,7 @@ pub mod device;
 pub mod device_worker;
 mod door_files;
 pub mod metrics;
+mod quotas;
 mod scheduler;
 pub mod service;
 mod shares;

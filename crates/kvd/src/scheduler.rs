@@ -347,6 +347,13 @@ impl<J> JobScheduler<J> {
         queue.count_places_of(owner)
     }
 
+    /// Places that all connections of a namespace have.
+    pub(crate) fn count_for_namespace(&self, kind: JobKind, namespace: &Namespace) -> usize {
+        let queue = if kind == JobKind::Attend { &self.attends } else { &self.others };
+        let own = queue.count_places().filter(|of| of.owner.namespace == *namespace);
+        own.map(|of| of.places).sum()
+    }
+
     /// The next job, and what to tell [`JobScheduler::note_run`] of it.
     pub(crate) fn next(&mut self) -> Option<WaitingJob<J>> {
         let oldest = self.attend_serials.first().copied().unwrap_or(u64::MAX);

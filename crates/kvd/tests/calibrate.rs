@@ -127,6 +127,7 @@ async fn rows_and_queries_of_a_daemon_fit_like_the_same_rows_of_a_file() {
         let endpoint = endpoint.clone();
         RowSource::Daemon(DaemonSource {
             endpoint,
+            options: Box::default(),
             namespace: None,
             sequences: vec![sequence],
             tokens,

@@ -90,6 +90,7 @@ fn every_help_has_an_example_and_fits_the_terminal() {
     let mut commands = vec!["", "serve", "config", "codecs", "plan", "dashboard"];
     commands.extend(["sequences", "sequences list", "sequences close"]);
     commands.extend(["health", "status", "top", "models", "namespaces", "completions", "token"]);
+    commands.extend(["namespaces list", "namespaces set", "man-pages"]);
     commands.extend(["describe", "describe codec", "describe model"]);
     commands.extend(["sessions", "sessions list", "sessions close"]);
     commands.extend(["bench", "bench attend", "bench scores", "bench codec", "bench store"]);
@@ -269,4 +270,18 @@ fn shells_complete_commands() {
         assert!(script.contains("health") && script.contains("sequences"), "{shell}");
     }
     assert_eq!(kvd(&["completions", "tcl"]).status.code(), Some(64));
+}
+
+#[test]
+fn every_command_has_a_manual_page() {
+    let folder = tempfile::tempdir().unwrap();
+    let pages = folder.path().join("man1");
+    printed(command(&["man-pages", &pages.display().to_string()]));
+    for name in ["kvd.1", "kvd-serve.1", "kvd-namespaces-set.1", "kvd-bench-attend.1"] {
+        let page = std::fs::read_to_string(pages.join(name)).expect(name);
+        assert!(page.contains(".TH") && page.contains(".SH SYNOPSIS"), "{name}: {page}");
+    }
+    let set = std::fs::read_to_string(pages.join("kvd-namespaces-set.1")).unwrap();
+    assert!(set.contains("pool\\-bytes"), "{set}");
+    assert_eq!(kvd(&["man-pages", "/proc/nowhere"]).status.code(), Some(1));
 }

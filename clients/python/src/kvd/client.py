@@ -9,10 +9,11 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .arrays import DType
+from .credentials import Credentials, PathLike
 from .errors import Disconnected, InvalidArgument, KvdError, Restarted, UnknownSession
 from .model import Geometry, Model
 from .region import Region
@@ -87,6 +88,7 @@ class ConnectOptions:
     region_bytes: int = REGION_BYTES_DEFAULT
     session: str | None = None
     session_ttl: float = 0.0
+    credentials: Credentials = field(default_factory=Credentials)
 
 
 class Link:
@@ -97,6 +99,12 @@ class Link:
         self.is_lost = False
         self._options = options
         path = region_path(options.target)
+        shown = options.credentials
+        if path and (shown.token is not None or shown.ca or shown.cert or shown.key):
+            raise InvalidArgument(
+                "a region is known by its user: give token, ca, cert and key with HOST:PORT,"
+                " https://HOST:PORT or unix:PATH"
+            )
         # The way for calls, queries and rows.
         self.payloads: Region | Remote
         if path:
@@ -110,7 +118,11 @@ class Link:
             from .remote import Remote  # noqa: PLC0415 (only where there is a gRPC address)
 
             self.payloads = Remote(
-                grpc_address(options.target), namespace=options.namespace, timeout=options.timeout
+                grpc_address(options.target),
+                namespace=options.namespace,
+                timeout=options.timeout,
+                is_tls=options.target.startswith("https://"),
+                credentials=shown,
             )
         self.call = self.payloads.call
         try:
@@ -299,13 +311,14 @@ def grpc_address(target: str) -> str:
 
     Raises `InvalidArgument` for what is none.
     """
-    address = target.removeprefix("http://")
+    address = target.removeprefix("http://").removeprefix("https://")
     if address.startswith("unix:"):
         return address
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdigit():
         raise InvalidArgument(
-            f"{target!r} is no daemon: give the path of its region, unix:PATH, or HOST:PORT"
+            f"{target!r} is no daemon: give the path of its region, unix:PATH, HOST:PORT or"
+            " https://HOST:PORT"
         )
     return address
 
@@ -318,12 +331,25 @@ def connect(
     region_bytes: int = REGION_BYTES_DEFAULT,
     session: str | None = None,
     session_ttl: float = 0.0,
+    token: str | None = None,
+    ca: PathLike | None = None,
+    cert: PathLike | None = None,
+    key: PathLike | None = None,
 ) -> Client:
     """Connects to a daemon.
 
     `target` is the path of its region (`server.listen_region`; fastest, needs nothing but this
-    package), `unix:PATH`, or `HOST:PORT` (both need `kvd[grpc]`). `timeout` is of each call, in
-    seconds. All that is opened belongs to a session, which ends `session_ttl` seconds after the
-    connection; one with a name, `session`, takes over what an earlier one of that name left.
+    package), `unix:PATH`, `HOST:PORT` or `https://HOST:PORT` (these need `kvd[grpc]`). `timeout` is
+    of each call, in seconds. All that is opened belongs to a session, which ends `session_ttl`
+    seconds after the connection; one with a name, `session`, takes over what an earlier one of that
+    name left.
+
+    `token` says whose calls these are, by gRPC alone. Of `https://`, `ca` is a PEM file of the
+    authorities to trust (the system's when absent), `cert` and `key` those of a certificate of
+    one's own.
     """
-    return Client(ConnectOptions(target, namespace, timeout, region_bytes, session, session_ttl))
+    credentials = Credentials(token, ca, cert, key)
+    options = ConnectOptions(
+        target, namespace, timeout, region_bytes, session, session_ttl, credentials
+    )
+    return Client(options)

@@ -154,6 +154,16 @@ class LimitExceeded(KvdError):
     code = "LIMIT_EXCEEDED"
 
 
+class QuotaExceeded(KvdError, MemoryError):
+    """The namespace has as much as it may; retryable where something may be given back."""
+
+    code = "QUOTA_EXCEEDED"
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message, retry_after)
+        self.retryable = retry_after is not None
+
+
 class MessageTooLarge(KvdError):
     """A message, or the payload of a call, is larger than the daemon or the region allows."""
 

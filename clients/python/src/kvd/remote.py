@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,13 @@ from .calls import (
     StoreAck,
     StoreItem,
 )
+from .credentials import Credentials
 from .errors import (
     Cancelled,
     DeadlineExceeded,
     Disconnected,
     Internal,
+    InvalidArgument,
     KvdError,
     MessageTooLarge,
     Unsupported,
@@ -77,7 +80,15 @@ class _AnsweredAttend(PendingAttend):
 class Remote:
     """A gRPC channel to a daemon."""
 
-    def __init__(self, target: str, *, namespace: str | None, timeout: float) -> None:
+    def __init__(
+        self,
+        target: str,
+        *,
+        namespace: str | None,
+        timeout: float,
+        is_tls: bool = False,
+        credentials: Credentials | None = None,
+    ) -> None:
         try:
             import grpc  # noqa: PLC0415 (an extra of this package)
         except ImportError as error:
@@ -90,8 +101,17 @@ class Remote:
         if target.startswith("unix:"):
             # Without it the socket's path would be the authority, which HTTP/2 refuses.
             options.append(("grpc.default_authority", "localhost"))
-        self._channel = grpc.insecure_channel(target, options=options)
+        shown = credentials or Credentials()
+        if is_tls:
+            secure = _channel_credentials(grpc, shown)
+            self._channel = grpc.secure_channel(target, secure, options=options)
+        elif shown.ca or shown.cert or shown.key:
+            raise InvalidArgument(f"ca, cert and key are of https://, which {target} is not")
+        else:
+            self._channel = grpc.insecure_channel(target, options=options)
         self._metadata = [("kvd-namespace", namespace)] if namespace else []
+        if shown.token is not None:
+            self._metadata.append(("authorization", f"Bearer {_check_token(shown.token)}"))
         self._methods: dict[str, Any] = {}
         self._held: Any = None
 
@@ -206,6 +226,23 @@ class Remote:
             return MessageTooLarge(message)
         kind = _BY_STATUS.get(code)
         return kind(message) if kind else Internal(f"{code}: {message}")
+
+
+def _channel_credentials(grpc: Any, shown: Credentials) -> Any:
+    """Credentials of a channel, out of files."""
+    if (shown.cert is None) != (shown.key is None):
+        raise InvalidArgument("cert and key belong together: give both, or neither")
+    files = (shown.ca, shown.key, shown.cert)
+    ca, key, cert = (None if path is None else Path(path).read_bytes() for path in files)
+    return grpc.ssl_channel_credentials(ca, key, cert)
+
+
+def _check_token(token: str) -> str:
+    """A token as a header may have it; the error does not tell it."""
+    text = token.strip()
+    if not text or not text.isascii() or not text.isprintable():
+        raise InvalidArgument("token is empty, or holds what no header may")
+    return text
 
 
 def _error_of_details(data: bytes) -> KvdError | None:

@@ -4,7 +4,7 @@ use super::{CalibrateError, KvDump, LayerRows};
 use crate::progress::RunProgress;
 use anyhow::{Context, Result};
 use bytes::Bytes;
-use kvd_client::{Client, Endpoint, LoadRange};
+use kvd_client::{Client, ClientOptions, Endpoint, LoadRange};
 use kvd_core::{DType, Geometry, LayerIndex, ModelId, Namespace, SequenceId};
 
 /// Tokens read at a time: what the progress bar moves by.
@@ -15,6 +15,8 @@ const PIECE_TOKENS: u32 = 512;
 pub struct DaemonSource {
     /// The daemon.
     pub endpoint: Endpoint,
+    /// How to connect, and who asks.
+    pub options: Box<ClientOptions>,
     /// The caller's namespace; `default` when absent.
     pub namespace: Option<Namespace>,
     /// Sequences of one model, taken together in this order.
@@ -26,7 +28,7 @@ pub struct DaemonSource {
 impl DaemonSource {
     /// K and V of every layer, and the daemon's sample of queries where it keeps one.
     pub(super) async fn load_dump(&self, progress: &RunProgress) -> Result<KvDump> {
-        let connected = Client::connect(self.endpoint.clone()).await;
+        let connected = Client::connect_with(self.endpoint.clone(), &self.options).await;
         let mut client = connected.with_context(|| format!("no daemon at {}", self.endpoint))?;
         if let Some(namespace) = &self.namespace {
             client = client.with_namespace(namespace);

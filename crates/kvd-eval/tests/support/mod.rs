@@ -310,6 +310,13 @@ impl v1::kvd_server::Kvd for StandIn {
         Err(Status::unimplemented("not part of the stand-in"))
     }
 
+    async fn set_namespace_quotas(
+        &self,
+        _: Request<v1::SetNamespaceQuotasRequest>,
+    ) -> Result<Response<v1::SetNamespaceQuotasResponse>, Status> {
+        Err(Status::unimplemented("not part of the stand-in"))
+    }
+
     async fn list_models(
         &self,
         _: Request<v1::ListModelsRequest>,

@@ -645,7 +645,7 @@ pub struct ListNamespacesResponse {
     #[prost(message, repeated, tag = "1")]
     pub namespaces: ::prost::alloc::vec::Vec<NamespaceInfo>,
 }
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct NamespaceInfo {
     #[prost(string, tag = "1")]
     pub name: ::prost::alloc::string::String,
@@ -661,6 +661,52 @@ pub struct NamespaceInfo {
     /// Its share of a busy device, `namespaces.weights`.
     #[prost(uint32, tag = "6")]
     pub weight: u32,
+    /// One for each quota that there is, limited or not.
+    #[prost(message, repeated, tag = "7")]
+    pub quotas: ::prost::alloc::vec::Vec<NamespaceQuota>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct NamespaceQuota {
+    /// "pool_bytes", "reserved_bytes", "cache_bytes", "sequences", "models", "sessions",
+    /// "inflight_bytes" or "queue_jobs".
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    #[prost(uint64, tag = "2")]
+    pub used: u64,
+    /// Absent where there is no limit.
+    #[prost(uint64, optional, tag = "3")]
+    pub allowed: ::core::option::Option<u64>,
+    /// Refusals since the start.
+    #[prost(uint64, tag = "4")]
+    pub refused: u64,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct SetNamespaceQuotasRequest {
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    /// Goes back to what the configuration says, before the changes below.
+    #[prost(bool, tag = "2")]
+    pub reset: bool,
+    /// The others stay as they are.
+    #[prost(message, repeated, tag = "3")]
+    pub changes: ::prost::alloc::vec::Vec<QuotaChange>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct QuotaChange {
+    /// As in NamespaceQuota.
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    /// Absent: no limit.
+    #[prost(uint64, optional, tag = "2")]
+    pub allowed: ::core::option::Option<u64>,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct SetNamespaceQuotasResponse {
+    #[prost(message, repeated, tag = "1")]
+    pub quotas: ::prost::alloc::vec::Vec<NamespaceQuota>,
+    /// Whether they hold after a restart (`namespaces.quota_file`).
+    #[prost(bool, tag = "2")]
+    pub kept: bool,
 }
 /// Bytes held right now, by part.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -1058,7 +1104,7 @@ pub struct PublishBlocksResponse {
     #[prost(uint32, tag = "3")]
     pub existed: u32,
     /// Why it ended before the last key; empty where it did not. POOL_FULL, CACHE_FULL or INDEX_FULL:
-    /// nobody can spare room. UNPACKABLE: a page cannot be encoded. KEY_IN_USE: a key stands for another
+    /// nobody can spare room. QUOTA_EXCEEDED: this namespace cannot. UNPACKABLE: a page cannot be encoded. KEY_IN_USE: a key stands for another
     /// prefix already, so keys do not stand for all tokens before them. PARENT_GONE: what was published
     /// before was dropped meanwhile.
     #[prost(string, tag = "4")]
@@ -2089,6 +2135,31 @@ pub mod kvd_client {
             req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "ListNamespaces"));
             self.inner.unary(req, path, codec).await
         }
+        /// Changes what a namespace may have. What it has beyond that stays.
+        pub async fn set_namespace_quotas(
+            &mut self,
+            request: impl tonic::IntoRequest<super::SetNamespaceQuotasRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::SetNamespaceQuotasResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/kvd.v1.Kvd/SetNamespaceQuotas",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("kvd.v1.Kvd", "SetNamespaceQuotas"));
+            self.inner.unary(req, path, codec).await
+        }
     }
 }
 /// Generated server implementations.
@@ -2368,6 +2439,14 @@ pub mod kvd_server {
             request: tonic::Request<super::ListNamespacesRequest>,
         ) -> std::result::Result<
             tonic::Response<super::ListNamespacesResponse>,
+            tonic::Status,
+        >;
+        /// Changes what a namespace may have. What it has beyond that stays.
+        async fn set_namespace_quotas(
+            &self,
+            request: tonic::Request<super::SetNamespaceQuotasRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::SetNamespaceQuotasResponse>,
             tonic::Status,
         >;
     }
@@ -3744,6 +3823,51 @@ pub mod kvd_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = ListNamespacesSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/SetNamespaceQuotas" => {
+                    #[allow(non_camel_case_types)]
+                    struct SetNamespaceQuotasSvc<T: Kvd>(pub Arc<T>);
+                    impl<
+                        T: Kvd,
+                    > tonic::server::UnaryService<super::SetNamespaceQuotasRequest>
+                    for SetNamespaceQuotasSvc<T> {
+                        type Response = super::SetNamespaceQuotasResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::SetNamespaceQuotasRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::set_namespace_quotas(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = SetNamespaceQuotasSvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(

@@ -5,6 +5,8 @@ use super::disk::DiskState;
 use super::key::{KeyChain, KeyLineage};
 use super::state::{FoundPrefix, IndexState, NewEntry};
 use super::{EVICTED_PER_CALL_MAX, PrefixIndex, free_blocks};
+use crate::pool::ReserveError;
+use crate::quota::{NamespaceAccount, QuotaKind};
 use kvd_core::{ModelId, Namespace};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -22,8 +24,20 @@ pub enum PublishStop {
     IndexFull,
     /// Cached blocks take as many bytes as they may, and nobody can spare one.
     CacheFull,
+    /// The namespace has as much as its quota of cached or of all bytes allows.
+    QuotaExceeded,
     /// The block before the first went meanwhile.
     ParentGone,
+}
+
+impl PublishStop {
+    /// The end where packing found no memory.
+    pub(crate) fn of_reserve(error: &ReserveError) -> Self {
+        match error {
+            ReserveError::PoolFull(_) => Self::PoolFull,
+            ReserveError::Quota(_) => Self::QuotaExceeded,
+        }
+    }
 }
 
 /// Outcome of a publish.
@@ -223,18 +237,38 @@ impl InsertWork {
                 return Some(PublishStop::IndexFull);
             }
             let more = state.bytes.saturating_add(room.bytes);
-            (more > index.limits.bytes_max).then_some(PublishStop::CacheFull)
+            if more > index.limits.bytes_max {
+                return Some(PublishStop::CacheFull);
+            }
+            let account = index.limits.quotas.table.find_account(namespace);
+            let has_room = |account: &NamespaceAccount| {
+                let used = account.used_amount(QuotaKind::CacheBytes);
+                let allowed = account.limit_of(QuotaKind::CacheBytes);
+                allowed.is_none_or(|allowed| used.saturating_add(room.bytes) <= allowed)
+            };
+            account.is_some_and(|account| !has_room(&account)).then_some(PublishStop::QuotaExceeded)
         };
         for _ in 0..EVICTED_PER_CALL_MAX {
             // Evicting what is on disk frees bytes and no entry.
-            if over(state)? == PublishStop::IndexFull && state.remove_cold_leaf() {
+            let why = over(state)?;
+            if why == PublishStop::IndexFull && state.remove_cold_leaf() {
                 continue;
             }
-            let Some(evicted) = state.evict_block(Some(namespace)) else { break };
+            let evicted = match why {
+                PublishStop::QuotaExceeded => state.evict_own(namespace),
+                _ => state.evict_block(Some(namespace)),
+            };
+            let Some(evicted) = evicted else { break };
             self.evictions.blocks += 1;
             self.evictions.to_disk += u64::from(evicted.is_on_disk);
             self.gone.push(evicted.block);
         }
-        over(state)
+        let stop = over(state);
+        if stop == Some(PublishStop::QuotaExceeded) {
+            let account = index.limits.quotas.table.open_account(namespace);
+            // Counted, and told of by the stop.
+            let _exceeded = account.refuse_amount(QuotaKind::CacheBytes, room.bytes);
+        }
+        stop
     }
 }

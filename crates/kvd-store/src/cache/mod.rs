@@ -35,11 +35,12 @@ pub use policy::EvictionChoice;
 pub use simulate::CacheSimulator;
 
 use crate::pool::FreedSlots;
+use crate::quota::DeviceQuotas;
 use kvd_core::{ModelId, Namespace};
 use lease::HoldTable;
 use parking_lot::{Mutex, RwLock};
 pub(crate) use state::ChainOrigin;
-use state::{DroppedEntries, IndexState};
+use state::{DroppedEntries, EvictedBlock, IndexState};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -64,6 +65,8 @@ pub struct CacheLimits {
     pub pinned_bytes_max: u64,
     /// Shares of the cache, of namespaces whose share is not 1.
     pub weights: HashMap<Namespace, u32>,
+    /// Quotas of namespaces.
+    pub quotas: DeviceQuotas,
     /// Secret of the daemon under which keys are hashed.
     pub seed: u64,
 }
@@ -77,6 +80,7 @@ impl Default for CacheLimits {
             leases_max: 65_536,
             pinned_bytes_max: 0,
             weights: HashMap::new(),
+            quotas: DeviceQuotas::default(),
             seed: 0,
         }
     }
@@ -165,7 +169,7 @@ impl PrefixIndex {
     /// An empty index.
     #[must_use]
     pub fn new(limits: CacheLimits) -> Self {
-        let state = IndexState::new(limits.eviction, limits.weights.clone());
+        let state = IndexState::new(&limits);
         Self {
             hasher: KeyHasher { seed: limits.seed },
             limits,
@@ -230,7 +234,19 @@ impl PrefixIndex {
     /// Evicts one block, if any may go.
     pub(crate) fn evict_block(&self, asker: Option<&Namespace>, now: Instant) -> bool {
         self.end_due(now);
-        let Some(evicted) = self.state.write().evict_block(asker) else { return false };
+        let evicted = self.state.write().evict_block(asker);
+        self.finish_eviction(evicted)
+    }
+
+    /// Evicts one block of a namespace that has as much as it may.
+    pub(crate) fn evict_own(&self, namespace: &Namespace, now: Instant) -> bool {
+        self.end_due(now);
+        let evicted = self.state.write().evict_own(namespace);
+        self.finish_eviction(evicted)
+    }
+
+    fn finish_eviction(&self, evicted: Option<EvictedBlock>) -> bool {
+        let Some(evicted) = evicted else { return false };
         self.counters.evicted_for_room.fetch_add(1, Relaxed);
         self.counters.evicted_to_disk.fetch_add(u64::from(evicted.is_on_disk), Relaxed);
         free_blocks([evicted.block]);

@@ -4,13 +4,13 @@
 //! its longest cached prefix and then publishes all of its blocks, as a sequence that is closed
 //! before the next begins.
 
+use super::CacheLimits;
 use super::block::{CachedBlock, HeldEntry};
 use super::disk::DiskState;
 use super::key::{KeyChain, KeyHasher, KeyLineage, PackedKeys};
 use super::policy::EvictionChoice;
 use super::state::{ChainOrigin, IndexState, NewEntry};
 use kvd_core::{ModelId, Namespace};
-use std::collections::HashMap;
 use std::sync::Arc;
 
 /// A cache of so many blocks.
@@ -32,7 +32,7 @@ impl CacheSimulator {
     #[must_use]
     pub fn new(eviction: EvictionChoice, capacity_blocks: usize) -> Self {
         Self {
-            state: IndexState::new(eviction, HashMap::new()),
+            state: IndexState::new(&CacheLimits { eviction, ..CacheLimits::default() }),
             hasher: KeyHasher { seed: 0 },
             namespace: Namespace::new("trace").expect("a namespace"),
             capacity_blocks,

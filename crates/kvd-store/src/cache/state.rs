@@ -6,11 +6,13 @@
 //! Whose block goes: that of the namespace which holds most for its weight, so that nobody's cache
 //! is pushed below its share by others; who asks for room may always lose its own.
 
+use super::CacheLimits;
 use super::block::{CachedBlock, EntryHold, HeldEntry};
 use super::disk::{BlockDigests, DiskState};
 use super::key::{DigestBuild, KeyChain, KeyDigest, KeyHasher, KeyLineage};
 use super::policy::{EvictionChoice, EvictionPolicy, QueuedEntry};
 use super::slots::{EntrySlots, IndexEntry};
+use crate::quota::{DeviceQuotas, NamespaceAccount, QuotaKind};
 use kvd_core::{ModelId, Namespace};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -29,6 +31,14 @@ struct TenantCache {
     entries: usize,
     bytes: u64,
     weight: u64,
+    account: Arc<NamespaceAccount>,
+}
+
+impl TenantCache {
+    /// Whether all that its namespace has on the device is reserved for it.
+    fn is_reserved(&self, device: usize) -> bool {
+        self.account.unused_reserve(device) > 0
+    }
 }
 
 /// A prefix that was found.
@@ -88,6 +98,7 @@ pub(crate) struct IndexState {
     pub(crate) slots: EntrySlots,
     tenants: HashMap<Namespace, TenantCache>,
     weights: HashMap<Namespace, u32>,
+    quotas: DeviceQuotas,
     eviction: EvictionChoice,
     /// Bytes of all blocks in the pool.
     pub(crate) bytes: u64,
@@ -102,12 +113,14 @@ pub(crate) struct IndexState {
 }
 
 impl IndexState {
-    pub(crate) fn new(eviction: EvictionChoice, weights: HashMap<Namespace, u32>) -> Self {
+    pub(crate) fn new(limits: &CacheLimits) -> Self {
+        let CacheLimits { eviction, weights, quotas, .. } = limits.clone();
         Self {
             by_digest: HashMap::default(),
             slots: EntrySlots::default(),
             tenants: HashMap::new(),
             weights,
+            quotas,
             eviction,
             bytes: 0,
             pool_entries: 0,
@@ -218,15 +231,17 @@ impl IndexState {
             parent.pool_children += 1;
         }
         let weight = self.weights.get(&namespace).copied().unwrap_or(1).into();
-        let eviction = self.eviction;
-        let tenant = self.tenants.entry(namespace).or_insert_with(|| TenantCache {
+        let (eviction, quotas) = (self.eviction, &self.quotas);
+        let tenant = self.tenants.entry(namespace).or_insert_with_key(|name| TenantCache {
             policy: eviction.new_policy(),
             entries: 0,
             bytes: 0,
             weight,
+            account: quotas.table.open_account(name),
         });
         tenant.entries += 1;
         tenant.bytes += bytes;
+        tenant.account.take_anyway(QuotaKind::CacheBytes, bytes);
         self.bytes += bytes;
         self.pool_entries += 1;
     }
@@ -245,6 +260,7 @@ impl IndexState {
         if let Some(tenant) = self.tenants.get_mut(&namespace) {
             tenant.entries -= 1;
             tenant.bytes -= block.bytes;
+            tenant.account.give_back(QuotaKind::CacheBytes, block.bytes);
             if tenant.entries == 0 {
                 self.tenants.remove(&namespace);
             } else if tenant.policy.count_queued() > 2 * tenant.entries + GONE_SLACK {
@@ -316,10 +332,11 @@ impl IndexState {
         if let Some(asker) = asker.filter(|asker| !self.tenants.contains_key(*asker)) {
             weights += u64::from(self.weights.get(asker).copied().unwrap_or(1));
         }
-        let total = self.bytes;
+        let (total, device) = (self.bytes, self.quotas.device);
         let has_share = |name: &Namespace, tenant: &TenantCache| {
             let (held, share) = (u128::from(tenant.bytes), u128::from(total));
-            held * u128::from(weights) >= share * u128::from(tenant.weight) || asker == Some(name)
+            let has_most = held * u128::from(weights) >= share * u128::from(tenant.weight);
+            asker == Some(name) || (has_most && !tenant.is_reserved(device))
         };
         let tenants = self.tenants.iter_mut().filter(|(name, tenant)| has_share(name, tenant));
         let mut tenants: Vec<_> = tenants.map(|(_, tenant)| tenant).collect();
@@ -333,6 +350,17 @@ impl IndexState {
         let victim = tenants
             .into_iter()
             .find_map(|tenant| tenant.policy.take_victim(slots, VICTIM_LOOKS))?;
+        self.take_victim(victim)
+    }
+
+    /// Evicts a block of a namespace that makes room of its own.
+    pub(crate) fn evict_own(&mut self, namespace: &Namespace) -> Option<EvictedBlock> {
+        let tenant = self.tenants.get_mut(namespace)?;
+        let victim = tenant.policy.take_victim(&self.slots, VICTIM_LOOKS)?;
+        self.take_victim(victim)
+    }
+
+    fn take_victim(&mut self, victim: QueuedEntry) -> Option<EvictedBlock> {
         let on_disk = self.slots.find_entry(victim.entry)?.disk.disk_place().is_some();
         let number = victim.entry;
         let block = if on_disk { self.take_block(number) } else { self.remove_entry(number) };

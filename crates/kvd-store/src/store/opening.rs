@@ -3,6 +3,7 @@
 use super::{SequenceStore, common_length};
 use crate::error::StoreError;
 use crate::layer::SequenceLayer;
+use crate::quota::QuotaKind;
 use crate::sequence::{NewSequence, PublishedChain, SequenceEntry, SequenceMemory};
 use crate::session_sequences::SessionSequences;
 use crate::shape::ModelShape;
@@ -91,18 +92,28 @@ impl SequenceStore {
 
     /// Counts one more sequence and its layers and gives it an id, or refuses.
     pub(super) fn admit_sequence(&self, model: &ModelShape) -> Result<SequenceId, StoreError> {
+        let account = self.quotas.table.open_account(&model.namespace);
+        if !account.try_take(QuotaKind::Sequences, 1) {
+            return Err(account.refuse_amount(QuotaKind::Sequences, 1).into());
+        }
+        self.count_sequence(model).inspect_err(|_| account.give_back(QuotaKind::Sequences, 1))?;
+        Ok(self.ids.next().inspect_err(|_| self.uncount_sequence(model))?)
+    }
+
+    /// Counts against the limits of all namespaces.
+    fn count_sequence(&self, model: &ModelShape) -> Result<(), StoreError> {
         let limits = &self.limits;
         count_within("sequences_max", &self.open, 1, limits.sequences_max)?;
         let layers = u64::from(model.geometry.layers);
         let max = limits.sequence_layers_max;
         count_within("sequence_layers_max", &self.open_layers, layers, max).inspect_err(|_| {
             self.open.fetch_sub(1, Relaxed);
-        })?;
-        Ok(self.ids.next().inspect_err(|_| self.uncount_sequence(model))?)
+        })
     }
 
     /// Takes back what [`SequenceStore::admit_sequence`] counted.
     pub(super) fn uncount_sequence(&self, model: &ModelShape) {
+        self.quotas.table.open_account(&model.namespace).give_back(QuotaKind::Sequences, 1);
         self.open.fetch_sub(1, Relaxed);
         self.open_layers.fetch_sub(u64::from(model.geometry.layers), Relaxed);
     }

@@ -10,6 +10,7 @@ mod forks;
 mod harness;
 mod model;
 mod prefixes;
+mod quotas;
 mod rules;
 mod sessions;
 mod shares;

@@ -2,6 +2,7 @@
 //! rpc needs and which namespace it names. It reads no payload and keeps no token.
 
 mod audit;
+mod granted;
 mod peer;
 mod principals;
 mod rights;
@@ -9,6 +10,7 @@ mod token;
 
 pub(crate) use audit::AuditLog;
 use audit::RefusedCall;
+pub(crate) use granted::GrantedCall;
 pub(crate) use peer::ConnectionPeer;
 pub(crate) use peer::{CertificateNames, PeerDoor};
 pub(crate) use principals::AccessPrincipal;
@@ -23,6 +25,7 @@ use metrics::Counter;
 use parking_lot::RwLock;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use tokio::sync::watch;
 
 /// A call that asks to be let in.
 pub(crate) struct AccessRequest<'a> {
@@ -39,6 +42,8 @@ pub(crate) struct AccessControl {
     /// None: no principals are configured, and whoever reaches a door may use the daemon.
     file: Option<PathBuf>,
     table: RwLock<Arc<PrincipalTable>>,
+    /// Told of every other table.
+    replaced: watch::Sender<()>,
     audit: AuditLog,
     refused: RefusalCounts,
 }
@@ -82,7 +87,7 @@ impl AccessControl {
         metrics: &Metrics,
     ) -> Self {
         let (table, refused) = (RwLock::new(Arc::new(table)), RefusalCounts::new(metrics));
-        Self { file, table, audit, refused }
+        Self { file, table, replaced: watch::Sender::new(()), audit, refused }
     }
 
     /// The file of principals.
@@ -90,9 +95,10 @@ impl AccessControl {
         self.file.as_deref()
     }
 
-    /// Takes another table; calls under way go on.
+    /// Takes another table; calls under way go on, and streams whose principal may do so.
     pub(crate) fn replace_table(&self, table: PrincipalTable) {
         *self.table.write() = Arc::new(table);
+        self.replaced.send_replace(());
     }
 
     /// The log of refusals and of what operators do.
@@ -111,21 +117,21 @@ impl AccessControl {
         let rights = find_rights(request.rpc);
         let principal = match self.check_rights(request, rights) {
             Ok(principal) => principal,
-            Err(DeniedCall { error, principal }) => {
-                self.refused.count_refusal(error.code());
-                let name = principal.as_ref().map(|principal| &principal.name[..]);
-                self.audit.log_refusal(&RefusedCall {
-                    request,
-                    principal: name,
-                    code: error.code(),
-                });
-                return Err(error);
-            }
+            Err(denied) => return Err(self.note_refusal(request, denied)),
         };
         if rights.is_administrative {
             self.audit.log_call(request, principal.as_ref().map(|principal| &principal.name[..]));
         }
         Ok(principal)
+    }
+
+    /// Counts and logs a refusal.
+    fn note_refusal(&self, request: &AccessRequest<'_>, denied: DeniedCall) -> ServiceError {
+        let DeniedCall { error, principal } = denied;
+        self.refused.count_refusal(error.code());
+        let principal = principal.as_ref().map(|principal| &principal.name[..]);
+        self.audit.log_refusal(&RefusedCall { request, principal, code: error.code() });
+        error
     }
 
     fn check_rights(
@@ -137,15 +143,23 @@ impl AccessControl {
             return Ok(None);
         }
         let table = self.table.read().clone();
-        let principal = table
-            .find_principal(request.peer, request.authorization)
-            .map_err(|error| DeniedCall { error, principal: None })?;
+        let found = table.find_principal(request.peer, request.authorization);
+        Self::check_principal(request, rights, found).map(Some)
+    }
+
+    /// Whether the principal that was found may do that.
+    fn check_principal(
+        request: &AccessRequest<'_>,
+        rights: &RpcRights,
+        found: Result<Arc<AccessPrincipal>, ServiceError>,
+    ) -> Result<Arc<AccessPrincipal>, DeniedCall> {
+        let principal = found.map_err(|error| DeniedCall { error, principal: None })?;
         let denied = |error| DeniedCall { error, principal: Some(principal.clone()) };
         principal.check_role(request.rpc, rights.roles).map_err(denied)?;
         if rights.is_of_namespace {
             principal.check_namespace(request.namespace).map_err(denied)?;
         }
-        Ok(Some(principal))
+        Ok(principal)
     }
 }
 

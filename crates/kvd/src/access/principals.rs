@@ -212,10 +212,28 @@ impl PrincipalTable {
             let token = bearer_token(value).ok_or_else(|| {
                 unknown("authorization is not \"Bearer TOKEN\", the one form that kvd knows".into())
             })?;
-            return self.find_by_token(token).ok_or_else(|| {
-                unknown("the bearer token is of no principal: it was rotated, or removed".into())
-            });
+            return self.find_by_hash(&TokenHash::of_token(token));
         }
+        self.find_by_peer(peer)
+    }
+
+    /// Whose a token is, by its hash.
+    pub(super) fn find_by_hash(
+        &self,
+        shown: &TokenHash,
+    ) -> Result<Arc<AccessPrincipal>, ServiceError> {
+        self.find_by_token(shown).ok_or_else(|| {
+            let reason = "the bearer token is of no principal: it was rotated, or removed";
+            ServiceError::new(ErrorCode::Unauthenticated, reason)
+        })
+    }
+
+    /// Who a peer is that shows no token.
+    pub(super) fn find_by_peer(
+        &self,
+        peer: &ConnectionPeer,
+    ) -> Result<Arc<AccessPrincipal>, ServiceError> {
+        let unknown = |reason: String| ServiceError::new(ErrorCode::Unauthenticated, reason);
         if let Some(certificate) = peer.certificate_names() {
             let found = certificate.names.iter().find_map(|name| self.certificates.get(name));
             return found.cloned().ok_or_else(|| {
@@ -243,11 +261,10 @@ impl PrincipalTable {
     }
 
     /// Compares with all, so that the time tells nothing of which one it is.
-    fn find_by_token(&self, token: &[u8]) -> Option<Arc<AccessPrincipal>> {
-        let shown = TokenHash::of_token(token);
+    fn find_by_token(&self, shown: &TokenHash) -> Option<Arc<AccessPrincipal>> {
         let (mut found, mut index) = (Choice::from(0), 0);
         for row in &self.tokens {
-            let same = row.hash.is_same(&shown);
+            let same = row.hash.is_same(shown);
             index.conditional_assign(&row.principal, same);
             found |= same;
         }
@@ -256,7 +273,7 @@ impl PrincipalTable {
 }
 
 /// The token of a header's value.
-fn bearer_token(value: &[u8]) -> Option<&[u8]> {
+pub(super) fn bearer_token(value: &[u8]) -> Option<&[u8]> {
     const SCHEME: &[u8] = b"bearer ";
     let (scheme, token) = value.split_at_checked(SCHEME.len())?;
     let token = token.trim_ascii();

@@ -35,10 +35,15 @@ const fn of_operators(rpc: &'static str, roles: &'static [AccessRole]) -> RpcRig
     RpcRights { rpc, roles, is_of_namespace: true, is_administrative: true }
 }
 
-static TABLE: [RpcRights; 36] = [
+const fn of_daemon_operators(rpc: &'static str) -> RpcRights {
+    RpcRights { rpc, roles: OPERATE, is_of_namespace: false, is_administrative: true }
+}
+
+static TABLE: [RpcRights; 37] = [
     of_daemon("GetServerInfo", ANY),
     of_daemon("ListCodecs", ANY),
     of_daemon("ListNamespaces", OPERATE),
+    of_daemon_operators("SetNamespaceQuotas"),
     of_namespace("GetStats", ANY),
     of_namespace("RegisterModel", USE),
     of_namespace("DescribeModel", USE_OR_OPERATE),

@@ -28,7 +28,7 @@ pub(super) struct DaemonArgs {
 
 /// Files that say who asks, and whom to trust.
 #[derive(Args)]
-struct SecretArgs {
+pub(super) struct SecretArgs {
     /// Authorities of an https daemon, a PEM file; the system's when absent.
     #[arg(long, value_name = "FILE", env = "KVD_CLIENT_CA")]
     ca: Option<PathBuf>,
@@ -48,7 +48,8 @@ fn read_secret(path: &Path) -> Result<Vec<u8>, CliError> {
 }
 
 impl SecretArgs {
-    fn client_options(&self) -> Result<ClientOptions, CliError> {
+    /// How a client connects with them.
+    pub(super) fn client_options(&self) -> Result<ClientOptions, CliError> {
         let mut tls = TlsOptions::default();
         if let Some(path) = &self.ca {
             tls = tls.with_ca(read_secret(path)?);
@@ -91,7 +92,8 @@ impl DaemonArgs {
     }
 }
 
-fn parse_namespace(text: &str) -> Result<Namespace, String> {
+/// A namespace of a flag.
+pub(super) fn parse_namespace(text: &str) -> Result<Namespace, String> {
     Namespace::new(text).map_err(|error| error.to_string())
 }
 

@@ -1,5 +1,6 @@
 //! `kvd calibrate`: a calibration artefact from a dump, a model, or a daemon.
 
+use super::ask_daemon::{SecretArgs, parse_namespace};
 use super::bench::flags::count_up_to;
 use super::paths::{check_inputs, check_outputs};
 use super::{CliError, eval};
@@ -42,9 +43,11 @@ pub(super) struct CalibrateArgs {
     /// folder's own when absent.
     #[arg(long, value_name = "FILE", conflicts_with = "endpoint")]
     text: Vec<PathBuf>,
-    /// A running daemon, as http://HOST:PORT or unix:PATH.
+    /// A running daemon, as http://HOST:PORT, https://HOST:PORT or unix:PATH.
     #[arg(long, value_name = "ENDPOINT", requires = "sequence", value_parser = parse_endpoint)]
     endpoint: Option<Endpoint>,
+    #[command(flatten)]
+    secrets: SecretArgs,
     /// Id of a sequence that the daemon holds; may be repeated.
     #[arg(long, value_name = "ID", requires = "endpoint")]
     sequence: Vec<u64>,
@@ -71,29 +74,30 @@ fn parse_endpoint(text: &str) -> Result<Endpoint, String> {
     text.parse().map_err(|error| format!("{error}"))
 }
 
-fn parse_namespace(text: &str) -> Result<Namespace, String> {
-    Namespace::new(text).map_err(|error| error.to_string())
-}
-
 impl CalibrateArgs {
-    fn source(&self) -> RowSource {
+    fn source(&self) -> Result<RowSource, CliError> {
         let (block_tokens, tokens) = (self.block_tokens, self.tokens);
         if let Some(endpoint) = &self.endpoint {
             let sequences = self.sequence.iter().copied().map(SequenceId).collect();
-            let (endpoint, namespace) = (endpoint.clone(), self.namespace.clone());
-            return RowSource::Daemon(DaemonSource { endpoint, namespace, sequences, tokens });
+            return Ok(RowSource::Daemon(DaemonSource {
+                endpoint: endpoint.clone(),
+                options: Box::new(self.secrets.client_options()?),
+                namespace: self.namespace.clone(),
+                sequences,
+                tokens,
+            }));
         }
         if !self.samples.is_empty() {
             let files = self.samples.clone();
-            return RowSource::Dump(DumpSource { files, block_tokens, tokens });
+            return Ok(RowSource::Dump(DumpSource { files, block_tokens, tokens }));
         }
-        RowSource::Model(ModelSource {
+        Ok(RowSource::Model(ModelSource {
             dir: self.model.clone(),
             texts: self.text.clone(),
             tokens: tokens.unwrap_or(MODEL_TOKENS),
             window: self.window,
             block_tokens,
-        })
+        }))
     }
 }
 
@@ -108,7 +112,7 @@ fn check_args(args: &CalibrateArgs) -> Result<(), CliError> {
 pub(super) async fn run_calibrate(args: CalibrateArgs) -> Result<(), CliError> {
     check_args(&args)?;
     let options = CalibrateOptions {
-        source: args.source(),
+        source: args.source()?,
         codecs: args.codec.clone(),
         seed: args.seed,
         dump: args.dump.clone(),

@@ -64,6 +64,16 @@ Examples:
   kvd namespaces list
   kvd namespaces list --json | jq '[.[].held_bytes] | add'";
 
+pub(super) const NAMESPACES_SET: &str = "\
+Examples:
+  kvd namespaces set team-a --pool-bytes 2GiB --sequences 1000
+  kvd namespaces set team-a --sequences none
+  kvd namespaces set team-a --reset";
+
+pub(super) const MAN_PAGES: &str = "\
+Example:
+  kvd man-pages ~/.local/share/man/man1";
+
 pub(super) const DESCRIBE: &str = "\
 Examples:
   kvd describe codec kivi-4

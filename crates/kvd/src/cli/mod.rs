@@ -30,6 +30,7 @@ mod sequences;
 mod serve;
 mod sessions;
 mod status;
+mod supervisor;
 mod table;
 mod text_args;
 mod top;
@@ -42,7 +43,7 @@ use crate::device::DeviceError;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use kvd_bench::BenchError;
 use std::io::{ErrorKind, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 /// Version and commit, as `kvd --version` says them.
@@ -118,6 +119,13 @@ enum CliCommand {
     Completions {
         /// The shell.
         shell: clap_complete::Shell,
+    },
+    /// Write the manual pages of all commands into a folder.
+    #[command(after_help = help::MAN_PAGES)]
+    ManPages {
+        /// The folder, which is made if there is none.
+        #[arg(value_name = "DIR")]
+        folder: PathBuf,
     },
     /// Start a daemon, run a small real model whose every attention goes through it, and compare
     /// codecs.
@@ -311,6 +319,7 @@ fn run_command(command: CliCommand) -> Result<(), CliError> {
         }
         CliCommand::Token => print_text(&token_text()?),
         CliCommand::Completions { shell } => print_text(&completion_script(shell)?),
+        CliCommand::ManPages { folder } => print_text(&write_manual(&folder)?),
         CliCommand::Sequences(command) => {
             print_text(&build_runtime()?.block_on(sequences::run_command(command))?)
         }
@@ -352,6 +361,15 @@ fn completion_script(shell: clap_complete::Shell) -> Result<String, CliError> {
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut CliArgs::command(), "kvd", &mut script);
     Ok(String::from_utf8(script).map_err(anyhow::Error::from)?)
+}
+
+/// Writes the manual pages; how many there are.
+fn write_manual(folder: &Path) -> Result<String, CliError> {
+    let failed = |error| anyhow::Error::new(error).context(folder.display().to_string());
+    std::fs::create_dir_all(folder).map_err(failed)?;
+    clap_mangen::generate_to(CliArgs::command(), folder).map_err(failed)?;
+    let pages = std::fs::read_dir(folder).map_err(failed)?.count();
+    Ok(format!("{}: {pages} files\n", folder.display()))
 }
 
 /// The configuration that holds, as a file; an error where the daemon would refuse it.

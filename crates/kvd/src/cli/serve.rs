@@ -1,6 +1,7 @@
 //! `kvd serve`: until a signal or the device's end.
 
 use super::CliError;
+use super::supervisor::SupervisorLink;
 use crate::config::Config;
 use crate::daemon::Daemon;
 use crate::descriptors;
@@ -27,10 +28,12 @@ pub(super) async fn run_daemon(config: Config) -> Result<(), CliError> {
         }
     };
     let _ = reload.set(running.file_reload());
+    let supervisor = SupervisorLink::announce_ready(&running);
     let outcome = tokio::select! {
         _ = signals.next() => Ok(()),
         () = running.device_failed() => Err(CliError::DeviceFailed),
     };
+    supervisor.announce_stop();
     tokio::select! {
         _ = running.drain() => outcome,
         _ = signals.next() => {

@@ -8,12 +8,15 @@ mod address;
 mod cache;
 mod kernel_cache;
 mod log_filter;
+mod namespaces;
 mod raw;
 mod size;
 
 pub(crate) use access::{AccessConfig, MetricsReaders, is_beyond_loopback};
 pub use cache::{CacheConfig, DiskCacheConfig};
 pub use kernel_cache::KernelCache;
+pub use namespaces::QuotaConfig;
+pub(crate) use namespaces::{find_quota, parse_amount};
 pub use raw::{ConfigError, ConfigOverrides, CountSetting, RawConfig};
 pub use size::SizeSetting;
 
@@ -132,6 +135,8 @@ pub struct Config {
     pub namespaces: AllowedNamespaces,
     /// Shares of a device's time, of namespaces whose share is not 1.
     pub weights: HashMap<Namespace, u32>,
+    /// Limits of single namespaces.
+    pub quotas: QuotaConfig,
     /// Block size of models that do not say.
     pub block_tokens_default: u32,
     /// Log form.
@@ -241,8 +246,9 @@ impl Config {
             step_rows_max: at_least("limits.step_rows_max", limits.step_rows_max, 1)?,
             page_tokens_min: page_tokens("limits.page_tokens_min", limits.page_tokens_min)?,
             cache: CacheConfig::validate_raw(&raw.cache)?,
-            namespaces: parse_namespaces(&raw.namespaces.allowed)?,
-            weights: parse_weights(&raw.namespaces.weights)?,
+            namespaces: namespaces::parse_namespaces(&raw.namespaces.allowed)?,
+            weights: namespaces::parse_weights(&raw.namespaces.weights)?,
+            quotas: QuotaConfig::validate_raw(&raw.namespaces)?,
             block_tokens_default: page_tokens("defaults.block_tokens", raw.defaults.block_tokens)?,
             log_json: log_json(&raw.log.format)?,
             log_filter: log_filter::log_filter(&raw.log.filter)?,
@@ -403,32 +409,6 @@ fn to_window(key: &'static str, value: SizeSetting) -> Result<u32, ConfigError> 
         Ok(bytes) if (65_535..1 << 31).contains(&bytes) => Ok(bytes),
         _ => Err(ConfigError::new(key, format!("{value} is not 64 KiB to 2 GiB"))),
     }
-}
-
-fn parse_namespaces(allowed: &[String]) -> Result<AllowedNamespaces, ConfigError> {
-    AllowedNamespaces::parse_names(allowed)
-        .map_err(|reason| ConfigError::new("namespaces.allowed", reason))
-}
-
-/// "name=weight" texts.
-fn parse_weights(texts: &[String]) -> Result<HashMap<Namespace, u32>, ConfigError> {
-    let mut weights = HashMap::new();
-    for text in texts {
-        let wrong = |reason: String| ConfigError::new("namespaces.weights", reason);
-        let parsed = text.split_once('=').and_then(|(name, weight)| {
-            let weight = weight.trim().parse().ok().filter(|weight| (1..=1000).contains(weight))?;
-            Some((name.trim(), weight))
-        });
-        let Some((name, weight)) = parsed else {
-            let reason = format!("{text:?} is not \"name=weight\" with a weight of 1 to 1000");
-            return Err(wrong(reason));
-        };
-        let name = Namespace::new(name).map_err(|error| wrong(error.to_string()))?;
-        if weights.insert(name, weight).is_some() {
-            return Err(wrong(format!("{text:?} names a namespace again")));
-        }
-    }
-    Ok(weights)
 }
 
 fn page_tokens(key: &'static str, value: u32) -> Result<u32, ConfigError> {

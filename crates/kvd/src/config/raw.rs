@@ -187,6 +187,9 @@ pub struct DiskTierSettings {
 pub struct NamespaceSettings {
     pub allowed: Vec<String>,
     pub weights: Vec<String>,
+    pub quotas: Vec<String>,
+    pub quota_file: String,
+    pub quotas_max: usize,
 }
 
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
@@ -294,7 +297,7 @@ fn read_environment() -> Env {
 }
 
 /// Settings whose empty text says something.
-const MAY_BE_EMPTY: [&str; 13] = [
+const MAY_BE_EMPTY: [&str; 14] = [
     "cache.disk.path",
     "server.listen_tcp",
     "server.listen_unix",
@@ -307,6 +310,7 @@ const MAY_BE_EMPTY: [&str; 13] = [
     "admin.tls_key",
     "admin.tls_client_ca",
     "access.principals",
+    "namespaces.quota_file",
     "device.kernel_cache",
 ];
 

@@ -117,6 +117,7 @@ pub(super) const OF_DAEMON: &str = r#"job=~"$job",instance=~"$instance""#;
 fn label_matchers(metric: Metric, matcher: &str) -> String {
     let model = match metric.scope() {
         MetricScope::Model => r#",namespace=~"$namespace",model=~"$model""#,
+        MetricScope::Namespace => r#",namespace=~"$namespace""#,
         MetricScope::Device | MetricScope::Daemon => "",
     };
     let comma = if matcher.is_empty() { "" } else { "," };

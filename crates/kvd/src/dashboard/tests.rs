@@ -133,7 +133,8 @@ fn operating_page_lists_every_error_code() {
 /// A text exposition of a daemon that has one model, two blocks of it packed, and has answered one
 /// request.
 async fn exposition() -> String {
-    let flags = [("server.listen_tcp", "127.0.0.1:0"), ("admin.listen", "127.0.0.1:0")]
+    let quotas = ("namespaces.quotas", "[\"default: sequences=9\"]");
+    let flags = [("server.listen_tcp", "127.0.0.1:0"), ("admin.listen", "127.0.0.1:0"), quotas]
         .map(|(key, value)| (key.to_owned(), value.to_owned()));
     let overrides = ConfigOverrides { flags: flags.into(), ..ConfigOverrides::default() };
     let options = CpuOptions { arena_bytes: 1 << 20, prefault: false, threads: 1 };
@@ -177,9 +178,12 @@ async fn exporter_exposes_every_metric() {
         let name = series.split(['{', ' ']).next().unwrap_or_default();
         let metric = metric(name).unwrap_or_else(|| panic!("no metric {name}"));
         exposed.insert(metric.name());
-        for label in ["namespace=", "model=", "codec="] {
-            assert_eq!(series.contains(label), metric.scope() == MetricScope::Model, "{series}");
+        let of_model = metric.scope() == MetricScope::Model;
+        for label in ["model=", "codec="] {
+            assert_eq!(series.contains(label), of_model, "{series}");
         }
+        let of_namespace = of_model || metric.scope() == MetricScope::Namespace;
+        assert_eq!(series.contains("namespace="), of_namespace, "{series}");
         let of_device = metric.scope() == MetricScope::Device || metric == Metric::BuildInfo;
         assert_eq!(series.contains("device="), of_device, "{series}");
     }

@@ -20,6 +20,7 @@ use crate::service::{CallContext, ServiceError};
 use job::CustomJob;
 use kvd_compute::{Backend, DeviceInfo};
 use kvd_core::{ErrorCode, Namespace};
+use kvd_store::{QuotaKind, QuotaTable};
 use merged::MergedAttends;
 use parking_lot::{Condvar, Mutex};
 use std::collections::HashMap;
@@ -43,6 +44,8 @@ pub struct WorkerLimits {
     pub weights: HashMap<Namespace, u32>,
     /// How attends are merged.
     pub merging: MergeLimits,
+    /// Jobs that wait of single namespaces.
+    pub quotas: Arc<QuotaTable>,
 }
 
 /// Limits of merging attends of several callers into one pass.
@@ -59,6 +62,7 @@ pub struct MergeLimits {
 pub struct DeviceWorker {
     handles: Arc<WorkerHandles>,
     queue_jobs_max: usize,
+    quotas: Arc<QuotaTable>,
     info: DeviceInfo,
     metrics: Arc<DeviceMetrics>,
 }
@@ -232,6 +236,7 @@ impl DeviceWorker {
         let worker = Self {
             handles: Arc::new(WorkerHandles { shared: shared.clone() }),
             queue_jobs_max: limits.queue_jobs_max,
+            quotas: limits.quotas,
             info,
             metrics: Arc::new(metrics.add_device(tier)),
         };
@@ -273,6 +278,13 @@ impl DeviceWorker {
         let queue = self.handles.shared.queue.lock();
         let (waiting, counted) = (queue.jobs.waiting_jobs(), queue.jobs.counted_jobs());
         [0, 1].map(|kind: usize| waiting[kind] - counted[kind])
+    }
+
+    /// Jobs of a namespace that have a place in the queue; of the kind that has more.
+    pub(crate) fn queued_of(&self, namespace: &Namespace) -> usize {
+        let queue = self.handles.shared.queue.lock();
+        let count = |kind| queue.jobs.count_for_namespace(kind, namespace);
+        count(JobKind::Attend).max(count(JobKind::Other))
     }
 
     /// Has work done on the device, and waits for what comes of it. Given up before the answer, it
@@ -351,11 +363,17 @@ impl DeviceWorker {
         };
         let entry = QueuedJob::new(QueuedWork::One(job), call.deadline);
         let cancelled = entry.cancelled.clone();
+        let account = self.quotas.find_account(&call.namespace);
+        let account = account.filter(|of| of.limit_of(QuotaKind::QueueJobs).is_some());
         let mut queue = shared.queue.lock();
         if queue.closed || shared.failed.load(Ordering::Acquire) {
             return Err(shared.closed_error());
         }
         let is_counted = !call.waits_for_queue;
+        if is_counted && let Some(account) = &account {
+            let own = queue.jobs.count_for_namespace(kind, &call.namespace);
+            account.check_room(QuotaKind::QueueJobs, own as u64, 1)?;
+        }
         let mut refused = None;
         if is_counted && queue.jobs.counted_jobs()[kind.index()] >= self.queue_jobs_max {
             refused = queue.jobs.take_from_most(kind, &owner);

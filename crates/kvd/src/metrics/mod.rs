@@ -4,11 +4,13 @@ mod device;
 mod group;
 mod model;
 mod name;
+mod quota;
 
 pub use device::DeviceMetrics;
 pub use group::SecondsCounter;
 pub use model::{ModelLabels, ModelMetrics};
 pub use name::{Metric, MetricKind, MetricScope};
+pub(crate) use quota::QuotaLevel;
 
 use group::SeriesGroup;
 use kvd_core::ErrorCode;
@@ -37,7 +39,7 @@ pub const ALERT_CODES: [ErrorCode; 5] = [
 ];
 
 /// Names of calls in labels: those of the service, and those of regions.
-pub const RPCS: [&str; 33] = [
+pub const RPCS: [&str; 34] = [
     "GetServerInfo",
     "RegisterModel",
     "DescribeModel",
@@ -68,6 +70,7 @@ pub const RPCS: [&str; 33] = [
     "UnpinBlocks",
     "DropBlocks",
     "ListNamespaces",
+    "SetNamespaceQuotas",
     "AttendRegion",
     "StoreRegion",
     "ControlRegion",
@@ -84,6 +87,8 @@ pub struct Metrics {
     devices: AtomicUsize,
     /// Series of devices and of registered models.
     groups: Mutex<Vec<Arc<SeriesGroup>>>,
+    /// Series of quotas, as they were last shown.
+    quotas: Mutex<Option<Arc<SeriesGroup>>>,
 }
 
 impl Default for Metrics {
@@ -116,7 +121,8 @@ impl Metrics {
         metrics::with_local_recorder(&recorder, || process.describe());
         let handle = recorder.handle();
         let (devices, groups) = (AtomicUsize::new(0), Mutex::default());
-        let metrics = Self { recorder, handle, process, devices, groups };
+        let quotas = Mutex::default();
+        let metrics = Self { recorder, handle, process, devices, groups, quotas };
         for rpc in RPCS {
             for code in ALERT_CODES {
                 metrics.requests_counter(rpc, code.name()).increment(0);
@@ -176,7 +182,8 @@ impl Metrics {
     pub fn render_page(&self) -> String {
         metrics::with_local_recorder(&self.recorder, || self.process.collect());
         let mut page = self.handle.render();
-        let groups = self.groups.lock().clone();
+        let mut groups = self.groups.lock().clone();
+        groups.extend(self.quotas.lock().clone());
         group::write_groups(&groups, &mut page);
         page
     }

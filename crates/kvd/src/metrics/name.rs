@@ -20,6 +20,8 @@ pub enum MetricScope {
     Device,
     /// A registered model: `namespace`, `model`, `codec`.
     Model,
+    /// A namespace: `namespace`.
+    Namespace,
 }
 
 macro_rules! metrics {
@@ -133,6 +135,10 @@ metrics! {
     Sessions = "kvd_sessions", Gauge, Daemon, "Sessions that are held, or that wait to be held again.";
     SessionEndsTotal = "kvd_session_ends_total", Counter, Daemon, "Sessions that ended, by reason: closed, expired (nobody held it for its time to live), taken_over.";
     SessionSequencesClosedTotal = "kvd_session_sequences_closed_total", Counter, Daemon, "Sequences that were closed because their session ended.";
+
+    QuotaUsed = "kvd_quota_used", Gauge, Namespace, "What a namespace has of what a quota limits, by namespace and quota. No series where there is no limit.";
+    QuotaAllowed = "kvd_quota_allowed", Gauge, Namespace, "What it may have; of reserved_bytes what others cannot take.";
+    QuotaRefusalsTotal = "kvd_quota_refusals_total", Counter, Namespace, "Calls that were refused, and publishes that ended, because of a quota, by namespace and quota.";
 
     Models = "kvd_models", Gauge, Daemon, "Registered models.";
     ModelRegistered = "kvd_model_registered_timestamp_seconds", Gauge, Model, "When the model was registered, in seconds since 1970.";

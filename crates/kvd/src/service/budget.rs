@@ -3,8 +3,9 @@
 
 use super::ServiceError;
 use kvd_core::ErrorCode;
+use kvd_store::{NamespaceAccount, QuotaKind, QuotaShare};
 use std::sync::Arc;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
 /// Bytes of one permit: a semaphore counts in 32 bits what one request takes.
 const UNIT_BYTES: u64 = 1024;
@@ -12,6 +13,7 @@ const UNIT_BYTES: u64 = 1024;
 /// A share of the budgets; dropping it gives it back.
 #[derive(Debug)]
 pub(crate) struct InFlight {
+    _namespace: Option<NamespaceBytes>,
     _connection: OwnedSemaphorePermit,
     _all: OwnedSemaphorePermit,
 }
@@ -64,9 +66,62 @@ impl ByteBudget {
     }
 }
 
+/// Bytes that calls of a namespace which has a quota may hold together.
+#[derive(Clone, Debug)]
+pub(crate) struct NamespaceBudget {
+    pub(crate) account: Arc<NamespaceAccount>,
+    /// Told when bytes of any namespace come back.
+    pub(crate) freed: Arc<Notify>,
+}
+
+/// A share of a [`NamespaceBudget`].
+#[derive(Debug)]
+struct NamespaceBytes {
+    share: Option<QuotaShare>,
+    freed: Arc<Notify>,
+}
+
+impl Drop for NamespaceBytes {
+    fn drop(&mut self) {
+        drop(self.share.take());
+        self.freed.notify_waiters();
+    }
+}
+
+impl NamespaceBudget {
+    fn try_share(&self, bytes: u64) -> Option<NamespaceBytes> {
+        let bytes = bytes.div_ceil(UNIT_BYTES).saturating_mul(UNIT_BYTES);
+        let share = QuotaShare::try_new(&self.account, QuotaKind::InflightBytes, bytes)?;
+        Some(NamespaceBytes { share: Some(share), freed: self.freed.clone() })
+    }
+
+    fn take_bytes(&self, bytes: u64) -> Result<NamespaceBytes, ServiceError> {
+        let refuse = || self.account.refuse_amount(QuotaKind::InflightBytes, bytes);
+        self.try_share(bytes).ok_or_else(|| refuse().into())
+    }
+
+    async fn wait_bytes(&self, bytes: u64) -> Result<NamespaceBytes, ServiceError> {
+        loop {
+            let freed = self.freed.notified();
+            tokio::pin!(freed);
+            // What comes back from here on is not missed.
+            freed.as_mut().enable();
+            if let Some(share) = self.try_share(bytes) {
+                return Ok(share);
+            }
+            let allowed = self.account.limit_of(QuotaKind::InflightBytes).unwrap_or(u64::MAX);
+            if bytes > allowed {
+                return self.take_bytes(bytes);
+            }
+            freed.await;
+        }
+    }
+}
+
 /// The budgets that a request of a connection takes from.
 #[derive(Clone, Debug)]
 pub(crate) struct ByteBudgets {
+    pub(crate) namespace: Option<NamespaceBudget>,
     pub(crate) connection: ByteBudget,
     pub(crate) all: ByteBudget,
 }
@@ -75,19 +130,26 @@ impl ByteBudgets {
     /// Takes a share, or refuses: what waits here would hold its bytes all the same.
     ///
     /// # Errors
-    /// `QUEUE_FULL`, by the connection's budget or that of all.
+    /// `QUEUE_FULL`, by the connection's budget or that of all, or `QUOTA_EXCEEDED`.
     pub(crate) fn take_share(&self, bytes: u64) -> Result<InFlight, ServiceError> {
+        let namespace = self.namespace.as_ref().map(|of| of.take_bytes(bytes)).transpose()?;
         let connection = self.connection.take_permits(bytes)?;
-        Ok(InFlight { _connection: connection, _all: self.all.take_permits(bytes)? })
+        let all = self.all.take_permits(bytes)?;
+        Ok(InFlight { _namespace: namespace, _connection: connection, _all: all })
     }
 
     /// Waits for a share, in the order of those who wait: for what holds nothing yet.
     ///
     /// # Errors
-    /// `QUEUE_FULL` when a budget is smaller as a whole.
+    /// `QUEUE_FULL` or `QUOTA_EXCEEDED` when a budget is smaller as a whole.
     pub(crate) async fn wait_share(&self, bytes: u64) -> Result<InFlight, ServiceError> {
+        let namespace = match &self.namespace {
+            Some(of) => Some(of.wait_bytes(bytes).await?),
+            None => None,
+        };
         let connection = self.connection.wait_permits(bytes).await?;
-        Ok(InFlight { _connection: connection, _all: self.all.wait_permits(bytes).await? })
+        let all = self.all.wait_permits(bytes).await?;
+        Ok(InFlight { _namespace: namespace, _connection: connection, _all: all })
     }
 }
 
@@ -97,7 +159,8 @@ mod tests {
 
     fn budgets(connection: u64, all: u64) -> ByteBudgets {
         let connection = ByteBudget::new("limits.connection_bytes_max", connection);
-        ByteBudgets { connection, all: ByteBudget::new("limits.inflight_bytes_max", all) }
+        let all = ByteBudget::new("limits.inflight_bytes_max", all);
+        ByteBudgets { namespace: None, connection, all }
     }
 
     #[test]
@@ -143,5 +206,37 @@ mod tests {
         assert_eq!(budgets.all.taken_bytes(), 2 << 10);
         drop(share);
         assert_eq!(budgets.wait_share(5 << 10).await.unwrap_err().code(), ErrorCode::QueueFull);
+    }
+
+    #[tokio::test]
+    async fn a_namespace_at_its_quota_is_refused_or_waits_and_others_are_not() {
+        let (table, freed) = (kvd_store::QuotaTable::new(1), Arc::new(Notify::new()));
+        let of = |name: &str| {
+            let name = kvd_core::Namespace::new(name).unwrap();
+            let mut limits = kvd_store::QuotaLimits::default();
+            limits.set_limit(QuotaKind::InflightBytes, Some(4 << 10));
+            table.set_limits(&name, &limits);
+            let account = table.open_account(&name);
+            let namespace = Some(NamespaceBudget { account, freed: freed.clone() });
+            ByteBudgets { namespace, ..budgets(64 << 10, 64 << 10) }
+        };
+        let (flooder, victim) = (of("flooder"), of("victim"));
+        let held = flooder.take_share(4 << 10).unwrap();
+        let error = flooder.take_share(1).unwrap_err();
+        assert_eq!(error.code(), ErrorCode::QuotaExceeded);
+        assert!(error.to_string().contains("has 4096 of the 4096"), "{error}");
+        assert!(error.retry_hint().is_some());
+        drop(victim.take_share(4 << 10).unwrap());
+        let waiting = tokio::spawn({
+            let flooder = flooder.clone();
+            async move { flooder.wait_share(1 << 10).await }
+        });
+        tokio::task::yield_now().await;
+        assert!(!waiting.is_finished());
+        drop(held);
+        waiting.await.unwrap().unwrap();
+        // More than all of it never comes: waiting is not offered.
+        let error = flooder.wait_share(5 << 10).await.unwrap_err();
+        assert_eq!((error.code(), error.retry_hint()), (ErrorCode::QuotaExceeded, None));
     }
 }

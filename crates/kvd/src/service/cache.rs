@@ -6,8 +6,8 @@ use crate::metrics::{Metric, Metrics};
 use kvd_core::{ErrorCode, IdCounter, IdSpace, LeaseId, ModelId, SequenceId, SessionId};
 use kvd_proto::domain::BlockKeys;
 use kvd_store::{
-    AttachedSequence, CacheLimits, CacheUsage, DroppedBlocks, KeyChain, LeaseRequest, PackedKeys,
-    PinRequest, PinnedPrefixes,
+    AttachedSequence, CacheLimits, CacheUsage, DeviceQuotas, DroppedBlocks, KeyChain, LeaseRequest,
+    PackedKeys, PinRequest, PinnedPrefixes,
 };
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
@@ -67,6 +67,7 @@ pub(super) fn cache_limits(
     config: &CacheConfig,
     weights: &HashMap<kvd_core::Namespace, u32>,
     pool_bytes: u64,
+    quotas: DeviceQuotas,
 ) -> CacheLimits {
     CacheLimits {
         eviction: config.policy,
@@ -75,6 +76,7 @@ pub(super) fn cache_limits(
         leases_max: config.leases_max,
         pinned_bytes_max: config.pinned_bytes_max,
         weights: weights.clone(),
+        quotas,
         // Random at each start: nobody can choose keys whose hashes meet.
         seed: RandomState::new().hash_one(0),
     }

@@ -72,7 +72,7 @@ impl ServiceError {
 /// Every room's error knows its code, so nothing is lost on the way out.
 impl<E: Coded> From<E> for ServiceError {
     fn from(error: E) -> Self {
-        Self::new(error.code(), error.to_string())
+        Self { retry_after: error.retry_hint(), ..Self::new(error.code(), error.to_string()) }
     }
 }
 

@@ -34,6 +34,7 @@ mod tests;
 
 pub use attend::{AttendReply, RefusedQuery};
 pub(crate) use attend::{InPlaceQueries, PART_BYTES};
+use budget::NamespaceBudget;
 pub(crate) use budget::{ByteBudgets, InFlight};
 pub(crate) use cache::DeviceCache;
 pub use cache::{MatchReply, PinReply, PrefixOpening};
@@ -42,7 +43,8 @@ pub use error::ServiceError;
 pub(crate) use ids::draw_ids;
 pub use load::LoadPiece;
 pub use model::RegisteredModel;
-pub use namespaces::NamespaceDescription;
+pub(crate) use namespaces::ChangedQuotas;
+pub use namespaces::{NamespaceDescription, QuotaDescription};
 pub use publish::{PublishMode, PublishReply};
 pub(crate) use region::{MemoryOffer, OpenMemory};
 pub(crate) use register::least_page_tokens;
@@ -57,18 +59,19 @@ use crate::access::{AccessControl, AuditLog, PrincipalTable};
 use crate::config::Config;
 use crate::device_worker::DeviceWorker;
 use crate::metrics::{Metric, Metrics};
+use crate::quotas::NamespaceQuotas;
 use budget::ByteBudget;
 use disk::DiskCache;
 use kvd_compute::Precision;
 use kvd_core::{ErrorCode, IdSpace, Namespace};
-use kvd_store::{ArenaPool, SequenceStore, StoreLimits};
+use kvd_store::{ArenaPool, DeviceQuotas, SequenceStore, StoreLimits};
 use model::ModelRegistry;
 use pool_log::PoolLog;
 use session_table::{SessionLimits, SessionTable};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use tokio::sync::Semaphore;
+use tokio::sync::{Notify, Semaphore};
 
 /// How long a message of a stream waits for room for its answer before it is refused.
 const ANSWER_TIME: Duration = Duration::from_secs(10);
@@ -96,6 +99,9 @@ pub struct Service {
     metrics: Arc<Metrics>,
     /// Bytes of all requests and answers.
     inflight: ByteBudget,
+    /// Told when such bytes of a namespace come back.
+    inflight_freed: Arc<Notify>,
+    quotas: Arc<NamespaceQuotas>,
     /// The right to build a model's codec, which takes memory in proportion to its calibration.
     building: Arc<Semaphore>,
     draining: AtomicBool,
@@ -125,6 +131,12 @@ fn describe_service(metrics: &Metrics, boot_id: &str, shards: &[DeviceShard]) {
     crate::door_files::describe_reloads(metrics);
 }
 
+/// State that outlives the daemon.
+pub(crate) struct KeptState {
+    pub(crate) disk: Option<DiskCache>,
+    pub(crate) quotas: NamespaceQuotas,
+}
+
 impl Service {
     /// A service over devices, at least one, whose ids `ids` gives.
     pub(crate) fn new(
@@ -132,9 +144,10 @@ impl Service {
         workers: Vec<DeviceWorker>,
         metrics: Arc<Metrics>,
         ids: Arc<IdSpace>,
-        disk: Option<DiskCache>,
+        kept: KeptState,
     ) -> Self {
-        let disk = disk.map(Arc::new);
+        let (disk, quotas) = (kept.disk.map(Arc::new), Arc::new(kept.quotas));
+        let quota_table = quotas.quota_table();
         let limits = StoreLimits {
             sequences_max: config.sequences_max as u64,
             sequence_layers_max: config.sequence_layers_max,
@@ -147,11 +160,15 @@ impl Service {
             let pool = ArenaPool::new(worker.metrics().tier, worker.device_info().arena_bytes);
             let sequences = ids.sequence_counter(index, count);
             let pool_bytes = worker.device_info().arena_bytes;
-            let mut cache = cache::cache_limits(&config.cache, &config.weights, pool_bytes);
+            let of_device = DeviceQuotas { table: quota_table.clone(), device: index as usize };
+            let of_cache = of_device.clone();
+            let (settings, weights) = (&config.cache, &config.weights);
+            let mut cache = cache::cache_limits(settings, weights, pool_bytes, of_cache);
             if let Some(disk) = &disk {
                 cache.seed = disk.hash_seed();
             }
-            let store = SequenceStore::new(pool, limits.clone(), sequences).with_cache(cache);
+            let store = SequenceStore::new(pool, limits.clone(), sequences);
+            let store = store.with_quotas(of_device).with_cache(cache);
             let leases = cache::lease_ids(&ids, index, count);
             DeviceShard { worker, store: Arc::new(store), leases }
         };
@@ -164,17 +181,23 @@ impl Service {
         // Empty until the daemon has read it: a service lets nobody in too early.
         let (file, table) = (config.access.principals.clone(), PrincipalTable::default());
         let access = AccessControl::new(file, table, audit, &metrics);
-        let of_sessions =
-            SessionLimits { sessions_max: config.sessions_max, ttl_max: config.session_ttl_max };
+        let of_sessions = SessionLimits {
+            sessions_max: config.sessions_max,
+            ttl_max: config.session_ttl_max,
+            quotas: quota_table.clone(),
+        };
+        let models = ModelRegistry::new(config.models_max, ids.clone(), quota_table.clone());
         Self {
             inflight: ByteBudget::new(
                 "limits.inflight_bytes_max",
                 config.inflight_bytes_max as u64,
             ),
             building: Arc::new(Semaphore::new(1)),
-            models: Arc::new(ModelRegistry::new(config.models_max, ids.clone())),
+            models: Arc::new(models),
+            inflight_freed: Arc::default(),
             sessions: SessionTable::new(of_sessions, ids.clone()),
             draining: AtomicBool::new(false),
+            quotas,
             disk,
             pool_log: PoolLog::default(),
             access,
@@ -276,12 +299,20 @@ impl Service {
 
     /// Budgets of a caller.
     pub(crate) fn call_budgets(&self, call: &CallContext) -> ByteBudgets {
-        self.budgets_of(&call.owner)
+        self.budgets_of(&call.owner, Some(&call.namespace))
     }
 
-    /// Budgets of a connection.
-    pub(crate) fn budgets_of(&self, owner: &CallOwner) -> ByteBudgets {
-        ByteBudgets { connection: owner.byte_budget().clone(), all: self.inflight.clone() }
+    /// Budgets of a connection, and of a namespace where its requests have one.
+    pub(crate) fn budgets_of(
+        &self,
+        owner: &CallOwner,
+        namespace: Option<&Namespace>,
+    ) -> ByteBudgets {
+        let account = namespace.and_then(|name| self.quotas.quota_table().find_account(name));
+        let freed = &self.inflight_freed;
+        let budget = |account| NamespaceBudget { account, freed: freed.clone() };
+        let (connection, all) = (owner.byte_budget().clone(), self.inflight.clone());
+        ByteBudgets { namespace: account.map(budget), connection, all }
     }
 
     /// Takes bytes of a request or its answer.
@@ -310,11 +341,16 @@ impl Service {
     /// # Errors
     /// `SHUTTING_DOWN`, `NAMESPACE_DENIED` or `DEADLINE_EXCEEDED`.
     pub fn admit_call(&self, call: &CallContext) -> Result<(), ServiceError> {
+        self.admit_daemon_call(call)?;
+        self.check_namespace(&call.namespace)
+    }
+
+    /// Lets a request in that is about the daemon, whatever namespace it comes from.
+    pub(crate) fn admit_daemon_call(&self, call: &CallContext) -> Result<(), ServiceError> {
         if self.draining.load(Ordering::Acquire) {
             let message = "the daemon drains and takes no new work; retry on its successor";
             return Err(ServiceError::new(ErrorCode::ShuttingDown, message));
         }
-        self.check_namespace(&call.namespace)?;
         call.check_deadline()
     }
 

@@ -6,7 +6,7 @@ use super::{ServiceError, ids};
 use crate::metrics::ModelMetrics;
 use kvd_codec::{CheckedBlock, CodecSpec, ErrorSum, Quantizer, SideSpec};
 use kvd_core::{ErrorCode, IdCounter, IdSpace, ModelId, Namespace, SequenceId};
-use kvd_store::{DiskBlock, ModelShape, SequenceStore, StoreError};
+use kvd_store::{DiskBlock, ModelShape, QuotaKind, QuotaTable, SequenceStore, StoreError};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -139,9 +139,15 @@ impl SampledError {
     }
 }
 
+/// Models of all namespaces, and of single ones.
+struct ModelLimits {
+    models_max: usize,
+    quotas: Arc<QuotaTable>,
+}
+
 /// All models. One mutex: registrations are rare, look-ups short.
 pub(super) struct ModelRegistry {
-    limit: usize,
+    limits: ModelLimits,
     space: Arc<IdSpace>,
     ids: IdCounter<ModelId>,
     state: Mutex<RegistryState>,
@@ -160,8 +166,9 @@ struct RegistryState {
 }
 
 impl ModelRegistry {
-    pub(super) fn new(limit: usize, space: Arc<IdSpace>) -> Self {
-        Self { limit, ids: space.model_counter(), space, state: Mutex::default() }
+    pub(super) fn new(models_max: usize, space: Arc<IdSpace>, quotas: Arc<QuotaTable>) -> Self {
+        let limits = ModelLimits { models_max, quotas };
+        Self { limits, ids: space.model_counter(), space, state: Mutex::default() }
     }
 
     pub(super) fn find_model(
@@ -190,7 +197,7 @@ impl ModelRegistry {
         name: &str,
         fingerprint: &str,
     ) -> Result<Option<Arc<RegisteredModel>>, ServiceError> {
-        self.state.lock().check_name(self.limit, namespace, name, fingerprint)
+        self.state.lock().check_name(&self.limits, namespace, name, fingerprint)
     }
 
     /// Adds what `make` makes under a new id, unless the name was taken or the limit reached
@@ -204,7 +211,7 @@ impl ModelRegistry {
         make: impl FnOnce(ModelId) -> RegisteredModel,
     ) -> Result<Arc<RegisteredModel>, ServiceError> {
         let mut state = self.state.lock();
-        if let Some(model) = state.check_name(self.limit, namespace, name, fingerprint)? {
+        if let Some(model) = state.check_name(&self.limits, namespace, name, fingerprint)? {
             return Ok(model);
         }
         let id = self.ids.next()?;
@@ -247,7 +254,7 @@ impl ModelRegistry {
 impl RegistryState {
     fn check_name(
         &self,
-        limit: usize,
+        limits: &ModelLimits,
         namespace: &Namespace,
         name: &str,
         fingerprint: &str,
@@ -258,9 +265,14 @@ impl RegistryState {
         if let Some(model) = self.by_id.values().find(same) {
             return same_content(model, fingerprint).map(Some);
         }
-        if self.by_id.len() >= limit {
+        if self.by_id.len() >= limits.models_max {
+            let limit = limits.models_max;
             let message = format!("{limit} models are registered (limits.models_max)");
             return Err(ServiceError::new(ErrorCode::LimitExceeded, message));
+        }
+        if let Some(account) = limits.quotas.find_account(namespace) {
+            let own = self.by_id.values().filter(|model| model.shape.namespace == *namespace);
+            account.check_room(QuotaKind::Models, own.count() as u64, 1)?;
         }
         Ok(None)
     }

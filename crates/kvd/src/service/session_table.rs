@@ -6,7 +6,7 @@
 
 use super::{ServiceError, ids};
 use kvd_core::{ErrorCode, IdCounter, IdSpace, Namespace, SessionId};
-use kvd_store::SessionSequences;
+use kvd_store::{QuotaKind, QuotaTable, SessionSequences};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -80,10 +80,12 @@ pub struct SessionDescription {
 }
 
 /// Named limits of sessions.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct SessionLimits {
     pub(super) sessions_max: usize,
     pub(super) ttl_max: Duration,
+    /// Sessions of single namespaces.
+    pub(super) quotas: Arc<QuotaTable>,
 }
 
 /// A stream that asks to hold a session.
@@ -219,6 +221,11 @@ impl SessionTable {
             let message = format!("{max} sessions are open (limits.sessions_max)");
             return Err(ServiceError::new(ErrorCode::LimitExceeded, message));
         }
+        if let Some(account) = self.limits.quotas.find_account(namespace) {
+            let own = entries.values().filter(|entry| entry.namespace == *namespace).count();
+            let own = own - usize::from(older.is_some());
+            account.check_room(QuotaKind::Sessions, own as u64, 1)?;
+        }
         let id = self.ids.next()?;
         let replaced = older.and_then(|id| Some(entries.remove(&id)?.end_by(id, end)));
         let entry = SessionEntry {
@@ -344,6 +351,11 @@ impl SessionTable {
     }
 
     /// Namespace of each session.
+    pub(super) fn count_of(&self, namespace: &Namespace) -> usize {
+        self.entries.lock().values().filter(|entry| entry.namespace == *namespace).count()
+    }
+
+    /// Namespaces of sessions.
     pub(super) fn list_namespaces(&self) -> Vec<Namespace> {
         self.entries.lock().values().map(|entry| entry.namespace.clone()).collect()
     }
@@ -379,7 +391,8 @@ mod tests {
     impl Bench {
         fn new(sessions_max: usize) -> Self {
             let space = IdSpace::new(BootId::new([1; 16]).unwrap(), [2; 16]);
-            let limits = SessionLimits { sessions_max, ttl_max: Duration::from_secs(300) };
+            let (ttl_max, quotas) = (Duration::from_secs(300), QuotaTable::new(1));
+            let limits = SessionLimits { sessions_max, ttl_max, quotas };
             let namespace = Namespace::new("default").unwrap();
             let table = SessionTable::new(limits, Arc::new(space));
             Self { table, namespace, begun: Instant::now() }

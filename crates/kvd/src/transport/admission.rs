@@ -3,10 +3,11 @@
 
 use super::connection;
 use super::measure::refuse_call;
-use crate::access::{AccessPrincipal, AccessRequest, find_rights};
+use crate::access::{AccessPrincipal, AccessRequest, GrantedCall, find_rights};
 use crate::metrics::RPCS;
 use crate::service::{CallOwner, Service, ServiceError};
 use http::header::AUTHORIZATION;
+use kvd_proto::{RpcKind, rpc_kind};
 use std::sync::Arc;
 use tonic::Status;
 
@@ -21,18 +22,19 @@ const KVD: &str = "/kvd.v1.Kvd/";
 /// Any other service.
 const REFLECTION: &str = "Reflection";
 
-/// Lets a request pass, and notes whose it is. What it shows for that is gone after.
+/// Lets a request pass, and notes whose it is. What it shows for that is gone after. Gives what
+/// was granted to a stream, which ends when it is taken back.
 pub(super) fn admit_request<B>(
     service: &Service,
     request: &mut http::Request<B>,
-) -> Result<(), Status> {
+) -> Result<Option<GrantedCall>, Status> {
     let path = request.uri().path();
     if path.starts_with(HEALTH) {
-        return Ok(());
+        return Ok(None);
     }
     let rpc = path.strip_prefix(KVD).unwrap_or(REFLECTION);
     let checked = check_request(service, request, rpc);
-    let principal = checked.map_err(|error| {
+    let AdmittedCall { principal, granted } = checked.map_err(|error| {
         let name = find_rights(rpc).rpc_name();
         match RPCS.contains(&name) {
             true => refuse_call(service.metrics(), name, &error),
@@ -43,18 +45,29 @@ pub(super) fn admit_request<B>(
     if let Some(principal) = principal {
         request.extensions_mut().insert(CallerPrincipal(principal));
     }
-    Ok(())
+    Ok(granted)
+}
+
+/// A request that was let in.
+struct AdmittedCall {
+    principal: Option<Arc<AccessPrincipal>>,
+    /// Streams have it, where there are principals.
+    granted: Option<GrantedCall>,
 }
 
 fn check_request<B>(
     service: &Service,
     request: &http::Request<B>,
     rpc: &str,
-) -> Result<Option<Arc<AccessPrincipal>>, ServiceError> {
+) -> Result<AdmittedCall, ServiceError> {
     let namespace = kvd_proto::namespace_of_headers(request.headers())?;
     let owner = connection::owner_of(request.extensions()).cloned();
     let owner = owner.unwrap_or_else(CallOwner::in_process);
     let authorization = request.headers().get(AUTHORIZATION).map(http::HeaderValue::as_bytes);
     let (peer, namespace) = (owner.call_peer(), &namespace);
-    service.access_control().check_call(&AccessRequest { peer, authorization, rpc, namespace })
+    let asked = AccessRequest { peer, authorization, rpc, namespace };
+    let principal = service.access_control().check_call(&asked)?;
+    let is_watched = principal.is_some() && rpc_kind(rpc) != Some(RpcKind::Unary);
+    let granted = is_watched.then(|| GrantedCall::of_request(&asked, owner.clone()));
+    Ok(AdmittedCall { principal, granted })
 }

@@ -93,6 +93,7 @@ fn stop_name(stop: PublishStop) -> &'static str {
         PublishStop::KeyInUse => "KEY_IN_USE",
         PublishStop::IndexFull => "INDEX_FULL",
         PublishStop::CacheFull => "CACHE_FULL",
+        PublishStop::QuotaExceeded => "QUOTA_EXCEEDED",
         PublishStop::ParentGone => "PARENT_GONE",
     }
 }

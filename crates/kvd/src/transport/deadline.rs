@@ -11,7 +11,6 @@ use std::future::poll_fn;
 use std::pin::{Pin, pin};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
-use tokio::time::Sleep;
 use tonic::Status;
 
 /// Header of the time that a caller waits.
@@ -71,17 +70,30 @@ fn parse_timeout(text: &str) -> Option<Duration> {
     }
 }
 
-/// A response's body that ends with `DEADLINE_EXCEEDED` when its deadline passes.
+/// A response's body that may end before its stream does: with `DEADLINE_EXCEEDED` when its
+/// deadline passes, or as the caller loses its right.
 pub(super) struct LimitedBody {
     /// `None` once it has ended.
     inner: Option<tonic::body::Body>,
-    timer: Pin<Box<Sleep>>,
+    /// The status that it ends with, when that comes first.
+    end: Pin<Box<dyn Future<Output = Status> + Send>>,
 }
 
 impl LimitedBody {
     pub(super) fn new(inner: tonic::body::Body, deadline: CallDeadline) -> Self {
-        let timer = Box::pin(tokio::time::sleep_until(deadline.0.into()));
-        Self { inner: Some(inner), timer }
+        let end = async move {
+            tokio::time::sleep_until(deadline.0.into()).await;
+            CallDeadline::passed_status()
+        };
+        Self::ended_by(inner, end)
+    }
+
+    /// One that ends with what `end` gives.
+    pub(super) fn ended_by(
+        inner: tonic::body::Body,
+        end: impl Future<Output = Status> + Send + 'static,
+    ) -> Self {
+        Self { inner: Some(inner), end: Box::pin(end) }
     }
 }
 
@@ -95,17 +107,14 @@ impl Body for LimitedBody {
     ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let this = self.get_mut();
         let Some(inner) = &mut this.inner else { return Poll::Ready(None) };
-        if this.timer.as_mut().poll(context).is_pending() {
+        let Poll::Ready(status) = this.end.as_mut().poll(context) else {
             return Pin::new(inner).poll_frame(context);
-        }
+        };
         // Whatever works for the stream sees that nobody reads on.
         this.inner = None;
         let mut trailers = http::HeaderMap::new();
-        Poll::Ready(Some(
-            CallDeadline::passed_status()
-                .add_header(&mut trailers)
-                .map(|()| Frame::trailers(trailers)),
-        ))
+        let added = status.add_header(&mut trailers);
+        Poll::Ready(Some(added.map(|()| Frame::trailers(trailers))))
     }
 
     fn is_end_stream(&self) -> bool {

@@ -2,9 +2,11 @@
 //! codecs it knows.
 
 use super::{cache, convert};
-use crate::service::{CallContext, Service, ServiceError};
+use crate::config::find_quota;
+use crate::quotas::{LimitChange, QuotaOrder};
+use crate::service::{CallContext, ChangedQuotas, QuotaDescription, Service, ServiceError};
 use kvd_codec::{CodecSpec, Preset, presets, resolve_spec};
-use kvd_core::{DType, Geometry, RopePairing, Side};
+use kvd_core::{DType, ErrorCode, Geometry, Namespace, RopePairing, Side};
 use kvd_proto::domain::ModelSpec;
 use kvd_proto::v1;
 use std::collections::HashMap;
@@ -28,12 +30,16 @@ const GEOMETRY: Geometry = Geometry {
 };
 
 /// The answer to `GetServerInfo`.
-pub(super) fn server_info(service: &Service) -> v1::GetServerInfoResponse {
+pub(super) fn server_info(
+    service: &Service,
+    call: &CallContext,
+) -> Result<v1::GetServerInfoResponse, ServiceError> {
+    service.admit_call(call)?;
     let config = service.config();
     let region = config.listen_region.as_ref();
     // A client's working directory is another.
     let region = region.map(|path| std::path::absolute(path).unwrap_or_else(|_| path.clone()));
-    v1::GetServerInfoResponse {
+    Ok(v1::GetServerInfoResponse {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         boot_id: service.boot_id().to_owned(),
         device: service.device_names(),
@@ -46,7 +52,19 @@ pub(super) fn server_info(service: &Service) -> v1::GetServerInfoResponse {
         features: FEATURES.map(str::to_owned).to_vec(),
         limits: named_limits(service),
         codec_default: ModelSpec::CODEC_DEFAULT.to_owned(),
+    })
+}
+
+/// The answer to `ListModels`.
+pub(super) fn model_list(
+    service: &Service,
+    call: &CallContext,
+) -> Result<v1::ListModelsResponse, ServiceError> {
+    let mut models = Vec::new();
+    for model in service.list_models(call)? {
+        models.push(convert::model_description(&service.model_stats(call, model)?));
     }
+    Ok(v1::ListModelsResponse { models })
 }
 
 /// Limits that a client may run into, by the names of their settings.
@@ -103,18 +121,61 @@ pub(super) fn namespace_list(
         sessions: found.sessions,
         held_bytes: found.held_bytes,
         weight: found.weight,
+        quotas: found.quotas.into_iter().map(quota_info).collect(),
     });
     Ok(v1::ListNamespacesResponse { namespaces: described.collect() })
 }
 
+fn quota_info(quota: QuotaDescription) -> v1::NamespaceQuota {
+    let QuotaDescription { kind, used, allowed, refused } = quota;
+    v1::NamespaceQuota { name: kind.quota_name().to_owned(), used, allowed, refused }
+}
+
+/// The answer to `SetNamespaceQuotas`.
+pub(super) async fn set_quotas(
+    service: &Service,
+    call: &CallContext,
+    request: v1::SetNamespaceQuotasRequest,
+) -> Result<v1::SetNamespaceQuotasResponse, ServiceError> {
+    let order = read_order(&request)?;
+    let ChangedQuotas { quotas, is_kept } = service.set_quotas(call, order).await?;
+    let quotas = quotas.into_iter().map(quota_info).collect();
+    Ok(v1::SetNamespaceQuotasResponse { quotas, kept: is_kept })
+}
+
+fn read_order(request: &v1::SetNamespaceQuotasRequest) -> Result<QuotaOrder, ServiceError> {
+    let wrong = |reason: String| ServiceError::new(ErrorCode::InvalidArgument, reason);
+    let namespace = Namespace::new(&request.name);
+    let namespace = namespace.map_err(|error| wrong(format!("name: {error}")))?;
+    if !request.reset && request.changes.is_empty() {
+        return Err(wrong("changes: there are none, and no reset".to_owned()));
+    }
+    let mut changes: Vec<LimitChange> = Vec::new();
+    for v1::QuotaChange { name, allowed } in &request.changes {
+        let kind = find_quota(name).map_err(|reason| wrong(format!("changes: {reason}")))?;
+        if changes.iter().any(|change| change.kind == kind) {
+            return Err(wrong(format!("changes: {name} stands twice")));
+        }
+        if *allowed == Some(u64::MAX) {
+            return Err(wrong(format!("changes: {name} is out of range; leave it out for none")));
+        }
+        changes.push(LimitChange { kind, allowed: *allowed });
+    }
+    Ok(QuotaOrder { namespace, reset: request.reset, changes })
+}
+
 /// The answer to `ListCodecs`.
-pub(super) fn codec_list(service: &Service) -> v1::ListCodecsResponse {
+pub(super) fn codec_list(
+    service: &Service,
+    call: &CallContext,
+) -> Result<v1::ListCodecsResponse, ServiceError> {
+    service.admit_call(call)?;
     let page_tokens_min = service.config().page_tokens_min;
     let described = presets().iter().filter_map(|preset| {
         // A test of the codecs parses every preset.
         Some(codec_info(preset, &resolve_spec(preset.name).ok()?, page_tokens_min))
     });
-    v1::ListCodecsResponse { codecs: described.collect() }
+    Ok(v1::ListCodecsResponse { codecs: described.collect() })
 }
 
 fn codec_info(preset: &Preset, spec: &CodecSpec, page_tokens_min: u32) -> v1::CodecInfo {

@@ -66,10 +66,8 @@ impl Kvd for GrpcService {
         &self,
         request: Request<v1::GetServerInfoRequest>,
     ) -> Result<Response<v1::GetServerInfoResponse>, Status> {
-        let service = &self.service;
         self.answer_rpc("GetServerInfo", read_call(&request), async |call| {
-            service.admit_call(call)?;
-            Ok(discovery::server_info(service))
+            discovery::server_info(&self.service, call)
         })
         .await
     }
@@ -106,12 +104,7 @@ impl Kvd for GrpcService {
         request: Request<v1::ListModelsRequest>,
     ) -> Result<Response<v1::ListModelsResponse>, Status> {
         self.answer_rpc("ListModels", read_call(&request), async |call| {
-            let mut models = Vec::new();
-            for model in self.service.list_models(call)? {
-                let stats = self.service.model_stats(call, model)?;
-                models.push(convert::model_description(&stats));
-            }
-            Ok(v1::ListModelsResponse { models })
+            discovery::model_list(&self.service, call)
         })
         .await
     }
@@ -399,9 +392,8 @@ impl Kvd for GrpcService {
         &self,
         request: Request<v1::PublishBlocksRequest>,
     ) -> Result<Response<v1::PublishBlocksResponse>, Status> {
-        let (caller, message) = (read_call(&request), request.into_inner());
-        self.answer_rpc("PublishBlocks", caller, async |call| {
-            cache::publish_blocks(&self.service, call, message).await
+        self.answer_rpc("PublishBlocks", read_call(&request), async |call| {
+            cache::publish_blocks(&self.service, call, request.into_inner()).await
         })
         .await
     }
@@ -410,9 +402,8 @@ impl Kvd for GrpcService {
         &self,
         request: Request<v1::PinBlocksRequest>,
     ) -> Result<Response<v1::PinBlocksResponse>, Status> {
-        let (caller, message) = (read_call(&request), request.into_inner());
-        self.answer_rpc("PinBlocks", caller, async |call| {
-            cache::pin_blocks(&self.service, call, message)
+        self.answer_rpc("PinBlocks", read_call(&request), async |call| {
+            cache::pin_blocks(&self.service, call, request.into_inner())
         })
         .await
     }
@@ -459,6 +450,16 @@ impl Kvd for GrpcService {
         .await
     }
 
+    async fn set_namespace_quotas(
+        &self,
+        request: Request<v1::SetNamespaceQuotasRequest>,
+    ) -> Result<Response<v1::SetNamespaceQuotasResponse>, Status> {
+        self.answer_rpc("SetNamespaceQuotas", read_call(&request), async |call| {
+            discovery::set_quotas(&self.service, call, request.into_inner()).await
+        })
+        .await
+    }
+
     async fn store_step(
         &self,
         request: Request<v1::StoreStepRequest>,
@@ -491,8 +492,7 @@ impl Kvd for GrpcService {
         request: Request<v1::ListCodecsRequest>,
     ) -> Result<Response<v1::ListCodecsResponse>, Status> {
         self.answer_rpc("ListCodecs", read_call(&request), async |call| {
-            self.service.admit_call(call)?;
-            Ok(discovery::codec_list(&self.service))
+            discovery::codec_list(&self.service, call)
         })
         .await
     }

@@ -3,6 +3,7 @@
 
 use super::admission::admit_request;
 use super::bytes::{ByteMeter, HeldBody, MessageLimits, MeteredBody};
+use super::call::wire_status;
 use super::connection;
 use super::deadline::{CallDeadline, LimitedBody};
 use crate::service::{CallOwner, Service as Daemon};
@@ -51,9 +52,11 @@ impl RequestLayer {
         let owner = connection::owner_of(request.extensions())
             .cloned()
             .unwrap_or_else(CallOwner::in_process);
+        // One that is malformed was refused before.
+        let namespace = kvd_proto::namespace_of_headers(request.headers()).ok();
         let config = self.service.config();
         let limits = MessageLimits {
-            budgets: self.service.budgets_of(&owner),
+            budgets: self.service.budgets_of(&owner, namespace.as_ref()),
             message_bytes_max: config.message_bytes_max as u64,
             message_time: config.message_timeout,
             waits,
@@ -82,9 +85,11 @@ where
     }
 
     fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
-        if let Err(refused) = admit_request(&self.layer.service, &mut request) {
-            return Box::pin(async move { Ok(refused.into_http()) });
-        }
+        let granted = match admit_request(&self.layer.service, &mut request) {
+            Ok(granted) => granted,
+            Err(refused) => return Box::pin(async move { Ok(refused.into_http()) }),
+        };
+        let service = self.layer.service.clone();
         let deadline = CallDeadline::take_header(request.headers_mut());
         drop_unasked_compression(request.headers_mut());
         let is_stream = STREAMS.contains(&request.uri().path());
@@ -105,6 +110,15 @@ where
                 meter.end_message();
             }
             let answer = answer.map(|body| Body::new(HeldBody::new(body, meter)));
+            let answer = match granted {
+                None => answer,
+                Some(granted) => {
+                    let refused = async move {
+                        wire_status(&service.access_control().wait_for_refusal(&granted).await)
+                    };
+                    answer.map(|body| Body::new(LimitedBody::ended_by(body, refused)))
+                }
+            };
             Ok(match deadline {
                 None => answer,
                 Some(deadline) => answer.map(|body| Body::new(LimitedBody::new(body, deadline))),

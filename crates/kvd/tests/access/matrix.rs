@@ -73,9 +73,10 @@ async fn call_cell(channel: &Channel, cell: &Cell<'_>) -> Result<(), Status> {
 }
 
 /// Rpcs that ask for no namespace of their own.
-const OF_DAEMON: [&str; 3] = ["GetServerInfo", "ListCodecs", "ListNamespaces"];
+const OF_DAEMON: [&str; 4] =
+    ["GetServerInfo", "ListCodecs", "ListNamespaces", "SetNamespaceQuotas"];
 /// Rpcs of who only operates, beside [`OF_DAEMON`].
-const OPERATED: [&str; 12] = [
+const OPERATED: [&str; 13] = [
     "GetStats",
     "DescribeModel",
     "ListModels",
@@ -88,7 +89,10 @@ const OPERATED: [&str; 12] = [
     "UnpinBlocks",
     "DropBlocks",
     "ListNamespaces",
+    "SetNamespaceQuotas",
 ];
+/// Rpcs that no engine may call.
+const NOT_USED: [&str; 2] = ["ListNamespaces", "SetNamespaceQuotas"];
 /// Rpcs of who only watches.
 const WATCHED: [&str; 3] = ["GetServerInfo", "ListCodecs", "GetStats"];
 
@@ -96,7 +100,7 @@ const WATCHED: [&str; 3] = ["GetServerInfo", "ListCodecs", "GetStats"];
 fn expected(name: Option<&str>, cell: &Cell<'_>) -> Option<ErrorCode> {
     let (rpc, is_of_daemon) = (cell.rpc, OF_DAEMON.contains(&cell.rpc));
     let is_role = match name {
-        Some("a-engine" | "both") => rpc != "ListNamespaces",
+        Some("a-engine" | "both") => !NOT_USED.contains(&rpc),
         Some("a-operator") => is_of_daemon || OPERATED.contains(&rpc),
         Some("watcher") => WATCHED.contains(&rpc),
         _ => return Some(ErrorCode::Unauthenticated),
@@ -212,5 +216,48 @@ async fn a_file_that_is_mended_or_broken_is_seen_and_a_removed_principal_is_out_
     let refused = call_cell(&channel, &info("old")).await.unwrap_err();
     assert_eq!(refused.code(), Code::Unauthenticated);
     call_cell(&channel, &info("kept")).await.unwrap();
+    guarded.running.drain().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_open_stream_ends_with_the_right_of_its_principal_and_others_go_on() {
+    use kvd_proto::v1::{HoldSessionRequest, HoldSessionResponse, kvd_client::KvdClient};
+    let both = principal("old", &["a"], &["use"]) + &principal("kept", &["a"], &["use"]);
+    let guarded = Guarded::start(&both, &[]).await;
+    let channel = channel(&guarded.running).await;
+    let hold = async |token: &str| -> tonic::Streaming<HoldSessionResponse> {
+        let hold = HoldSessionRequest { name: token.to_owned(), ..Default::default() };
+        let mut request = Request::new(hold);
+        request.metadata_mut().insert(NAMESPACE_KEY, "a".parse().unwrap());
+        let shown = format!("Bearer {token}").parse().unwrap();
+        request.metadata_mut().insert("authorization", shown);
+        let held = KvdClient::new(channel.clone()).hold_session(request).await;
+        let mut held = held.unwrap().into_inner();
+        held.message().await.unwrap().unwrap();
+        held
+    };
+    let (mut old, mut kept) = (hold("old").await, hold("kept").await);
+    let file = guarded.path("principals.toml");
+    std::fs::write(&file, principal("kept", &["a"], &["use", "operate"])).unwrap();
+    guarded.running.file_reload().notify_one();
+    let ended = old.message().await.unwrap_err();
+    assert_eq!(kvd_proto::error_code(&ended), Some(ErrorCode::Unauthenticated), "{ended:?}");
+    assert!(ended.message().contains("removed"), "{ended:?}");
+    // It holds nothing any more; the other is held, until it may no more use this namespace.
+    super::support::until(|| {
+        guarded
+            .running
+            .service()
+            .metrics()
+            .render_page()
+            .contains("kvd_session_ends_total{reason=\"expired\"} 1")
+    })
+    .await;
+    let waited = tokio::time::timeout(std::time::Duration::from_millis(50), kept.message()).await;
+    assert!(waited.is_err(), "{waited:?}");
+    std::fs::write(&file, principal("kept", &["b"], &["use"])).unwrap();
+    guarded.running.file_reload().notify_one();
+    let ended = kept.message().await.unwrap_err();
+    assert_eq!(kvd_proto::error_code(&ended), Some(ErrorCode::NamespaceDenied), "{ended:?}");
     guarded.running.drain().await;
 }

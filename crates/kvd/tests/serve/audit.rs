@@ -49,6 +49,20 @@ fn refusals_and_what_operators_do_are_logged_without_tokens() {
     assert!(text.contains("UNKNOWN_SESSION") || text.contains("no session"), "{text}");
     let (code, text) = run_with_token(&endpoint, &path("none"), &["models", "list"]);
     assert!(code == Some(64) && text.contains("none"), "{text}");
+    // Commands that work as engines do show it too: known, and without the role.
+    #[cfg(feature = "eval")]
+    {
+        let out = path("artefact").display().to_string();
+        let calibrate =
+            ["calibrate", "--sequence", "1", "--codec", "vecinfer-2", "--out", out.as_str()];
+        for command in [&calibrate[..], &["bench", "mixed", "--seconds", "1", "--context", "64"]] {
+            let (code, text) = run_with_token(&endpoint, &path("ops"), command);
+            assert_ne!(code, Some(0), "{text}");
+            assert!(!text.contains("UNAUTHENTICATED") && !text.contains("shows no"), "{text}");
+            let (_, text) = run_at(&endpoint, command);
+            assert!(text.contains("shows no principal"), "{text}");
+        }
+    }
     // Rotated by file and SIGHUP.
     assert!(
         run_with_token(&endpoint, &path("next"), &["models", "list"]).1.contains("UNAUTHENTICATED")

@@ -8,7 +8,9 @@ mod disk;
 mod doors;
 mod drains;
 mod log;
+mod notify;
 mod process;
+mod quotas;
 mod restart;
 mod sessions;
 

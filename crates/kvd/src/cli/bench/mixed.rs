@@ -1,19 +1,25 @@
 //! `kvd bench mixed`: arguments of the load against a daemon that runs.
 
 use super::super::CliError;
+use super::super::ask_daemon::{SecretArgs, parse_namespace};
 use super::super::table::{TableColumn, render_table};
 use super::super::text_args::codec_text;
 use super::flags::{count_up_to, parse_shape, up_to};
 use clap::Args;
 use kvd_bench::{HeadShape, MixedBench, MixedRow, limits};
-use kvd_client::Endpoint;
+use kvd_client::{Endpoint, Namespace};
 use std::time::Duration;
 
 #[derive(Args)]
 pub(in crate::cli) struct MixedArgs {
-    /// The daemon: http://HOST:PORT or unix:PATH.
+    /// The daemon: http://HOST:PORT, https://HOST:PORT or unix:PATH.
     #[arg(long, value_name = "ENDPOINT")]
     endpoint: Endpoint,
+    #[command(flatten)]
+    secrets: SecretArgs,
+    /// Namespace of the load.
+    #[arg(long, value_name = "NAME", default_value = "default", value_parser = parse_namespace)]
+    namespace: Namespace,
     /// Codec, as a preset or spec.
     #[arg(long, default_value = "kivi-4", value_parser = codec_text)]
     codec: String,
@@ -50,6 +56,8 @@ pub(in crate::cli) struct MixedArgs {
 pub(super) fn run_mixed(args: MixedArgs) -> Result<String, CliError> {
     let bench = MixedBench {
         endpoint: args.endpoint,
+        options: args.secrets.client_options()?,
+        namespace: args.namespace,
         shape: args.shape,
         codec: args.codec,
         context: args.context,

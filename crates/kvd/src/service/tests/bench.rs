@@ -3,8 +3,9 @@
 use crate::config::{Config, ConfigOverrides};
 use crate::device_worker::{DeviceWorker, WorkerLimits};
 use crate::metrics::Metrics;
+use crate::quotas::NamespaceQuotas;
 use crate::service::{
-    CallContext, CallOwner, RegisteredModel, Service, ServiceError, StoreReply, draw_ids,
+    CallContext, CallOwner, KeptState, RegisteredModel, Service, ServiceError, StoreReply, draw_ids,
 };
 use bytes::Bytes;
 use kvd_codec::ModelCodec;
@@ -212,7 +213,11 @@ pub(super) fn several(
     let metrics = Arc::new(Metrics::new());
     let probes: Vec<_> = (0..count).map(|_| Arc::<Probe>::default()).collect();
     let (queue_jobs_max, weights) = (config.queue_jobs_max, config.weights.clone());
-    let limits = WorkerLimits { queue_jobs_max, weights, merging: config.merging };
+    let pools = vec![arena_bytes; count];
+    let quotas = NamespaceQuotas::open_file(&config.quotas, &pools).unwrap();
+    let table = quotas.quota_table().clone();
+    let merging = config.merging;
+    let limits = WorkerLimits { queue_jobs_max, weights, merging, quotas: table };
     let start = |probe: &Arc<Probe>| {
         let inner = CpuBackend::new(options).unwrap();
         let device = Box::new(Device { inner, probe: probe.clone(), failure: None });
@@ -221,7 +226,8 @@ pub(super) fn several(
     };
     let workers = probes.iter().map(start).collect();
     let ids = draw_ids().unwrap();
-    (Arc::new(Service::new(config.clone(), workers, metrics, ids, None)), probes)
+    let kept = KeptState { disk: None, quotas };
+    (Arc::new(Service::new(config.clone(), workers, metrics, ids, kept)), probes)
 }
 
 pub(super) struct Bench {

@@ -1,0 +1,158 @@
+//! Quotas of namespaces: what the configuration says, what operators have set instead, and what is
+//! in force.
+//!
+//! Owns [`NamespaceQuotas`]. One mutex guards what operators have set; it is held while the file is
+//! written, so that the file, what is in force and the answer agree. Call off the threads that
+//! answer requests.
+
+mod file;
+
+use crate::config::{ConfigError, QuotaConfig};
+use crate::service::ServiceError;
+use file::QuotaFile;
+use kvd_core::{ErrorCode, Namespace};
+use kvd_store::{QuotaKind, QuotaLimits, QuotaTable};
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Limits by namespace.
+type LimitsByName = BTreeMap<Namespace, QuotaLimits>;
+
+/// A change of one limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LimitChange {
+    pub(crate) kind: QuotaKind,
+    /// None for no limit.
+    pub(crate) allowed: Option<u64>,
+}
+
+/// An operator's wish.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct QuotaOrder {
+    pub(crate) namespace: Namespace,
+    /// Goes back to the configuration first.
+    pub(crate) reset: bool,
+    pub(crate) changes: Vec<LimitChange>,
+}
+
+/// Quotas of all namespaces.
+#[derive(Debug)]
+pub(crate) struct NamespaceQuotas {
+    table: Arc<QuotaTable>,
+    configured: LimitsByName,
+    /// Each replaces what is configured of its namespace.
+    set: Mutex<LimitsByName>,
+    file: Option<QuotaFile>,
+    namespaces_max: usize,
+    /// Bytes of the smallest pool of a device.
+    pool_bytes: u64,
+}
+
+impl NamespaceQuotas {
+    /// Reads what operators have set, and puts quotas in force. `pools` has the bytes of the pool
+    /// of each device.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or quotas that do not fit the pools.
+    pub(crate) fn open_file(config: &QuotaConfig, pools: &[u64]) -> Result<Self, ConfigError> {
+        let file = config.file.clone().map(QuotaFile::new);
+        let set = file.as_ref().map(QuotaFile::read_limits).transpose();
+        let key = |reason| ConfigError::new("namespaces.quota_file", reason);
+        let set = set.map_err(key)?.unwrap_or_default();
+        let quotas = Self {
+            table: QuotaTable::new(pools.len()),
+            configured: config.limits.clone(),
+            set: Mutex::default(),
+            file,
+            namespaces_max: config.namespaces_max,
+            pool_bytes: pools.iter().copied().min().unwrap_or(0),
+        };
+        let all = quotas.merge_limits(&set);
+        quotas
+            .check_limits(&all)
+            .map_err(|reason| ConfigError::new("namespaces.quotas", reason))?;
+        all.iter().for_each(|(name, limits)| quotas.table.set_limits(name, limits));
+        *quotas.set.lock() = set;
+        Ok(quotas)
+    }
+
+    /// The limits in force, and how much is used of them.
+    pub(crate) fn quota_table(&self) -> &Arc<QuotaTable> {
+        &self.table
+    }
+
+    /// Whether changes outlive the daemon.
+    pub(crate) fn is_kept(&self) -> bool {
+        self.file.is_some()
+    }
+
+    /// Changes the quotas of a namespace: what an operator sets replaces what is configured of it.
+    /// Once this returns it is kept, if there is a file. Waits for the disk.
+    ///
+    /// # Errors
+    /// `INVALID_ARGUMENT`, `LIMIT_EXCEEDED`, or `INTERNAL` when the file cannot be written; nothing
+    /// has changed then.
+    pub(crate) fn change_limits(&self, order: &QuotaOrder) -> Result<(), ServiceError> {
+        let mut set = self.set.lock();
+        let mut new = set.clone();
+        if order.reset {
+            new.remove(&order.namespace);
+        }
+        let configured = self.configured.get(&order.namespace).copied().unwrap_or_default();
+        let mut limits = new.get(&order.namespace).copied().unwrap_or(configured);
+        for LimitChange { kind, allowed } in &order.changes {
+            limits.set_limit(*kind, *allowed);
+        }
+        if !order.changes.is_empty() {
+            new.insert(order.namespace.clone(), limits);
+        }
+        let all = self.merge_limits(&new);
+        if all.len() > self.namespaces_max && all.len() > self.merge_limits(&set).len() {
+            let max = self.namespaces_max;
+            let message = format!("{max} namespaces have quotas (namespaces.quotas_max)");
+            return Err(ServiceError::new(ErrorCode::LimitExceeded, message));
+        }
+        let refused = |reason| ServiceError::new(ErrorCode::InvalidArgument, reason);
+        self.check_limits(&all).map_err(refused)?;
+        if let Some(file) = &self.file {
+            file.write_limits(&new).map_err(|error| {
+                let message = format!("the quotas cannot be kept, and stay as they were: {error}");
+                ServiceError::new(ErrorCode::Internal, message)
+            })?;
+        }
+        self.table.set_limits(&order.namespace, &limits);
+        *set = new;
+        Ok(())
+    }
+
+    /// The limits in force where these are set.
+    fn merge_limits(&self, set: &LimitsByName) -> LimitsByName {
+        let mut all = self.configured.clone();
+        all.extend(set.iter().map(|(name, limits)| (name.clone(), *limits)));
+        all
+    }
+
+    /// Whether what is reserved can be had.
+    fn check_limits(&self, all: &LimitsByName) -> Result<(), String> {
+        let mut sum: u64 = 0;
+        for (name, limits) in all {
+            let reserved = limits.limit_of(QuotaKind::ReservedBytes).unwrap_or(0);
+            sum = sum.saturating_add(reserved);
+            let most = limits.limit_of(QuotaKind::PoolBytes).unwrap_or(u64::MAX);
+            if reserved > most {
+                return Err(format!(
+                    "namespace {name}: reserved_bytes {reserved} is above its pool_bytes {most}"
+                ));
+            }
+        }
+        if sum > self.pool_bytes {
+            let pool = self.pool_bytes;
+            return Err(format!(
+                "reserved_bytes of all namespaces are {sum} together, above the {pool} bytes of a \
+                 device's pool (device.pool_bytes)"
+            ));
+        }
+        Ok(())
+    }
+}

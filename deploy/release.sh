@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Packs what users install: deploy/release.sh OUT [PROGRAM]
+#
+# Without PROGRAM the program is built first, against glibc 2.28 by `cargo zigbuild`
+# (`pip install ziglang cargo-zigbuild`). OUT gets kvd-VERSION-linux-ARCH.tar.gz, where there is
+# dpkg-deb a Debian package, and SHA256SUMS. Both are the same, byte by byte, for the same program
+# and commit.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=${1:?deploy/release.sh OUT [PROGRAM]}
+program=${2:-}
+arch=$(uname -m)
+if [ -z "$program" ]; then
+    target=$arch-unknown-linux-gnu
+    cargo zigbuild --profile dist -p kvd --no-default-features --target "$target.2.28"
+    program=target/$target/dist/kvd
+fi
+
+# A program that needs a later glibc than it says does not start on older systems.
+needs=$(objdump -T "$program" | grep -o 'GLIBC_2\.[0-9]*' | sort -uV | tail -1)
+version=$("$program" --version | cut -d' ' -f2)
+name=kvd-$version-linux-$arch
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+root=$work/$name
+mkdir -p "$root"/{bin,share/man/man1,share/doc/kvd,share/kvd}
+install -m 755 "$program" "$root/bin/kvd"
+strip "$root/bin/kvd"
+"$program" man-pages "$root/share/man/man1" >/dev/null
+for shell in bash zsh fish; do
+    "$program" completions "$shell" >"$root/share/kvd/completions.$shell"
+done
+"$program" config --print-default >"$root/share/kvd/kvd.toml"
+"$program" dashboard >"$root/share/kvd/grafana-dashboard.json"
+cp deploy/prometheus/alerts.yml deploy/systemd/kvd.service deploy/systemd/kvd.sysusers.conf "$root/share/kvd/"
+cp README.md CHANGELOG.md LICENSE* docs/operating.md docs/contract.md docs/threat-model.md "$root/share/doc/kvd/"
+
+# One time and one owner for all files, names in order.
+mkdir -p "$out"
+rm -f "$out"/SHA256SUMS
+date=$(git log -1 --format=%ct)
+tar --sort=name --owner=0 --group=0 --numeric-owner --mtime="@$date" -C "$work" -cf - "$name" |
+    gzip -9n >"$out/$name.tar.gz"
+made=("$name.tar.gz")
+
+if command -v dpkg-deb >/dev/null; then
+    debian=$(dpkg --print-architecture)
+    deb=$work/deb
+    mkdir -p "$deb"/{DEBIAN,etc/kvd,usr/bin,usr/lib/systemd/system,usr/lib/sysusers.d}
+    mkdir -p "$deb"/usr/share/{bash-completion/completions,fish/vendor_completions.d}
+    mkdir -p "$deb"/usr/share/zsh/vendor-completions
+    cp "$root/bin/kvd" "$deb/usr/bin/"
+    cp -r "$root"/share/{man,doc} "$deb/usr/share/"
+    gzip -9n "$deb"/usr/share/man/man1/*.1
+    sed 's|/usr/local/|/usr/|g' "$root/share/kvd/kvd.service" >"$deb/usr/lib/systemd/system/kvd.service"
+    cp "$root/share/kvd/kvd.sysusers.conf" "$deb/usr/lib/sysusers.d/kvd.conf"
+    cp "$root/share/kvd/kvd.toml" "$deb/etc/kvd/kvd.toml"
+    cp "$root/share/kvd/completions.bash" "$deb/usr/share/bash-completion/completions/kvd"
+    cp "$root/share/kvd/completions.fish" "$deb/usr/share/fish/vendor_completions.d/kvd.fish"
+    cp "$root/share/kvd/completions.zsh" "$deb/usr/share/zsh/vendor-completions/_kvd"
+    echo /etc/kvd/kvd.toml >"$deb/DEBIAN/conffiles"
+    cat >"$deb/DEBIAN/control" <<EOF
+Package: kvd
+Version: $version
+Architecture: $debian
+Maintainer: the kvd developers <kvd@localhost>
+Section: net
+Priority: optional
+Depends: libc6 (>= ${needs#GLIBC_}), libgcc-s1, systemd
+Description: KV-cache memory daemon
+ Keeps the KV caches of language models compressed and computes attention over them.
+EOF
+    # The unit is not started: it serves as soon as its operator says so.
+    printf '#!/bin/sh\nset -e\n%s\n%s\n' 'systemd-sysusers kvd.conf' \
+        'if [ -d /run/systemd/system ]; then systemctl daemon-reload; fi' >"$deb/DEBIAN/postinst"
+    find "$deb" -type d -exec chmod 755 {} + -o -type f -exec chmod 644 {} +
+    chmod 755 "$deb/DEBIAN/postinst" "$deb/usr/bin/kvd"
+    SOURCE_DATE_EPOCH=$date dpkg-deb --root-owner-group -Zxz --build "$deb" \
+        "$out/kvd_${version}_$debian.deb" >/dev/null
+    made+=("kvd_${version}_$debian.deb")
+fi
+(cd "$out" && sha256sum "${made[@]}" >SHA256SUMS)
+echo "$out: ${made[*]}; needs ${needs:-no glibc}"
