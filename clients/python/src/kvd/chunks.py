@@ -156,7 +156,8 @@ class ChunkHome:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A key and the bytes of its rows: read by `put`, written by `get`."""
+    """A key and its rows, read by `put` and written by `get`: an array of as many bytes as a chunk
+    has, of any shape and dtype, which need not be dense."""
 
     key: bytes
     rows: Array
@@ -249,6 +250,14 @@ class ChunkCache:
         """Forgets chunks; whether the daemon did so."""
         try:
             return not self._try(lambda model: model.drop(self._chains(keys))).held
+        except KvdError as error:
+            self._note(error)
+            return False
+
+    def drop_all(self) -> bool:
+        """Forgets all chunks of this home; whether the daemon did so."""
+        try:
+            return not self._try(lambda model: model.drop()).held
         except KvdError as error:
             self._note(error)
             return False
@@ -360,9 +369,8 @@ class ChunkCache:
         link = parts[0][0].check_boot()
         region, place = self._reserve(link.payloads, len(parts))
         try:
-            slots = self._slots(region, place, len(parts))
-            for slot, (_, chunk) in zip(slots, parts, strict=True):
-                np.copyto(slot, chunk.rows)
+            for index, (_, chunk) in enumerate(parts):
+                np.copyto(self._slot(region, place, index, chunk.rows), chunk.rows)
         except BaseException:
             place.is_free = True
             raise
@@ -400,10 +408,9 @@ class ChunkCache:
                 self.counters.failures += 1
                 failed.append(one.part)
                 logger.warning("kvd: a chunk cannot be read: %s", error_of_part(one.error))
-            slots = self._slots(region, place, len(parts))
-            for at, (slot, (_, chunk)) in enumerate(zip(slots, parts, strict=True)):
-                if at not in failed:
-                    np.copyto(chunk.rows, slot)
+            for index, (_, chunk) in enumerate(parts):
+                if index not in failed:
+                    np.copyto(chunk.rows, self._slot(region, place, index, chunk.rows))
             return failed
         finally:
             place.is_free = True
@@ -423,13 +430,13 @@ class ChunkCache:
                     raise
             time.sleep(_ROOM_INTERVAL)
 
-    def _slots(self, region: Region, place: Place, count: int) -> list[Array]:
-        """The bytes of each chunk of a place."""
-        at, size = region.payload_offset(place), self.shape.size
-        return [
-            np.ndarray((size,), np.uint8, region.memory, at + index * size)
-            for index in range(count)
-        ]
+    def _slot(self, region: Region, place: Place, index: int, rows: Array) -> Array:
+        """The bytes of a chunk of a place, as rows of it have them."""
+        if rows.nbytes != self.shape.size:
+            raise InvalidArgument(f"{rows.nbytes} bytes are no chunk of {self.shape.size}")
+        at = region.payload_offset(place) + index * self.shape.size
+        slot: Array = np.ndarray(rows.shape, rows.dtype, region.memory, at)
+        return slot
 
     def _step_fields(
         self,
