@@ -1,4 +1,4 @@
-# The five verbs of this repository; each line also works without just.
+# The verbs of this repository; each line also works without just.
 
 # Format, lints, generated files and house rules: before every commit.
 check:
@@ -20,3 +20,7 @@ kernels:
 # What CI runs beside the required part: all deep parts, or those named.
 deep *parts:
     .ci/run --only {{ if parts == "" { "--all" } else { parts } }}
+
+# One engine's environment and tests: transformers, vllm, lmcache or sglang.
+engines name:
+    .ci/run --only {{name}}
