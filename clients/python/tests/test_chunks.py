@@ -1,5 +1,9 @@
 """Chunks by key: rows lie where the order says, wholes are found and parts are not."""
 
+import os
+import signal
+import time
+
 import numpy as np
 import pytest
 
@@ -107,6 +111,35 @@ def test_what_does_not_fit_is_refused_at_the_start(open_cache):
         open_cache("large", region_bytes=1 << 20)
     with pytest.raises(kvd.InvalidCodec):
         open_cache("codec", codec="kivi-5")
+
+
+def test_a_daemon_that_hangs_in_a_store_costs_one_timeout_and_keeps_nothing():
+    rows = [as_bytes(random_rows(seed)) for seed in range(8)]
+    with kvd.serve(pool="64 MiB", settings={"device.threads": 1}) as server:
+        home = ChunkHome(server.region, "tests", "hangs", b"weights", timeout=0.5)
+        cache = ChunkCache(home, shape_of())
+        store_step = cache._store_step
+
+        def hang_and_store(*arguments):
+            os.kill(server.pid, signal.SIGSTOP)
+            store_step(*arguments)
+
+        cache._store_step = hang_and_store
+        began = time.monotonic()
+        try:
+            kept = cache.put([Chunk(b"%d" % at, one) for at, one in enumerate(rows)])
+            # The next is a miss at once.
+            assert cache.contains([b"0"]) == [False]
+            assert time.monotonic() - began < 2
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        assert kept == [False] * 8
+        with server.connect() as other:
+            deadline = time.monotonic() + 30
+            while other.sequences():
+                time.sleep(0.05)
+                assert time.monotonic() < deadline
+        cache.close()
 
 
 def test_after_close_all_is_a_miss(open_cache):

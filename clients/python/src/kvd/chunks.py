@@ -317,14 +317,18 @@ class ChunkCache:
             return reach.model
 
     def _rest(self, error: KvdError) -> None:
-        """Looks for a daemon that is away no sooner than it makes sense."""
+        """Looks for a daemon that is away no sooner than it makes sense. Callers hold the lock."""
         reach, is_slow = self._reach, isinstance(error, DeadlineExceeded)
         after = time.monotonic() + (_LONG_RETRY_SECONDS if is_slow else _RETRY_SECONDS)
         reach.look_after = max(reach.look_after, after)
-        link = reach.client.link_if_open() if reach.client is not None else None
-        if link is not None and is_slow:
-            # One that does not answer is as good as none, until it lets us in again.
-            link.is_lost = True
+        if is_slow and reach.client is not None:
+            # One that does not answer is as good as none, until it lets us in again. What was
+            # opened there ends with the connection.
+            link = reach.client.link_if_open()
+            if link is not None:
+                link.is_lost = True
+            reach.client.close()
+            reach.client = reach.model = None
 
     def _note(self, error: KvdError) -> None:
         """Says what went wrong: of a daemon that is away, once."""
@@ -333,7 +337,8 @@ class ChunkCache:
         self.counters.failures += 1
         logger.warning("kvd: %s", error)
         if isinstance(error, DeadlineExceeded):
-            self._rest(error)
+            with self._reach.lock:
+                self._rest(error)
 
     def _chains(self, keys: SequenceOf[bytes]) -> list[Keys]:
         return [self._chain(key) for key in keys]
@@ -473,12 +478,18 @@ def _opened(model: Model, chains: SequenceOf[Keys]) -> Iterator[list[Sequence]]:
         for chain in chains:
             sequences.append(model.open(chain))
         yield sequences
+    except DeadlineExceeded:
+        # Nobody answers: the end of the connection closes them.
+        sequences.clear()
+        raise
     finally:
         for sequence in sequences:
             try:
                 sequence.close()
             except KvdError as error:
                 logger.debug("kvd: a sequence was not closed: %s", error)
+                if isinstance(error, DeadlineExceeded):
+                    break
 
 
 def _is_away(error: KvdError) -> bool:
