@@ -35,7 +35,7 @@ const fn of_operators(rpc: &'static str, roles: &'static [AccessRole]) -> RpcRig
     RpcRights { rpc, roles, is_of_namespace: true, is_administrative: true }
 }
 
-static TABLE: [RpcRights; 36] = [
+static TABLE: [RpcRights; 37] = [
     of_daemon("GetServerInfo", ANY),
     of_daemon("ListCodecs", ANY),
     of_daemon("ListNamespaces", OPERATE),
@@ -58,6 +58,7 @@ static TABLE: [RpcRights; 36] = [
     of_namespace("AttendStream", USE),
     of_namespace("LoadBlocks", USE),
     of_namespace("SampleQueries", USE),
+    of_namespace("CalibrateModel", USE),
     of_namespace("StoreStep", USE),
     of_namespace("LoadStep", USE),
     of_namespace("MatchPrefix", USE),

@@ -37,7 +37,7 @@ pub const ALERT_CODES: [ErrorCode; 5] = [
 ];
 
 /// Names of calls in labels: those of the service, and those of regions.
-pub const RPCS: [&str; 33] = [
+pub const RPCS: [&str; 34] = [
     "GetServerInfo",
     "RegisterModel",
     "DescribeModel",
@@ -57,6 +57,7 @@ pub const RPCS: [&str; 33] = [
     "AttendStream",
     "LoadBlocks",
     "SampleQueries",
+    "CalibrateModel",
     "GetStats",
     "StoreStep",
     "LoadStep",

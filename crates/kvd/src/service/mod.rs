@@ -6,6 +6,7 @@ mod attend;
 mod attend_job;
 mod budget;
 mod cache;
+mod calibrate;
 mod call;
 pub(crate) mod disk;
 mod error;
@@ -37,6 +38,7 @@ pub(crate) use attend::{InPlaceQueries, PART_BYTES};
 pub(crate) use budget::{ByteBudgets, InFlight};
 pub(crate) use cache::DeviceCache;
 pub use cache::{MatchReply, PinReply, PrefixOpening};
+pub use calibrate::CalibrationReply;
 pub use call::{CallContext, CallOwner};
 pub use error::ServiceError;
 pub(crate) use ids::draw_ids;
@@ -98,6 +100,8 @@ pub struct Service {
     inflight: ByteBudget,
     /// The right to build a model's codec, which takes memory in proportion to its calibration.
     building: Arc<Semaphore>,
+    /// The right to make a calibration, which takes a core for seconds.
+    calibrating: Arc<Semaphore>,
     draining: AtomicBool,
     /// Lines of the log about full pools.
     pool_log: PoolLog,
@@ -172,6 +176,7 @@ impl Service {
                 config.inflight_bytes_max as u64,
             ),
             building: Arc::new(Semaphore::new(1)),
+            calibrating: Arc::new(Semaphore::new(1)),
             models: Arc::new(ModelRegistry::new(config.models_max, ids.clone())),
             sessions: SessionTable::new(of_sessions, ids.clone()),
             draining: AtomicBool::new(false),
