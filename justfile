@@ -24,3 +24,7 @@ deep *parts:
 # The release archive of this machine's architecture, with checksums.
 release out="target/release-archive":
     deploy/release.sh {{out}}
+
+# One engine's environment and tests: transformers, vllm, lmcache or sglang.
+engines name:
+    .ci/run --only {{name}}

@@ -37,6 +37,8 @@ NAMES = {
     "ATTENDED": "AttendResponse",
     "LOAD_BLOCKS": "LoadBlocksRequest",
     "LOADED_BLOCKS": "LoadBlocksResponse",
+    "CALIBRATE": "CalibrateModelRequest",
+    "MADE_CALIBRATION": "CalibrateModelResponse",
     "OPEN_REGION": "OpenRegionRequest",
     "OPENED_REGION": "OpenRegionResponse",
     "REGION_ATTEND": "RegionAttend",

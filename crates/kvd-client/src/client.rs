@@ -11,9 +11,9 @@ use crate::{SequenceDescription, ServerInfo, Stats};
 use bytes::{Bytes, BytesMut};
 use kvd_core::{ErrorCode, LayerIndex, ModelId, Namespace, SequenceId};
 use kvd_proto::domain::{
-    AnswerForm, AttendBatch, Attended, ForkedSequence, LoadRange, LoadStep, LoadedStep, ModelSpec,
-    RegisteredModel, SampledQueries, SequenceFork, SequenceTruncation, StoreAck, StoreChunk,
-    StoreStep, StoredPart,
+    AnswerForm, AttendBatch, Attended, CalibrationOrder, ForkedSequence, LoadRange, LoadStep,
+    LoadedStep, MadeCalibration, ModelSpec, RegisteredModel, SampledQueries, SequenceFork,
+    SequenceTruncation, StoreAck, StoreChunk, StoreStep, StoredPart,
 };
 use kvd_proto::{NAMESPACE_KEY, STREAM_ERRORS_KEY, STREAM_ERRORS_PER_MESSAGE, v1};
 use prost::Message;
@@ -341,6 +341,20 @@ impl Client {
             self.unary_request(v1::SampleQueriesRequest { model_id: model.0, layer: layer.0 });
         let response = self.call_rpc(self.rpc.clone().sample_queries(request)).await?;
         SampledQueries::try_from(response).map_err(|error| ClientError::invalid_reply(&error))
+    }
+
+    /// Fits codecs to what sequences hold of a model that keeps rows exactly. It takes seconds to
+    /// minutes: give it a deadline to match.
+    ///
+    /// # Errors
+    /// `INVALID_ARGUMENT` where the rows do not serve the codecs, `QUEUE_FULL` while another
+    /// calibration is being made, or as every call.
+    pub async fn calibrate_model(
+        &self,
+        order: CalibrationOrder,
+    ) -> Result<MadeCalibration, ClientError> {
+        let request = self.unary_request(v1::CalibrateModelRequest::from(order));
+        Ok(self.call_rpc(self.rpc.clone().calibrate_model(request)).await?.into())
     }
 
     /// Stores many layers at once, all or nothing; rows are in the step's memory.

@@ -89,10 +89,11 @@ pub use kvd_core::{
     RopePairing, SequenceId, SessionId,
 };
 pub use kvd_proto::domain::{
-    AnswerForm, AttendBatch, AttendQuery, Attended, BlockKeys, CallError, ForkedSequence,
-    LoadPiece, LoadRange, LoadStep, LoadedStep, LseBase, LseOrder, ModelIdentity, ModelSpec,
-    PartError, QueryError, RegisteredModel, RowLayout, RowTable, SampledQueries, SequenceFilter,
-    SequenceFork, StepPart, StoreAck, StoreChunk, StoreStep, StoredPart,
+    AnswerForm, AttendBatch, AttendQuery, Attended, BlockKeys, CalibrationOrder, CallError,
+    ForkedSequence, LoadPiece, LoadRange, LoadStep, LoadedStep, LseBase, LseOrder, MadeCalibration,
+    ModelIdentity, ModelSpec, PartError, QueryError, RegisteredModel, RowLayout, RowTable,
+    SampledQueries, SequenceFilter, SequenceFork, StepPart, StoreAck, StoreChunk, StoreStep,
+    StoredPart,
 };
 pub use kvd_proto::v1::{
     CacheStats, CodecInfo, DescribeModelResponse as ModelDescription,

@@ -4,7 +4,10 @@
 
 mod support;
 
-use kvd_client::{AttendBatch, AttendQuery, Client, ErrorCode, LayerIndex, ModelSpec, StoreChunk};
+use kvd_client::{
+    AttendBatch, AttendQuery, CalibrationOrder, Client, ErrorCode, LayerIndex, ModelSpec,
+    StoreChunk,
+};
 use kvd_codec::{Calibration, ModelCodec};
 use kvd_core::{DType, ModelId, Namespace, SequenceId};
 use kvd_eval::calibrate::{
@@ -108,13 +111,41 @@ async fn attend(client: &Client, model: ModelId, sequence: SequenceId) -> Vec<f3
     q
 }
 
+/// A sequence of 700 tokens and 600 queries of each KV head.
+#[derive(Clone, Copy)]
+struct SampledSequence {
+    model: ModelId,
+    sequence: SequenceId,
+}
+
+/// The daemon itself makes the same bytes, and none of too few rows or for strangers.
+async fn assert_daemon_makes(client: &Client, of: SampledSequence, artefact: &[u8]) {
+    let order = CalibrationOrder {
+        model: of.model,
+        sequences: vec![of.sequence],
+        codecs: vec!["kvd-2".to_owned()],
+        seed: 3,
+        tokens_max: None,
+    };
+    let made = client.calibrate_model(order.clone()).await.unwrap();
+    assert_eq!((made.tokens, made.queries_per_head), (700, 600));
+    assert_eq!(made.calibration, artefact);
+    let few = CalibrationOrder { tokens_max: Some(40), ..order.clone() };
+    let refused = client.calibrate_model(few).await.unwrap_err();
+    assert_eq!(refused.code, Some(ErrorCode::InvalidArgument));
+    assert!(refused.to_string().contains("at least 128 tokens"), "{refused}");
+    let other = client.clone().with_namespace(&Namespace::new("other").unwrap());
+    let refused = other.calibrate_model(order).await.unwrap_err();
+    assert_eq!(refused.code, Some(ErrorCode::NamespaceDenied));
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn rows_and_queries_of_a_daemon_fit_like_the_same_rows_of_a_file() {
     let running = support::start(&[("limits.page_tokens_min", "1")]).await;
     let endpoint: kvd_client::Endpoint =
         format!("http://{}", running.bound_addresses().tcp.unwrap()).parse().unwrap();
     let client = Client::connect(endpoint.clone()).await.unwrap();
-    let rows = rows();
+    let mut rows = rows();
     let spec = ModelSpec {
         name: "m".to_owned(),
         geometry: rows.geometry.clone(),
@@ -160,9 +191,10 @@ async fn rows_and_queries_of_a_daemon_fit_like_the_same_rows_of_a_file() {
 
     let q = attend(&client, model, sequence).await;
     let live = calibrate::run_calibration(&options(source(None), "kvd-2")).await.unwrap();
-    assert_eq!((live.queries, live.queries_per_head, live.key_channels), (true, 600, 32));
-    assert!(live.set_aside.is_empty());
-    let mut rows = rows;
+    let found = (live.queries, live.queries_per_head, live.key_channels, live.set_aside.len());
+    assert_eq!(found, (true, 600, 32, 0));
+    let made = live.artefact.as_ref().unwrap().to_bytes();
+    assert_daemon_makes(&client, SampledSequence { model, sequence }, &made).await;
     (rows.query_heads, rows.layers[0].q) = (4, q);
     let path = dir.path().join("rows with queries");
     std::fs::write(&path, rows.to_bytes().unwrap()).unwrap();
@@ -177,6 +209,44 @@ async fn rows_and_queries_of_a_daemon_fit_like_the_same_rows_of_a_file() {
     assert_eq!(refused.code, Some(ErrorCode::NamespaceDenied));
     let refused = client.sample_queries(model, LayerIndex(1)).await.unwrap_err();
     assert_eq!(refused.code, Some(ErrorCode::InvalidArgument));
+    running.drain().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_daemon_calibrates_from_so_many_rows_and_only_from_exact_ones() {
+    let rows = rows();
+    // 200 tokens of 128 values of 4 bytes.
+    let limit = ("limits.calibration_rows_bytes_max", "102400");
+    let running = support::start(&[("limits.page_tokens_min", "1"), limit]).await;
+    let address = running.bound_addresses().tcp.unwrap();
+    let client = Client::connect(format!("http://{address}").parse().unwrap()).await.unwrap();
+    let (k, v) = (packed(&rows.layers[0].k), packed(&rows.layers[0].v));
+    for (codec, tokens_max, code, said) in [
+        ("raw", None, ErrorCode::LimitExceeded, "so that 200 are left"),
+        ("raw", Some(201), ErrorCode::LimitExceeded, "calibration_rows_bytes_max = 102400"),
+        ("kivi-4", Some(200), ErrorCode::InvalidArgument, "registered with codec raw"),
+    ] {
+        let spec = ModelSpec {
+            name: codec.to_owned(),
+            geometry: rows.geometry.clone(),
+            codec: codec.to_owned(),
+            calibration: Default::default(),
+        };
+        let model = client.register_model(spec).await.unwrap().model;
+        let sequence = client.open_sequence(model).await.unwrap();
+        let (k, v) = (k.clone(), v.clone());
+        let chunk = StoreChunk { sequence, layer: LayerIndex(0), start: 0, tokens: 700, k, v };
+        client.store_chunk(chunk).await.unwrap();
+        let (sequences, codecs) = (vec![sequence], vec![VQ.to_owned()]);
+        let order = CalibrationOrder { model, sequences, codecs, seed: 3, tokens_max };
+        let refused = client.calibrate_model(order.clone()).await.unwrap_err();
+        assert_eq!(refused.code, Some(code), "{refused}");
+        assert!(refused.to_string().contains(said), "{refused}");
+        if codec == "raw" {
+            let order = CalibrationOrder { tokens_max: Some(200), ..order };
+            assert_eq!(client.calibrate_model(order).await.unwrap().tokens, 200);
+        }
+    }
     running.drain().await;
 }
 

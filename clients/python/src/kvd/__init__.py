@@ -11,6 +11,7 @@ with kvd.connect("/run/kvd/region.sock") as client:
 from typing import TYPE_CHECKING, Any
 
 from .arrays import DType, bf16_to_f32, f32_to_bf16
+from .calibration import Calibrated
 from .calls import Attended, Queries, Query, QueryError, StoreAck
 from .client import Client, CodecInfo, SequenceInfo, ServerInfo, connect
 from .errors import (
@@ -70,6 +71,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Attended",
+    "Calibrated",
     "Cancelled",
     "Client",
     "CodecInfo",

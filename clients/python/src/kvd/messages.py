@@ -175,6 +175,12 @@ PUBLISHED_BLOCKS = _schema(
 )
 DROP_BLOCKS = {**_schema((1, "model_id")), **_repeated(2, "chains", BLOCK_KEYS)}
 DROPPED_BLOCKS = _schema((1, "dropped"), (2, "held"))
+CALIBRATE = {
+    **_schema((1, "model_id"), (4, "seed"), (5, "tokens_max")),
+    **_repeated(2, "sequence_ids"),
+    **_repeated(3, "codecs", "text"),
+}
+MADE_CALIBRATION = _schema((1, "calibration", "bytes"), (2, "tokens"), (3, "queries_per_head"))
 OPEN_REGION = _schema((1, "namespace", "text"), (2, "bytes"))
 OPENED_REGION = _schema(
     (1, "kind"), (2, "reason", "text"), (3, "boot_id", "text"), (4, "refused", "text")
@@ -224,6 +230,7 @@ UNARY: Final[dict[str, tuple[Schema, Schema]]] = {
     "HoldSession": (HOLD_SESSION, HELD_SESSION),
     "CloseSession": (_schema((1, "session_id")), _schema((1, "sequences_closed"))),
     "Attend": (ATTEND, ATTENDED),
+    "CalibrateModel": (CALIBRATE, MADE_CALIBRATION),
     "ListCodecs": (NOTHING, _repeated(1, "codecs", CODEC_INFO)),
     "StoreStep": (STORE_STEP, STORED_STEP),
     "LoadStep": (LOAD_STEP, LOADED_STEP),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .arrays import DType
+from .calibration import Calibrated, calibrate
 from .calls import Attended, AttendForm, PendingAttend, Queries, Query, StoreAck, StoreItem
 from .errors import Disconnected, InvalidArgument, Restarted, restarted
 from .keys import Dropped, Keys, Matches
@@ -252,6 +253,23 @@ class Model:
         except (Disconnected, Restarted):
             link.is_lost = True
             raise
+
+    def calibrate(
+        self,
+        sequences: Iterable[Sequence],
+        codecs: Iterable[str],
+        *,
+        seed: int = 0,
+        tokens: int = 0,
+        timeout: float = 600.0,
+    ) -> Calibrated:
+        """Has the daemon fit codecs to what sequences of this model hold, which must be registered
+        with codec `raw`; those that look at queries need the sequences attended, too.
+
+        `tokens` are those of each sequence, from its front; 0: all. The same rows, codecs and seed
+        give the same bytes. `QueueFull` while another calibration is being made.
+        """
+        return calibrate(self, sequences, codecs, seed=seed, tokens=tokens, timeout=timeout)
 
     def unregister(self) -> None:
         """Forgets the model at the daemon; `ModelInUse` while it has sequences."""

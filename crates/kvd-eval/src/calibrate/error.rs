@@ -1,6 +1,6 @@
 //! Errors of sources of calibration rows.
 
-use kvd_codec::SampleKind;
+use kvd_codec::{SampleKind, SampleShortage};
 
 /// A calibration that cannot be made from its input; each error says what to do.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -90,4 +90,23 @@ pub enum CalibrateError {
         /// The sequence.
         sequence: u64,
     },
+}
+
+impl CalibrateError {
+    /// The error of samples that lack something for a codec.
+    pub(super) fn of_shortage(shortage: SampleShortage, codec: &str) -> Self {
+        let codec = codec.to_owned();
+        match shortage {
+            SampleShortage::NoQueries => Self::NoQueries { codec },
+            SampleShortage::TooFewQueries { layer, found, needed, channels } => {
+                Self::TooFewQueries { codec, layer, found, needed, channels }
+            }
+            SampleShortage::TooFewTokens { found, needed, channels } => {
+                Self::TooFewTokens { codec, found, needed, channels }
+            }
+            SampleShortage::OnlyZeros { kind, layer, head } => {
+                Self::OnlyZeros { kind, layer, head }
+            }
+        }
+    }
 }

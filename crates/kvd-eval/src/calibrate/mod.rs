@@ -2,7 +2,6 @@
 
 mod daemon;
 mod dump;
-mod enough;
 mod error;
 mod model;
 
@@ -16,7 +15,7 @@ use crate::fits::FittedSides;
 use crate::progress::RunProgress;
 use crate::samples;
 use anyhow::{Context, Result};
-use kvd_codec::{Calibration, Samples, SetAside, Transform};
+use kvd_codec::{Calibration, Samples, SetAside};
 use kvd_core::{LayerIndex, Side};
 use std::path::PathBuf;
 
@@ -93,13 +92,13 @@ pub async fn run_calibration(options: &CalibrateOptions) -> Result<CalibrationRu
     let tokens = rows.token_count();
     let samples = rows.to_samples()?;
     drop(rows);
-    let artefact = fit_codecs(options, &samples, queries, &progress);
+    let artefact = fit_codecs(options, &samples, &progress);
     progress.remove_bar();
     Ok(CalibrationRun {
         artefact: artefact?,
         tokens,
         queries,
-        queries_per_head: enough::queries_per_head(&samples),
+        queries_per_head: samples.queries_per_head(),
         key_channels: samples.geometry().head_dim(Side::Key),
         set_aside: samples.set_aside(),
     })
@@ -108,19 +107,12 @@ pub async fn run_calibration(options: &CalibrateOptions) -> Result<CalibrationRu
 fn fit_codecs(
     options: &CalibrateOptions,
     samples: &Samples,
-    queries: bool,
     progress: &RunProgress,
 ) -> Result<Option<Calibration>> {
     for codec in &options.codecs {
-        let mut sides = Side::BOTH.into_iter().flat_map(|side| codec.spec.side_specs(side));
-        let looks = sides.any(|side| side.transforms.iter().any(Transform::reads_queries));
-        if looks && !queries {
-            return Err(CalibrateError::NoQueries { codec: codec.label.clone() }.into());
-        }
-        enough::check_counts(&codec.spec, &codec.label, samples)?;
-    }
-    if !options.codecs.is_empty() {
-        enough::check_zeros(samples)?;
+        let lacking = |shortage| CalibrateError::of_shortage(shortage, &codec.label);
+        samples.check_counts(&codec.spec).map_err(lacking)?;
+        samples.check_zeros().map_err(lacking)?;
     }
     let specs = options.codecs.iter().map(|codec| &codec.spec);
     FittedSides::new(specs, samples, options.seed, progress)?.merge_all()

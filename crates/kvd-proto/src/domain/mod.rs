@@ -7,6 +7,7 @@
 mod answer_form;
 mod attend;
 mod cache;
+mod calibrate;
 mod call_error;
 mod load;
 mod model;
@@ -21,6 +22,7 @@ mod stored_bytes;
 pub use answer_form::{AnswerForm, LseBase, LseOrder};
 pub use attend::{AttendBatch, AttendQuery, Attended, QueryError};
 pub use cache::{BlockKeys, ModelIdentity};
+pub use calibrate::{CalibrationOrder, MadeCalibration};
 pub use call_error::CallError;
 pub use load::{LoadPiece, LoadRange};
 pub use model::{ModelSpec, RegisteredModel};

@@ -557,6 +557,36 @@ pub struct SampleQueriesResponse {
     #[prost(message, optional, tag = "3")]
     pub q: ::core::option::Option<Payload>,
 }
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct CalibrateModelRequest {
+    #[prost(uint64, tag = "1")]
+    pub model_id: u64,
+    /// 1 to 1024 of that model, taken together.
+    #[prost(uint64, repeated, tag = "2")]
+    pub sequence_ids: ::prost::alloc::vec::Vec<u64>,
+    /// Presets or specs, 1 to 16, each of which needs a calibration. The artefact serves all of them.
+    #[prost(string, repeated, tag = "3")]
+    pub codecs: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    /// Equal rows, codecs and seeds give equal bytes.
+    #[prost(uint64, tag = "4")]
+    pub seed: u64,
+    /// Tokens of each sequence, from its front; 0: all. All rows together, as f32, are at most
+    /// `limits.calibration_rows_bytes_max`.
+    #[prost(uint32, tag = "5")]
+    pub tokens_max: u32,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct CalibrateModelResponse {
+    /// For RegisterModelRequest.calibration.
+    #[prost(bytes = "bytes", tag = "1")]
+    pub calibration: ::prost::bytes::Bytes,
+    /// Tokens that it was fitted on.
+    #[prost(uint64, tag = "2")]
+    pub tokens: u64,
+    /// Queries of the KV head that has the fewest; 0 where the model was not attended.
+    #[prost(uint64, tag = "3")]
+    pub queries_per_head: u64,
+}
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct GetStatsRequest {}
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -1888,6 +1918,31 @@ pub mod kvd_client {
             req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "SampleQueries"));
             self.inner.unary(req, path, codec).await
         }
+        /// Fits codecs to what sequences hold, and answers the artefact for a registration. Only of a model
+        /// that keeps keys and values exactly (codec `raw`); one runs at a time, the next is QUEUE_FULL.
+        pub async fn calibrate_model(
+            &mut self,
+            request: impl tonic::IntoRequest<super::CalibrateModelRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::CalibrateModelResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/kvd.v1.Kvd/CalibrateModel",
+            );
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "CalibrateModel"));
+            self.inner.unary(req, path, codec).await
+        }
         /// Pool use and, by model, stored bytes by part.
         pub async fn get_stats(
             &mut self,
@@ -2348,6 +2403,15 @@ pub mod kvd_server {
             request: tonic::Request<super::SampleQueriesRequest>,
         ) -> std::result::Result<
             tonic::Response<super::SampleQueriesResponse>,
+            tonic::Status,
+        >;
+        /// Fits codecs to what sequences hold, and answers the artefact for a registration. Only of a model
+        /// that keeps keys and values exactly (codec `raw`); one runs at a time, the next is QUEUE_FULL.
+        async fn calibrate_model(
+            &self,
+            request: tonic::Request<super::CalibrateModelRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::CalibrateModelResponse>,
             tonic::Status,
         >;
         /// Pool use and, by model, stored bytes by part.
@@ -3348,6 +3412,51 @@ pub mod kvd_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = SampleQueriesSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/CalibrateModel" => {
+                    #[allow(non_camel_case_types)]
+                    struct CalibrateModelSvc<T: Kvd>(pub Arc<T>);
+                    impl<
+                        T: Kvd,
+                    > tonic::server::UnaryService<super::CalibrateModelRequest>
+                    for CalibrateModelSvc<T> {
+                        type Response = super::CalibrateModelResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::CalibrateModelRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::calibrate_model(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = CalibrateModelSvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(

@@ -39,7 +39,7 @@ const fn of_daemon_operators(rpc: &'static str) -> RpcRights {
     RpcRights { rpc, roles: OPERATE, is_of_namespace: false, is_administrative: true }
 }
 
-static TABLE: [RpcRights; 37] = [
+static TABLE: [RpcRights; 38] = [
     of_daemon("GetServerInfo", ANY),
     of_daemon("ListCodecs", ANY),
     of_daemon("ListNamespaces", OPERATE),
@@ -63,6 +63,7 @@ static TABLE: [RpcRights; 37] = [
     of_namespace("AttendStream", USE),
     of_namespace("LoadBlocks", USE),
     of_namespace("SampleQueries", USE),
+    of_namespace("CalibrateModel", USE),
     of_namespace("StoreStep", USE),
     of_namespace("LoadStep", USE),
     of_namespace("MatchPrefix", USE),

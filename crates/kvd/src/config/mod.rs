@@ -111,6 +111,8 @@ pub struct Config {
     pub sequence_views_max: u64,
     /// Calibration artefact of one model.
     pub calibration_bytes_max: usize,
+    /// Rows that one `CalibrateModel` takes, as f32; 0 for none.
+    pub calibration_rows_bytes_max: u64,
     /// Queries that a model whose keys are kept exactly keeps a sample of, all layers; 0 for none.
     pub query_sample_bytes_max: u64,
     /// Bytes of requests and answers, from a message's length until its answer is sent.
@@ -236,6 +238,7 @@ impl Config {
             sequence_layers_max: sequence_layers(limits.sequence_layers_max)?,
             sequence_views_max: sequence_views(limits.sequence_views_max)?,
             calibration_bytes_max: to_size("limits.calibration_bytes_max", calibration_bytes)?,
+            calibration_rows_bytes_max: limits.calibration_rows_bytes_max.as_u64(),
             query_sample_bytes_max: limits.query_sample_bytes_max.as_u64(),
             inflight_bytes_max: to_size("limits.inflight_bytes_max", limits.inflight_bytes_max)?,
             connection_bytes_max: limits.connection_bytes_max.as_u64() as usize,

@@ -135,6 +135,7 @@ pub struct LimitSettings {
     pub sequence_layers_max: u64,
     pub sequence_views_max: u64,
     pub calibration_bytes_max: SizeSetting,
+    pub calibration_rows_bytes_max: SizeSetting,
     pub query_sample_bytes_max: SizeSetting,
     pub inflight_bytes_max: SizeSetting,
     pub connection_bytes_max: SizeSetting,

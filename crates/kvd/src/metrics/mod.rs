@@ -59,6 +59,7 @@ pub const RPCS: [&str; 34] = [
     "AttendStream",
     "LoadBlocks",
     "SampleQueries",
+    "CalibrateModel",
     "GetStats",
     "StoreStep",
     "LoadStep",

@@ -6,6 +6,7 @@ mod attend;
 mod attend_job;
 mod budget;
 mod cache;
+mod calibrate;
 mod call;
 pub(crate) mod disk;
 mod error;
@@ -38,6 +39,7 @@ use budget::NamespaceBudget;
 pub(crate) use budget::{ByteBudgets, InFlight};
 pub(crate) use cache::DeviceCache;
 pub use cache::{MatchReply, PinReply, PrefixOpening};
+pub use calibrate::CalibrationReply;
 pub use call::{CallContext, CallOwner};
 pub use error::ServiceError;
 pub(crate) use ids::draw_ids;
@@ -104,6 +106,8 @@ pub struct Service {
     quotas: Arc<NamespaceQuotas>,
     /// The right to build a model's codec, which takes memory in proportion to its calibration.
     building: Arc<Semaphore>,
+    /// The right to make a calibration, which takes a core for seconds.
+    calibrating: Arc<Semaphore>,
     draining: AtomicBool,
     /// Lines of the log about full pools.
     pool_log: PoolLog,
@@ -195,6 +199,7 @@ impl Service {
             building: Arc::new(Semaphore::new(1)),
             models: Arc::new(models),
             inflight_freed: Arc::default(),
+            calibrating: Arc::new(Semaphore::new(1)),
             sessions: SessionTable::new(of_sessions, ids.clone()),
             draining: AtomicBool::new(false),
             quotas,

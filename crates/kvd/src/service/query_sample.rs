@@ -165,7 +165,7 @@ impl QuerySample {
         layer.seen = end;
     }
 
-    fn queries_of_layer(&self, layer: LayerIndex) -> SampledQueries {
+    pub(super) fn queries_of_layer(&self, layer: LayerIndex) -> SampledQueries {
         let layer = self.layers[layer.0 as usize].lock();
         let (q_heads, dtype) = (layer.q_heads, self.geometry.dtype);
         SampledQueries { q_heads, dtype, q: layer.rows.clone().into() }

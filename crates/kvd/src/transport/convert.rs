@@ -2,8 +2,8 @@
 
 use crate::metrics::Metric;
 use crate::service::{
-    AttendReply, DevicePool, LoadPiece, ModelStats, RefusedQuery, RegisteredModel, ServiceError,
-    StoreReply,
+    AttendReply, CalibrationReply, DevicePool, LoadPiece, ModelStats, RefusedQuery,
+    RegisteredModel, ServiceError, StoreReply,
 };
 use kvd_core::LayerIndex;
 use kvd_proto::domain::CallError;
@@ -116,6 +116,14 @@ pub(super) fn attend_response(reply: AttendReply) -> v1::AttendResponse {
 
 pub(super) fn not_attended(error: CallError) -> v1::AttendResponse {
     v1::AttendResponse { error: Some(error.into()), ..Default::default() }
+}
+
+pub(super) fn calibrate_response(made: CalibrationReply) -> v1::CalibrateModelResponse {
+    v1::CalibrateModelResponse {
+        calibration: made.calibration.into(),
+        tokens: made.tokens,
+        queries_per_head: made.queries_per_head,
+    }
 }
 
 pub(super) fn load_response(piece: LoadPiece) -> v1::LoadBlocksResponse {

@@ -15,8 +15,16 @@ use std::collections::HashMap;
 const PROTOCOL: u32 = 1;
 
 /// Additions to the first version of the protocol.
-const FEATURES: [&str; 7] =
-    ["all_visible", "codec_list", "lse_form", "out_dtype", "region_control", "steps", "windows"];
+const FEATURES: [&str; 8] = [
+    "all_visible",
+    "calibrate_model",
+    "codec_list",
+    "lse_form",
+    "out_dtype",
+    "region_control",
+    "steps",
+    "windows",
+];
 
 /// Shape for which the bits of codecs are given; they hardly depend on it.
 const GEOMETRY: Geometry = Geometry {
@@ -80,6 +88,7 @@ fn named_limits(service: &Service) -> HashMap<String, u64> {
         ("limits.session_ttl_ms_max", session_ttl),
         ("limits.tokens_per_sequence_max", config.tokens_per_sequence_max.into()),
         ("limits.calibration_bytes_max", config.calibration_bytes_max as u64),
+        ("limits.calibration_rows_bytes_max", config.calibration_rows_bytes_max),
         ("limits.inflight_bytes_max", config.inflight_bytes_max as u64),
         ("limits.connection_bytes_max", config.connection_bytes_max as u64),
         ("limits.regions_max", config.regions_max as u64),

@@ -4,6 +4,7 @@ use super::cache;
 use super::call::{find_meter, read_call};
 use super::convert;
 use super::discovery;
+use super::load::{OpenedPieces, send_pieces};
 use super::measure::{measure_answer, refuse_call};
 use super::session::{hold_stream, peer_name, sequence_page, session_list};
 use super::step;
@@ -330,26 +331,8 @@ impl Kvd for GrpcService {
         // One piece ahead: decoding overlaps sending without piling up.
         let (replies, receiver) = mpsc::channel(1);
         let (service, open) = (self.service.clone(), OpenCount::new(&self.streams.loads));
-        let send = async move {
-            let _open = open;
-            for piece in pieces {
-                let mut held = None;
-                let work = async {
-                    let mut piece = service.load_piece(&call, &piece).await?;
-                    held = piece.held.take();
-                    Ok(convert::load_response(piece))
-                };
-                let reply = tokio::select! {
-                    reply = measure_answer(service.metrics(), "LoadBlocks", &call, work) => reply,
-                    // What waits for the device when the client goes away is taken back.
-                    () = replies.closed() => return,
-                };
-                let ended = reply.is_err();
-                if replies.send(StreamAnswer { reply, held }).await.is_err() || ended {
-                    return;
-                }
-            }
-        };
+        let pieces = OpenedPieces { call, pieces, replies, _open: open };
+        let send = send_pieces(service, pieces);
         tokio::spawn(send.in_current_span());
         Ok(Response::new(Box::pin(AnswerStream { receiver, meter })))
     }
@@ -362,6 +345,18 @@ impl Kvd for GrpcService {
         let (model, layer) = (ModelId(message.model_id), LayerIndex(message.layer));
         self.answer_rpc("SampleQueries", read_call(&request), async |call| {
             Ok(self.service.sampled_queries(call, model, layer)?.into())
+        })
+        .await
+    }
+
+    async fn calibrate_model(
+        &self,
+        request: Request<v1::CalibrateModelRequest>,
+    ) -> Result<Response<v1::CalibrateModelResponse>, Status> {
+        let (caller, message) = (read_call(&request), request.into_inner());
+        self.answer_rpc("CalibrateModel", caller, async |call| {
+            let made = self.service.calibrate_model(call, to_domain(message)?).await?;
+            Ok(convert::calibrate_response(made))
         })
         .await
     }

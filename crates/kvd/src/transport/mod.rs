@@ -12,6 +12,7 @@ mod discovery;
 mod grpc;
 mod health;
 mod layer;
+mod load;
 mod measure;
 mod refusal;
 mod region;

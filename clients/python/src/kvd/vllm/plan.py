@@ -19,6 +19,7 @@ from ..arrays import DType
 from ..client import Client, connect
 from ..errors import InvalidArgument, Unsupported
 from ..model import Geometry, Model
+from ..options import STORE_OPTIONS, check_options
 from . import TESTED_MINORS
 
 # Tokens of a page where vLLM's blocks divide it.
@@ -26,16 +27,7 @@ _PAGE_TOKENS = 64
 _NAME_CHARACTERS_MAX = 100
 # Files of a model's folder that say which weights it has.
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
-_OPTIONS: dict[str, tuple[type, ...]] = {
-    "region": (str,),
-    "codec": (str,),
-    "calibration": (str,),
-    "namespace": (str,),
-    "region_mib": (int,),
-    "timeout_s": (int, float),
-    "weights": (str,),
-    "untested_vllm": (bool,),
-}
+_OPTIONS = {**STORE_OPTIONS, "untested_vllm": (bool,)}
 
 
 @dataclass(frozen=True)
@@ -95,7 +87,9 @@ def make_plan(vllm_config: Any, kv_cache_config: Any) -> Plan:
     none.
     """
     transfer = vllm_config.kv_transfer_config
-    options = _checked_options(transfer.kv_connector_extra_config)
+    options = check_options(
+        "kv_connector_extra_config", transfer.kv_connector_extra_config, _OPTIONS
+    )
     _check_engine(vllm_config, options)
     names, spec = _checked_layers(kv_cache_config)
     geometry = Geometry(
@@ -131,28 +125,6 @@ def make_plan(vllm_config: Any, kv_cache_config: Any) -> Plan:
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
     )
-
-
-def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
-    unknown = sorted(options.keys() - _OPTIONS.keys())
-    if unknown:
-        raise InvalidArgument(
-            f"kv_connector_extra_config has {', '.join(unknown)}; it takes {', '.join(_OPTIONS)}"
-        )
-    for name, value in options.items():
-        kinds = _OPTIONS[name]
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            kind = " or ".join(kind.__name__ for kind in kinds)
-            raise InvalidArgument(f"kv_connector_extra_config: {name} = {value!r} is no {kind}")
-    if not options.get("region", "").startswith("/"):
-        raise InvalidArgument(
-            'kv_connector_extra_config needs "region", the absolute path of the daemon\'s region'
-            " (server.listen_region)"
-        )
-    for name in ("region_mib", "timeout_s"):
-        if options.get(name, 1) <= 0:
-            raise InvalidArgument(f"kv_connector_extra_config: {name} = {options[name]}")
-    return options
 
 
 def _check_engine(vllm_config: Any, options: dict[str, Any]) -> None:

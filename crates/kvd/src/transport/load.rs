@@ -1,0 +1,41 @@
+//! The pieces of a `LoadBlocks` stream, read and sent one after another.
+
+use super::convert;
+use super::measure::measure_answer;
+use super::stream::StreamAnswer;
+use crate::metrics::OpenCount;
+use crate::service::{CallContext, Service};
+use kvd_proto::domain::LoadRange;
+use kvd_proto::v1;
+use std::sync::Arc;
+use tokio::sync::mpsc;
+
+/// A stream whose pieces are known.
+pub(super) struct OpenedPieces {
+    pub(super) call: CallContext,
+    pub(super) pieces: Vec<LoadRange>,
+    pub(super) replies: mpsc::Sender<StreamAnswer<v1::LoadBlocksResponse>>,
+    pub(super) _open: OpenCount,
+}
+
+/// Sends pieces until the last, the first error, or the client's end.
+pub(super) async fn send_pieces(service: Arc<Service>, opened: OpenedPieces) {
+    let OpenedPieces { call, pieces, replies, _open } = opened;
+    for piece in pieces {
+        let mut held = None;
+        let work = async {
+            let mut piece = service.load_piece(&call, &piece).await?;
+            held = piece.held.take();
+            Ok(convert::load_response(piece))
+        };
+        let reply = tokio::select! {
+            reply = measure_answer(service.metrics(), "LoadBlocks", &call, work) => reply,
+            // What waits for the device when the client goes away is taken back.
+            () = replies.closed() => return,
+        };
+        let ended = reply.is_err();
+        if replies.send(StreamAnswer { reply, held }).await.is_err() || ended {
+            return;
+        }
+    }
+}
