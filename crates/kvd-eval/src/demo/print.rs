@@ -167,7 +167,8 @@ fn print_storage(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
         out,
         "\n  raw values: in windows and open blocks. model KiB: calibration and Huffman tables, \
          held once."
-    )
+    )?;
+    report.splits.iter().try_for_each(|split| write!(out, "{}", wrap_paragraph(&split.to_string())))
 }
 
 fn print_speed(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
@@ -274,6 +275,7 @@ mod tests {
             setup: DemoSetup::default(),
             without_kvd: ReferenceReport { quality, generation: generation.clone() },
             codecs: ["raw", "vecinfer-2-reg", "kvd-1.5", "kivi-4", spec].map(codec).into(),
+            splits: Vec::new(),
             seconds: 176.0,
         }
     }
