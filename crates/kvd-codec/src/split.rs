@@ -114,7 +114,8 @@ impl OpenCodec<'_> {
     /// Whether bits can be shared: both sides are grids, and no layer or head has another spec.
     #[must_use]
     pub fn can_share(spec: &CodecSpec) -> bool {
-        spec.overrides.is_empty() && Side::BOTH.iter().all(|side| rate(spec.side(*side)).is_some())
+        spec.overrides.is_empty()
+            && Side::BOTH.iter().all(|side| side_rate(spec.side(*side)).is_some())
     }
 
     /// The calibration of the even split: that of [`crate::fit_calibration`].
@@ -264,7 +265,7 @@ impl StepsBefore<'_> {
     }
 }
 
-fn rate(spec: &SideSpec) -> Option<f32> {
+fn side_rate(spec: &SideSpec) -> Option<f32> {
     match spec.quantizer {
         Quantizer::Grid(GridSpec { rate }) => Some(rate),
         _ => None,
@@ -273,5 +274,5 @@ fn rate(spec: &SideSpec) -> Option<f32> {
 
 fn grid_rate(spec: &SideSpec) -> Result<f32, CalibrationError> {
     let shape = || CalibrationError::Shape(format!("{spec} is no grid: its bits cannot be shared"));
-    rate(spec).ok_or_else(shape)
+    side_rate(spec).ok_or_else(shape)
 }

@@ -115,7 +115,7 @@ pub async fn run_calibration(options: &CalibrateOptions) -> Result<CalibrationRu
         split: options.split,
         seed: options.seed,
         progress: &progress,
-        model: read.as_ref().map(ReadModel::windows),
+        model: read.as_ref().map(ReadModel::model_windows),
     };
     let fitted = split::fit_dump(rows, samples, job).await;
     progress.remove_bar();

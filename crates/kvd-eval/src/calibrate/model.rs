@@ -37,7 +37,7 @@ pub(super) struct ReadModel {
 
 impl ReadModel {
     /// The model and the windows that rows are recorded of.
-    pub(super) fn windows(&self) -> ModelWindows<'_> {
+    pub(super) fn model_windows(&self) -> ModelWindows<'_> {
         ModelWindows { model: &self.model, windows: &self.windows }
     }
 

@@ -41,7 +41,7 @@ pub async fn run_demo(options: DemoOptions, out: &mut (dyn Write + Send)) -> Res
     let client = connected.with_context(|| format!("no daemon at {}", options.endpoint))?;
     let info = client.server_info().await?;
     let subject = DemoSubject::load_subject(&options)?;
-    let tokens = StepTokens::count(&options, &subject);
+    let tokens = StepTokens::count_tokens(&options, &subject);
     let progress = RunProgress::new(tokens.reference);
     let reference = DemoReference::run_reference(&subject, &options, &progress).await?;
     let rig = MeasureRig {
@@ -95,7 +95,7 @@ struct StepTokens {
 }
 
 impl StepTokens {
-    fn count(options: &DemoOptions, subject: &DemoSubject) -> Self {
+    fn count_tokens(options: &DemoOptions, subject: &DemoSubject) -> Self {
         let passages = options.passages * options.passage_tokens;
         let reference = passages + options.prompt_tokens + options.new_tokens;
         let clean_queries = options.passage_tokens - options.passage_tokens * 3 / 4;

@@ -23,7 +23,7 @@ impl CalibrationSource {
     }
 
     /// How bits of those fitted here are shared.
-    pub(crate) fn splits(&self) -> Vec<SplitReport> {
+    pub(crate) fn split_reports(&self) -> Vec<SplitReport> {
         match self {
             Self::Fitted(fitted) => fitted.splits.clone(),
             Self::File(_) => Vec::new(),

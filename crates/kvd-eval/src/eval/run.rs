@@ -76,7 +76,7 @@ pub(crate) async fn evaluate_codecs(
     calibrations: CalibrationSource,
 ) -> Result<EvalReport> {
     let (material, rig) = (&session.material, session.session_rig(options)?);
-    let splits = calibrations.splits();
+    let splits = calibrations.split_reports();
     let mut evaluation = EvalRun { rig, options, material, calibrations, runs: 0 };
     let mut blocks = Vec::new();
     for text in &material.texts {

@@ -51,7 +51,7 @@ pub(crate) async fn fit_windows(job: WindowFits<'_>) -> Result<CodecFits> {
     progress.begin_steps("calibration text", windows.len() * tokens);
     let tick = |tokens| progress.add_steps(tokens);
     let mut samples = samples::collect_samples(model, windows, geometry, tick).await?;
-    let sharing = SharingCodecs::choose(specs, split);
+    let sharing = SharingCodecs::choose_codecs(specs, split);
     let verdict = text_verdict(windows.len(), tokens);
     let mut fitted = sharing.fit_others(&samples, verdict, seed, progress)?;
     if sharing.shared.is_empty() || verdict.is_some() {
@@ -90,7 +90,7 @@ pub(crate) async fn fit_dump(
 ) -> Result<CodecFits> {
     let DumpFits { specs, split, seed, progress, model } = job;
     let tokens = dump.token_count();
-    let sharing = SharingCodecs::choose(specs, split);
+    let sharing = SharingCodecs::choose_codecs(specs, split);
     let parts = match model {
         Some(ModelWindows { windows, .. }) => windows.len(),
         None => (tokens / PART_TOKENS).max(PARTS_MIN),
@@ -102,11 +102,12 @@ pub(crate) async fn fit_dump(
         }
         verdict => verdict,
     };
-    let mut fitted = sharing.fit_others(&samples, verdict, seed, progress)?;
-    drop(samples);
     if sharing.shared.is_empty() || verdict.is_some() {
-        return Ok(fitted);
+        drop(dump);
+        return sharing.fit_others(&samples, verdict, seed, progress);
     }
+    let mut fitted = sharing.fit_others(&samples, None, seed, progress)?;
+    drop(samples);
     let held = held_parts(parts);
     // The later one first: those before it keep their places.
     let [second, first] = [held[1], held[0]].map(|index| {
@@ -153,7 +154,7 @@ struct SharingCodecs {
 }
 
 impl SharingCodecs {
-    fn choose(specs: Vec<CodecSpec>, split: BitSplit) -> Self {
+    fn choose_codecs(specs: Vec<CodecSpec>, split: BitSplit) -> Self {
         if split == BitSplit::Even {
             return Self { shared: Vec::new(), others: specs };
         }

@@ -47,7 +47,7 @@ impl ProbeGroups {
     }
 
     /// As many as a model of so many parameters can be run for, on texts of so many tokens.
-    fn affordable(geometry: &Geometry, parameters: u64, tokens: usize) -> Self {
+    fn affordable_groups(geometry: &Geometry, parameters: u64, tokens: usize) -> Self {
         let run = parameters.saturating_mul(tokens as u64).max(1);
         let most = usize::try_from(PROBE_WORK_MAX / run).unwrap_or(GROUPS_MAX);
         Self::new(geometry, most.clamp(GROUPS_MIN, GROUPS_MAX))

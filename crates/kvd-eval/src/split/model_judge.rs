@@ -48,14 +48,14 @@ impl<'a> ModelJudge<'a> {
     /// Steps of judging a codec, in tokens.
     pub(super) fn step_count(&self, codecs: usize) -> usize {
         let tokens = self.windows[0].inputs.len();
-        let probes = self.groups().0.len();
+        let probes = self.probe_groups().0.len();
         2 * tokens + codecs * (probes + 2) * tokens
     }
 
     /// The groups that costs are measured of.
-    fn groups(&self) -> ProbeGroups {
+    fn probe_groups(&self) -> ProbeGroups {
         let tokens = self.windows[0].inputs.len();
-        ProbeGroups::affordable(self.geometry, self.model.parameters(), tokens)
+        ProbeGroups::affordable_groups(self.geometry, self.model.parameters(), tokens)
     }
 
     /// The cost of each group's errors under a calibration: the KL that they make.
@@ -67,7 +67,7 @@ impl<'a> ModelJudge<'a> {
         let codec = ModelCodec::new(self.geometry.clone(), spec.clone(), Some(calibration))?;
         self.read_texts(&codec).await?;
         let mut costs = Vec::new();
-        for group in self.groups().0 {
+        for group in self.probe_groups().0 {
             let judged = self.run_text(0, &codec, PackedHeads::Group(&group)).await?;
             costs.push(GroupCost { group, cost: judged.loss });
         }
