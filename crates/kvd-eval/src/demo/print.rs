@@ -1,6 +1,7 @@
 //! The report for people.
 
 use super::report::{CodecReport, DemoReport, GeneratedText};
+use crate::eval::wrap_paragraph;
 use crate::measure::DeviceMeans;
 use crate::table::{COLUMNS, format_number, format_table, wrap_lines};
 use std::io::{self, Write};

@@ -356,7 +356,7 @@ fn push_sheet(text: &mut String, sheet: &TableSheet, width: LineWidth) {
 }
 
 /// Lines of a terminal's width.
-fn wrap_paragraph(text: &str) -> String {
+pub(crate) fn wrap_paragraph(text: &str) -> String {
     text.lines().flat_map(|line| wrap_lines(line, COLUMNS)).map(|line| line + "\n").collect()
 }
 
