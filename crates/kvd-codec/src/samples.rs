@@ -135,7 +135,7 @@ impl Samples {
             from.extend_from_slice(&all[whole..]);
         };
         for (index, (from, to)) in self.rows.iter_mut().zip(&mut held.rows).enumerate() {
-            let dim = if index / kv_heads % 2 == 0 { key_dim } else { value_dim };
+            let dim = if (index / kv_heads).is_multiple_of(2) { key_dim } else { value_dim };
             move_parts(from, to, dim);
         }
         for (from, to) in self.queries.iter_mut().zip(&mut held.queries) {

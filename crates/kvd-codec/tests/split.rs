@@ -24,6 +24,9 @@ fn spec() -> CodecSpec {
     resolve_spec("kvd-2").unwrap()
 }
 
+/// Changes the rows of a layer, side and head.
+type ChangeRows<'a> = &'a dyn Fn(u32, Side, usize, &mut Vec<f32>);
+
 /// Ordinary rows, changed by `change` (layer, side, head, rows).
 fn samples(geometry: &Geometry, change: impl Fn(u32, Side, usize, &mut Vec<f32>)) -> Samples {
     let mut samples = Samples::new(geometry);
@@ -185,7 +188,7 @@ fn rows_that_say_nothing_and_rows_that_say_too_much_keep_the_budget() {
             rows[40 * DIM..41 * DIM].iter_mut().for_each(|x| *x *= 1e4);
         }
     };
-    let changes: [&dyn Fn(u32, Side, usize, &mut Vec<f32>); 3] = [&zeros, &equal, &outlier];
+    let changes: [ChangeRows<'_>; 3] = [&zeros, &equal, &outlier];
     for (index, change) in changes.into_iter().enumerate() {
         for layers in [1, 2] {
             let geometry = geometry(layers);
