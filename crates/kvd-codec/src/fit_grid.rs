@@ -44,8 +44,8 @@ pub(crate) struct HeadScale {
 }
 
 impl GridHead {
-    /// Of all samples (`[rows, dim]`), whole quads are kept: tokens that follow one another may
-    /// share a symbol.
+    /// Keeps whole quads of all samples (`[rows, dim]`): tokens that follow one another may share
+    /// a symbol.
     pub(crate) fn new(coefficients: &[f32], dim: usize, scale: HeadScale) -> Self {
         let HeadScale { weight, scale } = scale;
         let stride = (coefficients.len() / dim).div_ceil(ROWS_MAX).max(1);

@@ -54,7 +54,7 @@ pub struct GroupCost {
 #[derive(Clone, Debug)]
 pub struct OpenSide {
     geometry: Geometry,
-    /// What the transforms took from the samples.
+    /// Tensors that the transforms took from the samples.
     fitted: SideCalibration,
     heads: Vec<GridHead>,
 }

@@ -14,7 +14,7 @@ type FitKey = (usize, String);
 /// Both sides of a codec, fitted together.
 pub(crate) struct FittedCodec {
     pub(crate) calibration: Calibration,
-    /// What that took.
+    /// Time that it took.
     pub(crate) seconds: f64,
 }
 

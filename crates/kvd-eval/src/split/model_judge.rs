@@ -1,4 +1,4 @@
-//! What a codec's errors do to a model's predictions, on text that no fit has seen.
+//! Effect of a codec's errors on a model's predictions, on text that no fit has seen.
 
 use super::packed_attention::{LayerOutputs, PackedAttention, PackedHeads};
 use super::{JudgedCodec, ProbeGroups};

@@ -83,7 +83,7 @@ pub struct SplitReport {
     pub codec: String,
     /// Whether losses are of a model's predictions.
     pub by_model: bool,
-    /// What was found.
+    /// The split that was taken, and why.
     pub verdict: SplitVerdict,
 }
 

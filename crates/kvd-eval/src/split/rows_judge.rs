@@ -1,4 +1,4 @@
-//! What a codec's errors do to attention over rows, where there is no model to run: each layer's
+//! Effect of a codec's errors on attention over rows, where there is no model to run: each layer's
 //! outputs by themselves, relative to their length. Queries and windows are as they would be in a
 //! sequence, so that an error counts as much as attention looks at it.
 
