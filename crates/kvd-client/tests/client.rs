@@ -4,8 +4,9 @@ mod support;
 
 use bytes::Bytes;
 use kvd_client::{
-    AttendBatch, AttendQuery, Client, ClientOptions, DType, Endpoint, ErrorCode, Geometry,
-    LayerIndex, LoadRange, ModelId, ModelSpec, Namespace, RopePairing, SequenceId, StoreChunk,
+    AttendBatch, AttendQuery, CalibrationOrder, Client, ClientOptions, DType, Endpoint, ErrorCode,
+    Geometry, LayerIndex, LoadRange, ModelId, ModelSpec, Namespace, RopePairing, SequenceId,
+    StoreChunk,
 };
 use kvd_proto::v1::kvd_server::KvdServer;
 use std::time::Duration;
@@ -202,6 +203,20 @@ async fn sampled_queries_come_with_their_shape() {
     let sampled = client().await.sample_queries(ModelId(1), LayerIndex(3)).await.unwrap();
     assert_eq!((sampled.q_heads, sampled.dtype), (3, DType::F16));
     assert_eq!(sampled.q, [7; 6][..]);
+}
+
+#[tokio::test]
+async fn made_calibration_comes_with_its_counts() {
+    let order = CalibrationOrder {
+        model: ModelId(1),
+        sequences: vec![SequenceId(2), SequenceId(3)],
+        codecs: vec!["kvd-2".to_owned()],
+        seed: 5,
+        tokens_max: None,
+    };
+    let made = client().await.calibrate_model(order).await.unwrap();
+    assert_eq!((made.tokens, made.queries_per_head), (5, 2));
+    assert_eq!(made.calibration, "kvd-2");
 }
 
 #[tokio::test]

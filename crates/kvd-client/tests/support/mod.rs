@@ -171,6 +171,19 @@ impl v1::kvd_server::Kvd for Fake {
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
 
+    /// The codecs' names as the artefact, and the seed as its tokens.
+    async fn calibrate_model(
+        &self,
+        request: Request<v1::CalibrateModelRequest>,
+    ) -> Result<Response<v1::CalibrateModelResponse>, Status> {
+        let order = request.into_inner();
+        let calibration = order.codecs.concat().into();
+        let tokens = order.seed;
+        let queries_per_head = order.sequence_ids.len() as u64;
+        let made = v1::CalibrateModelResponse { calibration, tokens, queries_per_head };
+        Ok(Response::new(made))
+    }
+
     /// As many query heads as the layer's number, of one value each.
     async fn sample_queries(
         &self,

@@ -296,6 +296,13 @@ impl v1::kvd_server::Kvd for StandIn {
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
 
+    async fn calibrate_model(
+        &self,
+        _: Request<v1::CalibrateModelRequest>,
+    ) -> Result<Response<v1::CalibrateModelResponse>, Status> {
+        Err(Status::unimplemented("not part of the stand-in"))
+    }
+
     async fn sample_queries(
         &self,
         _: Request<v1::SampleQueriesRequest>,
