@@ -1,6 +1,7 @@
 //! A plan in words, for `kvd plan`.
 
 use super::{CodebookPlan, EntryExchange, KernelPlan};
+use crate::finish::MERGE_THREADS;
 use kvd_core::Side;
 use std::fmt;
 
@@ -31,6 +32,12 @@ impl fmt::Display for KernelPlan {
             self.parts_per_unit,
             work.batch * work.geometry.kv_heads,
             limits.multiprocessors * self.occupancy.blocks
+        )?;
+        writeln!(
+            f,
+            "merge: {} partial results of each query row, {:.3e} bytes of all rows, read side by \
+             side by {MERGE_THREADS} threads a row",
+            self.merged, self.merge_bytes
         )?;
         write_encoding(f, self.host_encoding, self.host_tables)?;
         writeln!(f, "bytes: {:.3e} of pages", self.page_bytes)

@@ -74,6 +74,16 @@ fn long_sequences_fill_the_gpu_and_large_batches_do_it_without_a_split() {
 }
 
 #[test]
+fn plans_say_what_the_merge_reads() {
+    let plan = of("kivi-4", &GpuLimits::h100());
+    // Sums of 128 channels, a score and weights of 32 query heads for every unit of a head.
+    assert_eq!((plan.merged, plan.merge_bytes), (plan.splits, f64::from(plan.splits * 32 * 520)));
+    let text = plan.to_string();
+    let wanted = format!("merge: {} partial results of each query row", plan.splits);
+    assert!(text.contains(&wanted), "{text}");
+}
+
+#[test]
 fn first_entries_are_in_registers_and_small_codebooks_whole() {
     for limits in [GpuLimits::a100(), GpuLimits::rtx4090(), GpuLimits::h100()] {
         let plan = of("vq-residual-4", &limits);
