@@ -101,6 +101,8 @@ pub struct KernelPlan {
     /// Whether the kernel multiplies on tensor cores and is none that is compiled ahead of time:
     /// NVRTC compiles it when a model is registered, and until then the one for all pairs serves.
     pub is_late: bool,
+    /// Whether each warp has tokens of its own, which it copies itself.
+    pub owns_tokens: bool,
     /// Units over the stored tokens of one head.
     pub splits: u32,
     /// [`crate::TableOptions::parts_per_unit`].
@@ -190,6 +192,7 @@ pub fn plan_kernel(
         table_bytes: fit.table_bytes,
         products: fit.products,
         is_late: fit.is_late,
+        owns_tokens: fit.owns_tokens,
         splits,
         parts_per_unit,
         page_bytes,

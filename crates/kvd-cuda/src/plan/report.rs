@@ -52,11 +52,14 @@ fn write_loads(f: &mut fmt::Formatter<'_>, plan: &KernelPlan) -> fmt::Result {
         0 => "how many hide the latency is not known".to_owned(),
         _ => format!("{needed:.0} hide the latency: {enough}"),
     };
+    let how = match plan.owns_tokens {
+        true => "by each of four warps its own, 64 tokens of keys and of values in turn".to_owned(),
+        false => format!("tiles of 32 tokens in {} buffers", plan.buffers),
+    };
     writeln!(
         f,
-        "page loads: tiles of 32 tokens in {} buffers, in pieces of 16 bytes; {have:.0} bytes \
-         under way on a multiprocessor, {enough}",
-        plan.buffers
+        "page loads: {how}, in pieces of 16 bytes; {have:.0} bytes under way on a multiprocessor, \
+         {enough}"
     )
 }
 

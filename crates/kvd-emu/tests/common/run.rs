@@ -104,6 +104,18 @@ pub(crate) fn run_late(
         .map(|(answer, _)| answer)
 }
 
+/// Runs a plan in another kernel than the one meant for it.
+pub(crate) fn run_in(
+    stored: &Stored,
+    plan: &AttendPlan,
+    kernel: &str,
+    order: ThreadOrder,
+) -> Result<Attended, String> {
+    let change = |launched: &mut AttendLaunch| launched.kernel = kernel.to_owned();
+    run_as(stored, plan, (options(2, 1), [CodebookRoom::from(0); 2]), change, order)
+        .map(|(answer, _)| answer)
+}
+
 /// Runs a plan with so much shared memory for a thread block, and so many chunks decoded together
 /// where they fit; returns how much of it was taken.
 pub(crate) fn run_within(
