@@ -11,8 +11,30 @@ const ROWS: u32 = 4;
 
 /// Tokens of a stop, of keys or values of which a warp that owns tokens has one in shared memory.
 pub(crate) const STOP_TOKENS: usize = 64;
-/// Kernels whose warps own tokens, and bits of their codes.
-const TOKEN_KERNELS: [(&str, usize); 2] = [("kvd_attend_kivi4_4", 4), ("kvd_attend_kivi2_4", 2)];
+
+/// A kernel whose warps own tokens, of codes of so many bits.
+struct TokenKernel {
+    name: &'static str,
+    bits: usize,
+}
+
+/// All of them.
+const TOKEN_KERNELS: [TokenKernel; 2] = [
+    TokenKernel { name: "kvd_attend_kivi4_4", bits: 4 },
+    TokenKernel { name: "kvd_attend_kivi2_4", bits: 2 },
+];
+
+impl TokenKernel {
+    fn find_kernel(name: &str) -> Option<&'static Self> {
+        TOKEN_KERNELS.iter().find(|known| known.name == name)
+    }
+
+    /// Bytes of one side of a stop: `SIDE_BYTES` of `token_pages.cuh`.
+    fn side_bytes(&self) -> usize {
+        1024 + STOP_TOKENS * DIM as usize * self.bits / 8
+    }
+}
+
 /// Warps of a thread block.
 const WARPS: usize = 4;
 
@@ -20,20 +42,14 @@ const WARPS: usize = 4;
 /// `WARP_BYTES` of `token_pages.cuh`: scales and codes of a stop's keys and values; ordered steps
 /// of values; 16 stops that come next; earlier sums. None for other kernels.
 pub(crate) fn token_block_bytes(kernel: &str) -> Option<usize> {
-    let (_, bits) = TOKEN_KERNELS.into_iter().find(|(name, _)| *name == kernel)?;
+    let kernel = TokenKernel::find_kernel(kernel)?;
     let kept = 4 * 32 * (DIM as usize / 8 + 5);
-    Some(WARPS * (2 * stop_side_bytes(bits) + 512 + 16 * 32 + kept))
+    Some(WARPS * (2 * kernel.side_bytes() + 512 + 16 * 32 + kept))
 }
 
 /// Bytes of keys or values that warps that own tokens have under way together, at least.
 pub(crate) fn token_bytes_under_way(kernel: &str) -> Option<usize> {
-    let (_, bits) = TOKEN_KERNELS.into_iter().find(|(name, _)| *name == kernel)?;
-    Some(WARPS * stop_side_bytes(bits))
-}
-
-/// Bytes of one side of a stop: `SIDE_BYTES` of `token_pages.cuh`.
-fn stop_side_bytes(bits: usize) -> usize {
-    1024 + STOP_TOKENS * DIM as usize * bits / 8
+    Some(WARPS * TokenKernel::find_kernel(kernel)?.side_bytes())
 }
 
 /// The constants of a side in a specialized kernel.
