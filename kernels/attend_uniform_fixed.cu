@@ -2,21 +2,20 @@
 
 #include <kvd/declare.cuh>
 #include <kvd/hybrid.cuh>
-#include <kvd/uniform.cuh>
+#include <kvd/tokens.cuh>
+
+// A warp owns tokens: kvd_attend_<codec>_4, which takes fewer rows too.
+#define KVD_TOKENS(codec, bits)                                                                  \
+    KVD_KERNEL_OF(kvd_attend_##codec##_4, kvd::ATTEND_THREADS, 3, kvd::AttendParameters,         \
+                  kvd::attend_tokens<kvd::TokenPages<bits>>)
 
 namespace kvd {
 
-using Kivi4Key = FixedUniform<4, 32, 1>;
-using Kivi4Value = FixedUniform<4, 1, 32>;
-using Kivi2Key = FixedUniform<2, 32, 1>;
-using Kivi2Value = FixedUniform<2, 1, 32>;
 using InnerqKey = FixedUniform<2, 1, 32>;
 using InnerqValue = FixedUniform<2, 32, 1>;
 
 }  // namespace kvd
 
-KVD_FIXED(kivi4, kvd::Uniform<kvd::Asymmetric>, kvd::Uniform<kvd::Asymmetric>, kvd::Kivi4Key,
-          kvd::Kivi4Value)
-KVD_FIXED(kivi2, kvd::Uniform<kvd::Asymmetric>, kvd::Uniform<kvd::Asymmetric>, kvd::Kivi2Key,
-          kvd::Kivi2Value)
+KVD_TOKENS(kivi4, 4)
+KVD_TOKENS(kivi2, 2)
 KVD_FIXED(innerq2, kvd::Hybrid, kvd::Hybrid, kvd::InnerqKey, kvd::InnerqValue)

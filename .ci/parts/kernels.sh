@@ -1,5 +1,5 @@
-# All kernels for all GPUs, warnings and spills fatal; pages without fused products; a program that
-# embeds the kernels. Their compiler is a download of 105 MB.
+# All kernels for all GPUs, warnings and spills fatal; pages without fused products; instructions a
+# value takes; a program that embeds the kernels. Their compiler is a download of 105 MB.
 # guards: kernels crates/kvd-cuda xtask/src/kernels.rs xtask/src/kernels xtask/src/fused.rs
 set -euo pipefail
 source .ci/lib.sh
@@ -10,4 +10,8 @@ if ! compgen -G "target/kernels/*.fatbin" >/dev/null; then
     exit
 fi
 xtask fused --skip-offline
+# A count of instructions in disassembly: no value of these takes more, and nothing spills.
+for sm in 80 89 90; do
+    python3 kernels/gpu/count.py --sm "$sm" --most 1.75
+done
 tested --features kvd/gpu-kernels --test gpu --test on_device

@@ -359,6 +359,10 @@ void transpose_matrices(uint32_t* words, const uint32_t* row, Source at) {
     transposed(meet(row, COPY_BYTES / sizeof *row, at), current->index % LANES, words);
 }
 
+uint32_t transpose_word(uint32_t word, Source at) {
+    return turned(meet(&word, 1, at), current->index % LANES);
+}
+
 void warp_barrier(Source at) {
     Warp& warp = launch.warps[current->index / LANES];
     char* passed = &warp.passed[warp.generation % 2];

@@ -20,6 +20,7 @@
     kvd::emu::multiply_halves(IS_BF16, sums, a, b, {__FILE__, __LINE__})
 #define KVD_LOAD_MATRICES(words, row) \
     kvd::emu::load_matrices(words, row, {__FILE__, __LINE__})
+#define KVD_TRANSPOSE(word) kvd::emu::transpose_word(word, {__FILE__, __LINE__})
 #define KVD_WARP_BARRIER() kvd::emu::warp_barrier({__FILE__, __LINE__})
 #define KVD_RARELY(condition) __builtin_expect(!!(condition), 0)
 #define KVD_EXPECT(condition) \
@@ -72,6 +73,8 @@ void multiply_bytes(bool signed_a, bool signed_b, int32_t* sums, const uint32_t*
 void multiply_halves(bool is_bf16, float* sums, const uint32_t* a, const uint32_t* b, Source at);
 // All lanes of the warp meet, each with the four words of a row; gives what `ldmatrix.x4.trans` does.
 void transpose_matrices(uint32_t* words, const uint32_t* row, Source at);
+// All lanes of the warp meet, each with a word; gives what `movmatrix.trans` does.
+uint32_t transpose_word(uint32_t word, Source at);
 // A copy that is made as late as CUDA allows: when its group is waited for.
 // Copies fewer than 16 bytes with zeros behind them.
 void copy_async(void* to, const void* from, size_t bytes);
@@ -199,6 +202,27 @@ inline float larger(float a, float b) { return a > b || isnan(a) ? a : b; }
 inline uint32_t f16_word(float low, float high) {
     return f16_bits(low) | uint32_t(f16_bits(high)) << 16;
 }
+// To the nearest half: to odd first, so that no tie is made on the way.
+inline uint16_t half_of(double number) {
+    const float near = float(number);
+    uint32_t bits = f32_bits(near);
+    if (double(near) != number && isfinite(near)) {
+        bits = fabs(double(near)) > fabs(number) ? bits - 1 : bits;
+        bits |= 1;
+    }
+    return f16_bits(f32_value(bits));
+}
+template <bool SUBTRACTS>
+inline uint32_t half_sums(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t sums = 0;
+    for (unsigned at = 0; at < 2; at++) {
+        const auto half = [at](uint32_t word) { return double(f16_value(uint16_t(word >> 16 * at))); };
+        const double sum = half(a) * half(b) + (SUBTRACTS ? -half(c) : half(c));
+        sums |= uint32_t(half_of(sum)) << 16 * at;
+    }
+    return sums;
+}
+inline uint32_t half_products(uint32_t a, uint32_t b) { return half_sums<false>(a, b, 0); }
 inline uint32_t bf16_word(float low, float high) {
     return bf16_bits(low) | uint32_t(bf16_bits(high)) << 16;
 }

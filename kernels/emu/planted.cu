@@ -2,6 +2,7 @@
 // notice. Each reverses 64 words of `data` through shared memory.
 
 #include <kvd/device.cuh>
+#include <kvd/tokens.cuh>
 
 namespace {
 
@@ -192,8 +193,31 @@ void products(const Planted& planted, uint8_t*) {
     multiply<true, true, SWAPPED>(planted.data, out + 384);
 }
 
+// The attention loop whose warps own tokens: values of one tile with the steps of the other; steps that are
+// never brought into order; codes of values taken for the other half's.
+struct SwappedTiles : kvd::TokenPages<4> {
+    using kvd::TokenPages<4>::TokenPages;
+    kvd::FourWords value_steps(unsigned tile, unsigned set) const {
+        return kvd::TokenPages<4>::value_steps(1 - tile, set);
+    }
+};
+struct UnorderedSteps : kvd::TokenPages<4> {
+    using kvd::TokenPages<4>::TokenPages;
+    void order_value_steps() const {}
+};
+struct SwappedHalves : kvd::TokenPages<4> {
+    using kvd::TokenPages<4>::TokenPages;
+    static uint32_t value_mask(unsigned half) { return kvd::TokenPages<4>::value_mask(1 - half); }
+};
+
 }  // namespace
 
+KVD_KERNEL(planted_swapped_tiles, kvd::ATTEND_THREADS, kvd::AttendParameters,
+           kvd::attend_tokens<SwappedTiles>)
+KVD_KERNEL(planted_unordered_steps, kvd::ATTEND_THREADS, kvd::AttendParameters,
+           kvd::attend_tokens<UnorderedSteps>)
+KVD_KERNEL(planted_swapped_halves, kvd::ATTEND_THREADS, kvd::AttendParameters,
+           kvd::attend_tokens<SwappedHalves>)
 KVD_KERNEL(planted_products, 32, Planted, products<false>)
 KVD_KERNEL(planted_swapped_products, 32, Planted, products<true>)
 KVD_KERNEL(planted_correct, THREADS, Planted, correct)

@@ -111,5 +111,15 @@ inline void transposed(LaneWords lanes, unsigned lane, uint32_t* words) {
     }
 }
 
+// A lane's word from `movmatrix.trans`: of the matrix whose rows are the lanes' words column `group`, rows
+// `2 within` and the next.
+inline uint32_t turned(LaneWords lanes, unsigned lane) {
+    const unsigned column = lane / 4;
+    const auto half = [&](unsigned row) {
+        return lanes[4 * row + column / 2][0] >> 16 * (column % 2) & 0xFFFF;
+    };
+    return half(lane % 4 * 2) | half(lane % 4 * 2 + 1) << 16;
+}
+
 }  // namespace emu
 }  // namespace kvd

@@ -151,6 +151,11 @@ def compare(fixture, results, sums, copies):
     return {"lse_error": off_lse, "output_error": off_out}
 
 
+def merge_shared_bytes(dim):
+    """Shared memory of the merge: as the function of that name in kvd-cuda/src/finish.rs."""
+    return 4 * (2 * 128 + 4 * (1 + 2 + 2 * dim))
+
+
 def measure(device, fixture, workload, times):
     """One decode step."""
     step = Step(fixture, workload)
@@ -158,7 +163,7 @@ def measure(device, fixture, workload, times):
         raise RuntimeError(f"{step.blocks} thread blocks, but the plan has {workload['units']}")
     dim = fixture["dim"]
     facts = device.prepare(fixture["kernel"], fixture["shared_bytes"])
-    device.prepare("kvd_merge", 0)
+    device.prepare("kvd_merge", merge_shared_bytes(dim))
     length = len(fixture.section("arena")) * step.copies * step.pairs
     turns = cold_copies(device, length)
     arena = replicate(device, fixture.section("arena"), step.copies * step.pairs * turns)
@@ -179,7 +184,7 @@ def measure(device, fixture, workload, times):
     def work(turn):
         device.launch(fixture["kernel"], step.blocks, fixture["shared_bytes"],
                       attend[turn % turns])
-        device.launch("kvd_merge", rows, 0, merge)
+        device.launch("kvd_merge", rows, merge_shared_bytes(dim), merge)
 
     device.fill(results, 0xFFFFFFFF, 3 * rows)
     seconds = device.time(work, *times)

@@ -129,8 +129,8 @@ pub struct AttendUnit {
     pub window: u32,
     /// First row of the partial results.
     pub partial: u32,
-    /// Zero.
-    pub unused: u32,
+    /// Stops of 64 tokens of its longest page: `token_pages.cuh`.
+    pub page_stops: u32,
 }
 
 /// The parameter of `kvd_attend_*`.

@@ -57,7 +57,7 @@ pub struct TableOptions {
 }
 
 /// One launch of `kvd_attend_*`.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct AttendLaunch {
     /// The kernel.
     pub kernel: String,
@@ -337,7 +337,7 @@ impl TableBuilder<'_> {
                 position: query.position,
                 window: query.sliding_window.unwrap_or(0),
                 partial: partial as u32,
-                unused: 0,
+                page_stops: tokens.div_ceil(specialized::STOP_TOKENS) as u32,
             };
             let mark = if sides.folded[1] { COEFFICIENTS } else { 0 };
             for row in first_row..first_row + count {
@@ -409,13 +409,24 @@ impl TableBuilder<'_> {
     }
 
     fn into_tables(mut self) -> Result<AttendTables, PlanError> {
-        for row in self.rows {
+        for row in std::mem::take(&mut self.rows) {
             self.tables.order.extend(row);
             self.tables.ends.push(self.tables.order.len() as u32);
         }
         let dim = self.codec.geometry().head_dim(Side::Key);
-        for ((pair, variant, rows, fixed), (units, sizes)) in self.units {
+        for ((pair, variant, rows, fixed), (units, sizes)) in std::mem::take(&mut self.units) {
             let chosen = ChosenKernel { pair, variant };
+            if let Some(shared_bytes) = fixed.and_then(specialized::token_block_bytes) {
+                self.check_shared(shared_bytes)?;
+                self.tables.launches.push(AttendLaunch {
+                    kernel: fixed.unwrap_or_default().to_owned(),
+                    units,
+                    buffers: BUFFERS_MIN as u32,
+                    shared_bytes,
+                    ..AttendLaunch::default()
+                });
+                continue;
+            }
             let [key_stage, value_stage, key_table, value_table, ..] = sizes;
             let [.., key_chunk, value_chunk, key_work, value_work, tile] = sizes;
             let sizes = [key_stage, value_stage, key_table, value_table];
@@ -429,12 +440,7 @@ impl TableBuilder<'_> {
             let staging = TileBuffers { block: other + bytes, buffer, tile, huffman: pair.huffman };
             let buffers = staging.buffer_count(room);
             let shared_bytes = other + bytes + (buffers - BUFFERS_MIN) * buffer;
-            // A launch that asks for more would cost the device.
-            let max = self.options.shared.block;
-            if shared_bytes > max {
-                let layer = self.plan.layer.0;
-                return Err(PlanError::SharedMemory { layer, bytes: shared_bytes, max });
-            }
+            self.check_shared(shared_bytes)?;
             self.tables.launches.push(AttendLaunch {
                 kernel: fixed.map_or_else(|| pair.kernel_name(variant, rows), str::to_owned),
                 units,
@@ -450,6 +456,12 @@ impl TableBuilder<'_> {
             });
         }
         Ok(self.tables)
+    }
+
+    /// Refuses a launch that asks for more than a thread block may, which would cost the device.
+    fn check_shared(&self, bytes: usize) -> Result<(), PlanError> {
+        let (max, layer) = (self.options.shared.block, self.plan.layer.0);
+        if bytes > max { Err(PlanError::SharedMemory { layer, bytes, max }) } else { Ok(()) }
     }
 }
 

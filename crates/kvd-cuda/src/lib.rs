@@ -42,7 +42,7 @@ pub use driver::{
     is_same_gpu, probe_devices,
 };
 pub use error::PlanError;
-pub use finish::MergedResults;
+pub use finish::{MergedResults, merge_shared_bytes};
 pub use huffman_tables::SharedMemory;
 pub use jit::{
     CompileError, CompileEvent, CompileReport, KernelCompiler, KernelSource, kernel_headers,

@@ -1,5 +1,6 @@
 //! Kernels that have the shapes of one codec as constants: `kernels/include/kvd/specialized.cuh`
-//! has the same ones. Others take any shape, in more instructions.
+//! has the same ones. Others take any shape, in more instructions. Of some a warp owns tokens
+//! (`tokens.cuh`): they take fewer rows too, and need other shared memory.
 
 use crate::abi::SideShape;
 use crate::kernel_side::{ChosenKernel, KernelVariant, SideKernel};
@@ -7,6 +8,49 @@ use crate::kernel_side::{ChosenKernel, KernelVariant, SideKernel};
 /// Channels of their heads, and query rows.
 const DIM: u32 = 128;
 const ROWS: u32 = 4;
+
+/// Tokens of a stop, of keys or values of which a warp that owns tokens has one in shared memory.
+pub(crate) const STOP_TOKENS: usize = 64;
+
+/// A kernel whose warps own tokens, of codes of so many bits.
+struct TokenKernel {
+    name: &'static str,
+    bits: usize,
+}
+
+/// All of them.
+const TOKEN_KERNELS: [TokenKernel; 2] = [
+    TokenKernel { name: "kvd_attend_kivi4_4", bits: 4 },
+    TokenKernel { name: "kvd_attend_kivi2_4", bits: 2 },
+];
+
+impl TokenKernel {
+    fn find_kernel(name: &str) -> Option<&'static Self> {
+        TOKEN_KERNELS.iter().find(|known| known.name == name)
+    }
+
+    /// Bytes of one side of a stop: `SIDE_BYTES` of `token_pages.cuh`.
+    fn side_bytes(&self) -> usize {
+        1024 + STOP_TOKENS * DIM as usize * self.bits / 8
+    }
+}
+
+/// Warps of a thread block.
+const WARPS: usize = 4;
+
+/// Shared memory of a thread block of a kernel whose warps own tokens, bytes, four times
+/// `WARP_BYTES` of `token_pages.cuh`: scales and codes of a stop's keys and values; ordered steps
+/// of values; 16 stops that come next; earlier sums. None for other kernels.
+pub(crate) fn token_block_bytes(kernel: &str) -> Option<usize> {
+    let kernel = TokenKernel::find_kernel(kernel)?;
+    let kept = 4 * 32 * (DIM as usize / 8 + 5);
+    Some(WARPS * (2 * kernel.side_bytes() + 512 + 16 * 32 + kept))
+}
+
+/// Bytes of keys or values that warps that own tokens have under way together, at least.
+pub(crate) fn token_bytes_under_way(kernel: &str) -> Option<usize> {
+    Some(WARPS * TokenKernel::find_kernel(kernel)?.side_bytes())
+}
 
 /// The constants of a side in a specialized kernel.
 #[derive(Clone, Copy)]
@@ -98,7 +142,7 @@ pub(crate) fn specialized_kernel(
 ) -> Option<&'static str> {
     let grouped = pair.keys == SideKernel::BitAlloc;
     let wanted = if grouped { KernelVariant::Groups } else { KernelVariant::Own };
-    if variant != wanted || pair.huffman || rows != ROWS {
+    if variant != wanted || pair.huffman || rows > ROWS {
         return None;
     }
     let is = |(_, kernels, sides): &SpecializedKernel| {
@@ -106,7 +150,8 @@ pub(crate) fn specialized_kernel(
             && sides[0].matches_shape(key)
             && sides[1].matches_shape(value)
     };
-    specialized_kernels().into_iter().find(is).map(|(name, ..)| name)
+    let (name, ..) = specialized_kernels().into_iter().find(is)?;
+    (rows == ROWS || token_block_bytes(name).is_some()).then_some(name)
 }
 
 #[cfg(test)]
@@ -136,6 +181,11 @@ mod tests {
         };
         assert_eq!(of(4, key, value), Some("kvd_attend_kivi4_4"));
         assert_eq!(of(8, key, value), None);
+        // Where a warp owns tokens fewer rows leave columns empty; other kernels are for four.
+        assert_eq!(of(1, key, value), Some("kvd_attend_kivi4_4"));
+        assert_eq!(token_block_bytes("kvd_attend_kivi4_4"), Some(4 * 13_952));
+        assert_eq!(token_block_bytes("kvd_attend_kivi2_4"), Some(4 * 9856));
+        assert_eq!(token_block_bytes("kvd_attend_turbo4_4"), None);
         for (key, value) in [
             (SideShape { dim: 64, ..key }, SideShape { dim: 64, ..value }),
             (SideShape { bits: 2, ..key }, value),

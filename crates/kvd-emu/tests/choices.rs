@@ -181,7 +181,9 @@ fn presets_have_kernels_with_their_shapes_as_constants() {
         let (launches, _) = launched(&stored(preset), &step(&stored(preset), 4, 1, 4096), &limits);
         assert_eq!(launches[0].kernel, format!("kvd_attend_{kernel}_4"), "{preset}");
         let registers = |group| planned(preset, (group, 1, 4096), &limits).block.registers;
-        assert_eq!([4, 8].map(registers), [128, 168], "{preset}");
+        // Where a warp owns tokens it has more of them.
+        let of_four = if preset.starts_with("kivi") { 168 } else { 128 };
+        assert_eq!([4, 8].map(registers), [of_four, 168], "{preset}");
     }
 }
 
@@ -231,10 +233,11 @@ fn heads_that_are_stored_differently_take_what_fits_all() {
         let stored = stored(codec);
         launched(&stored, &step(&stored, 4, 1, 8192), &limits).1
     };
-    let [kivi, kvd] = ["kivi-4", "kvd-2"].map(one);
-    assert!(kvd.resident < kivi.resident);
+    let [innerq, kvd] = ["innerq-2", "kvd-2"].map(one);
+    assert!(kvd.resident < innerq.resident);
     let [key, value] = Side::BOTH.map(|side| resolve_spec("kvd-2").unwrap().side(side).to_string());
-    let mixed = format!("{}; k[head=1]={key}; v[head=1]={value}", resolve_spec("kivi-4").unwrap());
+    let mixed =
+        format!("{}; k[head=1]={key}; v[head=1]={value}", resolve_spec("innerq-2").unwrap());
     let spec = resolve_spec(&mixed).unwrap();
     let geometry = shapes_of_a_model();
     let calibration = common::store::calibration(&geometry, &spec);

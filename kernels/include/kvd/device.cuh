@@ -30,10 +30,18 @@
 // Loads the matrices whose rows the lanes of a warp name, transposed: see load_matrices.
 #define KVD_MULTIPLY_HALVES(IS_BF16, sums, a, b) kvd::multiply_halves<IS_BF16>(sums, a, b)
 #define KVD_LOAD_MATRICES(words, row) kvd::load_matrices(words, row)
+// The matrix of eight rows of eight halves whose words the lanes of a warp have, transposed: see
+// transposed_word.
+#define KVD_TRANSPOSE(word) kvd::transposed_word(word)
 // Tested in the emulator only: sizes that the host promised.
 #define KVD_EXPECT(condition) ((void)0)
-// A condition that full tiles of a long sequence hardly ever meet: its branch is laid out of the way.
+// A condition that full tiles of a long sequence hardly ever meet: its branch is laid out of the way. Where
+// instructions are counted (gpu/count.py) the branch is marked.
+#ifdef KVD_MARK_RARE
+#define KVD_RARELY(condition) (__builtin_expect(!!(condition), 0) && kvd::mark_rare())
+#else
 #define KVD_RARELY(condition) __builtin_expect(!!(condition), 0)
+#endif
 // Keeps a word in a register, where the compiler would compute it anew for every tile.
 #define KVD_KEEP(word) asm volatile("" : "+r"(word))
 // A kernel `name` of `threads` threads whose one parameter is a struct and whose shared memory is
@@ -49,6 +57,13 @@
     KVD_KERNEL_OF(name, threads, 4, Parameters, body)
 
 namespace kvd {
+
+#ifdef KVD_MARK_RARE
+KVD_DEVICE bool mark_rare() {
+    asm volatile("pmevent 15;");
+    return true;
+}
+#endif
 
 KVD_DEVICE unsigned thread_index() { return threadIdx.x; }
 KVD_DEVICE unsigned block_index() { return blockIdx.x; }
@@ -125,6 +140,33 @@ KVD_DEVICE void load_matrices(uint32_t (&words)[4], const uint8_t* row) {
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "r"(from)
                  : "memory");
+}
+
+// Lane `4 g + t` brings the halves of row `g` in columns `2 t` and `2 t + 1`, and gets those of column `g` in
+// rows `2 t` and `2 t + 1`.
+KVD_DEVICE uint32_t transposed_word(uint32_t word) {
+    uint32_t turned;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(word));
+    return turned;
+}
+
+// Products of two f16 numbers with two; and their sums with two more, or differences, each rounded once.
+KVD_DEVICE uint32_t half_products(uint32_t a, uint32_t b) {
+    uint32_t products;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(products) : "r"(a), "r"(b));
+    return products;
+}
+template <bool SUBTRACTS>
+KVD_DEVICE uint32_t half_sums(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t sums;
+    if constexpr (SUBTRACTS) {
+        asm("{ .reg .b32 n; neg.f16x2 n, %3; fma.rn.f16x2 %0, %1, %2, n; }"
+            : "=r"(sums)
+            : "r"(a), "r"(b), "r"(c));
+    } else {
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sums) : "r"(a), "r"(b), "r"(c));
+    }
+    return sums;
 }
 
 // Bytes of two words, those of `low` numbered from 0, of `high` from 4, by the digits of `which`.

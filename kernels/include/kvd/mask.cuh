@@ -5,6 +5,14 @@
 
 namespace kvd {
 
+// Tokens that query row `row` of a unit sees: the causal rule and the sliding window.
+KVD_DEVICE Range visible(const Unit& unit, unsigned row) {
+    const unsigned token = (unit.first_row + row) / unit.heads;
+    const unsigned position = unit.position > ~0u - 1 - token ? ~0u - 1 : unit.position + token;
+    const unsigned to = position + 1;
+    return {unit.window && to > unit.window ? to - unit.window : 0, to};
+}
+
 // A tile that some row of the unit sees.
 struct Place {
     const PageEntry* page;

@@ -124,7 +124,8 @@ struct Unit {
     uint32_t window;
     // First row of `out`, `stats`.
     uint32_t partial;
-    uint32_t unused;
+    // Stops of 64 tokens of its longest page (tokens.cuh).
+    uint32_t page_stops;
 };
 
 struct AttendParameters {

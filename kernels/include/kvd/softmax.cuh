@@ -14,14 +14,6 @@ constexpr float SCORE_NONE = -3.0e38f;
 // How much larger than that score another may be: its weight is below 2.
 constexpr float SCORE_ABOVE = 0.693f;
 
-// Tokens that query row `row` of a unit sees: the causal rule and the sliding window.
-KVD_DEVICE Range visible(const Unit& unit, unsigned row) {
-    const unsigned token = (unit.first_row + row) / unit.heads;
-    const unsigned position = unit.position > ~0u - 1 - token ? ~0u - 1 : unit.position + token;
-    const unsigned to = position + 1;
-    return {unit.window && to > unit.window ? to - unit.window : 0, to};
-}
-
 // The softmax of the rows that a warp owns: every `ATTEND_WARPS`th.
 template <class Value, int ROWS, unsigned PARTS, unsigned TILES>
 struct Softmax {

@@ -1,4 +1,4 @@
-// Shapes that a kernel has as constants: those of nine presets, for heads of 128 channels. Where it need not
+// Shapes that a kernel has as constants: those of seven presets, for heads of 128 channels. Where it need not
 // ask how wide codes are, which channels share a scale, or how many steps a product takes, a tile takes
 // about half of the instructions (ADR 13). crates/kvd-cuda/src/specialized.rs has the same constants and chooses.
 #pragma once

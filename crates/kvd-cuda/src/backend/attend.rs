@@ -4,7 +4,7 @@ use super::graphs::LaunchNode;
 use super::memory::DeviceMemory;
 use super::{CudaBackend, THREADS, device_error};
 use crate::abi::{AttendParameters, MergeParameters};
-use crate::{AttendTables, LaunchChoices, MergedResults};
+use crate::{AttendTables, LaunchChoices, MergedResults, merge_shared_bytes};
 use kvd_compute::{AttendPlan, Attended, BackendError};
 use kvd_core::{ErrorCode, Side};
 
@@ -209,7 +209,7 @@ impl CudaBackend {
             kernel: "kvd_merge".to_owned(),
             blocks: rows as u32,
             threads: THREADS,
-            shared_bytes: 0,
+            shared_bytes: merge_shared_bytes(dim) as u32,
             parameters: bytemuck::bytes_of(&parameters).to_vec(),
         });
         nodes

@@ -34,6 +34,8 @@ pub(super) struct BlockFit {
     pub(super) products: [Option<&'static str>; 2],
     /// Whether the kernel is compiled when a model is registered.
     pub(super) is_late: bool,
+    /// Whether its warps own tokens.
+    pub(super) owns_tokens: bool,
 }
 
 impl BlockFit {
@@ -62,7 +64,15 @@ impl BlockFit {
         let tile = kernel.tiles * tile;
         let buffers =
             TileBuffers { block: other + decoded, buffer, tile, huffman }.buffer_count(room);
-        let shared_bytes = other + decoded + (buffers - BUFFERS_MIN) * buffer;
+        let (buffers, shared_bytes, under_way) = match kernel.of_tokens {
+            Some([shared_bytes, under_way]) => (BUFFERS_MIN, shared_bytes, under_way),
+            None => {
+                let rings = coded.iter().filter(|[chunk, _]| *chunk > 0).count();
+                let rings = rings * chunks * PIECE_BYTES;
+                let shared_bytes = other + decoded + (buffers - BUFFERS_MIN) * buffer;
+                (buffers, shared_bytes, (buffers - 1) * tile + rings)
+            }
+        };
         let block = BlockResources { registers, shared_bytes: shared_bytes as u32 };
         let occupancy = block.fit_multiprocessor(limits)?;
         let by = lookup_kernels(specs, [0, 1].map(|side: usize| products[side].not.is_none()));
@@ -80,11 +90,10 @@ impl BlockFit {
             let index = side.index();
             Some(books[index]?.plan_cache(side, table_bytes[index], held[index]))
         });
-        let rings = coded.iter().filter(|[chunk, _]| *chunk > 0).count() * chunks * PIECE_BYTES;
         Some(Self {
             block,
             buffers: buffers as u32,
-            under_way: ((buffers - 1) * tile + rings) as u32,
+            under_way: under_way as u32,
             chunks: chunks as u32,
             books,
             codebooks,
@@ -92,6 +101,7 @@ impl BlockFit {
             occupancy,
             products: products.map(|of_side| of_side.not),
             is_late: kernel.is_late,
+            owns_tokens: kernel.of_tokens.is_some(),
         })
     }
 }

@@ -101,12 +101,18 @@ pub struct KernelPlan {
     /// Whether the kernel multiplies on tensor cores and is none that is compiled ahead of time:
     /// NVRTC compiles it when a model is registered, and until then the one for all pairs serves.
     pub is_late: bool,
+    /// Whether each warp has tokens of its own, which it copies itself.
+    pub owns_tokens: bool,
     /// Units over the stored tokens of one head.
     pub splits: u32,
     /// [`crate::TableOptions::parts_per_unit`].
     pub parts_per_unit: u32,
     /// Bytes of pages that one step reads.
     pub page_bytes: f64,
+    /// What the merge reads: partial results of each query row, one of every unit,
+    pub merged: u32,
+    /// and bytes of all rows.
+    pub merge_bytes: f64,
     /// Why the host encodes keys and values; none where store kernels do. They encode only layers
     /// of which they can write both.
     pub host_encoding: [Option<&'static str>; 2],
@@ -171,6 +177,9 @@ pub fn plan_kernel(
         values.split_channels(channel_split, fit.table_bytes[1]);
     }
     let (splits, parts_per_unit) = split_units(resident, heads * channel_split, parts);
+    // A partial result is a row of sums, its largest score and its weights.
+    let partials = f64::from(workload.batch * geometry.kv_heads * workload.group * splits);
+    let merge_bytes = 4.0 * partials * f64::from(dim_v + 2);
     Some(KernelPlan {
         limits: limits.clone(),
         workload: workload.clone(),
@@ -183,9 +192,12 @@ pub fn plan_kernel(
         table_bytes: fit.table_bytes,
         products: fit.products,
         is_late: fit.is_late,
+        owns_tokens: fit.owns_tokens,
         splits,
         parts_per_unit,
         page_bytes,
+        merged: splits,
+        merge_bytes,
         host_encoding: Side::BOTH.map(|side| host_encoding(codec, side)),
         host_tables: Side::BOTH.into_iter().any(|side| host_tables(codec, side)),
     })

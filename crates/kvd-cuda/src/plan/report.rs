@@ -1,6 +1,7 @@
 //! A plan in words, for `kvd plan`.
 
 use super::{CodebookPlan, EntryExchange, KernelPlan};
+use crate::finish::MERGE_THREADS;
 use kvd_core::Side;
 use std::fmt;
 
@@ -32,6 +33,12 @@ impl fmt::Display for KernelPlan {
             work.batch * work.geometry.kv_heads,
             limits.multiprocessors * self.occupancy.blocks
         )?;
+        writeln!(
+            f,
+            "merge: {} partial results of each query row, {:.3e} bytes of all rows, read side by \
+             side by {MERGE_THREADS} threads a row",
+            self.merged, self.merge_bytes
+        )?;
         write_encoding(f, self.host_encoding, self.host_tables)?;
         writeln!(f, "bytes: {:.3e} of pages", self.page_bytes)
     }
@@ -45,11 +52,14 @@ fn write_loads(f: &mut fmt::Formatter<'_>, plan: &KernelPlan) -> fmt::Result {
         0 => "how many hide the latency is not known".to_owned(),
         _ => format!("{needed:.0} hide the latency: {enough}"),
     };
+    let how = match plan.owns_tokens {
+        true => "by each of four warps its own, 64 tokens of keys and of values in turn".to_owned(),
+        false => format!("tiles of 32 tokens in {} buffers", plan.buffers),
+    };
     writeln!(
         f,
-        "page loads: tiles of 32 tokens in {} buffers, in pieces of 16 bytes; {have:.0} bytes \
-         under way on a multiprocessor, {enough}",
-        plan.buffers
+        "page loads: {how}, in pieces of 16 bytes; {have:.0} bytes under way on a multiprocessor, \
+         {enough}"
     )
 }
 

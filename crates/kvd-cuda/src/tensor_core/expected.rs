@@ -39,6 +39,8 @@ pub(crate) struct ExpectedKernel {
     pub(crate) resident: (usize, u32),
     /// Whether it is compiled when a model is registered.
     pub(crate) is_late: bool,
+    /// Where its warps own tokens: all shared memory of a thread block, and bytes under way.
+    pub(crate) of_tokens: Option<[usize; 2]>,
 }
 
 /// The kernel that will serve both sides for units of `rows` query rows, where `late` were
@@ -90,14 +92,19 @@ pub(crate) fn expected_kernel(
         ExpectedSide { not: not(side), bytes, stage, table }
     };
     let dim = geometry.head_dim(Side::Key);
-    let is_fixed = specialized::specialized_kernel(chosen, rows, &key, &value).is_some();
+    let fixed = specialized::specialized_kernel(chosen, rows, &key, &value);
+    let of_tokens = fixed.and_then(|name| {
+        let under_way = specialized::token_bytes_under_way(name)?;
+        Some([specialized::token_block_bytes(name)?, under_way])
+    });
     ExpectedKernel {
         rows,
         sides: [of_side(Side::Key, &key), of_side(Side::Value, &value)],
         fixed_bytes: fixed_bytes(chosen, rows as usize, dim),
         tiles: tiles_together(chosen, rows as usize),
-        resident: resident_blocks(chosen, is_fixed),
+        resident: resident_blocks(chosen, fixed.is_some() && of_tokens.is_none()),
         is_late: variant == KernelVariant::Late,
+        of_tokens,
     }
 }
 

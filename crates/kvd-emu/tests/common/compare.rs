@@ -32,6 +32,10 @@ pub(crate) fn agree(stored: &Stored, ask: &Ask, what: &str) {
 /// constants, where there is one.
 pub(crate) fn kernel(pair: &str, fixed: Option<&str>, (dim, rows): (usize, usize)) -> String {
     match fixed {
+        // Where a warp owns tokens fewer rows leave columns empty.
+        Some(fixed @ ("kivi4" | "kivi2")) if dim == 128 && rows <= 4 => {
+            format!("kvd_attend_{fixed}_4")
+        }
         Some(fixed) if (dim, rows) == (128, 4) => format!("kvd_attend_{fixed}_4"),
         _ if pair.ends_with("any_any") => format!("kvd_attend_{pair}_8"),
         _ => format!("kvd_attend_{pair}_{rows}"),

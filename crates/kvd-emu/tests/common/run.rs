@@ -5,7 +5,7 @@ use bytemuck::Zeroable;
 use kvd_compute::{AttendPlan, Attended};
 use kvd_cuda::{
     AttendLaunch, AttendParameters, AttendTables, CodebookRoom, LatePairs, LayerShapes,
-    MergeParameters, MergedResults, SharedMemory, TableOptions,
+    MergeParameters, MergedResults, SharedMemory, TableOptions, merge_shared_bytes,
 };
 use kvd_emu::{EmulatorMemory, LaunchGrid, ThreadOrder, launch_kernel};
 use std::cell::{Cell, RefCell};
@@ -101,6 +101,18 @@ pub(crate) fn run_late(
         }
     };
     run_as(stored, plan, (options, [CodebookRoom::from(3000); 2]), change, order)
+        .map(|(answer, _)| answer)
+}
+
+/// Runs a plan in another kernel than the one meant for it.
+pub(crate) fn run_in(
+    stored: &Stored,
+    plan: &AttendPlan,
+    kernel: &str,
+    order: ThreadOrder,
+) -> Result<Attended, String> {
+    let change = |launched: &mut AttendLaunch| launched.kernel = kernel.to_owned();
+    run_as(stored, plan, (options(2, 1), [CodebookRoom::from(0); 2]), change, order)
         .map(|(answer, _)| answer)
 }
 
@@ -224,7 +236,8 @@ fn merge(
         dim: dim as u32,
         unused: 0,
     };
-    let grid = LaunchGrid { kernel: "kvd_merge", blocks: rows as u32, shared_bytes: 0, order };
+    let shared_bytes = merge_shared_bytes(dim);
+    let grid = LaunchGrid { kernel: "kvd_merge", blocks: rows as u32, shared_bytes, order };
     // SAFETY: as above.
     unsafe { launch_kernel(grid, bytemuck::bytes_of(&parameters))? };
     Ok(MergedResults {
