@@ -9,12 +9,14 @@ mod cache;
 mod kernel_cache;
 mod log_filter;
 mod raw;
+mod ring;
 mod size;
 
 pub(crate) use access::{AccessConfig, MetricsReaders, is_beyond_loopback};
 pub use cache::{CacheConfig, DiskCacheConfig};
 pub use kernel_cache::KernelCache;
 pub use raw::{ConfigError, ConfigOverrides, CountSetting, RawConfig};
+pub use ring::RingConfig;
 pub use size::SizeSetting;
 
 use crate::device_worker::MergeLimits;
@@ -118,6 +120,8 @@ pub struct Config {
     pub regions_max: usize,
     /// Memory file of one region.
     pub region_bytes_max: u64,
+    /// Their rings.
+    pub rings: RingConfig,
     /// Blocks that the queries of one attend read.
     pub attend_parts_max: u64,
     /// Scores that one attend computes.
@@ -236,6 +240,7 @@ impl Config {
             connection_bytes_max: limits.connection_bytes_max.as_u64() as usize,
             regions_max: to_permits("limits.regions_max", limits.regions_max)?,
             region_bytes_max: to_size("limits.region_bytes_max", limits.region_bytes_max)? as u64,
+            rings: RingConfig::validate_raw(raw)?,
             attend_parts_max: at_least("limits.attend_parts_max", limits.attend_parts_max, 1)?,
             attend_work_max: at_least("limits.attend_work_max", limits.attend_work_max, 1)?,
             step_rows_max: at_least("limits.step_rows_max", limits.step_rows_max, 1)?,
