@@ -1,6 +1,7 @@
 //! The protocol of rings: every record is seen once and whole, numbers wrap, and nothing that the
 //! other side writes is believed.
 #![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 use kvd_core::DType;
 use kvd_shm::ring::{

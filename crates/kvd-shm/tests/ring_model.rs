@@ -1,6 +1,7 @@
 //! Interleavings of a worker and a daemon on a small ring, under the C11 memory model: a record is
 //! seen whole once its number is, no wake-up is lost, and no end is written over one that is not
 //! read. A sleep here has no time limit, so that a lost wake-up is a deadlock.
+#![expect(clippy::unwrap_used, reason = "a test may fail")]
 
 use kvd_shm::RegionError;
 use kvd_shm::ring::{

@@ -13,8 +13,16 @@ use std::collections::HashMap;
 const PROTOCOL: u32 = 1;
 
 /// Additions to the first version of the protocol.
-const FEATURES: [&str; 7] =
-    ["all_visible", "codec_list", "lse_form", "out_dtype", "region_control", "steps", "windows"];
+const FEATURES: [&str; 8] = [
+    "all_visible",
+    "codec_list",
+    "lse_form",
+    "out_dtype",
+    "region_control",
+    "region_ring",
+    "steps",
+    "windows",
+];
 
 /// Shape for which the bits of codecs are given; they hardly depend on it.
 const GEOMETRY: Geometry = Geometry {

@@ -209,15 +209,12 @@ async fn serve_connection(
     let mut ring = None;
     loop {
         let Ok(permit) = ahead.clone().acquire_owned().await else { return };
-        let call = match next_event(&mut frames, &mut ring, &mut phase).await {
-            RegionEvent::Message(Ok(Some(frame))) => frame.message,
+        let call = match next_call(&mut frames, &mut ring, &mut phase).await {
+            Ok(call) => call,
             // Dropping `calls` and the ring drops what nobody waits for any more.
-            RegionEvent::Message(Ok(None)) => return,
-            RegionEvent::Message(Err(error)) => {
-                return refuse_worker(&frames, &broken_error(&error)).await;
-            }
-            RegionEvent::BrokenRing(error) => return refuse_worker(&frames, &error).await,
-            RegionEvent::Drain => break,
+            Err(RegionEnd::Left) => return,
+            Err(RegionEnd::Refused(error)) => return refuse_worker(&frames, &error).await,
+            Err(RegionEnd::Drain) => break,
         };
         // Where a refusal goes must be known before anything can be refused.
         if let Err(error) = CompletionRecord::from_offset(&region.memory, call.done) {
@@ -249,25 +246,30 @@ async fn serve_connection(
     say_shutting_down(frames).await;
 }
 
-/// An event that a region's connection waits for.
-enum RegionEvent {
-    Message(io::Result<Option<ReceivedFrame<v1::RegionCall>>>),
-    /// The worker has broken its ring.
-    BrokenRing(ServiceError),
+/// Why a region takes no more calls.
+enum RegionEnd {
+    /// The worker has left.
+    Left,
+    /// It has broken the protocol, or its ring.
+    Refused(ServiceError),
     Drain,
 }
 
-async fn next_event(
+async fn next_call(
     frames: &mut FrameSocket,
     ring: &mut Option<ServedRing>,
     phase: &mut watch::Receiver<ServerPhase>,
-) -> RegionEvent {
+) -> Result<v1::RegionCall, RegionEnd> {
     tokio::select! {
         // Calls that have arrived are answered (if only with SHUTTING_DOWN).
         biased;
-        message = frames.next() => RegionEvent::Message(message),
-        error = ServedRing::wait_broken(ring) => RegionEvent::BrokenRing(error),
-        _ = phase.wait_for(|now| *now >= ServerPhase::Draining) => RegionEvent::Drain,
+        message = frames.next() => match message {
+            Ok(Some(ReceivedFrame { message, .. })) => Ok(message),
+            Ok(None) => Err(RegionEnd::Left),
+            Err(error) => Err(RegionEnd::Refused(broken_error(&error))),
+        },
+        error = ServedRing::wait_broken(ring) => Err(RegionEnd::Refused(error)),
+        _ = phase.wait_for(|now| *now >= ServerPhase::Draining) => Err(RegionEnd::Drain),
     }
 }
 
