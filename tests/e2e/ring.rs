@@ -217,7 +217,8 @@ async fn whatever_a_record_says_it_ends_with_an_answer_or_a_code() {
         let (mut record, mut entry) = (record.write_record(number), entry.write_entry());
         // One or two words of the record or the query become hostile.
         for _ in 0..=rng.next_word() % 2 {
-            let bytes = if rng.next_word() % 4 == 0 { &mut entry[..] } else { &mut record[..] };
+            let bytes =
+                if rng.next_word().is_multiple_of(4) { &mut entry[..] } else { &mut record[..] };
             let at = (rng.next_word() % (bytes.len() as u64 / 4)) as usize * 4;
             let word = match rng.next_word() % 3 {
                 0 => rng.next_word() as u32,
