@@ -4,11 +4,13 @@ use crate::engine::engine;
 use crate::rows::ModelShape;
 use crate::{TestRng, assert_within_budget};
 use kvd::config::ConfigOverrides;
+use kvd::service::CallContext;
 use kvd::{Config, DrainOutcome, RunningDaemon};
 use kvd_client::{Client, ClientOptions, Endpoint, Namespace, PoolStats};
 use kvd_proto::v1::kvd_client::KvdClient;
 use std::net::SocketAddr;
 use std::path::Path;
+use std::sync::mpsc::{SyncSender, sync_channel};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tonic::transport::Channel;
@@ -131,6 +133,33 @@ impl TestDaemon {
     /// From now on new work is refused; sockets stay open.
     pub fn stop_admitting(&self) {
         self.running.service().drain();
+    }
+
+    /// Keeps the device from all others until the answer is dropped.
+    ///
+    /// # Panics
+    /// When the device takes no job.
+    pub async fn hold_device(&self) -> SyncSender<()> {
+        let (release, released) = sync_channel(1);
+        let (begin, begun) = tokio::sync::oneshot::channel();
+        let worker = self.running.service().first_worker().clone();
+        let call = CallContext::new(Namespace::new("default").expect("a namespace"));
+        tokio::spawn(async move {
+            let run = worker.run_closure(&call, move |_| {
+                let _ = begin.send(());
+                let _: Result<(), _> = released.recv();
+                Ok(())
+            });
+            run.await
+        });
+        begun.await.expect("the device takes the job");
+        release
+    }
+
+    /// Jobs that wait for the device.
+    #[must_use]
+    pub fn queued_jobs(&self) -> usize {
+        self.running.service().first_worker().queued_jobs()
     }
 
     /// Stops it, as SIGTERM does.

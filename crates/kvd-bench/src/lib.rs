@@ -27,6 +27,8 @@ mod shared_workers;
 mod store;
 #[cfg(feature = "clients")]
 mod transport;
+#[cfg(feature = "clients")]
+mod ways;
 
 pub use attend::{AttendBench, AttendRow};
 pub use cache::{CacheBench, CacheRow};
@@ -41,7 +43,9 @@ pub use shared::{SharedBench, SharedRow};
 pub use shared_workers::SharedWorkers;
 pub use store::{StoreBench, StoreRow};
 #[cfg(feature = "clients")]
-pub use transport::{BenchedDaemon, DaemonStarter, TransportBench, TransportRow};
+pub use transport::{TransportBench, TransportRow};
+#[cfg(feature = "clients")]
+pub use ways::{BenchedDaemon, DaemonStarter, DeviceClock, EchoCaller, EchoPlan};
 
 use kvd_compute::InstructionSet;
 use kvd_core::{DType, Geometry, RopePairing};

@@ -4,7 +4,7 @@ use crate::attend::read_floats;
 use crate::data::{NormalValues, fit_calibration_bytes};
 use crate::measure::measure_time;
 use crate::shared::{SharedBench, SharedRow, check_difference, compare_outputs};
-use crate::transport::{BenchedDaemon, DaemonStarter};
+use crate::ways::{BenchedDaemon, DaemonStarter};
 use crate::{BenchError, limits};
 use kvd_client::{AttendBatch, AttendQuery, Client, Endpoint, ModelSpec, StoreChunk};
 use kvd_core::{DType, LayerIndex, ModelId, SequenceId};

@@ -5,15 +5,16 @@ use crate::beside::{BackgroundStores, WriterLoad};
 use crate::data::NormalValues;
 use crate::limits::CallSize;
 use crate::measure::{BenchResult, MachineInfo, MeasuredFigure, measure_time};
+use crate::ways::{BenchedDaemon, CallSite, DaemonStarter, EchoPlan, TransportWay};
 use crate::{BenchError, HeadShape, limits};
 use kvd_client::{
-    AttendBatch, AttendQuery, AttendStream, Client, Endpoint, ModelSpec, RegionClient,
-    RegionOptions, StoreChunk,
+    AttendBatch, AttendQuery, AttendRing, Client, Endpoint, ModelSpec, RegionClient, RegionOptions,
+    RingOptions, StoreChunk,
 };
 use kvd_core::{DType, LayerIndex, ModelId, ProgressLines, SequenceId};
 use serde::Serialize;
-use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use tokio::runtime::Runtime;
 
 /// Tokens of one store.
@@ -63,43 +64,12 @@ pub struct TransportRow {
     pub cpu_us: MeasuredFigure,
     /// Tokens that were stored beside it, a second.
     pub stored_tokens_per_s: f64,
+    /// Time of the device's backend in it, microseconds; 0 where it is no attend.
+    pub device_us: f64,
 }
 
-/// Ways to the daemon: TCP, a Unix socket, a stream on it, and a region.
-const WAYS: usize = 4;
-
-/// A client's way to the daemon.
-enum TransportWay {
-    Unary(&'static str, Client),
-    Stream(AttendStream),
-    Region(RegionClient),
-}
-
-impl TransportWay {
-    fn way_name(&self) -> &'static str {
-        match self {
-            Self::Unary(name, _) => name,
-            Self::Stream(_) => "unix stream",
-            Self::Region(_) => "region",
-        }
-    }
-
-    /// One call; what it answers.
-    fn attend_once(
-        &mut self,
-        runtime: &Runtime,
-        batch: &AttendBatch,
-        dims: [u32; 2],
-    ) -> Result<kvd_client::Attended, BenchError> {
-        let batch = batch.clone();
-        let failed = BenchError::failed_step("attend");
-        match self {
-            Self::Unary(_, client) => runtime.block_on(client.attend_batch(batch)).map_err(failed),
-            Self::Stream(stream) => runtime.block_on(stream.attend_batch(batch)).map_err(failed),
-            Self::Region(region) => region.attend_once(batch, dims).map_err(failed),
-        }
-    }
-}
+/// Ways: see [`TransportWay`].
+const WAYS: usize = 7;
 
 /// Times of the turns of one way.
 #[derive(Clone, Default)]
@@ -109,26 +79,15 @@ struct WayTimes {
     /// Wall time of each call.
     calls: Vec<f64>,
     stored: Vec<f64>,
+    /// Device time of each call.
+    device: Vec<f64>,
 }
 
 /// A call's answer and its wall time.
 struct TimedCall {
-    answer: kvd_client::Attended,
+    answer: Option<kvd_client::Attended>,
     /// Microseconds.
     us: f64,
-}
-
-/// Starts a daemon in this process with these settings, on a runtime.
-pub type DaemonStarter =
-    fn(&Runtime, Vec<(String, String)>) -> Result<Box<dyn BenchedDaemon>, BenchError>;
-
-/// A daemon that is measured.
-pub trait BenchedDaemon {
-    /// Where it listens on TCP.
-    fn tcp_address(&self) -> Option<SocketAddr>;
-
-    /// Ends it, and waits until it has ended.
-    fn drain_daemon(self: Box<Self>, runtime: &Runtime);
 }
 
 /// A daemon in this process, and what tells of progress.
@@ -212,8 +171,7 @@ impl TransportBench {
     ) -> Result<Vec<TransportRow>, BenchError> {
         let runtime = daemon.runtime;
         let mut ways = runtime.block_on(open_ways(&*daemon.running, &daemon.sockets))?;
-        let Some(TransportWay::Unary(_, client)) = ways.first() else { return Ok(Vec::new()) };
-        let client = client.clone();
+        let client = runtime.block_on(connect_client(unix_endpoint(&daemon.sockets)))?;
         let spec = ModelSpec {
             name: "bench".to_owned(),
             geometry: self.shape.layer_geometry(self.block_tokens),
@@ -237,6 +195,13 @@ impl TransportBench {
                 let client = runtime.block_on(connect_client(unix_endpoint(&daemon.sockets)))?;
                 let beside = BackgroundStores::start_writers(runtime, &client, load);
                 let case = TransportCase { codec, context, batch: &batch, beside: &beside };
+                let answer_bytes = batch.q.len() / self.shape.head_dim_k as usize
+                    * self.shape.head_dim_v as usize
+                    + 4 * batch.q_heads as usize * *n_q as usize;
+                let socket = daemon.sockets.socket_path("echo");
+                let _ = std::fs::remove_file(&socket);
+                let plan = EchoPlan { socket: &socket, answer_bytes };
+                ways[0] = TransportWay::Echo(daemon.running.open_echo(runtime, plan)?);
                 let measured = self.measure_ways(daemon, &mut ways, &case);
                 beside.stop_writers(runtime)?;
                 rows.extend(measured?);
@@ -293,16 +258,17 @@ impl TransportBench {
         ways: &mut [TransportWay],
         case: &TransportCase<'_>,
     ) -> Result<Vec<TransportRow>, BenchError> {
-        let (runtime, batch, beside) = (daemon.runtime, case.batch, case.beside);
+        let (batch, beside) = (case.batch, case.beside);
         let dims = [self.shape.head_dim_k, self.shape.head_dim_v];
+        let site = CallSite { runtime: daemon.runtime, daemon: &*daemon.running, dims };
         let mut times = vec![WayTimes::default(); ways.len()];
-        let right = ways[0].attend_once(runtime, batch, dims)?;
+        let right = ways[1].attend_once(site, batch)?;
         for round in 0..=self.rounds {
             for (way, times) in ways.iter_mut().zip(&mut times) {
-                let before = beside.stored_tokens();
+                let (before, clock) = (beside.stored_tokens(), daemon.running.device_clock());
                 let timed = measure_time(|| {
                     let call = |_| {
-                        let timed = measure_time(|| way.attend_once(runtime, batch, dims));
+                        let timed = measure_time(|| way.attend_once(site, batch));
                         Ok(TimedCall { answer: timed.value?, us: timed.wall_ns / 1e3 })
                     };
                     (0..self.calls).map(call).collect::<Result<Vec<_>, BenchError>>()
@@ -310,7 +276,8 @@ impl TransportBench {
                 let stored = (beside.stored_tokens() - before) as f64 / timed.wall_ns * 1e9;
                 let calls = timed.value?;
                 daemon.progress.add_steps(self.calls as u64);
-                if calls.iter().any(|call| call.answer != right) {
+                let answers = || calls.iter().filter(|call| call.answer.is_some());
+                if answers().any(|call| call.answer != right) {
                     let reason = "does not answer as the others do".to_owned();
                     return Err(BenchError::Failed { what: way.way_name().to_owned(), reason });
                 }
@@ -320,6 +287,9 @@ impl TransportBench {
                     times.cpu.push(timed.cpu_ns / each);
                     times.calls.extend(calls.iter().map(|call| call.us));
                     times.stored.push(stored);
+                    let after = daemon.running.device_clock();
+                    let served = (after.calls - clock.calls).max(1.0);
+                    times.device.push((after.seconds - clock.seconds) * 1e6 / served);
                 }
             }
         }
@@ -334,6 +304,7 @@ impl TransportBench {
                 slow_us: times.calls[(times.calls.len() - 1) * 99 / 100],
                 cpu_us: MeasuredFigure::from_runs(times.cpu),
                 stored_tokens_per_s: MeasuredFigure::from_runs(times.stored).median,
+                device_us: MeasuredFigure::from_runs(times.device).median,
             }
         });
         Ok(rows.collect())
@@ -362,23 +333,29 @@ fn unix_endpoint(sockets: &SocketFolder) -> String {
     format!("unix:{}", sockets.socket_path("grpc").display())
 }
 
-/// Every way to it.
+/// Every way to it; in place of the bare server, which is of one case, the way without one.
 async fn open_ways(
     running: &dyn BenchedDaemon,
     sockets: &SocketFolder,
 ) -> Result<Vec<TransportWay>, BenchError> {
     let failed = || BenchError::failed_step("connect");
-    let mut ways = Vec::new();
-    if let Some(address) = running.tcp_address() {
-        ways.push(TransportWay::Unary("tcp", connect_client(format!("http://{address}")).await?));
-    }
+    let mut ways = vec![TransportWay::Inside];
     let unix = connect_client(unix_endpoint(sockets)).await?;
     let stream = unix.attend_stream(1).await.map_err(failed())?;
     ways.extend([TransportWay::Unary("unix", unix), TransportWay::Stream(stream)]);
+    if let Some(address) = running.tcp_address() {
+        ways.push(TransportWay::Unary("tcp", connect_client(format!("http://{address}")).await?));
+    }
     let options = RegionOptions::default().with_bytes(REGION_BYTES);
-    let region = tokio::task::block_in_place(|| {
-        RegionClient::open_region(sockets.socket_path("region"), &options)
+    let path = sockets.socket_path("region");
+    let opened = tokio::task::block_in_place(|| {
+        let region = RegionClient::open_region(&path, &options)?;
+        let of_ring = Arc::new(RegionClient::open_region(&path, &options)?);
+        Ok((region, AttendRing::open_ring(of_ring, RingOptions::default())?))
     });
-    ways.push(TransportWay::Region(region.map_err(failed())?));
+    let (region, ring) =
+        opened.map_err(BenchError::failed_step::<kvd_client::ClientError>("region"))?;
+    ways.extend([TransportWay::Region(region), TransportWay::Ring(Box::new(ring))]);
+    ways.push(TransportWay::Inside);
     Ok(ways)
 }

@@ -66,6 +66,7 @@ mod region;
 mod region_control;
 mod region_layout;
 mod region_options;
+mod ring;
 mod secrets;
 mod session;
 mod stream;
@@ -80,9 +81,12 @@ pub use region::{
 };
 pub use region_control::{ControlCalls, RegionSession};
 pub use region_layout::{AttendLayout, QUERY_ERROR_BYTES};
+pub use ring::{AttendRing, RingLayout, RingOptions, RingReply};
 pub use secrets::{BearerToken, ClientIdentity, TlsOptions};
 pub use session::{HeldSession, SessionOptions};
 pub use stream::{AttendStream, LoadStream, PIPELINE_DEPTH_MAX, StoreStream};
+
+pub use kvd_shm::ring::RingRows;
 
 pub use kvd_core::{
     DType, ErrorCode, Geometry, LayerIndex, LeaseId, ModelId, Namespace, NamespaceError,

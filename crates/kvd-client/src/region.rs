@@ -21,12 +21,13 @@ use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use kvd_proto::v1::{RegionKind, RegionSlice};
 
 /// How often a sleeper looks whether the daemon still lives.
-const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+pub(crate) const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 /// Time for the daemon to answer the first message.
 const OPEN_TIME: Duration = Duration::from_secs(5);
 /// Time of the peer to read what fills its socket.
@@ -38,7 +39,7 @@ const MESSAGE_BYTES_MAX: usize = 64 << 10;
 #[derive(Debug)]
 pub struct RegionClient {
     stream: UnixStream,
-    memory: RegionMemory,
+    memory: Arc<RegionMemory>,
     opened: v1::OpenRegionResponse,
     timeout: Option<Duration>,
     say_launched: bool,
@@ -65,8 +66,8 @@ impl RegionClient {
         path: impl AsRef<Path>,
         options: &RegionOptions,
     ) -> Result<Self, ClientError> {
-        let memory =
-            RegionMemory::create_memory(options.bytes).map_err(|error| region_error(&error))?;
+        let memory = RegionMemory::create_memory(options.bytes);
+        let memory = Arc::new(memory.map_err(|error| region_error(&error))?);
         let stream = UnixStream::connect(path).map_err(|error| lost_connection(&error))?;
         stream.set_nonblocking(true).map_err(|error| lost_connection(&error))?;
         let name = options.namespace.as_ref().map_or("", Namespace::as_str);
@@ -110,6 +111,16 @@ impl RegionClient {
     #[must_use]
     pub fn memory(&self) -> &RegionMemory {
         &self.memory
+    }
+
+    /// The memory, for what outlives a borrow of the region.
+    pub(crate) fn shared_memory(&self) -> Arc<RegionMemory> {
+        self.memory.clone()
+    }
+
+    /// Deadline of each call.
+    pub(crate) fn call_timeout(&self) -> Option<Duration> {
+        self.timeout
     }
 
     /// The daemon's boot id when the region was opened.
@@ -421,7 +432,7 @@ impl RegionClient {
 
     /// Reads an unasked message of the daemon: none, or why it ends the connection. Its messages
     /// are small, so each is there at once.
-    fn read_notice(&self) -> Result<Option<v1::OpenRegionResponse>, ClientError> {
+    pub(crate) fn read_notice(&self) -> Result<Option<v1::OpenRegionResponse>, ClientError> {
         let mut bytes = vec![0; MESSAGE_BYTES_MAX];
         let got = match receive_files(&self.stream, &mut bytes) {
             Ok((0, _)) => return Err(lost_connection(&ErrorKind::UnexpectedEof.into())),

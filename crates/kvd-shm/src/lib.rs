@@ -15,6 +15,7 @@ mod completion;
 #[cfg_attr(not(target_os = "linux"), path = "unsupported.rs")]
 mod linux;
 mod memory;
+pub mod ring;
 
 pub use completion::{CallOutcome, CallRefusal, CompletionRecord};
 pub use linux::{DESCRIPTORS_MAX, receive_files, send_files};

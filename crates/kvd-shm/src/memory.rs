@@ -185,6 +185,23 @@ impl RegionMemory {
         Ok(())
     }
 
+    /// Reads a word, in one order with all ordered accesses of both sides.
+    pub(crate) fn read_ordered(&self, offset: u64) -> Result<u32, RegionError> {
+        Ok(self.word_cell(offset)?.load(Ordering::SeqCst))
+    }
+
+    /// Writes a word in that order, after everything written so far; wakes nobody.
+    pub(crate) fn write_ordered(&self, offset: u64, value: u32) -> Result<(), RegionError> {
+        self.word_cell(offset)?.store(value, Ordering::SeqCst);
+        Ok(())
+    }
+
+    /// Wakes who sleeps on a word.
+    pub(crate) fn wake_sleepers(&self, offset: u64) -> Result<(), RegionError> {
+        linux::wake_waiters(self.word_cell(offset)?);
+        Ok(())
+    }
+
     /// Sleeps until the word is no longer `value`, at most `time`; returns its value then.
     ///
     /// # Errors

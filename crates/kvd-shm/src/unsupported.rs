@@ -12,7 +12,7 @@ fn unsupported<T>() -> io::Result<T> {
     Err(io::Error::new(ErrorKind::Unsupported, "regions need Linux"))
 }
 
-pub(crate) fn create(_: u64) -> io::Result<OwnedFd> {
+pub(crate) fn create_file(_: u64) -> io::Result<OwnedFd> {
     unsupported()
 }
 
@@ -20,15 +20,15 @@ pub(crate) fn is_sealed(_: BorrowedFd<'_>) -> bool {
     false
 }
 
-pub(crate) fn size(_: BorrowedFd<'_>) -> io::Result<u64> {
+pub(crate) fn file_size(_: BorrowedFd<'_>) -> io::Result<u64> {
     unsupported()
 }
 
 /// There is none.
 #[derive(Debug)]
-pub(crate) enum Mapping {}
+pub(crate) enum FileMapping {}
 
-impl Mapping {
+impl FileMapping {
     pub(crate) fn new(_: BorrowedFd<'_>, _: u64) -> io::Result<Self> {
         unsupported()
     }
@@ -38,23 +38,23 @@ impl Mapping {
     }
 }
 
-pub(crate) fn words(bytes: &[AtomicU8]) -> (&[AtomicU8], &[AtomicU64], &[AtomicU8]) {
+pub(crate) fn split_words(bytes: &[AtomicU8]) -> (&[AtomicU8], &[AtomicU64], &[AtomicU8]) {
     (bytes, &[], &[])
 }
 
-pub(crate) fn word(_: &[AtomicU8]) -> Option<&AtomicU32> {
+pub(crate) fn aligned_word(_: &[AtomicU8]) -> Option<&AtomicU32> {
     None
 }
 
-pub(crate) fn wake(_: &AtomicU32) {}
+pub(crate) fn wake_waiters(_: &AtomicU32) {}
 
-pub(crate) fn wait(_: &AtomicU32, _: u32, _: Duration) {}
+pub(crate) fn wait_word(_: &AtomicU32, _: u32, _: Duration) {}
 
 /// Sends nothing.
 ///
 /// # Errors
 /// Always.
-pub fn send(_: impl AsFd, _: &[u8], _: &[BorrowedFd<'_>]) -> io::Result<usize> {
+pub fn send_files(_: impl AsFd, _: &[u8], _: &[BorrowedFd<'_>]) -> io::Result<usize> {
     unsupported()
 }
 
@@ -62,6 +62,6 @@ pub fn send(_: impl AsFd, _: &[u8], _: &[BorrowedFd<'_>]) -> io::Result<usize> {
 ///
 /// # Errors
 /// Always.
-pub fn receive(_: impl AsFd, _: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
+pub fn receive_files(_: impl AsFd, _: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
     unsupported()
 }

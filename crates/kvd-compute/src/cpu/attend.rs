@@ -250,6 +250,9 @@ fn run_some<P: Sync, T: Send>(
     if let [piece] = pieces {
         return Ok(vec![run(piece)?]);
     }
+    if job.is_small {
+        return run_here(job, pieces, run);
+    }
     let taken = AtomicUsize::new(0);
     // Whoever takes a piece runs it, so that those that are done are the first ones.
     let worker = |_| {
@@ -268,6 +271,23 @@ fn run_some<P: Sync, T: Send>(
     let mut all: Vec<(usize, T)> = done.into_iter().flatten().collect();
     all.sort_unstable_by_key(|(at, _)| *at);
     Ok(all.into_iter().map(|(_, answer)| answer).collect())
+}
+
+/// Runs pieces of work as [`run_some`], on this thread.
+fn run_here<P, T>(
+    job: &AttendJob<'_>,
+    pieces: &[P],
+    run: impl Fn(&P) -> Result<T, BackendError>,
+) -> Result<Vec<T>, BackendError> {
+    let mut done = Vec::with_capacity(pieces.len());
+    for piece in pieces {
+        if !done.is_empty() && job.stop.slice_is_over() {
+            break;
+        }
+        job.stop.check()?;
+        done.push(run(piece)?);
+    }
+    Ok(done)
 }
 
 /// A group whose units are merged and written.

@@ -82,6 +82,8 @@ pub(crate) struct AttendJob<'a> {
     /// See [`AttendTask::dropped_queries`](crate::AttendTask::dropped_queries).
     pub(crate) dropped: &'a [bool],
     pub(crate) threads: usize,
+    /// Whether the caller's thread does all of it: to wake others takes longer.
+    pub(crate) is_small: bool,
     /// When it ends early, and when it pauses.
     pub(crate) stop: &'a Stop,
 }

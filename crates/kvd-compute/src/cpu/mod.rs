@@ -324,6 +324,7 @@ impl CpuBackend {
             q,
             dropped,
             threads: self.threads.current_num_threads(),
+            is_small: self.is_small(plan),
             stop,
         })
     }

@@ -1,9 +1,18 @@
 //! Attends in slices: what a processor keeps of one between two of them.
 
 use super::attend::AttendProgress;
+use super::simd::Simd;
 use super::{AskedPlan, CpuBackend, first_non_finite};
 use crate::{AttendPlan, AttendTask, Attended, BackendError, Stop};
 use std::any::Any;
+use std::sync::LazyLock;
+
+/// Scores of a plan that one thread computes in less time than it takes to wake others for it: 256
+/// tokens by 32 heads.
+const SMALL_SCORES: u64 = 1 << 13;
+
+/// The best instruction set of this machine.
+static WIDEST: LazyLock<Simd> = LazyLock::new(Simd::detect_widest);
 
 /// An attend between two slices.
 struct UnderWay {
@@ -53,6 +62,14 @@ pub(super) fn attend_slice(
     Ok(attended)
 }
 
+impl CpuBackend {
+    /// Whether a plan is done sooner by one thread than others wake. Only the backend's threads
+    /// know of a limit of the instruction set.
+    pub(super) fn is_small(&self, plan: &AttendPlan) -> bool {
+        self.simd == *WIDEST && plan.scores() <= SMALL_SCORES
+    }
+}
+
 /// Goes on with a plan, whose queries are widened first.
 fn go_on(
     backend: &CpuBackend,
@@ -71,7 +88,9 @@ fn go_on(
     };
     let UnderWay { q, mut attend } = kept;
     let job = backend.new_job(AskedPlan { q: &q, ..asked }, stop)?;
-    if backend.threads.install(|| attend.go_on(&job))? {
+    let mut run = || attend.go_on(&job);
+    let is_done = if job.is_small { run() } else { backend.threads.install(run) }?;
+    if is_done {
         return Ok(Some(attend.take_answer(&job)));
     }
     *under_way = Some(UnderWay { q, attend });

@@ -842,7 +842,7 @@ pub struct RegionCall {
     /// Whether the record goes through state 3, where the answer is written in place.
     #[prost(bool, tag = "5")]
     pub say_launched: bool,
-    #[prost(oneof = "region_call::Call", tags = "3, 4, 20")]
+    #[prost(oneof = "region_call::Call", tags = "3, 4, 20, 21")]
     pub call: ::core::option::Option<region_call::Call>,
 }
 /// Nested message and enum types in `RegionCall`.
@@ -855,6 +855,8 @@ pub mod region_call {
         Store(super::StoreBlocksRequest),
         #[prost(message, tag = "20")]
         Control(super::RegionControl),
+        #[prost(message, tag = "21")]
+        Ring(super::RegionRing),
     }
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -872,6 +874,21 @@ pub struct RegionAttend {
     /// the record says that there is one; of an answered query all zeros.
     #[prost(message, optional, tag = "4")]
     pub query_errors: ::core::option::Option<RegionSlice>,
+}
+/// Opens the region's ring: attends go as records of 256 bytes in the memory file, without a message. Their
+/// payloads are there, whatever memory other calls have theirs in. docs/contract.md, "The ring", has the words
+/// and the records. The worker has written the ring's words before it sends this.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct RegionRing {
+    /// Of the ring's first byte, a multiple of 64. It takes 192 bytes and 512 for each of `entries`.
+    #[prost(uint64, tag = "1")]
+    pub offset: u64,
+    /// Records that are under way at most: a power of two, up to limits.ring_entries_max.
+    #[prost(uint32, tag = "2")]
+    pub entries: u32,
+    /// Number of the first record of either kind.
+    #[prost(uint32, tag = "3")]
+    pub first: u32,
 }
 /// Any unary rpc of the service, and HoldSession, in the region's namespace: a worker needs no gRPC.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

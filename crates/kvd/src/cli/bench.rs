@@ -3,6 +3,8 @@
 mod cache;
 #[cfg(feature = "eval")]
 mod daemon;
+#[cfg(feature = "eval")]
+mod echo;
 pub(super) mod flags;
 #[cfg(feature = "eval")]
 mod mixed;

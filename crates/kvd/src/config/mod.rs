@@ -10,6 +10,7 @@ mod kernel_cache;
 mod log_filter;
 mod namespaces;
 mod raw;
+mod ring;
 mod size;
 
 pub(crate) use access::{AccessConfig, MetricsReaders, is_beyond_loopback};
@@ -18,6 +19,7 @@ pub use kernel_cache::KernelCache;
 pub use namespaces::QuotaConfig;
 pub(crate) use namespaces::{find_quota, parse_amount};
 pub use raw::{ConfigError, ConfigOverrides, CountSetting, RawConfig};
+pub use ring::RingConfig;
 pub use size::SizeSetting;
 
 use crate::device_worker::MergeLimits;
@@ -123,6 +125,8 @@ pub struct Config {
     pub regions_max: usize,
     /// Memory file of one region.
     pub region_bytes_max: u64,
+    /// Their rings.
+    pub rings: RingConfig,
     /// Blocks that the queries of one attend read.
     pub attend_parts_max: u64,
     /// Scores that one attend computes.
@@ -244,6 +248,7 @@ impl Config {
             connection_bytes_max: limits.connection_bytes_max.as_u64() as usize,
             regions_max: to_permits("limits.regions_max", limits.regions_max)?,
             region_bytes_max: to_size("limits.region_bytes_max", limits.region_bytes_max)? as u64,
+            rings: RingConfig::validate_raw(raw)?,
             attend_parts_max: at_least("limits.attend_parts_max", limits.attend_parts_max, 1)?,
             attend_work_max: at_least("limits.attend_work_max", limits.attend_work_max, 1)?,
             step_rows_max: at_least("limits.step_rows_max", limits.step_rows_max, 1)?,

@@ -31,10 +31,29 @@ pub(crate) trait DeviceWork: Send {
     ) -> Result<Option<Self::Reply>, ServiceError>;
 }
 
+/// Who waits for a reply.
+pub(crate) enum JobCaller<R> {
+    /// A task, which sleeps until it is there.
+    Task(oneshot::Sender<Result<R, ServiceError>>),
+    /// Work of the device's own thread, which is short and takes no lock for long; whether
+    /// somebody was there to hear it. Dropped where there is no reply.
+    Told(Box<dyn FnOnce(Result<R, ServiceError>) -> bool + Send>),
+}
+
+impl<R> JobCaller<R> {
+    /// Tells the reply; whether somebody was there to hear it.
+    pub(super) fn tell_reply(self, reply: Result<R, ServiceError>) -> bool {
+        match self {
+            Self::Task(task) => task.send(reply).is_ok(),
+            Self::Told(tell) => tell(reply),
+        }
+    }
+}
+
 /// Work, and who waits for its reply.
 pub(crate) struct AskedWork<W: DeviceWork> {
     pub(super) work: W,
-    pub(super) reply: oneshot::Sender<Result<W::Reply, ServiceError>>,
+    pub(super) caller: JobCaller<W::Reply>,
 }
 
 /// State of a job that had the device.
@@ -56,15 +75,15 @@ impl<W: DeviceWork> AskedWork<W> {
             Ok(Some(reply)) => Ok(reply),
             Err(error) => Err(error),
         };
-        let Self { work, reply } = *self;
+        let Self { work, caller } = *self;
         // What it holds is free before its caller asks for more.
         drop(work);
-        JobStep::Done { heard: reply.send(result).is_ok() }
+        JobStep::Done { heard: caller.tell_reply(result) }
     }
 
     fn refuse_work(self, error: ServiceError) {
         // Nobody may be there any more.
-        let _ = self.reply.send(Err(error));
+        self.caller.tell_reply(Err(error));
     }
 }
 

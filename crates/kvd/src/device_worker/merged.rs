@@ -1,7 +1,7 @@
 //! Attends of several callers in one pass: those that wait when it begins and read mostly the same
 //! pages. Each keeps its owner, its deadline and its caller; it pays for its share of the time.
 
-use super::job::{AskedWork, DeviceJob};
+use super::job::{AskedWork, DeviceJob, JobCaller};
 use super::{QueuedJob, QueuedWork};
 use crate::scheduler::{JobTicket, WaitingJob};
 use crate::service::ServiceError;
@@ -10,10 +10,9 @@ use kvd_compute::{AttendPlan, AttendTask, Attended, Backend, BackendError, Stop,
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-use tokio::sync::oneshot;
 
 /// Who waits for the answer of an attend.
-type AttendCaller = oneshot::Sender<Result<<AttendJob as super::DeviceWork>::Reply, ServiceError>>;
+type AttendCaller = JobCaller<<AttendJob as super::DeviceWork>::Reply>;
 
 /// Attends in one plan.
 pub(super) struct MergedAttends {
@@ -79,13 +78,13 @@ pub(super) fn merge_jobs(jobs: Vec<WaitingJob<QueuedJob>>) -> Vec<WaitingJob<Que
         let (entry, job) = entry.swap_work(());
         // Looked at above: all are attends.
         let QueuedWork::One(DeviceJob::Attend(asked)) = job else { continue };
-        let AskedWork { work, reply } = *asked;
+        let AskedWork { work, caller } = *asked;
         let own = work.asked_plan();
         let queries = query..query + own.queries.len();
         let tokens = token..token + own.query_tokens();
         let share = own.scores() as f64 / all;
         (query, token) = (queries.end, tokens.end);
-        let caller = Some(reply);
+        let caller = Some(caller);
         members.push(MergedMember { ticket, entry, work, caller, queries, tokens, share });
     }
     let merged = MergedAttends { task: AttendTask::new(plan), members, unheard: 0 };
@@ -167,7 +166,7 @@ impl MergedAttends {
             let Some(caller) = member.caller.take() else { continue };
             self.task.drop_queries(member.queries.clone());
             let error = BackendError::Stopped(StopReason::DeadlinePassed);
-            if gone || caller.send(Err(error.into())).is_err() {
+            if gone || !caller.tell_reply(Err(error.into())) {
                 self.unheard += 1;
             }
         }
@@ -191,7 +190,7 @@ impl MergedAttends {
             let reply = work.take_reply(own);
             // What it holds is free before its caller asks for more.
             drop(work);
-            self.unheard += u64::from(caller.send(Ok(reply)).is_err());
+            self.unheard += u64::from(!caller.tell_reply(Ok(reply)));
         }
         MergedStep::Done { unheard: self.unheard }
     }
@@ -200,7 +199,7 @@ impl MergedAttends {
     fn take_apart(self) -> MergedStep {
         let apart = |member: MergedMember| {
             let MergedMember { ticket, entry, work, caller, .. } = member;
-            let asked = Box::new(AskedWork { work, reply: caller? });
+            let asked = Box::new(AskedWork { work, caller: caller? });
             let job = QueuedWork::One(DeviceJob::Attend(asked));
             let (entry, ()) = entry.swap_work(job);
             // Never nothing: a cost tells jobs that have begun.
@@ -214,7 +213,7 @@ impl MergedAttends {
     /// Answers all that wait with an error.
     pub(super) fn refuse_all(&mut self, error: &ServiceError) {
         for caller in self.members.iter_mut().filter_map(|member| member.caller.take()) {
-            self.unheard += u64::from(caller.send(Err(error.clone())).is_err());
+            self.unheard += u64::from(!caller.tell_reply(Err(error.clone())));
         }
     }
 }

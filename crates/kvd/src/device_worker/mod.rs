@@ -11,7 +11,7 @@ mod job;
 mod merged;
 mod thread;
 
-pub(crate) use job::{AskedWork, DeviceJob, DeviceWork};
+pub(crate) use job::{AskedWork, DeviceJob, DeviceWork, JobCaller};
 pub use thread::DeviceWorkerThread;
 
 use crate::metrics::{DeviceMetrics, Metrics};
@@ -130,6 +130,14 @@ impl QueuedWork {
     }
 }
 
+impl QueuedJob {
+    /// Answers whoever waits for it with the error, and gives that back.
+    fn refuse_entry(self, error: ServiceError) -> ServiceError {
+        self.job.refuse_work(error.clone());
+        error
+    }
+}
+
 impl<W> QueuedJob<W> {
     fn new(job: W, deadline: Option<Instant>) -> Self {
         let (accepted, cancelled) = (Instant::now(), Arc::default());
@@ -167,17 +175,32 @@ fn device_failed() -> ServiceError {
 
 /// A job that was accepted. Dropped before its answer it takes the job back: out of the queue, or
 /// by telling the device to stop.
-struct AcceptedJob<'a> {
-    worker: &'a DeviceWorker,
+pub(crate) struct AcceptedJob {
+    handles: Arc<WorkerHandles>,
+    metrics: Arc<DeviceMetrics>,
     ticket: JobTicket,
     cancelled: Arc<AtomicBool>,
     answered: bool,
 }
 
-impl AcceptedJob<'_> {
+impl AcceptedJob {
+    /// Notes that it was answered: there is nothing to take back.
+    pub(crate) fn note_answer(mut self) {
+        self.answered = true;
+    }
+
+    /// Takes the job out of the queue, if it waits there, and tells its caller that it is too late.
+    /// One that has the device is told to stop by its deadline, and says so itself.
+    pub(crate) fn expire_job(&self) {
+        if let Some(WaitingJob { job, .. }) = self.withdraw_job() {
+            self.metrics.abandoned_before.increment(1);
+            job.job.refuse_work(CallContext::too_late());
+        }
+    }
+
     /// Takes the job out of the queue, if it waits there; not out of a pass of several.
     fn withdraw_job(&self) -> Option<WaitingJob<QueuedJob>> {
-        let shared = &self.worker.handles.shared;
+        let shared = &self.handles.shared;
         let mut queue = shared.queue.lock();
         let taken = match queue.jobs.remove(&self.ticket) {
             Some(WaitingJob { ticket, job }) if matches!(job.job, QueuedWork::Merged(_)) => {
@@ -191,16 +214,16 @@ impl AcceptedJob<'_> {
     }
 }
 
-impl Drop for AcceptedJob<'_> {
+impl Drop for AcceptedJob {
     fn drop(&mut self) {
         if self.answered {
             return;
         }
         self.cancelled.store(true, Ordering::Release);
-        self.worker.handles.shared.left.store(true, Ordering::Release);
+        self.handles.shared.left.store(true, Ordering::Release);
         // Dropped without the lock: what it holds may take other locks.
         if let Some(WaitingJob { job, .. }) = self.withdraw_job() {
-            let metrics = &self.worker.metrics;
+            let metrics = &self.metrics;
             let begun = !job.cost.is_zero();
             if begun { &metrics.abandoned_during } else { &metrics.abandoned_before }.increment(1);
         }
@@ -305,7 +328,8 @@ impl DeviceWorker {
         call.check_deadline()?;
         let (reply, mut answer) = oneshot::channel();
         let kind = work.job_kind();
-        let mut accepted = self.submit_job(call, kind, AskedWork { work, reply }.into())?;
+        let mut accepted =
+            self.submit_job(call, kind, AskedWork { work, caller: JobCaller::Task(reply) }.into())?;
         let closed = |_| Err(self.handles.shared.closed_error());
         let result = match call.deadline {
             None => answer.await.unwrap_or_else(closed),
@@ -318,6 +342,25 @@ impl DeviceWorker {
         };
         accepted.answered = true;
         result
+    }
+
+    /// Has work done on the device for a caller that is told of it; also where it is refused. Who
+    /// drops the job before its answer takes it back.
+    ///
+    /// # Errors
+    /// As [`DeviceWorker::ask_device`], which the caller was told already.
+    pub(crate) fn tell_device<W>(
+        &self,
+        call: &CallContext,
+        work: W,
+        caller: JobCaller<W::Reply>,
+    ) -> Result<AcceptedJob, ServiceError>
+    where
+        W: DeviceWork,
+        DeviceJob: From<AskedWork<W>>,
+    {
+        let kind = work.job_kind();
+        self.submit_job(call, kind, AskedWork { work, caller }.into())
     }
 
     /// Runs `work` on the device as a job of its own, for those who embed the daemon.
@@ -355,7 +398,7 @@ impl DeviceWorker {
         call: &CallContext,
         kind: JobKind,
         job: DeviceJob,
-    ) -> Result<AcceptedJob<'_>, ServiceError> {
+    ) -> Result<AcceptedJob, ServiceError> {
         let shared = &self.handles.shared;
         let owner = OwnerKey {
             namespace: call.namespace.clone(),
@@ -367,7 +410,8 @@ impl DeviceWorker {
         let account = account.filter(|of| of.limit_of(QuotaKind::QueueJobs).is_some());
         let mut queue = shared.queue.lock();
         if queue.closed || shared.failed.load(Ordering::Acquire) {
-            return Err(shared.closed_error());
+            drop(queue);
+            return Err(entry.refuse_entry(shared.closed_error()));
         }
         let is_counted = !call.waits_for_queue;
         if is_counted && let Some(account) = &account {
@@ -378,7 +422,9 @@ impl DeviceWorker {
         if is_counted && queue.jobs.counted_jobs()[kind.index()] >= self.queue_jobs_max {
             refused = queue.jobs.take_from_most(kind, &owner);
             if refused.is_none() {
-                return Err(self.queue_full(&queue, kind, &owner));
+                let error = self.queue_full(&queue, kind, &owner);
+                drop(queue);
+                return Err(entry.refuse_entry(error));
             }
         }
         let ticket = queue.jobs.make_ticket(kind, owner, is_counted);
@@ -390,7 +436,8 @@ impl DeviceWorker {
         if let (Some(WaitingJob { job, .. }), Some(error)) = (refused, error) {
             job.job.refuse_work(error);
         }
-        Ok(AcceptedJob { worker: self, ticket, cancelled, answered: false })
+        let (handles, metrics) = (self.handles.clone(), self.metrics.clone());
+        Ok(AcceptedJob { handles, metrics, ticket, cancelled, answered: false })
     }
 
     /// The answer where no place is left, with the time that the caller's own jobs take about.

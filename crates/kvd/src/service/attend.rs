@@ -3,6 +3,7 @@
 use super::attend_job::{AttendInPlace, AttendJob, PreparedAttend};
 use super::budget::InFlight;
 use super::{CallContext, RegisteredModel, Service, ServiceError, plan};
+use crate::device_worker::{AcceptedJob, JobCaller};
 use kvd_compute::{AttendPlan, AttendTask, PlanPart, PlanQuery, RegionPlaces, first_non_finite};
 use kvd_core::{DType, ErrorCode, Geometry, SequenceId};
 use kvd_proto::domain::{AttendBatch, AttendQuery};
@@ -22,6 +23,15 @@ pub struct AttendReply {
     pub query_errors: Vec<RefusedQuery>,
     /// Share of the budgets, until the answer is sent.
     pub(crate) held: Option<InFlight>,
+}
+
+/// Told the reply to an attend, or why there is none; whether somebody was there to hear it.
+pub(crate) type AttendTold = Box<dyn FnOnce(Result<AttendReply, ServiceError>) -> bool + Send>;
+
+/// An attend that is planned, and the bytes of its answer.
+struct BegunAttend {
+    prepared: PreparedAttend,
+    reply_bytes: u64,
 }
 
 /// Queries in device memory, and the places of their answers.
@@ -93,22 +103,59 @@ impl Service {
         call: &CallContext,
         batch: AttendBatch,
     ) -> Result<AttendReply, ServiceError> {
+        let BegunAttend { mut prepared, reply_bytes } = self.begin_attend(call, batch)?;
+        if let Some(reply) = prepared.take_empty() {
+            return Ok(reply);
+        }
+        prepared.answer = Some(self.admit_answer(call, reply_bytes).await?);
+        let worker = self.shards[prepared.model.shard].worker.clone();
+        worker.ask_device(call, AttendJob(prepared)).await
+    }
+
+    /// As [`Service::attend_batch`], for a caller that is told the reply or the error, by this
+    /// thread or the device's. The job under way, if it came to one.
+    pub(crate) fn tell_attend(
+        &self,
+        call: &CallContext,
+        batch: AttendBatch,
+        tell: AttendTold,
+    ) -> Option<AcceptedJob> {
+        let begun = self.begin_attend(call, batch).and_then(|begun| {
+            let mut prepared = begun.prepared;
+            if prepared.query_tokens > 0 {
+                prepared.answer = Some(self.take_bytes(call, begun.reply_bytes)?);
+            }
+            Ok(prepared)
+        });
+        let mut prepared = match begun {
+            Ok(prepared) => prepared,
+            Err(error) => {
+                tell(Err(error));
+                return None;
+            }
+        };
+        if let Some(reply) = prepared.take_empty() {
+            tell(Ok(reply));
+            return None;
+        }
+        let shard = prepared.model.shard;
+        let (work, caller) = (AttendJob(prepared), JobCaller::Told(tell));
+        self.shards[shard].worker.tell_device(call, work, caller).ok()
+    }
+
+    fn begin_attend(
+        &self,
+        call: &CallContext,
+        batch: AttendBatch,
+    ) -> Result<BegunAttend, ServiceError> {
         self.admit_call(call)?;
         let model = self.batch_model(call, &batch)?;
         batch.check_shape(&model.shape.geometry)?;
         let reply_bytes = self.check_reply_size(&batch, &model.shape.geometry)?;
-        let worker = self.shards[model.shard].worker.clone();
         // What came in a message is taken already.
         let bytes = call.bytes_to_admit(batch.q.len() as u64);
-        let mut prepared = self.prepare_attend(call, model, batch, bytes)?;
-        if prepared.query_tokens == 0 {
-            // Every query was refused for that: there is no row to answer.
-            let query_errors = prepared.query_errors;
-            let (out, lse) = (Vec::new(), Vec::new());
-            return Ok(AttendReply { out, lse, query_errors, held: None });
-        }
-        prepared.answer = Some(self.admit_answer(call, reply_bytes).await?);
-        worker.ask_device(call, AttendJob(prepared)).await
+        let prepared = self.prepare_attend(call, model, batch, bytes)?;
+        Ok(BegunAttend { prepared, reply_bytes })
     }
 
     /// Attention where queries are in device memory and the answer goes there; the batch has none

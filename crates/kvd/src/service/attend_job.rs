@@ -33,6 +33,14 @@ pub(super) struct PreparedAttend {
 }
 
 impl PreparedAttend {
+    /// The reply where every query was refused for having no tokens: there is no row to answer.
+    pub(super) fn take_empty(&mut self) -> Option<AttendReply> {
+        let query_errors =
+            (self.query_tokens == 0).then(|| std::mem::take(&mut self.query_errors))?;
+        let (out, lse) = (Vec::new(), Vec::new());
+        Some(AttendReply { out, lse, query_errors, held: None })
+    }
+
     /// Goes on by `work`, and counts the time and the launches.
     fn go_on<T>(
         &mut self,

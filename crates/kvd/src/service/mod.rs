@@ -126,7 +126,7 @@ fn describe_service(metrics: &Metrics, boot_id: &str, shards: &[DeviceShard]) {
     // Both then count up and down with the regions themselves.
     metrics.gauge(Metric::Regions, &[]).set(0.0);
     metrics.gauge(Metric::RegionBytes, &[]).set(0.0);
-    for payloads in ["file", "in_place", "copied"] {
+    for payloads in ["file", "in_place", "copied", "ring"] {
         metrics.counter(Metric::RegionCallsTotal, &[("payloads", payloads)]).increment(0);
     }
     launches::describe_launches(metrics);

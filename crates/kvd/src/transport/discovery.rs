@@ -15,13 +15,14 @@ use std::collections::HashMap;
 const PROTOCOL: u32 = 1;
 
 /// Additions to the first version of the protocol.
-const FEATURES: [&str; 8] = [
+const FEATURES: [&str; 9] = [
     "all_visible",
     "calibrate_model",
     "codec_list",
     "lse_form",
     "out_dtype",
     "region_control",
+    "region_ring",
     "steps",
     "windows",
 ];
@@ -93,6 +94,7 @@ fn named_limits(service: &Service) -> HashMap<String, u64> {
         ("limits.connection_bytes_max", config.connection_bytes_max as u64),
         ("limits.regions_max", config.regions_max as u64),
         ("limits.region_bytes_max", config.region_bytes_max),
+        ("limits.ring_entries_max", config.rings.entries_max.into()),
         ("limits.attend_parts_max", config.attend_parts_max),
         ("limits.attend_work_max", config.attend_work_max),
         ("limits.step_rows_max", config.step_rows_max),

@@ -9,6 +9,7 @@ mod connection;
 mod convert;
 mod deadline;
 mod discovery;
+pub(crate) mod encoded_codec;
 mod grpc;
 mod health;
 mod layer;

@@ -14,11 +14,11 @@ use kvd_compute::{RegionPlaces, RegionRows};
 use kvd_core::{DType, ErrorCode};
 use kvd_proto::domain::{AnswerForm, AttendBatch, CallError, StoreChunk, inline_payload};
 use kvd_proto::{RequestError, v1};
-use kvd_shm::{CallOutcome, CallRefusal, CompletionRecord};
+use kvd_shm::{CallOutcome, CallRefusal, CompletionRecord, RegionMemory};
 use std::time::{Duration, Instant};
 
 /// Bytes of what is said of one query that was refused alone.
-const QUERY_ERROR_BYTES: usize = 128;
+pub(super) const QUERY_ERROR_BYTES: usize = 128;
 /// Bytes of one log-sum-exp.
 const LSE_BYTES: u64 = DType::F32.size_bytes() as u64;
 
@@ -49,7 +49,7 @@ pub(super) async fn answer_call(host: &RegionHost, region: &WorkerRegion, call: 
     let service = &*host.service;
     let timeout = Some(call.timeout_us).filter(|timeout| *timeout != 0);
     let deadline = timeout.and_then(|us| Instant::now().checked_add(Duration::from_micros(us)));
-    let caller = CallContext { deadline, ..region.call_context() };
+    let caller = CallContext { deadline, ..region.caller.call_context() };
     let (name, metrics) = (rpc_name(&call), service.metrics());
     let (done, launched) = (call.done, call.say_launched.then_some(call.done));
     let outcome = match call.call {
@@ -101,10 +101,11 @@ async fn serve_call(
     work: CallWork,
 ) -> Result<[u32; 3], ServiceError> {
     // Before payloads are copied: who is not let in costs nothing.
-    region.admit_call(service, caller, work.rpc)?;
+    region.caller.admit_call(service, caller, work.rpc)?;
     service.admit_call(caller)?;
     match work.call {
-        None | Some(v1::region_call::Call::Control(_)) => {
+        // Control calls and rings have gone their own way.
+        None | Some(v1::region_call::Call::Control(_) | v1::region_call::Call::Ring(_)) => {
             Err(RequestError::Missing { field: "call" }.into())
         }
         Some(v1::region_call::Call::Attend(call)) => {
@@ -297,9 +298,18 @@ fn answer_places(
     Ok(AnswerPlaces { out, out_bytes, lse, lse_bytes: heads * LSE_BYTES, query_errors })
 }
 
-/// Writes "CODE: message" of each query that was refused alone; answers how many there are.
 fn put_query_errors(
     region: &WorkerRegion,
+    at: Option<u64>,
+    queries: usize,
+    refused: &[RefusedQuery],
+) -> Result<u32, ServiceError> {
+    write_query_errors(&region.memory, at, queries, refused)
+}
+
+/// Writes "CODE: message" of each query that was refused alone; answers how many there are.
+pub(super) fn write_query_errors(
+    memory: &RegionMemory,
     at: Option<u64>,
     queries: usize,
     refused: &[RefusedQuery],
@@ -311,7 +321,7 @@ fn put_query_errors(
         let text = &text.as_bytes()[..text.floor_char_boundary(QUERY_ERROR_BYTES)];
         bytes[*index as usize * QUERY_ERROR_BYTES..][..text.len()].copy_from_slice(text);
     }
-    region.memory.write_bytes(at, &bytes)?;
+    memory.write_bytes(at, &bytes)?;
     Ok(refused.len() as u32)
 }
 

@@ -4,10 +4,11 @@
 use super::call::{check_size, refusal_of};
 use super::{RegionHost, WorkerRegion};
 use crate::service::{CallContext, ServiceError, SessionLease};
+use crate::transport::encoded_codec::EncodedCodec;
 use crate::transport::layer::RequestService;
 use crate::transport::measure::{measure_answer, refuse_call};
 use crate::transport::refusal::WatchedService;
-use bytes::{Buf, BufMut, Bytes};
+use bytes::Bytes;
 use http::uri::PathAndQuery;
 use kvd_core::{ErrorCode, SessionId};
 use kvd_proto::domain::{CallError, SessionHold};
@@ -18,7 +19,6 @@ use prost::Message;
 use std::collections::HashMap;
 use std::time::Instant;
 use tonic::client::Grpc;
-use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 use tonic::metadata::MetadataValue;
 use tonic::service::Routes;
 use tonic::{Code, Request, Status};
@@ -124,7 +124,7 @@ async fn serve_control(
     let refuse = |error: ServiceError| refuse_call(metrics, CONTROL, &error);
     let v1::RegionControl { method, request, .. } = call;
     let kind = rpc_kind(&method).ok_or_else(|| refuse(unknown_method(&method)))?;
-    let caller = &region.admit_call(&host.service, caller, &method).map_err(refuse)?;
+    let caller = &region.caller.admit_call(&host.service, caller, &method).map_err(refuse)?;
     let request = take_request(host, region, caller, request).map_err(refuse)?;
     match kind {
         RpcKind::Unary => ask_routes(host, region, caller, RpcRequest { method, request }).await,
@@ -188,10 +188,10 @@ async fn ask_routes(
     rpc: RpcRequest,
 ) -> Result<Bytes, Status> {
     let mut request = Request::new(rpc.request);
-    let namespace = MetadataValue::try_from(region.namespace.as_str());
+    let namespace = MetadataValue::try_from(region.caller.namespace.as_str());
     let namespace = namespace.map_err(|error| Status::internal(error.to_string()))?;
     request.metadata_mut().insert(NAMESPACE_KEY, namespace);
-    request.extensions_mut().insert(region.owner.clone());
+    request.extensions_mut().insert(region.caller.owner.clone());
     // Rows of steps are there.
     request.extensions_mut().insert(region.memory.clone());
     if let Some(deadline) = caller.deadline {
@@ -216,8 +216,10 @@ async fn hold_session(
     })?;
     let hold = SessionHold::try_from(request)?;
     let sessions = &region.sessions;
-    let lease =
-        host.service.hold_session(caller, hold, region.owner.call_peer().to_string()).await?;
+    let lease = host
+        .service
+        .hold_session(caller, hold, region.caller.owner.call_peer().to_string())
+        .await?;
     let session_id = lease.session_id().0;
     let ttl_ms = u32::try_from(lease.granted_ttl().as_millis()).unwrap_or(u32::MAX);
     let mut leases = sessions.leases.lock();
@@ -225,42 +227,4 @@ async fn hold_session(
     leases.retain(|_, lease| !lease.has_ended());
     leases.insert(lease.session_id(), lease);
     Ok(v1::HoldSessionResponse { session_id, ttl_ms }.encode_to_vec().into())
-}
-
-/// Messages that are encoded already, and answers that stay so.
-struct EncodedCodec;
-
-impl Codec for EncodedCodec {
-    type Encode = Bytes;
-    type Decode = Bytes;
-    type Encoder = Self;
-    type Decoder = Self;
-
-    fn encoder(&mut self) -> Self {
-        Self
-    }
-
-    fn decoder(&mut self) -> Self {
-        Self
-    }
-}
-
-impl Encoder for EncodedCodec {
-    type Item = Bytes;
-    type Error = Status;
-
-    fn encode(&mut self, message: Bytes, to: &mut EncodeBuf<'_>) -> Result<(), Status> {
-        to.put(message);
-        Ok(())
-    }
-}
-
-impl Decoder for EncodedCodec {
-    type Item = Bytes;
-    type Error = Status;
-
-    fn decode(&mut self, from: &mut DecodeBuf<'_>) -> Result<Option<Bytes>, Status> {
-        let bytes = from.remaining();
-        Ok(Some(from.copy_to_bytes(bytes)))
-    }
 }

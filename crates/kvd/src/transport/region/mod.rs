@@ -5,8 +5,10 @@
 mod call;
 mod control;
 mod frames;
+mod ring;
 
 use super::connection::ServerPhase;
+use super::measure::refuse_call;
 use super::socket::BoundSocket;
 use crate::access::{AccessRequest, ConnectionPeer, PeerDoor};
 use crate::metrics::{Metric, Metrics, OpenCount};
@@ -15,9 +17,11 @@ use control::{ControlRoutes, HeldSessions};
 use frames::{FrameSocket, ReceivedFrame};
 use kvd_compute::RegionHandle;
 use kvd_core::{ErrorCode, Namespace};
+use kvd_proto::domain::CallError;
 use kvd_proto::v1;
-use kvd_shm::RegionMemory;
+use kvd_shm::{CallOutcome, CompletionRecord, RegionMemory};
 use metrics::Gauge;
+use ring::ServedRing;
 use std::future::poll_fn;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -57,11 +61,18 @@ pub(super) struct RegionHost {
     pub(super) control: ControlRoutes,
 }
 
-/// A region that is open.
-struct WorkerRegion {
+/// Whoever opened a region.
+#[derive(Clone)]
+struct RegionCaller {
     namespace: Namespace,
     /// Whose jobs and bytes count together: the connection.
     owner: CallOwner,
+}
+
+/// A region that is open.
+struct WorkerRegion {
+    /// Whose calls come through it.
+    caller: RegionCaller,
     /// Completion records, and payloads where no device memory is open. A device may tell of a
     /// launch there when the region is gone.
     memory: Arc<RegionMemory>,
@@ -76,20 +87,21 @@ struct WorkerRegion {
 
 impl WorkerRegion {
     fn new(
-        namespace: Namespace,
+        caller: RegionCaller,
         memory: RegionMemory,
         metrics: &Metrics,
         permit: OwnedSemaphorePermit,
-        owner: CallOwner,
     ) -> Self {
         let regions = metrics.gauge(Metric::Regions, &[]);
         let bytes = metrics.gauge(Metric::RegionBytes, &[]);
         regions.increment(1.0);
         bytes.increment(memory.size_bytes() as f64);
         let (memory, sessions) = (Arc::new(memory), HeldSessions::default());
-        Self { namespace, owner, memory, device: None, sessions, regions, bytes, _permit: permit }
+        Self { caller, memory, device: None, sessions, regions, bytes, _permit: permit }
     }
+}
 
+impl RegionCaller {
     /// Lets a call of an rpc pass, as one of whoever opened the region.
     fn admit_call(
         &self,
@@ -190,28 +202,29 @@ async fn serve_connection(
     if frames.send_message(&response).await.is_err() {
         return;
     }
-    tracing::debug!(namespace = %region.namespace, bytes = region.memory.size_bytes(), "region");
+    let bytes = region.memory.size_bytes();
+    tracing::debug!(namespace = %region.caller.namespace, bytes, "region");
     let ahead = Arc::new(Semaphore::new(CALLS_AHEAD_MAX));
     let mut calls = JoinSet::new();
+    let mut ring = None;
     loop {
         let Ok(permit) = ahead.clone().acquire_owned().await else { return };
-        let message = tokio::select! {
-            // Calls that have arrived are answered (if only with SHUTTING_DOWN).
-            biased;
-            message = frames.next::<v1::RegionCall>() => message,
-            _ = phase.wait_for(|now| *now >= ServerPhase::Draining) => break,
-        };
-        let call = match message {
-            Ok(Some(frame)) => frame.message,
-            // Dropping `calls` drops what nobody waits for any more.
-            Ok(None) => return,
-            Err(error) => return refuse_worker(&frames, &broken_error(&error)).await,
+        let call = match next_call(&mut frames, &mut ring, &mut phase).await {
+            Ok(call) => call,
+            // Dropping `calls` and the ring drops what nobody waits for any more.
+            Err(RegionEnd::Left) => return,
+            Err(RegionEnd::Refused(error)) => return refuse_worker(&frames, &error).await,
+            Err(RegionEnd::Drain) => break,
         };
         // Where a refusal goes must be known before anything can be refused.
-        if let Err(error) = kvd_shm::CompletionRecord::from_offset(&region.memory, call.done) {
+        if let Err(error) = CompletionRecord::from_offset(&region.memory, call.done) {
             return refuse_worker(&frames, &error.into()).await;
         }
         while calls.try_join_next().is_some() {}
+        if let Some(v1::region_call::Call::Ring(asked)) = call.call {
+            open_ring(service, &region, &mut ring, RingRequest { done: call.done, asked });
+            continue;
+        }
         let in_order = region.device.is_some() && call::is_store(&call);
         let (host, region) = (host.clone(), region.clone());
         let mut answered = Box::pin(async move {
@@ -227,7 +240,73 @@ async fn serve_connection(
         calls.spawn(answered);
     }
     while calls.join_next().await.is_some() {}
+    if let Some(ring) = ring {
+        ring.drain_ring().await;
+    }
     say_shutting_down(frames).await;
+}
+
+/// Why a region takes no more calls.
+enum RegionEnd {
+    /// The worker has left.
+    Left,
+    /// It has broken the protocol, or its ring.
+    Refused(ServiceError),
+    Drain,
+}
+
+async fn next_call(
+    frames: &mut FrameSocket,
+    ring: &mut Option<ServedRing>,
+    phase: &mut watch::Receiver<ServerPhase>,
+) -> Result<v1::RegionCall, RegionEnd> {
+    tokio::select! {
+        // Calls that have arrived are answered (if only with SHUTTING_DOWN).
+        biased;
+        message = frames.next() => match message {
+            Ok(Some(ReceivedFrame { message, .. })) => Ok(message),
+            Ok(None) => Err(RegionEnd::Left),
+            Err(error) => Err(RegionEnd::Refused(broken_error(&error))),
+        },
+        error = ServedRing::wait_broken(ring) => Err(RegionEnd::Refused(error)),
+        _ = phase.wait_for(|now| *now >= ServerPhase::Draining) => Err(RegionEnd::Drain),
+    }
+}
+
+/// A call for a ring.
+struct RingRequest {
+    /// Its completion record, which was tested.
+    done: u64,
+    asked: v1::RegionRing,
+}
+
+/// Opens a region's ring, and ends the call's record.
+fn open_ring(
+    service: &Arc<Service>,
+    region: &WorkerRegion,
+    ring: &mut Option<ServedRing>,
+    request: RingRequest,
+) {
+    let opened = match ring {
+        Some(_) => {
+            let message = "the region has a ring; open another region for another one";
+            Err(ServiceError::new(ErrorCode::LimitExceeded, message))
+        }
+        None => ServedRing::open_ring(service, region, request.asked),
+    };
+    let outcome = match opened {
+        Ok(opened) => {
+            *ring = Some(opened);
+            CallOutcome::Done([0; 3])
+        }
+        Err(error) => {
+            let status = refuse_call(service.metrics(), "AttendRegion", &error);
+            CallOutcome::Refused(call::refusal_of(&CallError::from(&status), 0))
+        }
+    };
+    let ended = CompletionRecord::from_offset(&region.memory, request.done)
+        .and_then(|record| record.end_call(&outcome));
+    ended.expect("the record was tested when the call came, and regions keep their size");
 }
 
 /// The answer to the first message.
@@ -331,7 +410,7 @@ async fn with_device(
     };
     let uuid = service.find_gpu(&request.device_uuid)?;
     let size_bytes = request.device_bytes;
-    let caller = region.call_context();
+    let caller = region.caller.call_context();
     let opened = match handle {
         Err(reason) => Err(reason),
         Ok(handle) => {
@@ -384,7 +463,8 @@ fn map_region(
     };
     let memory = RegionMemory::map_file(file, request.bytes)?;
     let owner = CallOwner::of_peer(service.config().connection_bytes_max as u64, peer);
-    Ok(WorkerRegion::new(namespace, memory, service.metrics(), permit, owner))
+    let caller = RegionCaller { namespace, owner };
+    Ok(WorkerRegion::new(caller, memory, service.metrics(), permit))
 }
 
 /// A message that could not be read.
