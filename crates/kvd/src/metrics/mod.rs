@@ -39,7 +39,7 @@ pub const ALERT_CODES: [ErrorCode; 5] = [
 ];
 
 /// Names of calls in labels: those of the service, and those of regions.
-pub const RPCS: [&str; 34] = [
+pub const RPCS: [&str; 35] = [
     "GetServerInfo",
     "RegisterModel",
     "DescribeModel",
