@@ -19,7 +19,7 @@ struct TokenKernel {
 }
 
 /// All of them.
-const TOKEN_KERNELS: [TokenKernel; 2] = [
+static TOKEN_KERNELS: [TokenKernel; 2] = [
     TokenKernel { name: "kvd_attend_kivi4_4", bits: 4 },
     TokenKernel { name: "kvd_attend_kivi2_4", bits: 2 },
 ];

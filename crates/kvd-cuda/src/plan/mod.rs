@@ -109,9 +109,9 @@ pub struct KernelPlan {
     pub parts_per_unit: u32,
     /// Bytes of pages that one step reads.
     pub page_bytes: f64,
-    /// What the merge reads: partial results of each query row, one of every unit,
+    /// Partial results of each query row that the merge reads: one of every unit.
     pub merged: u32,
-    /// and bytes of all rows.
+    /// Bytes of the partial results of all rows.
     pub merge_bytes: f64,
     /// Why the host encodes keys and values; none where store kernels do. They encode only layers
     /// of which they can write both.
