@@ -1,7 +1,7 @@
 //! Fits what a codec needs to samples of a model's K and V.
 
 use crate::calibration::SideCalibration;
-use crate::fit_grid::GridHead;
+use crate::fit_grid::{GridHead, HeadScale};
 use crate::gain;
 use crate::outliers::InlierRows;
 use crate::rotation::RandomRotation;
@@ -174,7 +174,7 @@ pub(crate) struct HeadFit<'a> {
 }
 
 impl<'a> HeadFit<'a> {
-    fn new(
+    pub(crate) fn new(
         place: HeadIndex,
         samples: &'a Samples,
         transforms: &[Transform],
@@ -209,7 +209,7 @@ impl<'a> HeadFit<'a> {
         Self { place, dim, raw, rows, fitted, queries, steps, weight: None, scale: 1.0 }
     }
 
-    fn fit_transforms(
+    pub(crate) fn fit_transforms(
         mut self,
         transforms: &[Transform],
         fitted: &mut SideCalibration,
@@ -326,8 +326,8 @@ impl<'a> HeadFit<'a> {
         let (place, dim) = (self.place, self.dim);
         let part = self.raw.len() / dim / FOLDS * dim;
         if part == 0 {
-            let Self { rows: coefficients, weight, scale, .. } = self;
-            return Ok(GridHead { coefficients, weight, scale });
+            let Self { rows, weight, scale, .. } = self;
+            return Ok(GridHead::new(&rows, dim, HeadScale { weight, scale }));
         }
         let mut coefficients = Vec::with_capacity(self.raw.len());
         for fold in 0..FOLDS {
@@ -344,7 +344,8 @@ impl<'a> HeadFit<'a> {
             let held_out = &head.rows[fitted..];
             coefficients.extend(held_out.iter().map(|c| (f64::from(*c) * scale) as f32));
         }
-        Ok(GridHead { coefficients, weight: self.weight, scale: self.scale })
+        let scale = HeadScale { weight: self.weight, scale: self.scale };
+        Ok(GridHead::new(&coefficients, dim, scale))
     }
 }
 

@@ -22,14 +22,37 @@ const HALVINGS: u32 = 14;
 const SLOT_WASTE: usize = 32;
 
 /// One head's samples in the space that is quantized.
+#[derive(Clone, Debug)]
 pub(crate) struct GridHead {
-    /// `[rows, dim]`.
-    pub(crate) coefficients: Vec<f32>,
+    /// `[rows, dim]`: those that are coded, about [`ROWS_MAX`].
+    rows: Vec<f32>,
+    /// Root mean square of each coefficient, over all samples.
+    spreads: Vec<f64>,
     /// Step in relation to other heads; none asks for the layer's root mean square.
-    pub(crate) weight: Option<f64>,
+    weight: Option<f64>,
     /// How many times as large the coefficients are as those of the axes themselves: the power of
     /// two of the head's stored matrices.
+    scale: f64,
+}
+
+/// How a head's coefficients compare with those of other heads.
+pub(crate) struct HeadScale {
+    /// As [`GridHead::weight`].
+    pub(crate) weight: Option<f64>,
+    /// As [`GridHead::scale`].
     pub(crate) scale: f64,
+}
+
+impl GridHead {
+    /// Keeps whole quads of all samples (`[rows, dim]`): tokens that follow one another may share
+    /// a symbol.
+    pub(crate) fn new(coefficients: &[f32], dim: usize, scale: HeadScale) -> Self {
+        let HeadScale { weight, scale } = scale;
+        let stride = (coefficients.len() / dim).div_ceil(ROWS_MAX).max(1);
+        let quads = coefficients.chunks(dim * QUAD).step_by(stride);
+        let rows = quads.flatten().copied().collect();
+        Self { rows, spreads: coefficient_spreads(coefficients, dim), weight, scale }
+    }
 }
 
 /// The heads of a side on their way to a grid.
@@ -58,7 +81,7 @@ impl QuantizerFit for GridFit<'_> {
     ) -> Result<(), CalibrationError> {
         let FitTarget { geometry, side, .. } = self.target;
         let gains = FittedGains { side, gains: &fitted.gain };
-        fitted.grid = Some(fit_grid(geometry, gains, self.rate, &self.heads)?);
+        fitted.grid = Some(GridSide::new(geometry, gains, &self.heads).fit_rate(self.rate)?);
         Ok(())
     }
 }
@@ -72,59 +95,123 @@ pub(crate) struct HeadSamples<'a> {
     pub(crate) weight: f64,
 }
 
-/// A side coded with one relative step.
-struct GridTrial {
-    tensors: GridTensors,
+/// A side coded with some steps.
+pub(crate) struct GridTrial {
+    pub(crate) tensors: GridTensors,
     /// Bits of all codes of the samples.
     bits: f64,
 }
 
 /// A side, and the median row lengths of its heads under `gain`; empty without.
 #[derive(Clone, Copy)]
-struct FittedGains<'a> {
-    side: Side,
-    gains: &'a [f32],
+pub(crate) struct FittedGains<'a> {
+    pub(crate) side: Side,
+    pub(crate) gains: &'a [f32],
 }
 
-/// Finds the finest step at which the samples take at most `rate` bits per value, pages and
-/// stream lengths counted. `heads` are those of layer 0, then those of layer 1 and so on.
-fn fit_grid(
-    geometry: &Geometry,
-    fitted: FittedGains<'_>,
-    rate: f32,
-    heads: &[GridHead],
-) -> Result<GridTensors, CalibrationError> {
-    let FittedGains { side, gains } = fitted;
-    let (dim, kv_heads) = (geometry.head_dim(side), geometry.kv_heads as usize);
-    let heads: Vec<HeadSamples<'_>> =
-        heads.chunks(kv_heads).flat_map(|layer| layer_heads(layer, dim)).collect();
-    let values: usize = heads.iter().map(|head| head.rows.len() * dim).sum();
-    let target =
-        (f64::from(rate) - overhead_bits(geometry, side, !gains.is_empty())) * values as f64;
-    let spread =
-        |head: &HeadSamples<'_>| head.spreads.iter().fold(0f64, |a, b| a.max(*b)) / head.weight;
-    let largest = heads.iter().map(spread).fold(0f64, f64::max);
-    let largest = if largest > 0.0 { largest } else { 1.0 };
-    let (mut fine, mut coarse) = (largest / FINEST, largest * COARSEST);
-    let mut best = None;
-    for _ in 0..HALVINGS {
-        let middle = (fine * coarse).sqrt();
-        let trial = try_step(side, &heads, kv_heads, middle);
-        if trial.bits <= target {
-            coarse = middle;
-            best = Some(trial);
-        } else {
-            fine = middle;
+/// A side whose steps are to be found.
+pub(crate) struct GridSide<'a> {
+    side: Side,
+    kv_heads: usize,
+    dim: usize,
+    /// Those of layer 0, then those of layer 1 and so on.
+    heads: Vec<HeadSamples<'a>>,
+    /// Bits per value of everything but codes and outliers.
+    overhead: f64,
+}
+
+impl<'a> GridSide<'a> {
+    pub(crate) fn new(geometry: &Geometry, fitted: FittedGains<'_>, heads: &'a [GridHead]) -> Self {
+        let FittedGains { side, gains } = fitted;
+        let (dim, kv_heads) = (geometry.head_dim(side), geometry.kv_heads as usize);
+        let heads = heads.chunks(kv_heads).flat_map(|layer| layer_heads(layer, dim)).collect();
+        let overhead = overhead_bits(geometry, side, !gains.is_empty());
+        Self { side, kv_heads, dim, heads, overhead }
+    }
+
+    /// Values of the samples that are coded.
+    fn value_count(&self) -> f64 {
+        self.heads.iter().map(|head| head.rows.len() * self.dim).sum::<usize>() as f64
+    }
+
+    /// Finds the finest step at which the samples take at most `rate` bits per value, pages and
+    /// stream lengths counted.
+    pub(crate) fn fit_rate(&self, rate: f32) -> Result<GridTensors, CalibrationError> {
+        let target = (f64::from(rate) - self.overhead) * self.value_count();
+        let spread =
+            |head: &HeadSamples<'_>| head.spreads.iter().fold(0f64, |a, b| a.max(*b)) / head.weight;
+        let largest = self.heads.iter().map(spread).fold(0f64, f64::max);
+        let largest = if largest > 0.0 { largest } else { 1.0 };
+        let (mut fine, mut coarse) = (largest / FINEST, largest * COARSEST);
+        let try_step = |step: f64| {
+            self.try_steps(self.heads.iter().map(|head| (step * head.weight) as f32).collect())
+        };
+        let mut best = None;
+        for _ in 0..HALVINGS {
+            let middle = (fine * coarse).sqrt();
+            let trial = try_step(middle);
+            if trial.bits <= target {
+                coarse = middle;
+                best = Some(trial);
+            } else {
+                fine = middle;
+            }
+        }
+        self.check_steps(best.unwrap_or_else(|| try_step(coarse)).tensors)
+    }
+
+    /// The tensors, if every step can be used.
+    pub(crate) fn check_steps(
+        &self,
+        tensors: GridTensors,
+    ) -> Result<GridTensors, CalibrationError> {
+        let usable = |step: &f32| step.is_normal() && *step > 0.0;
+        match tensors.steps.iter().position(|step| !usable(step)) {
+            None => Ok(tensors),
+            Some(index) => {
+                let (layer, head) = ((index / self.kv_heads) as u32, index % self.kv_heads);
+                Err(CalibrationError::OutOfRange { layer, side: self.side, head })
+            }
         }
     }
-    let best = best.unwrap_or_else(|| try_step(side, &heads, kv_heads, coarse));
-    let usable = |step: &f32| step.is_normal() && *step > 0.0;
-    match best.tensors.steps.iter().position(|step| !usable(step)) {
-        None => Ok(best.tensors),
-        Some(index) => {
-            let (layer, head) = ((index / kv_heads) as u32, index % kv_heads);
-            Err(CalibrationError::OutOfRange { layer, side, head })
+
+    /// Codes all samples with one step per head and tables made for them.
+    pub(crate) fn try_steps(&self, steps: Vec<f32>) -> GridTrial {
+        let mut tensors = GridTensors { steps, classes: Vec::new(), tables: Vec::new() };
+        let mut bits = 0.0;
+        let layers = self.heads.chunks(self.kv_heads).enumerate();
+        for (layer, heads) in layers {
+            let mut coded = LayerClasses::new(self.side);
+            for (head, step) in heads.iter().zip(&tensors.steps[layer * self.kv_heads..]) {
+                coded.count_rows(&head.rows, *step, &head.spreads);
+            }
+            bits += coded.assign_classes() as f64;
+            coded.append_tensors(&mut tensors);
         }
+        GridTrial { tensors, bits }
+    }
+
+    /// Bits of a token over all layers and heads, everything counted.
+    pub(crate) fn token_bits(&self, trial: &GridTrial) -> f64 {
+        self.budget_bits(trial.bits / self.value_count() + self.overhead)
+    }
+
+    /// Bits of a token at so many bits per value.
+    pub(crate) fn budget_bits(&self, per_value: f64) -> f64 {
+        per_value * (self.dim * self.heads.len()) as f64
+    }
+
+    /// By head: mean over the samples of a row's squared error, in squares of the head's step.
+    pub(crate) fn unit_errors(&self, steps: &[f32]) -> Vec<f64> {
+        let error = |(head, step): (&HeadSamples<'_>, &f32)| {
+            let step = f64::from(*step);
+            let squares = head.rows.iter().flat_map(|row| row.iter()).map(|c| {
+                let units = f64::from(*c) / step;
+                (units - units.round_ties_even()).powi(2)
+            });
+            squares.sum::<f64>() / head.rows.len().max(1) as f64
+        };
+        self.heads.iter().zip(steps).map(error).collect()
     }
 }
 
@@ -149,53 +236,29 @@ fn overhead_bits(geometry: &Geometry, side: Side, gains: bool) -> f64 {
 }
 
 pub(crate) fn layer_heads(heads: &[GridHead], dim: usize) -> Vec<HeadSamples<'_>> {
-    let spreads: Vec<Vec<f64>> = heads.iter().map(|head| coefficient_spreads(head, dim)).collect();
+    let spreads: Vec<Vec<f64>> = heads.iter().map(|head| head.spreads.clone()).collect();
     // Heads are compared as their rows are, not as their matrices happened to be stored.
     let pairs = heads.iter().zip(&spreads);
     let energy: f64 =
         pairs.flat_map(|(head, spreads)| spreads.iter().map(|s| (s / head.scale).powi(2))).sum();
     let rms = (energy / (dim * heads.len()) as f64).sqrt();
     let of_layer = if rms > 0.0 { rms } else { 1.0 };
-    let mut bound = Vec::new();
-    for (head, spreads) in heads.iter().zip(spreads) {
-        // Whole quads: tokens that follow one another may share a symbol.
-        let stride = (head.coefficients.len() / dim).div_ceil(ROWS_MAX).max(1);
-        let quads = head.coefficients.chunks(dim * QUAD).step_by(stride);
-        let rows = quads.flat_map(|quad| quad.chunks_exact(dim)).collect();
-        bound.push(HeadSamples {
-            rows,
-            spreads,
-            weight: head.weight.unwrap_or(of_layer * head.scale),
-        });
-    }
-    bound
+    let bound = heads.iter().zip(spreads).map(|(head, spreads)| HeadSamples {
+        rows: head.rows.chunks_exact(dim).collect(),
+        spreads,
+        weight: head.weight.unwrap_or(of_layer * head.scale),
+    });
+    bound.collect()
 }
 
 /// Root mean square of each coefficient.
-fn coefficient_spreads(head: &GridHead, dim: usize) -> Vec<f64> {
+fn coefficient_spreads(coefficients: &[f32], dim: usize) -> Vec<f64> {
     let mut sums = vec![0f64; dim];
-    for row in head.coefficients.chunks_exact(dim) {
+    for row in coefficients.chunks_exact(dim) {
         for (sum, c) in sums.iter_mut().zip(row) {
             *sum += f64::from(*c) * f64::from(*c);
         }
     }
-    let count = (head.coefficients.len() / dim) as f64;
+    let count = (coefficients.len() / dim) as f64;
     sums.into_iter().map(|sum| (sum / count).sqrt()).collect()
-}
-
-/// Codes all samples with the steps `step * weight` and tables made for them.
-fn try_step(side: Side, heads: &[HeadSamples<'_>], kv_heads: usize, step: f64) -> GridTrial {
-    let mut tensors = GridTensors { steps: Vec::new(), classes: Vec::new(), tables: Vec::new() };
-    let mut bits = 0.0;
-    for layer in heads.chunks(kv_heads) {
-        let mut coded = LayerClasses::new(side);
-        for head in layer {
-            let step = (step * head.weight) as f32;
-            coded.count_rows(&head.rows, step, &head.spreads);
-            tensors.steps.push(step);
-        }
-        bits += coded.assign_classes() as f64;
-        coded.append_tensors(&mut tensors);
-    }
-    GridTrial { tensors, bits }
 }

@@ -118,6 +118,32 @@ impl Samples {
         self.rows.get(self.head_index(layer, side, head)).map_or(&[], Vec::as_slice)
     }
 
+    /// Takes out some of `parts` equal parts of every head's rows and queries, the parts in the
+    /// order in which rows were pushed; what is left over by the division stays.
+    #[must_use]
+    pub fn hold_out(&mut self, parts: usize, out: &[usize]) -> Self {
+        let mut held = Self::new(&self.geometry);
+        let [key_dim, value_dim] = Side::BOTH.map(|side| self.geometry.head_dim(side));
+        let kv_heads = self.geometry.kv_heads as usize;
+        let move_parts = |from: &mut Vec<f32>, to: &mut Vec<f32>, dim: usize| {
+            let part = from.len() / dim / parts.max(1) * dim;
+            let all = std::mem::take(from);
+            let whole = part * parts;
+            for (index, rows) in all[..whole].chunks(part.max(1)).enumerate() {
+                if out.contains(&index) { &mut *to } else { &mut *from }.extend_from_slice(rows);
+            }
+            from.extend_from_slice(&all[whole..]);
+        };
+        for (index, (from, to)) in self.rows.iter_mut().zip(&mut held.rows).enumerate() {
+            let dim = if (index / kv_heads).is_multiple_of(2) { key_dim } else { value_dim };
+            move_parts(from, to, dim);
+        }
+        for (from, to) in self.queries.iter_mut().zip(&mut held.queries) {
+            move_parts(from, to, key_dim);
+        }
+        held
+    }
+
     /// Rows that fits leave out or clip; nothing where a layer has none.
     #[must_use]
     pub fn set_aside(&self) -> Vec<SetAside> {

@@ -25,7 +25,7 @@ pub use attention::{AttentionInput, AttentionRecorder, LayerAttention, LayerReco
 pub use config::{HeadCounts, LayerKind, ModelConfig, ModelFamily};
 pub use error::ModelError;
 pub use generate::{Continuation, generate_tokens};
-pub use local::LocalAttention;
+pub use local::{LocalAttention, round_to_f16};
 pub use model::LanguageModel;
 pub use quality::{QualitySums, TextQuality, TextSteps, WindowPredictions, teacher_forced};
 pub use weights::WeightFiles;

@@ -53,7 +53,7 @@ impl LayerAttention for LocalAttention {
 
 /// The value an f16 cache gives back: beyond its range the largest one, as kvd has it.
 #[must_use]
-pub(crate) fn round_to_f16(value: f32) -> f32 {
+pub fn round_to_f16(value: f32) -> f32 {
     f16::from_f32(value.clamp(-f16::MAX.to_f32(), f16::MAX.to_f32())).to_f32()
 }
 

@@ -16,6 +16,7 @@
 //! | `n.step` | f32 `[layers, kv_heads]` | step of `grid` |
 //! | `n.class` | u8 `[layers, kv_heads, head_dim]` | class of each coefficient |
 //! | `n.table` | u8 `[layers, symbols]` | Huffman code lengths, class after class |
+//! | `n.split` | f32 `[layers, kv_heads]` | step over that of an even split; absent there |
 //! | `n.scale` | f32 `[layers, kv_heads, head_dim]` | scales of `bitalloc` |
 //! | `n.width` | u8 `[layers, kv_heads, head_dim]` | bits of each coefficient |
 //! | `n.levels` | f16 `[layers, 510]` | levels of widths 1 to 8 |

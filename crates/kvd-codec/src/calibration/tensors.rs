@@ -43,6 +43,9 @@ pub(crate) struct SideCalibration {
     pub(crate) codebooks: Option<SideCodebooks>,
     /// Steps, classes and tables of a grid.
     pub(crate) grid: Option<GridTensors>,
+    /// `[layers, kv_heads]`: each step in relation to that of an even split; empty for an even
+    /// split itself. Nothing but reports reads it.
+    pub(crate) split: Vec<f32>,
     /// Widths, levels, scales and bounds of a bit allocation.
     pub(crate) bitalloc: Option<BitAllocTensors>,
 }
@@ -95,6 +98,7 @@ impl SideCalibration {
             matrix: Vec::new(),
             codebooks: None,
             grid: None,
+            split: Vec::new(),
             bitalloc: None,
         }
     }
@@ -105,6 +109,7 @@ impl SideCalibration {
         let grid = self.grid.as_ref();
         let grid = grid.map_or(0, |g| 4 * g.steps.len() + g.classes.len() + g.tables.len());
         let floats = self.smooth.len() + self.norm.len() + self.mean.len() + self.gain.len();
+        let floats = floats + self.split.len();
         let halves = self.matrix.len() + self.radius.len() + halves;
         let bitalloc = self.bitalloc.as_ref().map_or(0, BitAllocTensors::size_bytes);
         (4 * floats + 2 * halves + grid + bitalloc) as u64
@@ -135,6 +140,7 @@ impl SideCalibration {
             add("class", Dtype::U8, &[layers, heads, dim], grid.classes.clone());
             add("table", Dtype::U8, &[layers, LAYER_TABLE_BYTES], grid.tables.clone());
         }
+        add("split", Dtype::F32, &[layers, heads], f32_bytes(&self.split));
         if let Some(bitalloc) = &self.bitalloc {
             buffers.extend(bitalloc.to_buffers(index, [layers, heads, dim]));
         }
@@ -161,6 +167,7 @@ impl SideCalibration {
             matrix: file.read_f16("matrix", &[dim, dim])?,
             codebooks: file.read_codebooks()?,
             grid: file.read_grid()?,
+            split: file.read_f32("split", &[], |factor| factor > 0.0)?,
             bitalloc: BitAllocTensors::read_tensors(
                 &file,
                 [file.head_shape()[0], file.head_shape()[1], dim],
