@@ -11,6 +11,13 @@ use std::time::Instant;
 /// The key of a fit: the side, and the fitted part of its spec.
 type FitKey = (usize, String);
 
+/// Both sides of a codec, fitted together.
+pub(crate) struct FittedCodec {
+    pub(crate) calibration: Calibration,
+    /// Time that it took.
+    pub(crate) seconds: f64,
+}
+
 /// Fitted sides of any number of codecs.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct FittedSides(BTreeMap<FitKey, (Calibration, f64)>);
@@ -39,6 +46,13 @@ impl FittedSides {
             Ok((part, (fitted, begin.elapsed().as_secs_f64())))
         };
         Ok(Self(parts.into_par_iter().map(fit).collect::<Result<_>>()?))
+    }
+
+    /// Adds the parts of a codec that was fitted elsewhere.
+    pub(crate) fn insert_codec(&mut self, spec: &CodecSpec, fitted: &FittedCodec) {
+        for (key, _) in fitted_parts(spec) {
+            self.0.insert(key, (fitted.calibration.clone(), fitted.seconds / 2.0));
+        }
     }
 
     /// The artefact of one codec and the seconds its parts took; none when it needs none.

@@ -18,6 +18,7 @@ mod model_report;
 mod progress;
 mod samples;
 pub mod search;
+pub mod split;
 mod table;
 mod text;
 

@@ -10,6 +10,7 @@ use kvd_core::{DType, ModelId, Namespace, SequenceId};
 use kvd_eval::calibrate::{
     self, CalibrateError, CalibrateOptions, DaemonSource, DumpSource, KvDump, LayerRows, RowSource,
 };
+use kvd_eval::split::BitSplit;
 use std::path::Path;
 use std::process::{Command, Output};
 
@@ -83,7 +84,13 @@ fn packed(values: &[f32]) -> bytes::Bytes {
 }
 
 fn options(source: RowSource, codec: &str) -> CalibrateOptions {
-    CalibrateOptions { source, codecs: vec![codec.parse().unwrap()], seed: 3, dump: None }
+    CalibrateOptions {
+        source,
+        codecs: vec![codec.parse().unwrap()],
+        split: BitSplit::Sensitivity,
+        seed: 3,
+        dump: None,
+    }
 }
 
 /// Attends layer 0 with 300 query tokens of four heads, 100 in a call as of a prefill that is cut

@@ -91,7 +91,7 @@ impl KvDump {
     }
 
     /// Values of one token: keys, values, queries.
-    fn token_widths(&self) -> [usize; 3] {
+    pub(crate) fn token_widths(&self) -> [usize; 3] {
         let g = &self.geometry;
         let [heads, k, v] = [g.kv_heads, g.head_dim_k, g.head_dim_v].map(|n| n as usize);
         [heads * k, heads * v, self.query_heads * k]

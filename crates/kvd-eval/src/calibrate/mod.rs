@@ -10,11 +10,12 @@ pub use daemon::DaemonSource;
 pub use dump::{DumpSource, KvDump, LayerRows};
 pub use error::CalibrateError;
 pub use model::ModelSource;
+use model::ReadModel;
 
 use crate::eval::EvalCodec;
-use crate::fits::FittedSides;
 use crate::progress::RunProgress;
 use crate::samples;
+use crate::split::{self, BitSplit, DumpFits, SplitReport};
 use anyhow::{Context, Result};
 use kvd_codec::{Calibration, Samples, SetAside, Transform};
 use kvd_core::{LayerIndex, Side};
@@ -38,6 +39,8 @@ pub struct CalibrateOptions {
     pub source: RowSource,
     /// Codecs to fit; the artefact serves all of them.
     pub codecs: Vec<EvalCodec>,
+    /// How bits are shared.
+    pub split: BitSplit,
     /// Seed of the fits: the same rows, codecs and seed give the same bytes.
     pub seed: u64,
     /// Also write the rows, as a later [`RowSource::Dump`].
@@ -70,6 +73,8 @@ pub struct CalibrationRun {
     pub key_channels: usize,
     /// Rows that fits left out or clipped, because they are far beyond all others.
     pub set_aside: Vec<SetAside>,
+    /// How bits of codecs are shared.
+    pub splits: Vec<SplitReport>,
 }
 
 /// Collects rows and fits every codec to them.
@@ -80,9 +85,12 @@ pub struct CalibrationRun {
 pub async fn run_calibration(options: &CalibrateOptions) -> Result<CalibrationRun> {
     options.check_options()?;
     let progress = RunProgress::new(0);
+    let mut read = None;
     let rows = match &options.source {
         RowSource::Dump(source) => source.read_files()?,
-        RowSource::Model(source) => source.record_rows(&progress).await?,
+        RowSource::Model(source) => {
+            read.insert(source.read_model()?).record_rows(&progress).await?
+        }
         RowSource::Daemon(source) => source.load_dump(&progress).await?,
     };
     if let Some(path) = &options.dump {
@@ -92,25 +100,32 @@ pub async fn run_calibration(options: &CalibrateOptions) -> Result<CalibrationRu
     let queries = rows.layers.iter().all(|layer| !layer.q.is_empty());
     let tokens = rows.token_count();
     let samples = rows.to_samples()?;
-    drop(rows);
-    let artefact = fit_codecs(options, &samples, queries, &progress);
-    progress.remove_bar();
-    Ok(CalibrationRun {
-        artefact: artefact?,
+    check_samples(options, &samples, queries)?;
+    let mut run = CalibrationRun {
+        artefact: None,
         tokens,
         queries,
         queries_per_head: enough::queries_per_head(&samples),
         key_channels: samples.geometry().head_dim(Side::Key),
         set_aside: samples.set_aside(),
-    })
+        splits: Vec::new(),
+    };
+    let job = DumpFits {
+        specs: options.codecs.iter().map(|codec| codec.spec.clone()).collect(),
+        split: options.split,
+        seed: options.seed,
+        progress: &progress,
+        model: read.as_ref().map(ReadModel::model_windows),
+    };
+    let fitted = split::fit_dump(rows, samples, job).await;
+    progress.remove_bar();
+    let fitted = fitted?;
+    (run.artefact, run.splits) = (fitted.fits.merge_all()?, fitted.splits);
+    Ok(run)
 }
 
-fn fit_codecs(
-    options: &CalibrateOptions,
-    samples: &Samples,
-    queries: bool,
-    progress: &RunProgress,
-) -> Result<Option<Calibration>> {
+/// Tests that there are as many rows as the codecs need.
+fn check_samples(options: &CalibrateOptions, samples: &Samples, queries: bool) -> Result<()> {
     for codec in &options.codecs {
         let mut sides = Side::BOTH.into_iter().flat_map(|side| codec.spec.side_specs(side));
         let looks = sides.any(|side| side.transforms.iter().any(Transform::reads_queries));
@@ -122,8 +137,7 @@ fn fit_codecs(
     if !options.codecs.is_empty() {
         enough::check_zeros(samples)?;
     }
-    let specs = options.codecs.iter().map(|codec| &codec.spec);
-    FittedSides::new(specs, samples, options.seed, progress)?.merge_all()
+    Ok(())
 }
 
 impl KvDump {

@@ -2,9 +2,11 @@
 
 use super::{KvDump, LayerRows};
 use crate::progress::RunProgress;
+use crate::split::ModelWindows;
 use crate::{UsageError, model_report, samples, text};
 use anyhow::{Result, ensure};
-use kvd_engine::{ModelAssets, ModelConfig, TokenWindow};
+use kvd_core::Geometry;
+use kvd_engine::{LanguageModel, ModelAssets, ModelConfig, TokenWindow};
 use std::path::PathBuf;
 
 /// One of so many windows of the model's own text is left for evaluations.
@@ -26,10 +28,44 @@ pub struct ModelSource {
     pub block_tokens: u32,
 }
 
-impl ModelSource {
+/// A model that is read, and windows of text for it.
+pub(super) struct ReadModel {
+    model: LanguageModel,
+    windows: Vec<TokenWindow>,
+    geometry: Geometry,
+}
+
+impl ReadModel {
+    /// The model and the windows that rows are recorded of.
+    pub(super) fn model_windows(&self) -> ModelWindows<'_> {
+        ModelWindows { model: &self.model, windows: &self.windows }
+    }
+
     /// Queries, keys and values of every layer, keys and values rounded to f16 as a cache keeps
     /// them.
     pub(super) async fn record_rows(&self, progress: &RunProgress) -> Result<KvDump> {
+        let Self { model, windows, geometry } = self;
+        let tokens: usize = windows.iter().map(|window| window.inputs.len()).sum();
+        progress.begin_steps("text", tokens);
+        let layers = vec![LayerRows::default(); model.config().num_hidden_layers];
+        let query_heads = model.config().attention_heads().query;
+        let mut dump = KvDump { geometry: geometry.clone(), query_heads, layers };
+        for window in windows {
+            let recorded =
+                samples::record_window(model, window, &mut |n| progress.add_steps(n)).await?;
+            for (layer, rows) in dump.layers.iter_mut().zip(recorded) {
+                layer.k.extend(rows.k);
+                layer.v.extend(rows.v);
+                layer.q.extend(rows.q);
+            }
+        }
+        Ok(dump)
+    }
+}
+
+impl ModelSource {
+    /// Reads the model and chooses windows.
+    pub(super) fn read_model(&self) -> Result<ReadModel> {
         let assets = ModelAssets::resolve_folder(self.dir.as_deref())?;
         let config = ModelConfig::parse_json(&assets.config)?;
         let longest = config.positions_max();
@@ -46,21 +82,8 @@ impl ModelSource {
             refused("the text has no whole window of so many tokens; give --text or fewer")
         );
         let model = model_report::load_model(config, &assets)?;
-        progress.begin_steps("text", windows.len() * window);
         let geometry = model.config().kv_geometry(self.block_tokens)?;
-        let layers = vec![LayerRows::default(); model.config().num_hidden_layers];
-        let mut dump =
-            KvDump { geometry, query_heads: model.config().attention_heads().query, layers };
-        for window in &windows {
-            let recorded =
-                samples::record_window(&model, window, &mut |n| progress.add_steps(n)).await?;
-            for (layer, rows) in dump.layers.iter_mut().zip(recorded) {
-                layer.k.extend(rows.k);
-                layer.v.extend(rows.v);
-                layer.q.extend(rows.q);
-            }
-        }
-        Ok(dump)
+        Ok(ReadModel { model, windows, geometry })
     }
 
     fn choose_windows(

@@ -4,12 +4,9 @@ use super::options::DemoOptions;
 use super::report::CodecReport;
 use super::subject::{DemoReference, DemoSubject};
 use crate::eval::EvalCodec;
+use crate::fits::FittedSides;
 use crate::measure::{CodecRegistration, CodecRun, MeasureRig};
-use crate::samples;
-use anyhow::{Context, Result};
-use bytes::Bytes;
-use kvd_codec::{CodecSpec, Samples};
-use std::time::Instant;
+use anyhow::Result;
 
 /// State that the runs of all codecs share.
 pub(crate) struct DemoEvaluation<'a> {
@@ -17,8 +14,8 @@ pub(crate) struct DemoEvaluation<'a> {
     pub(crate) subject: &'a DemoSubject,
     pub(crate) reference: &'a DemoReference,
     pub(crate) options: &'a DemoOptions,
-    /// Rows for calibrations, collected by the first codec that needs them.
-    pub(crate) samples: Option<Samples>,
+    /// Calibrations of all codecs.
+    pub(crate) fitted: &'a FittedSides,
     /// Codecs run so far.
     pub(crate) runs: usize,
 }
@@ -26,11 +23,10 @@ pub(crate) struct DemoEvaluation<'a> {
 impl DemoEvaluation<'_> {
     /// Runs one codec.
     pub(crate) async fn run_codec(&mut self, codec: &EvalCodec) -> Result<CodecReport> {
-        let begin = Instant::now();
         let EvalCodec { label, spec } = codec;
-        let calibration = self.fit_calibration(label, spec).await?;
-        let calibrated = begin.elapsed().as_secs_f64();
-        let calibration_seconds = if calibration.is_empty() { 0.0 } else { calibrated };
+        let artefact = self.fitted.codec_artefact(spec)?;
+        let (calibration, calibration_seconds) =
+            artefact.map_or_else(Default::default, |(fitted, s)| (fitted.to_bytes().into(), s));
         self.runs += 1;
         let name = self.model_name(label);
         let registration =
@@ -64,26 +60,6 @@ impl DemoEvaluation<'_> {
             run.close_run().await?
         }
         Ok(report)
-    }
-
-    /// The calibration of `spec`, serialized; empty when it needs none.
-    async fn fit_calibration(&mut self, codec: &str, spec: &CodecSpec) -> Result<Bytes> {
-        if !spec.needs_calibration() {
-            return Ok(Bytes::new());
-        }
-        let MeasureRig { model, geometry, progress, .. } = &self.rig;
-        progress.name_step(codec, "calibration");
-        let samples = match self.samples.take() {
-            Some(samples) => samples,
-            None => {
-                let tick = |tokens| progress.add_steps(tokens);
-                samples::collect_samples(model, &self.subject.calibration, geometry, tick).await?
-            }
-        };
-        let samples = self.samples.insert(samples);
-        let fitted =
-            kvd_codec::fit_calibration(geometry, spec, samples, self.options.seed, &mut |_| {});
-        Ok(fitted.context("calibration")?.to_bytes().into())
     }
 
     /// A name of its own for every run, because a name stands for one codec: the model's and the

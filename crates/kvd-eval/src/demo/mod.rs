@@ -12,9 +12,11 @@ pub use report::{CodecReport, DemoReport, DemoSetup, GeneratedText, ReferenceRep
 use crate::eval::EvalCodec;
 use crate::measure::MeasureRig;
 use crate::progress::RunProgress;
+use crate::split::{self, BitSplit, CodecFits, WindowFits};
 use anyhow::{Context, Result};
 use evaluate::DemoEvaluation;
 use kvd_client::{Client, ServerInfo};
+use kvd_codec::CodecSpec;
 use std::io::Write;
 use std::time::Instant;
 use subject::{DemoReference, DemoSubject};
@@ -39,7 +41,8 @@ pub async fn run_demo(options: DemoOptions, out: &mut (dyn Write + Send)) -> Res
     let client = connected.with_context(|| format!("no daemon at {}", options.endpoint))?;
     let info = client.server_info().await?;
     let subject = DemoSubject::load_subject(&options)?;
-    let progress = RunProgress::new(expected_tokens(&options, &subject, &codecs));
+    let tokens = StepTokens::count_tokens(&options, &subject);
+    let progress = RunProgress::new(tokens.reference);
     let reference = DemoReference::run_reference(&subject, &options, &progress).await?;
     let rig = MeasureRig {
         client: &client,
@@ -49,12 +52,14 @@ pub async fn run_demo(options: DemoOptions, out: &mut (dyn Write + Send)) -> Res
         metrics: options.metrics.clone(),
         progress: &progress,
     };
+    let fitted = fit_codecs(&rig, &subject, &codecs, options.seed).await?;
+    progress.begin_steps("codecs", codecs.len() * tokens.codec);
     let mut evaluation = DemoEvaluation {
         rig,
         subject: &subject,
         reference: &reference,
         options: &options,
-        samples: None,
+        fitted: &fitted.fits,
         runs: 0,
     };
     let mut reports = Vec::new();
@@ -68,6 +73,7 @@ pub async fn run_demo(options: DemoOptions, out: &mut (dyn Write + Send)) -> Res
         setup: describe_setup(&options, &info, &subject)?,
         without_kvd: reference.report,
         codecs: reports,
+        splits: fitted.splits,
         seconds: begin.elapsed().as_secs_f64(),
     };
     if options.json {
@@ -80,15 +86,38 @@ pub async fn run_demo(options: DemoOptions, out: &mut (dyn Write + Send)) -> Res
     Ok(report)
 }
 
-fn expected_tokens(options: &DemoOptions, subject: &DemoSubject, codecs: &[EvalCodec]) -> usize {
-    let passages = options.passages * options.passage_tokens;
-    let written = options.prompt_tokens + options.new_tokens;
-    let clean_queries = options.passage_tokens - options.passage_tokens * 3 / 4;
-    let clean_queries = clean_queries * subject.model.config().num_hidden_layers;
-    let calibrated = codecs.iter().any(|codec| codec.spec.needs_calibration());
-    let calibration = subject.calibration.len() * options.passage_tokens;
-    let every_run = passages + written;
-    every_run + usize::from(calibrated) * calibration + codecs.len() * (every_run + clean_queries)
+/// Steps of a run, in tokens.
+struct StepTokens {
+    /// Without kvd.
+    reference: usize,
+    /// Through kvd, with one codec.
+    codec: usize,
+}
+
+impl StepTokens {
+    fn count_tokens(options: &DemoOptions, subject: &DemoSubject) -> Self {
+        let passages = options.passages * options.passage_tokens;
+        let reference = passages + options.prompt_tokens + options.new_tokens;
+        let clean_queries = options.passage_tokens - options.passage_tokens * 3 / 4;
+        let layers = subject.model.config().num_hidden_layers;
+        Self { reference, codec: reference + clean_queries * layers }
+    }
+}
+
+/// Fits the codecs that need it, all to the same text.
+async fn fit_codecs(
+    rig: &MeasureRig<'_>,
+    subject: &DemoSubject,
+    codecs: &[EvalCodec],
+    seed: u64,
+) -> Result<CodecFits> {
+    let specs = codecs.iter().map(|codec| codec.spec.clone());
+    let specs: Vec<CodecSpec> = specs.filter(CodecSpec::needs_calibration).collect();
+    let windows = if specs.is_empty() { &[] } else { &subject.calibration[..] };
+    let MeasureRig { model, geometry, progress, .. } = rig;
+    let split = BitSplit::Sensitivity;
+    let job = WindowFits { model, geometry, windows, specs, split, seed, progress };
+    split::fit_windows(job).await
 }
 
 fn describe_setup(

@@ -1,6 +1,7 @@
 //! The report for people.
 
 use super::report::{CodecReport, DemoReport, GeneratedText};
+use crate::eval::wrap_paragraph;
 use crate::measure::DeviceMeans;
 use crate::table::{COLUMNS, format_number, format_table, wrap_lines};
 use std::io::{self, Write};
@@ -167,7 +168,8 @@ fn print_storage(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
         out,
         "\n  raw values: in windows and open blocks. model KiB: calibration and Huffman tables, \
          held once."
-    )
+    )?;
+    report.splits.iter().try_for_each(|split| write!(out, "{}", wrap_paragraph(&split.to_string())))
 }
 
 fn print_speed(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
@@ -274,6 +276,7 @@ mod tests {
             setup: DemoSetup::default(),
             without_kvd: ReferenceReport { quality, generation: generation.clone() },
             codecs: ["raw", "vecinfer-2-reg", "kvd-1.5", "kivi-4", spec].map(codec).into(),
+            splits: Vec::new(),
             seconds: 176.0,
         }
     }

@@ -2,6 +2,7 @@
 
 use crate::measure::{AttentionError, CallSummaries, DeviceMeans, StorageRatios};
 use crate::model_report::ModelReport;
+use crate::split::SplitReport;
 use kvd_engine::TextQuality;
 use serde::Serialize;
 
@@ -16,6 +17,9 @@ pub struct DemoReport {
     pub without_kvd: ReferenceReport,
     /// One entry per codec, in the order asked.
     pub codecs: Vec<CodecReport>,
+    /// How the bits of the codecs are shared.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub splits: Vec<SplitReport>,
     /// Wall time of all of it.
     pub seconds: f64,
 }

@@ -1,6 +1,6 @@
 //! Artefacts of all codecs: fitted once and shared by every text and all windows, or read.
 
-use crate::fits::FittedSides;
+use crate::split::{CodecFits, SplitReport};
 use anyhow::{Context, Result};
 use bytes::Bytes;
 use kvd_codec::CodecSpec;
@@ -9,7 +9,7 @@ use std::path::Path;
 /// Where codecs take their artefacts from.
 pub(crate) enum CalibrationSource {
     /// Fitted here.
-    Fitted(FittedSides),
+    Fitted(CodecFits),
     /// One file for all.
     File(Bytes),
 }
@@ -22,11 +22,19 @@ impl CalibrationSource {
         Ok(Self::File(bytes.into()))
     }
 
+    /// How bits of those fitted here are shared.
+    pub(crate) fn split_reports(&self) -> Vec<SplitReport> {
+        match self {
+            Self::Fitted(fitted) => fitted.splits.clone(),
+            Self::File(_) => Vec::new(),
+        }
+    }
+
     /// The artefact of `spec`, empty when it needs none, and the seconds its fit took.
     pub(crate) fn codec_artefact(&self, spec: &CodecSpec) -> Result<(Bytes, f64)> {
         match self {
-            Self::Fitted(fits) => {
-                let artefact = fits.codec_artefact(spec)?;
+            Self::Fitted(fitted) => {
+                let artefact = fitted.fits.codec_artefact(spec)?;
                 Ok(artefact.map_or_else(Default::default, |(c, s)| (c.to_bytes().into(), s)))
             }
             Self::File(bytes) if spec.needs_calibration() => Ok((bytes.clone(), 0.0)),

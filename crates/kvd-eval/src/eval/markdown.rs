@@ -54,6 +54,9 @@ fn write_page(text: &mut String, report: &EvalReport, plot: Option<&str>) -> std
         writeln!(text, "![Bits per value against KL, with the Pareto front]({plot})\n")?;
     }
     report.blocks.iter().try_for_each(|block| write_block(text, report, block))?;
+    for split in &report.splits {
+        writeln!(text, "- {split}")?;
+    }
     let Some(search) = &report.search else { return Ok(()) };
     let sheet = search_sheet(search);
     writeln!(text, "## {}\n", sheet.title)?;

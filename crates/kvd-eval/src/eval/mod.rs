@@ -20,4 +20,5 @@ pub use plot::plot_svg;
 pub use report::{ContextBits, EvalBlock, EvalReport, EvalRow, EvalSetup};
 pub use run::run_eval;
 pub(crate) use run::{EvalSession, evaluate_codecs};
+pub(crate) use tables::wrap_paragraph;
 pub use tables::{LineWidth, print_report, report_text};

@@ -3,6 +3,7 @@
 use super::{EvalCodec, WindowChoice};
 use crate::UsageError;
 use crate::measure::{AttachedPrefix, MetricsSource};
+use crate::split::BitSplit;
 use anyhow::{Result, ensure};
 use kvd_client::Endpoint;
 use std::path::PathBuf;
@@ -40,6 +41,8 @@ pub struct EvalOptions {
     pub context_tokens: usize,
     /// Seed of the calibrations.
     pub seed: u64,
+    /// How bits of codecs that are fitted here are shared.
+    pub split: BitSplit,
     /// Whether claims about the order of codecs are checked and shown.
     pub orderings: bool,
     /// How this run was asked for, for the head of the page.
@@ -66,6 +69,7 @@ impl EvalOptions {
             calibration: None,
             context_tokens: 32_768,
             seed: 1,
+            split: BitSplit::Sensitivity,
             orderings: false,
             command: String::new(),
         }

@@ -3,6 +3,7 @@
 use crate::ModelReport;
 use crate::measure::{AttachedQuality, AttentionError, DeviceSpeed, StorageRatios};
 use crate::search::SearchReport;
+use crate::split::SplitReport;
 use kvd_engine::TextQuality;
 use serde::Serialize;
 
@@ -17,6 +18,9 @@ pub struct EvalReport {
     pub setup: EvalSetup,
     /// One per text and windows, in the order asked, windows innermost.
     pub blocks: Vec<EvalBlock>,
+    /// How the bits of codecs that were fitted here are shared.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub splits: Vec<SplitReport>,
     /// How the policy among the rows was found, after a search.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub search: Option<SearchReport>,

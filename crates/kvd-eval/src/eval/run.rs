@@ -5,10 +5,10 @@ use super::texts::{EvalMaterial, ScoredText};
 use super::{
     ContextBits, EvalBlock, EvalCodec, EvalOptions, EvalReport, EvalRow, EvalSetup, WindowChoice,
 };
-use crate::fits::FittedSides;
+use crate::ModelReport;
 use crate::measure::{CodecRegistration, CodecRun, MeasureRig, PassageReference};
 use crate::progress::RunProgress;
-use crate::{ModelReport, samples};
+use crate::split::{self, WindowFits};
 use anyhow::{Context, Result};
 use kvd_client::{Client, ServerInfo};
 use kvd_codec::CodecSpec;
@@ -76,6 +76,7 @@ pub(crate) async fn evaluate_codecs(
     calibrations: CalibrationSource,
 ) -> Result<EvalReport> {
     let (material, rig) = (&session.material, session.session_rig(options)?);
+    let splits = calibrations.split_reports();
     let mut evaluation = EvalRun { rig, options, material, calibrations, runs: 0 };
     let mut blocks = Vec::new();
     for text in &material.texts {
@@ -86,6 +87,7 @@ pub(crate) async fn evaluate_codecs(
         model: ModelReport::new(&material.assets, &material.model),
         setup: describe_setup(options, &session.info, material),
         blocks,
+        splits,
         search: None,
         seconds: session.begin.elapsed().as_secs_f64(),
         orderings: options.orderings,
@@ -100,17 +102,16 @@ async fn prepare_calibrations(
     if let Some(path) = &options.calibration {
         return CalibrationSource::read_artefact(path);
     }
-    let specs = options.codecs.iter().map(|codec| &codec.spec);
-    let specs = specs.filter(|spec| spec.needs_calibration());
+    let specs = options.codecs.iter().map(|codec| codec.spec.clone());
+    let specs: Vec<CodecSpec> = specs.filter(CodecSpec::needs_calibration).collect();
     // The rows of codecs that need none would be thrown away.
-    let windows = if specs.clone().next().is_some() { session.calibration_windows() } else { &[] };
+    let windows = if specs.is_empty() { &[] } else { session.calibration_windows() };
     let MeasureRig { model, geometry, progress, .. } = session.session_rig(options)?;
-    progress.begin_steps("calibration text", windows.len() * options.passage_tokens);
-    let tick = |tokens| progress.add_steps(tokens);
-    let samples = samples::collect_samples(model, windows, &geometry, tick).await?;
-    let fits = FittedSides::new(specs, &samples, options.seed, progress)?;
+    let (split, seed, geometry) = (options.split, options.seed, &geometry);
+    let job = WindowFits { model, geometry, windows, specs, split, seed, progress };
+    let fitted = split::fit_windows(job).await?;
     progress.remove_bar();
-    Ok(CalibrationSource::Fitted(fits))
+    Ok(CalibrationSource::Fitted(fitted))
 }
 
 fn describe_setup(options: &EvalOptions, info: &ServerInfo, material: &EvalMaterial) -> EvalSetup {

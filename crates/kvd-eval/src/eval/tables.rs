@@ -326,6 +326,10 @@ pub fn report_text(report: &EvalReport, width: LineWidth) -> String {
             push_sheet(&mut text, &sheet, width);
         }
     }
+    for split in &report.splits {
+        text.push('\n');
+        text.push_str(&wrap_paragraph(&split.to_string()));
+    }
     if let Some(search) = &report.search {
         push_sheet(&mut text, &search_sheet(search), width);
     }
@@ -352,7 +356,7 @@ fn push_sheet(text: &mut String, sheet: &TableSheet, width: LineWidth) {
 }
 
 /// Lines of a terminal's width.
-fn wrap_paragraph(text: &str) -> String {
+pub(crate) fn wrap_paragraph(text: &str) -> String {
     text.lines().flat_map(|line| wrap_lines(line, COLUMNS)).map(|line| line + "\n").collect()
 }
 
@@ -435,6 +439,7 @@ mod tests {
             setup: EvalSetup::default(),
             blocks: vec![block],
             orderings: true,
+            splits: Vec::new(),
             search: None,
             seconds: 1234.0,
         }

@@ -11,6 +11,7 @@ use crate::eval::{
 use crate::fits::FittedSides;
 use crate::measure::{MeasureRig, PassageReference};
 use crate::samples;
+use crate::split::CodecFits;
 use anyhow::{Context, Result, ensure};
 use assign::SlotChoice;
 use kvd_codec::{Calibration, CodecSpec, SideSpec};
@@ -123,7 +124,8 @@ pub async fn run_search(
     let found = find_policy(&rig, &fits, &reference, search, &options.command).await?;
     let label = format!("policy {}", search.budget_bits);
     options.codecs.push(EvalCodec { label, spec: found.spec.clone() });
-    let mut report = evaluate_codecs(&session, &options, CalibrationSource::Fitted(fits)).await?;
+    let fitted = CodecFits { fits, splits: Vec::new() };
+    let mut report = evaluate_codecs(&session, &options, CalibrationSource::Fitted(fitted)).await?;
     report.search = Some(found.report.clone());
     Ok((found, report))
 }

@@ -11,6 +11,7 @@ use kvd_eval::calibrate::{
     self, CalibrateOptions, CalibrationRun, DaemonSource, DumpSource, ModelSource, RowSource,
 };
 use kvd_eval::eval::EvalCodec;
+use kvd_eval::split::BitSplit;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 
@@ -62,6 +63,10 @@ pub(super) struct CalibrateArgs {
     #[arg(long, value_name = "N", default_value_t = 64)]
     #[arg(value_parser = count_up_to(kvd_core::Geometry::BLOCK_TOKENS_MAX))]
     block_tokens: u32,
+    /// How bits are shared among layers, heads and sides: sensitivity (by what errors cost on
+    /// text that no fit sees, where that is better) or even.
+    #[arg(long, value_name = "SPLIT", default_value_t = BitSplit::Sensitivity)]
+    split: BitSplit,
     /// Seed of the fits: the same rows, codecs and seed give the same bytes.
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
@@ -110,6 +115,7 @@ pub(super) async fn run_calibrate(args: CalibrateArgs) -> Result<(), CliError> {
     let options = CalibrateOptions {
         source: args.source(),
         codecs: args.codec.clone(),
+        split: args.split,
         seed: args.seed,
         dump: args.dump.clone(),
     };
@@ -142,6 +148,9 @@ fn report_text(args: &CalibrateArgs, made: &CalibrationRun) -> Result<String, Cl
             args.seed
         );
         say(&what, path);
+        for split in &made.splits {
+            let _ = writeln!(text, "{split}");
+        }
         for rows in &made.set_aside {
             let _ = writeln!(text, "{}", left_out(rows));
         }

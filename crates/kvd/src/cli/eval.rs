@@ -11,6 +11,7 @@ use kvd_eval::demo::DemoOptions;
 use kvd_eval::eval::{self, EvalCodec, EvalOptions, EvalReport, LineWidth, WindowChoice};
 use kvd_eval::measure::AttachedPrefix;
 use kvd_eval::search::{self, SearchOptions};
+use kvd_eval::split::BitSplit;
 use std::path::{Path, PathBuf};
 
 /// Options of `kvd eval`.
@@ -59,6 +60,10 @@ pub(super) struct EvalArgs {
     /// Calibration artefact to use for every codec that needs one, instead of fitting.
     #[arg(long, value_name = "FILE")]
     calibration: Option<PathBuf>,
+    /// How bits of fitted codecs are shared among layers, heads and sides: sensitivity (by what
+    /// errors cost on calibration text that no fit sees, where that is better) or even.
+    #[arg(long, value_name = "SPLIT", default_value_t = BitSplit::Sensitivity)]
+    split: BitSplit,
     /// Tokens of context over which windows and tables are spread.
     #[arg(long, value_name = "N", default_value_t = 32_768, value_parser = count_up_to(COUNT_MAX))]
     context: usize,
@@ -173,6 +178,7 @@ async fn report_eval(args: &EvalArgs, running: &RunningDaemon) -> Result<(), Cli
         calibration: args.calibration.clone(),
         context_tokens: args.context,
         seed: args.seed,
+        split: args.split,
         orderings: args.orderings,
         command: command_line(),
         ..EvalOptions::new(local::daemon_endpoint(running)?, codecs)
