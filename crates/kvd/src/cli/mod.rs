@@ -7,6 +7,7 @@
 mod ask_daemon;
 mod bench;
 mod cache;
+mod cache_change;
 mod cache_folder;
 #[cfg(feature = "eval")]
 mod calibrate;
