@@ -1,5 +1,6 @@
 //! The demo's report, for programs: `--json` writes one [`DemoReport`].
 
+use super::restart::RestartReport;
 use crate::measure::{AttentionError, CallSummaries, DeviceMeans, StorageRatios};
 use crate::model_report::ModelReport;
 use crate::split::SplitReport;
@@ -20,6 +21,9 @@ pub struct DemoReport {
     /// How the bits of the codecs are shared.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub splits: Vec<SplitReport>,
+    /// The prompt after a daemon was killed, where that was tried.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub restart: Option<RestartReport>,
     /// Wall time of all of it.
     pub seconds: f64,
 }

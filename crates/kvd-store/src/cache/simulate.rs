@@ -6,8 +6,8 @@
 
 use super::CacheLimits;
 use super::block::{CachedBlock, HeldEntry};
-use super::disk::DiskState;
 use super::key::{KeyChain, KeyHasher, KeyLineage, PackedKeys};
+use super::place::DiskState;
 use super::policy::EvictionChoice;
 use super::state::{ChainOrigin, IndexState, NewEntry};
 use kvd_core::{ModelId, Namespace};

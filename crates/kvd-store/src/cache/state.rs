@@ -8,8 +8,9 @@
 
 use super::CacheLimits;
 use super::block::{CachedBlock, EntryHold, HeldEntry};
-use super::disk::{BlockDigests, DiskState};
+use super::disk::BlockDigests;
 use super::key::{DigestBuild, KeyChain, KeyDigest, KeyHasher, KeyLineage};
+use super::place::DiskState;
 use super::policy::{EvictionChoice, EvictionPolicy, QueuedEntry};
 use super::slots::{EntrySlots, IndexEntry};
 use crate::quota::{DeviceQuotas, NamespaceAccount, QuotaKind};
@@ -319,7 +320,7 @@ impl IndexState {
     pub(crate) fn drop_entry(&mut self, number: u32, gone: &mut DroppedEntries) {
         let digests = self.digests_of(number);
         let Some(entry) = self.slots.find_entry(number) else { return };
-        if entry.disk != DiskState::Absent {
+        if matches!(entry.disk, DiskState::At(_) | DiskState::Queued(_)) {
             gone.on_disk.push(digests);
         }
         gone.count += 1;
@@ -361,7 +362,7 @@ impl IndexState {
     }
 
     fn take_victim(&mut self, victim: QueuedEntry) -> Option<EvictedBlock> {
-        let on_disk = self.slots.find_entry(victim.entry)?.disk.disk_place().is_some();
+        let on_disk = self.slots.find_entry(victim.entry)?.disk.record_place().is_some();
         let number = victim.entry;
         let block = if on_disk { self.take_block(number) } else { self.remove_entry(number) };
         Some(EvictedBlock { block: block?, is_on_disk: on_disk })
@@ -376,7 +377,10 @@ impl IndexState {
             (bytes, count) = (bytes + entry.pool_bytes(), count + 1);
             in_pool += usize::from(entry.block.is_some());
             on_disk += usize::from(entry.disk.disk_place().is_some());
-            assert!(entry.block.is_some() || entry.disk.disk_place().is_some(), "it is somewhere");
+            assert!(
+                entry.block.is_some() || entry.disk.record_place().is_some(),
+                "it is somewhere"
+            );
             assert!(entry.block.is_some() || !entry.is_queued, "what is on disk alone waits");
             assert_eq!(self.find_digest(entry.digest), Some(number));
             match entry.parent {

@@ -2,6 +2,7 @@
 
 use super::CliError;
 use super::ask_daemon::{DaemonArgs, format_bytes, json_text};
+use super::cache_change::{CacheDropArgs, CacheGcArgs, collect_folder, drop_model};
 use super::cache_folder::{CacheFolderArgs, list_scopes, verify_folder};
 use super::help;
 use super::table::{TableColumn, render_table};
@@ -26,6 +27,12 @@ pub(super) enum CacheCommand {
     /// Read all records of a folder; ends with 1 where any is damaged.
     #[command(after_help = help::CACHE_VERIFY)]
     Verify(CacheFolderArgs),
+    /// Shrink a folder that no daemon uses, or drop what it holds of a scope.
+    #[command(after_help = help::CACHE_GC)]
+    Gc(CacheGcArgs),
+    /// Drop all that a daemon has cached of a model, also on its disk.
+    #[command(after_help = help::CACHE_DROP)]
+    Drop(CacheDropArgs),
     /// Play a trace of requests against caches of several sizes, by policy.
     #[command(after_help = help::CACHE_SIMULATE)]
     Simulate(CacheSimulateArgs),
@@ -116,6 +123,8 @@ pub(super) async fn run_command(command: CacheCommand) -> Result<String, CliErro
         }
         CacheCommand::Ls(args) => list_scopes(&args),
         CacheCommand::Verify(args) => verify_folder(&args),
+        CacheCommand::Gc(args) => collect_folder(&args),
+        CacheCommand::Drop(args) => drop_model(&args).await,
         CacheCommand::Simulate(args) => {
             let done = simulate_trace(&args.trace, &args.blocks)?;
             if args.json { json_text(&done) } else { Ok(simulation_table(&done)) }

@@ -133,6 +133,16 @@ Examples:
   kvd cache verify /var/lib/kvd/cache
   kvd cache verify --read-only /var/lib/kvd/cache";
 
+pub(super) const CACHE_GC: &str = "\
+Examples:
+  kvd cache gc --keep-bytes '8 GiB' /var/lib/kvd/cache
+  kvd cache gc --scope 3f7a21c0 /var/lib/kvd/cache    as kvd cache ls shows it";
+
+pub(super) const CACHE_DROP: &str = "\
+Examples:
+  kvd cache drop my-model
+  kvd cache drop --namespace team-a --endpoint unix:/run/kvd.sock my-model";
+
 pub(super) const CACHE_SIMULATE: &str = "\
 Examples:
   kvd cache simulate --trace conversation_trace.jsonl

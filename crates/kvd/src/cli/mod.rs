@@ -7,12 +7,15 @@
 mod ask_daemon;
 mod bench;
 mod cache;
+mod cache_change;
 mod cache_folder;
 #[cfg(feature = "eval")]
 mod calibrate;
 mod codecs;
 #[cfg(feature = "eval")]
 mod demo;
+#[cfg(feature = "eval")]
+mod demo_restart;
 mod describe;
 #[cfg(feature = "eval")]
 mod eval;

@@ -10,15 +10,17 @@ mod kernel_cache;
 mod log_filter;
 mod namespaces;
 mod raw;
+mod remote;
 mod ring;
 mod size;
 
 pub(crate) use access::{AccessConfig, MetricsReaders, is_beyond_loopback};
-pub use cache::{CacheConfig, DiskCacheConfig};
+pub use cache::{CacheConfig, DiskCacheConfig, PromotionLimits};
 pub use kernel_cache::KernelCache;
 pub use namespaces::QuotaConfig;
 pub(crate) use namespaces::{find_quota, parse_amount};
 pub use raw::{ConfigError, ConfigOverrides, CountSetting, RawConfig};
+pub use remote::RemoteCacheConfig;
 pub use ring::RingConfig;
 pub use size::SizeSetting;
 

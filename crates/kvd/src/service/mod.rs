@@ -8,7 +8,6 @@ mod budget;
 mod cache;
 mod calibrate;
 mod call;
-pub(crate) mod disk;
 mod error;
 mod ids;
 pub(crate) mod jobs;
@@ -32,6 +31,7 @@ mod step;
 mod store;
 #[cfg(test)]
 mod tests;
+pub(crate) mod tiers;
 
 pub use attend::{AttendReply, RefusedQuery};
 pub(crate) use attend::{InPlaceQueries, PART_BYTES};
@@ -63,7 +63,6 @@ use crate::device_worker::DeviceWorker;
 use crate::metrics::{Metric, Metrics};
 use crate::quotas::NamespaceQuotas;
 use budget::ByteBudget;
-use disk::DiskCache;
 use kvd_compute::Precision;
 use kvd_core::{ErrorCode, IdSpace, Namespace};
 use kvd_store::{ArenaPool, DeviceQuotas, SequenceStore, StoreLimits};
@@ -73,6 +72,7 @@ use session_table::{SessionLimits, SessionTable};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+use tiers::CacheTiers;
 use tokio::sync::{Notify, Semaphore};
 
 /// How long a message of a stream waits for room for its answer before it is refused.
@@ -95,8 +95,8 @@ pub struct Service {
     /// At least one.
     shards: Vec<DeviceShard>,
     models: Arc<ModelRegistry>,
-    /// The cache's disk tier, if there is one.
-    disk: Option<Arc<DiskCache>>,
+    /// The cache's tiers below the pool, if there are any.
+    tiers: Option<Arc<CacheTiers>>,
     sessions: Arc<SessionTable>,
     metrics: Arc<Metrics>,
     /// Bytes of all requests and answers.
@@ -137,7 +137,7 @@ fn describe_service(metrics: &Metrics, boot_id: &str, shards: &[DeviceShard]) {
 
 /// State that outlives the daemon.
 pub(crate) struct KeptState {
-    pub(crate) disk: Option<DiskCache>,
+    pub(crate) tiers: Option<CacheTiers>,
     pub(crate) quotas: NamespaceQuotas,
 }
 
@@ -150,7 +150,7 @@ impl Service {
         ids: Arc<IdSpace>,
         kept: KeptState,
     ) -> Self {
-        let (disk, quotas) = (kept.disk.map(Arc::new), Arc::new(kept.quotas));
+        let (tiers, quotas) = (kept.tiers.map(Arc::new), Arc::new(kept.quotas));
         let quota_table = quotas.quota_table();
         let limits = StoreLimits {
             sequences_max: config.sequences_max as u64,
@@ -168,8 +168,8 @@ impl Service {
             let of_cache = of_device.clone();
             let (settings, weights) = (&config.cache, &config.weights);
             let mut cache = cache::cache_limits(settings, weights, pool_bytes, of_cache);
-            if let Some(disk) = &disk {
-                cache.seed = disk.hash_seed();
+            if let Some(seed) = tiers.as_ref().and_then(|tiers| tiers.hash_seed()) {
+                cache.seed = seed;
             }
             let store = SequenceStore::new(pool, limits.clone(), sequences);
             let store = store.with_quotas(of_device).with_cache(cache);
@@ -178,7 +178,7 @@ impl Service {
         };
         let shards: Vec<DeviceShard> = (0..).zip(workers).map(shard).collect();
         assert!(!shards.is_empty(), "a service without a device");
-        disk.iter().for_each(|disk| disk.set_devices(shards.len()));
+        tiers.iter().for_each(|tiers| tiers.set_devices(shards.len()));
         let boot_id = ids.boot().to_string();
         describe_service(&metrics, &boot_id, &shards);
         let audit = AuditLog::new(config.access.audit_lines_max);
@@ -203,7 +203,7 @@ impl Service {
             sessions: SessionTable::new(of_sessions, ids.clone()),
             draining: AtomicBool::new(false),
             quotas,
-            disk,
+            tiers,
             pool_log: PoolLog::default(),
             access,
             config,
@@ -225,9 +225,9 @@ impl Service {
         &self.access
     }
 
-    /// The cache's disk tier, if there is one.
-    pub(crate) fn disk_cache(&self) -> Option<&Arc<DiskCache>> {
-        self.disk.as_ref()
+    /// The cache's tiers below the pool, if there are any.
+    pub(crate) fn cache_tiers(&self) -> Option<&Arc<CacheTiers>> {
+        self.tiers.as_ref()
     }
 
     /// Changes at every start; ids of another boot are void.

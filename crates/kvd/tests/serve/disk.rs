@@ -13,10 +13,10 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Tokens of a text: four pages and a rest that is not published.
-const TOKENS: u32 = 300;
-const PUBLISHED: u32 = TOKENS / PAGE * PAGE;
+pub(super) const TOKENS: u32 = 300;
+pub(super) const PUBLISHED: u32 = TOKENS / PAGE * PAGE;
 
-fn settings(folder: &Path) -> Vec<String> {
+pub(super) fn settings(folder: &Path) -> Vec<String> {
     [
         format!("cache.disk.path={}", folder.display()),
         "cache.disk.bytes=256 MiB".to_owned(),
@@ -37,12 +37,12 @@ fn start(folder: &Path, more: &[&str]) -> Process {
     Process::start(&flags)
 }
 
-fn identity(weights: &str) -> ModelIdentity {
+pub(super) fn identity(weights: &str) -> ModelIdentity {
     ModelIdentity { weights: weights.to_owned().into(), ..ModelIdentity::default() }
 }
 
 /// A calibration for codecs that need one, of noise.
-fn calibration(codec: &str) -> Vec<u8> {
+pub(super) fn calibration(codec: &str) -> Vec<u8> {
     let geometry = spec("model", codec).geometry;
     let codec = resolve_spec(codec).unwrap();
     if !codec.needs_calibration() {
@@ -67,14 +67,14 @@ fn calibration(codec: &str) -> Vec<u8> {
     fitted.to_bytes()
 }
 
-async fn register(client: &Client, codec: &str, calibration: &[u8]) -> ModelId {
+pub(super) async fn register(client: &Client, codec: &str, calibration: &[u8]) -> ModelId {
     let mut spec = spec("model", codec);
     spec.calibration = calibration.to_vec().into();
     client.register_identified(spec, identity("a@1")).await.expect("register").model
 }
 
 /// Stores a text and publishes it; the sequence is closed once its pages are on disk.
-async fn publish_durably(client: &Client, model: ModelId, text: u64) {
+pub(super) async fn publish_durably(client: &Client, model: ModelId, text: u64) {
     let sequence = client.open_sequence(model).await.expect("open");
     store(client, sequence, text, 0, TOKENS).await;
     let done = client.publish_durably(sequence, 0, keys(text, TOKENS)).await.expect("publish");
@@ -82,7 +82,7 @@ async fn publish_durably(client: &Client, model: ModelId, text: u64) {
     client.close_sequence(sequence).await.expect("close");
 }
 
-async fn matched(client: &Client, model: ModelId, text: u64) -> [u32; 2] {
+pub(super) async fn matched(client: &Client, model: ModelId, text: u64) -> [u32; 2] {
     let chains = [keys(text, TOKENS)];
     let found = client.match_prefixes(model, &chains, Duration::ZERO).await.expect("match");
     [found.tokens[0], found.pool_tokens[0]]
@@ -90,17 +90,17 @@ async fn matched(client: &Client, model: ModelId, text: u64) -> [u32; 2] {
 
 /// Reads of a new sequence of a text that it begins with: K and V of every layer, and an answer.
 #[derive(Clone, Debug, PartialEq)]
-struct Read {
+pub(super) struct Read {
     rows: Vec<u8>,
     answer: Vec<u32>,
 }
 
-async fn open(client: &Client, model: ModelId, text: u64) -> (SequenceId, u32) {
+pub(super) async fn open(client: &Client, model: ModelId, text: u64) -> (SequenceId, u32) {
     let opened = client.open_on_prefix(model, keys(text, TOKENS), None, None).await.expect("open");
     (opened.sequence, opened.length)
 }
 
-async fn read(client: &Client, model: ModelId, text: u64) -> Read {
+pub(super) async fn read(client: &Client, model: ModelId, text: u64) -> Read {
     let (sequence, length) = open(client, model, text).await;
     assert_eq!(length, PUBLISHED, "text {text}");
     let mut rows = Vec::new();
@@ -114,7 +114,7 @@ async fn read(client: &Client, model: ModelId, text: u64) -> Read {
     Read { rows, answer }
 }
 
-fn kill(daemon: Process) {
+pub(super) fn kill(daemon: Process) {
     daemon.signal("KILL");
     assert_eq!(daemon.wait().code, None);
 }
@@ -409,4 +409,45 @@ async fn without_a_disk_a_publish_that_asks_for_it_says_so() {
     store(&client, sequence, 1, 0, TOKENS).await;
     let done = client.publish_durably(sequence, 0, keys(1, TOKENS)).await.unwrap();
     assert_eq!((done.length, &done.not_durable[..]), (PUBLISHED, "NOT_DURABLE: NO_DISK"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn operators_drop_a_models_blocks_and_a_folders_scopes_and_segments() {
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = start(folder.path(), &[]);
+    let client = daemon.client().await;
+    let model = register(&client, "kivi-4", &[]).await;
+    publish_durably(&client, model, 1).await;
+    let of_daemon = ["cache", "drop", "model", "--endpoint", &format!("http://{}", daemon.tcp())];
+    let run = |arguments: &[&str]| {
+        let mut command = kvd();
+        command.args(arguments);
+        let done = output(command);
+        let said = [done.stdout, done.stderr].concat();
+        (done.status.code(), String::from_utf8(said).unwrap())
+    };
+    let (code, said) = run(&of_daemon);
+    assert!(code == Some(0) && said.starts_with("4 blocks dropped; 0 stay"), "{said}");
+    assert_eq!(matched(&client, model, 1).await, [0, 0]);
+    publish_durably(&client, model, 2).await;
+    let path = folder.path().display().to_string();
+    let (code, said) = run(&["cache", "gc", "--keep-bytes", "1 GiB", &path]);
+    assert!(code == Some(69) && said.contains("another process uses"), "{code:?} {said}");
+    daemon.signal("TERM");
+    assert_eq!(daemon.wait().code, Some(0));
+    let (code, said) = run(&["cache", "gc", "--keep-bytes", "1 GiB", &path]);
+    assert!(code == Some(0) && said.starts_with("0 blocks dropped, 4 left; 0 B"), "{said}");
+    let (code, said) = run(&["cache", "gc", "--scope", "xyz", &path]);
+    assert!(code == Some(64) && said.contains("kvd cache ls"), "{code:?} {said}");
+    let (_, listed) = run(&["cache", "ls", "--json", &path]);
+    let listed: serde_json::Value = serde_json::from_str(&listed).unwrap();
+    let scope = listed[0]["scope"].as_str().unwrap();
+    let (code, said) = run(&["cache", "gc", "--scope", &scope[..8], &path]);
+    assert!(code == Some(0) && said.starts_with("4 blocks dropped, 0 left"), "{said}");
+    let (code, said) = run(&["cache", "gc", "--keep-bytes", "0 B", "--json", &path]);
+    assert!(code == Some(0) && said.contains("freed_bytes"), "{said}");
+    let again = start(folder.path(), &[]);
+    let client = again.client().await;
+    let model = register(&client, "kivi-4", &[]).await;
+    assert_eq!(matched(&client, model, 2).await, [0, 0]);
 }

@@ -11,6 +11,7 @@ mod log;
 mod notify;
 mod process;
 mod quotas;
+mod remote;
 mod restart;
 mod sessions;
 

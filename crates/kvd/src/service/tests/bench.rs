@@ -226,7 +226,7 @@ pub(super) fn several(
     };
     let workers = probes.iter().map(start).collect();
     let ids = draw_ids().unwrap();
-    let kept = KeptState { disk: None, quotas };
+    let kept = KeptState { tiers: None, quotas };
     (Arc::new(Service::new(config.clone(), workers, metrics, ids, kept)), probes)
 }
 
