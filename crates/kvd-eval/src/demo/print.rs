@@ -1,8 +1,8 @@
 //! The report for people.
 
 use super::report::{CodecReport, DemoReport, GeneratedText};
-use crate::eval::wrap_paragraph;
 use super::restart::RestartReport;
+use crate::eval::wrap_paragraph;
 use crate::measure::DeviceMeans;
 use crate::table::{COLUMNS, format_number, format_table, wrap_lines};
 use std::io::{self, Write};
