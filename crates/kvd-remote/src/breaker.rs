@@ -11,7 +11,7 @@ const TIMEOUTS_MAX: u32 = 3;
 const PAUSE_MIN: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 
-/// What a breaker does, as its metric has it.
+/// State of a breaker, as its metric has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BreakerState {
     /// Requests go through.
@@ -59,7 +59,7 @@ pub(crate) struct BreakerPass<'a> {
 }
 
 impl StoreBreaker {
-    /// What it does now.
+    /// Its state now.
     #[must_use]
     pub fn read_state(&self) -> BreakerState {
         match *self.inner.lock() {

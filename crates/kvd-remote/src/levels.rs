@@ -3,7 +3,7 @@
 use crate::breaker::BreakerState;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// What a store is asked for.
+/// A kind of request to a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RemoteOp {
     /// Which of some objects are there.

@@ -80,7 +80,7 @@ pub struct RemoteSettings {
     pub endpoint: String,
     /// Region of the bucket; empty: what the environment says.
     pub region: String,
-    /// What all names begin with.
+    /// The beginning of all names.
     pub prefix: String,
     /// Password of a Redis, from a file.
     pub password: Option<String>,

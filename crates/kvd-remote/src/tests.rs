@@ -59,7 +59,7 @@ fn names(count: u32) -> Vec<ObjectName> {
     (0..count).map(name).collect()
 }
 
-/// What any store has to do.
+/// Tries all that any store has to do.
 async fn check_store(settings: RemoteSettings) {
     let quick = RemoteSettings { find_timeout: Duration::from_secs(5), ..settings };
     let [first, second] = [(); 2].map(|()| RemoteTier::open_store(quick.clone()).expect("a store"));

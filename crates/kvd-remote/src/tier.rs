@@ -26,7 +26,7 @@ const CLOSE_PAUSE: Duration = Duration::from_millis(5);
 pub enum ReadFailure {
     /// It is not there, or not any more.
     Missing,
-    /// What is there is damaged, of another block, or has no right keyed hash.
+    /// It is damaged, of another block, or has no right keyed hash.
     Corrupt,
     /// No answer in time.
     TimedOut,

@@ -39,7 +39,7 @@ pub enum RefusedUpload {
 #[derive(Default)]
 struct QueueState {
     waiting: VecDeque<QueuedUpload>,
-    /// Of those that wait or are being written.
+    /// Sum over those that wait or are being written.
     bytes: u64,
     workers: usize,
     is_closed: bool,

@@ -7,7 +7,7 @@ use super::place::{DiskState, RemotePlace};
 use super::state::NewEntry;
 use kvd_core::{ModelId, Namespace};
 
-/// What is known of a chain's end: blocks behind its cached prefix that a shared store has.
+/// The end of a chain: blocks behind its cached prefix that a shared store has.
 #[derive(Clone, Copy, Debug)]
 pub struct RemoteBlocks<'a> {
     /// Blocks of the chain before them, all of which are cached.
