@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 if [ -z "${KVD_BINARY:-}" ]; then
-    cargo build --release --package kvd --bin kvd
+    cargo build --release --package kvd --bin kvd --features remote-s3
     KVD_BINARY=$(cargo metadata --format-version 1 --no-deps |
         python3 -c 'import json, sys; print(json.load(sys.stdin)["target_directory"])')/release/kvd
 fi

@@ -54,7 +54,8 @@ pub use cache::{
     BlockDigests, BlockToRead, BlockToWrite, CacheLimits, CacheSimulator, CacheUsage,
     ChainResidency, DiskBlock, DiskPlace, DroppedBlocks, EvictionChoice, HeldChain, KEY_BYTES_MAX,
     KeyChain, KeyError, LeaseRequest, PackedKeys, PinRequest, PinnedPrefixes, PrefixIndex,
-    PublishStop, PublishedBlocks, ReadPlan, RecordUse, StoredLayer,
+    PublishStop, PublishedBlocks, ReadPlan, RecordPlace, RecordUse, RemoteBlocks, RemotePlace,
+    StoredLayer, WriteTarget,
 };
 pub use error::StoreError;
 pub use kvd_core::{PackedBytes, StoredBytes};

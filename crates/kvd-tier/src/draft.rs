@@ -85,6 +85,12 @@ impl RecordDraft {
         self.header.record_bytes
     }
 
+    pub(crate) fn copy_draft(&self) -> Self {
+        let mut bytes = AlignedBytes::with_zeros(self.bytes.len());
+        bytes.copy_from_slice(&self.bytes);
+        Self { bytes, header: self.header, spans: self.spans.clone() }
+    }
+
     /// Hashes what was filled in.
     pub(crate) fn seal_record(mut self) -> SealedRecord {
         for (layer, span) in self.spans.iter().enumerate() {
@@ -110,6 +116,11 @@ impl SealedRecord {
     pub(crate) fn from_bytes(bytes: AlignedBytes, place: &FramePlace) -> Result<Self, RecordFlaw> {
         let header = verify_record(&bytes, place)?.header;
         Ok(Self { bytes, header })
+    }
+
+    /// The bytes, as they were framed last.
+    pub(crate) fn into_bytes(self) -> AlignedBytes {
+        self.bytes
     }
 
     /// Frames the record for `place`; these are the bytes to write.

@@ -7,7 +7,7 @@ use crate::device::{self, DeviceError};
 use crate::device_worker::{DeviceWorker, DeviceWorkerThread, WorkerLimits};
 use crate::door_files::{DoorFiles, FileWatch};
 use crate::metrics::{Metric, Metrics};
-use crate::service::disk::DiskCache;
+use crate::service::tiers::{CacheTiers, TierError};
 use crate::service::{Service, draw_ids};
 use crate::transport::{BoundAddresses, GrpcServer, ListenError, ServerPhase};
 use kvd_compute::Backend;
@@ -94,6 +94,8 @@ const CUT_TIME: Duration = Duration::from_secs(1);
 
 /// Time for blocks that wait to be written when the daemon stops.
 const DISK_GRACE: Duration = Duration::from_secs(2);
+/// Longest wait for what the store that daemons share is to have.
+const REMOTE_GRACE: Duration = Duration::from_secs(2);
 
 /// Time for devices to end the job that they have: an attend stops within milliseconds.
 pub const DEVICE_STOP_TIME: Duration = Duration::from_secs(2);
@@ -166,12 +168,19 @@ impl OpenDoors {
     }
 }
 
-/// Opens the cache's disk tier, if there is to be one, off the threads that answer requests.
-async fn open_disk(config: &Config) -> Result<Option<DiskCache>, BuildError> {
-    let Some(disk) = config.cache.disk.clone() else { return Ok(None) };
-    let opened = tokio::task::spawn_blocking(move || DiskCache::open_folder(&disk)).await;
+/// Opens the cache's tiers, if there are to be any, off the threads that answer requests.
+async fn open_tiers(
+    config: &Config,
+    metrics: &Arc<Metrics>,
+) -> Result<Option<CacheTiers>, BuildError> {
+    let (cache, metrics) = (config.cache.clone(), Arc::clone(metrics));
+    let open = move || CacheTiers::open_tiers(&cache, &metrics);
+    let opened = tokio::task::spawn_blocking(open).await;
     let opened = opened.map_err(|error| BuildError::Worker(std::io::Error::other(error)))?;
-    Ok(Some(opened?))
+    opened.map_err(|error| match error {
+        TierError::Disk(error) => BuildError::Disk(error),
+        TierError::Remote(error) => BuildError::Config(error),
+    })
 }
 
 impl Daemon {
@@ -225,8 +234,8 @@ impl Daemon {
         let workers = backends.into_iter().map(start).collect::<Result<Vec<_>, _>>();
         let (workers, worker_threads) = workers.map_err(BuildError::Worker)?.into_iter().unzip();
         let ids = draw_ids().map_err(BuildError::Random)?;
-        let disk = open_disk(&config).await?;
-        let service = Arc::new(Service::new(Arc::new(config), workers, metrics, ids, disk));
+        let tiers = open_tiers(&config, &metrics).await?;
+        let service = Arc::new(Service::new(Arc::new(config), workers, metrics, ids, tiers));
         if let Some(table) = principals {
             tracing::info!(principals = table.count_principals(), "who may come in is read");
             service.access_control().replace_table(table);
@@ -364,10 +373,12 @@ impl RunningDaemon {
             }
         }
         self.upkeep.abort();
-        if let Some(disk) = self.service.disk_cache().cloned() {
+        if let Some(tiers) = self.service.cache_tiers().cloned() {
+            let disk = Arc::clone(&tiers);
             let close = move || disk.close_folder(DISK_GRACE);
             // What a panic left unwritten is not durable, and nobody was told that it is.
             drop(tokio::task::spawn_blocking(close).await);
+            tiers.close_remote(REMOTE_GRACE).await;
         }
         drop(self.service);
         // Off the runtime's workers: a device may be in the middle of a job. Tasks that were cut

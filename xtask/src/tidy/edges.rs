@@ -18,6 +18,8 @@ const MEMBERS: &[(&str, &[&str])] = &[
     ("kvd-client", &["kvd-core", "kvd-proto", "kvd-shm"]),
     // Knows records and files, not what is in them.
     ("kvd-tier", &[]),
+    // Records in stores of others.
+    ("kvd-remote", &["kvd-tier"]),
     ("kvd-engine", &["kvd-core"]),
     // Measurement and demonstration are clients like any other.
     ("kvd-eval", &["kvd-core", "kvd-codec", "kvd-client", "kvd-engine"]),
@@ -35,6 +37,7 @@ const MEMBERS: &[(&str, &[&str])] = &[
             "kvd-proto",
             "kvd-shm",
             "kvd-tier",
+            "kvd-remote",
             "kvd-client",
             "kvd-eval",
         ],
@@ -76,6 +79,7 @@ const NEVER: &[(&str, &[&str])] = &[
     ("kvd-cuda", &["tokio", "tonic"]),
     ("kvd-store", &["tonic", "cudarc"]),
     ("kvd-tier", &["tokio", "tonic", "cudarc"]),
+    ("kvd-remote", &["tonic", "cudarc"]),
     ("kvd-proto", &["cudarc"]),
 ];
 

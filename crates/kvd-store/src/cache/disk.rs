@@ -8,6 +8,7 @@
 use super::block::{CachedBlock, HeldEntry, StoredLayer};
 use super::insert::{InsertWork, NeededRoom};
 use super::key::{KeyChain, KeyDigest, KeyLineage};
+use super::place::{DiskPlace, DiskState, RecordPlace, RemotePlace};
 use super::state::{ChainOrigin, IndexState, NewEntry};
 use super::{PrefixIndex, free_blocks};
 use kvd_core::{ModelId, Namespace};
@@ -17,32 +18,6 @@ use std::sync::atomic::Ordering::Relaxed;
 
 /// Entries that a search for a cold leaf looks at.
 const COLD_LOOKS: usize = 4096;
-
-/// Where a record lies, in words of whoever wrote it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DiskPlace(pub [u64; 4]);
-
-/// Whether a block is on disk.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum DiskState {
-    /// It is not.
-    #[default]
-    Absent,
-    /// It is to be written.
-    Queued,
-    /// Its record is durable.
-    At(DiskPlace),
-}
-
-impl DiskState {
-    /// Where its record lies.
-    pub(crate) fn disk_place(self) -> Option<DiskPlace> {
-        match self {
-            Self::At(place) => Some(place),
-            Self::Absent | Self::Queued => None,
-        }
-    }
-}
 
 /// The name of a block, which means the same after a restart under the same seed and scope.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -68,6 +43,15 @@ pub struct DiskBlock {
     pub bytes: u64,
 }
 
+/// Where blocks are to be written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WriteTarget {
+    /// This daemon's disk, also what a shared store has.
+    Disk,
+    /// A shared store alone.
+    Remote,
+}
+
 /// A block that is to be written; it stays in the pool while this lives.
 #[derive(Clone, Debug)]
 pub struct BlockToWrite {
@@ -75,6 +59,8 @@ pub struct BlockToWrite {
     block: Arc<CachedBlock>,
     /// Its name.
     pub digests: BlockDigests,
+    /// Its object, of a block that is in a shared store already.
+    pub remote: Option<RemotePlace>,
 }
 
 impl BlockToWrite {
@@ -102,7 +88,7 @@ pub struct BlockToRead {
     /// Its name.
     pub digests: BlockDigests,
     /// Where its record lies.
-    pub place: DiskPlace,
+    pub place: RecordPlace,
 }
 
 /// A prefix that is to be in the pool.
@@ -269,15 +255,25 @@ impl PrefixIndex {
         blocks
     }
 
-    /// Takes the blocks of a prefix that are not on disk for writing, those before others first;
-    /// of so many bytes at most. Those behind the last are left.
-    pub(crate) fn plan_writes(&self, last: &HeldEntry, bytes_max: u64) -> Vec<BlockToWrite> {
+    /// Takes the blocks of a prefix for writing that are not where they are to be, those before
+    /// others first; of so many bytes at most. Those behind the last are left.
+    pub(crate) fn plan_writes(
+        &self,
+        last: &HeldEntry,
+        target: WriteTarget,
+        bytes_max: u64,
+    ) -> Vec<BlockToWrite> {
         let mut state = self.state.write();
         if !state.slots.is_there(last) {
             return Vec::new();
         }
         let chain = state.slots.walk_up(last.entry);
-        let unwritten = chain.filter(|(_, entry)| entry.disk == DiskState::Absent);
+        let is_unwritten = |disk| match disk {
+            DiskState::Absent => true,
+            DiskState::Remote(_) => target == WriteTarget::Disk,
+            DiskState::Queued(_) | DiskState::At(_) => false,
+        };
+        let unwritten = chain.filter(|(_, entry)| is_unwritten(entry.disk));
         let mut numbers: Vec<_> = unwritten.map(|(number, _)| number).collect();
         numbers.reverse();
         let (mut writes, mut bytes) = (Vec::new(), 0);
@@ -289,20 +285,25 @@ impl PrefixIndex {
             if bytes > bytes_max {
                 break;
             }
+            let remote = entry.and_then(|entry| entry.disk.remote_place());
             let digests = state.digests_of(number);
-            state.set_disk(number, DiskState::Queued);
-            writes.push(BlockToWrite { held, block, digests });
+            state.set_disk(number, DiskState::Queued(remote));
+            writes.push(BlockToWrite { held, block, digests, remote });
         }
         writes
     }
 
-    /// Notes what came of a block that was to be written.
-    pub fn note_written(&self, write: &BlockToWrite, place: Option<DiskPlace>) {
+    /// Notes what came of a block that was to be written: none, if nothing did.
+    pub fn note_written(&self, write: &BlockToWrite, place: Option<RecordPlace>) {
         let mut state = self.state.write();
         let entry = state.slots.find_entry(write.held.entry);
-        let waits = entry.is_some_and(|entry| entry.disk == DiskState::Queued);
-        if waits && state.slots.is_there(&write.held) {
-            let disk = place.map_or(DiskState::Absent, DiskState::At);
+        let Some(DiskState::Queued(remote)) = entry.map(|entry| entry.disk) else { return };
+        if state.slots.is_there(&write.held) {
+            let disk = match place.or(remote.map(RecordPlace::Remote)) {
+                Some(RecordPlace::Disk(place)) => DiskState::At(place),
+                Some(RecordPlace::Remote(place)) => DiskState::Remote(place),
+                None => DiskState::Absent,
+            };
             state.set_disk(write.held.entry, disk);
         }
     }
@@ -318,7 +319,7 @@ impl PrefixIndex {
         // From the last on: whatever is not on disk ends what a restart leaves.
         for (_, entry) in state.slots.walk_up(chain.0.entry) {
             found.pool += usize::from(entry.block.is_some());
-            found.queued += usize::from(entry.disk == DiskState::Queued);
+            found.queued += usize::from(matches!(entry.disk, DiskState::Queued(_)));
             let is_on_disk = entry.disk.disk_place().is_some();
             found.disk += usize::from(is_on_disk);
             found.durable = if is_on_disk { found.durable + 1 } else { 0 };
@@ -363,7 +364,7 @@ impl PrefixIndex {
         let mut missing = Vec::new();
         for (number, entry) in walk.take_while(|(_, entry)| entry.block.is_none()) {
             let held = state.hold_entry(number)?;
-            let place = entry.disk.disk_place()?;
+            let place = entry.disk.record_place()?;
             missing.push(BlockToRead { held, digests: state.digests_of(number), place });
         }
         missing.reverse();
@@ -430,7 +431,7 @@ impl PrefixIndex {
     pub fn remove_unreadable(&self, read: &BlockToRead) -> u64 {
         let mut state = self.state.write();
         let entry = state.slots.find_entry(read.held.entry);
-        let same = entry.is_some_and(|entry| entry.disk.disk_place() == Some(read.place));
+        let same = entry.is_some_and(|entry| entry.disk.record_place() == Some(read.place));
         if !same || !state.slots.is_there(&read.held) {
             return 0;
         }

@@ -1,8 +1,8 @@
 //! Making published blocks findable: the last step of a publish.
 
 use super::block::{CachedBlock, HeldEntry};
-use super::disk::DiskState;
 use super::key::{KeyChain, KeyLineage};
+use super::place::DiskState;
 use super::state::{FoundPrefix, IndexState, NewEntry};
 use super::{EVICTED_PER_CALL_MAX, PrefixIndex, free_blocks};
 use kvd_core::{ModelId, Namespace};

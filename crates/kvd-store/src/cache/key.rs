@@ -91,6 +91,12 @@ impl<'a> KeyChain<'a> {
         blocks * self.keys_per_block
     }
 
+    /// The key of a page, if there is such a page.
+    #[must_use]
+    pub fn find_key(&self, block: usize) -> Option<&'a [u8]> {
+        (block < self.count_blocks()).then(|| self.block_key(block))
+    }
+
     /// The key of a page.
     ///
     /// # Panics

@@ -15,7 +15,9 @@ mod holds;
 mod insert;
 mod key;
 mod lease;
+mod place;
 mod policy;
+mod remote;
 mod simulate;
 mod slots;
 mod state;
@@ -23,15 +25,17 @@ mod state;
 pub use block::StoredLayer;
 pub(crate) use block::{CachedBlock, HeldEntry};
 pub use disk::{
-    BlockDigests, BlockToRead, BlockToWrite, ChainResidency, DiskBlock, DiskPlace, HeldChain,
-    ReadPlan, RecordUse,
+    BlockDigests, BlockToRead, BlockToWrite, ChainResidency, DiskBlock, HeldChain, ReadPlan,
+    RecordUse, WriteTarget,
 };
 pub use holds::{LeaseRequest, PinRequest, PinnedPrefixes};
 pub(crate) use insert::{InsertBase, NewBlock};
 pub use insert::{PublishStop, PublishedBlocks};
 pub use key::{KEY_BYTES_MAX, KeyChain, KeyError, PackedKeys};
 pub(crate) use key::{KeyHasher, KeyLineage};
+pub use place::{DiskPlace, RecordPlace, RemotePlace};
 pub use policy::EvictionChoice;
+pub use remote::RemoteBlocks;
 pub use simulate::CacheSimulator;
 
 use crate::pool::FreedSlots;

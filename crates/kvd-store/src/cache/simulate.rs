@@ -5,8 +5,8 @@
 //! before the next begins.
 
 use super::block::{CachedBlock, HeldEntry};
-use super::disk::DiskState;
 use super::key::{KeyChain, KeyHasher, KeyLineage, PackedKeys};
+use super::place::DiskState;
 use super::policy::EvictionChoice;
 use super::state::{ChainOrigin, IndexState, NewEntry};
 use kvd_core::{ModelId, Namespace};

@@ -4,8 +4,8 @@
 //! blocks writes to few cache lines. No locks: the index's lock guards it.
 
 use super::block::{CachedBlock, EntryHold, HeldEntry};
-use super::disk::DiskState;
 use super::key::{KeyDigest, KeyLineage};
+use super::place::DiskState;
 use super::policy::{EntryFate, EntryLookup, QueuedEntry};
 use kvd_core::{ModelId, Namespace};
 use std::sync::Arc;
@@ -52,7 +52,7 @@ impl IndexEntry {
     /// Whether its bytes may leave the pool: with the entry, unless it is on disk too.
     pub(crate) fn may_leave(&self) -> bool {
         let children =
-            if self.disk.disk_place().is_some() { self.pool_children } else { self.children };
+            if self.disk.record_place().is_some() { self.pool_children } else { self.children };
         self.block.is_some() && children == 0 && self.is_unheld()
     }
 

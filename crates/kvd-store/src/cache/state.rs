@@ -7,8 +7,9 @@
 //! is pushed below its share by others; who asks for room may always lose its own.
 
 use super::block::{CachedBlock, EntryHold, HeldEntry};
-use super::disk::{BlockDigests, DiskState};
+use super::disk::BlockDigests;
 use super::key::{DigestBuild, KeyChain, KeyDigest, KeyHasher, KeyLineage};
+use super::place::DiskState;
 use super::policy::{EvictionChoice, EvictionPolicy, QueuedEntry};
 use super::slots::{EntrySlots, IndexEntry};
 use kvd_core::{ModelId, Namespace};
@@ -303,7 +304,7 @@ impl IndexState {
     pub(crate) fn drop_entry(&mut self, number: u32, gone: &mut DroppedEntries) {
         let digests = self.digests_of(number);
         let Some(entry) = self.slots.find_entry(number) else { return };
-        if entry.disk != DiskState::Absent {
+        if matches!(entry.disk, DiskState::At(_) | DiskState::Queued(_)) {
             gone.on_disk.push(digests);
         }
         gone.count += 1;
@@ -333,7 +334,7 @@ impl IndexState {
         let victim = tenants
             .into_iter()
             .find_map(|tenant| tenant.policy.take_victim(slots, VICTIM_LOOKS))?;
-        let on_disk = self.slots.find_entry(victim.entry)?.disk.disk_place().is_some();
+        let on_disk = self.slots.find_entry(victim.entry)?.disk.record_place().is_some();
         let number = victim.entry;
         let block = if on_disk { self.take_block(number) } else { self.remove_entry(number) };
         Some(EvictedBlock { block: block?, is_on_disk: on_disk })
@@ -348,7 +349,10 @@ impl IndexState {
             (bytes, count) = (bytes + entry.pool_bytes(), count + 1);
             in_pool += usize::from(entry.block.is_some());
             on_disk += usize::from(entry.disk.disk_place().is_some());
-            assert!(entry.block.is_some() || entry.disk.disk_place().is_some(), "it is somewhere");
+            assert!(
+                entry.block.is_some() || entry.disk.record_place().is_some(),
+                "it is somewhere"
+            );
             assert!(entry.block.is_some() || !entry.is_queued, "what is on disk alone waits");
             assert_eq!(self.find_digest(entry.digest), Some(number));
             match entry.parent {

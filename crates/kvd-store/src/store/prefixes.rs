@@ -3,7 +3,7 @@
 use super::{SequenceStore, common_length};
 use crate::cache::{
     BlockToRead, BlockToWrite, CachedBlock, ChainOrigin, DroppedBlocks, HeldChain, KeyChain,
-    PrefixIndex, StoredLayer,
+    PrefixIndex, StoredLayer, WriteTarget,
 };
 use crate::error::StoreError;
 use crate::layer::SequenceLayer;
@@ -141,11 +141,16 @@ impl SequenceStore {
         Ok(self.find_entry(ns, id)?.published_chain().tail.map(HeldChain))
     }
 
-    /// Takes the blocks of a prefix that are not on disk for writing, in order; of so many bytes at
-    /// most.
+    /// Takes the blocks of a prefix for writing that are not where they are to be, in order; of so
+    /// many bytes at most.
     #[must_use]
-    pub fn plan_writes(&self, chain: &HeldChain, bytes_max: u64) -> Vec<BlockToWrite> {
-        self.cache.plan_writes(&chain.0, bytes_max)
+    pub fn plan_writes(
+        &self,
+        chain: &HeldChain,
+        target: WriteTarget,
+        bytes_max: u64,
+    ) -> Vec<BlockToWrite> {
+        self.cache.plan_writes(&chain.0, target, bytes_max)
     }
 
     /// Brings a block to the pool that was read into slots of its own; whether it is there now.

@@ -5,7 +5,8 @@ use super::harness::{Bench, shape};
 use super::prefixes::{PAGE, chain, keys, values};
 use crate::{
     BlockToRead, BlockToWrite, CacheLimits, DiskBlock, DiskPlace, HeldChain, LeaseRequest,
-    PackedBytes, PackedPages, RawSlot, ReadPlan, RecordUse, SlotRegion, StoredLayer,
+    PackedBytes, PackedPages, RawSlot, ReadPlan, RecordPlace, RecordUse, RemoteBlocks, RemotePlace,
+    SlotRegion, StoredLayer, WriteTarget,
 };
 use kvd_core::LeaseId;
 use std::collections::BTreeMap;
@@ -41,16 +42,17 @@ impl Disk {
 
     /// Writes what a chain has that is not on disk; how many blocks.
     fn write_chain(&mut self, b: &Bench, chain: &HeldChain) -> usize {
-        let writes = b.store.plan_writes(chain, u64::MAX);
+        let writes = b.store.plan_writes(chain, WriteTarget::Disk, u64::MAX);
         for write in &writes {
             let place = self.write(b, write);
-            b.store.prefix_index().note_written(write, Some(place));
+            b.store.prefix_index().note_written(write, Some(RecordPlace::Disk(place)));
         }
         writes.len()
     }
 
     fn read(&self, b: &Bench, read: &BlockToRead) -> Option<Vec<StoredLayer>> {
-        let layers = self.0.get(&read.place.0[0])?;
+        let RecordPlace::Disk(place) = read.place else { return None };
+        let layers = self.0.get(&place.0[0])?;
         let fill = |slot: crate::ReservedSlot, from: &[u8]| {
             let at = slot.extent().offset as usize;
             b.bytes.lock()[at..at + from.len()].copy_from_slice(from);
@@ -149,18 +151,18 @@ fn blocks_that_are_to_be_written_stay_and_a_write_that_failed_leaves_them_unwrit
     let b = Bench::cached(1 << 20, shape(1, PAGE, 0, 4), CacheLimits::default());
     let (id, _) = b.publish_text("abc");
     let held = b.store.hold_published(b.ns(), id).unwrap().unwrap();
-    let writes = b.store.plan_writes(&held, u64::MAX);
+    let writes = b.store.plan_writes(&held, WriteTarget::Disk, u64::MAX);
     let positions: Vec<_> = writes.iter().map(|write| write.digests.position).collect();
     assert_eq!(positions, [0, 1, 2], "those before others first");
     assert_eq!(writes[1].digests.parent_lineage, writes[0].digests.lineage);
-    assert!(b.store.plan_writes(&held, u64::MAX).is_empty(), "once");
+    assert!(b.store.plan_writes(&held, WriteTarget::Disk, u64::MAX).is_empty(), "once");
     let found = b.store.prefix_index().find_residency(&held);
     assert_eq!((found.queued, found.durable, found.pool), (3, 0, 3));
     b.store.close_sequence(b.ns(), id).unwrap();
     drop(held);
     assert_eq!(evict_all(&b), 0);
     let index = b.store.prefix_index();
-    index.note_written(&writes[0], Some(DiskPlace([9; 4])));
+    index.note_written(&writes[0], Some(RecordPlace::Disk(DiskPlace([9; 4]))));
     index.note_written(&writes[1], None);
     drop(writes);
     assert_eq!(evict_all(&b), 3);
@@ -174,8 +176,8 @@ fn a_limit_of_bytes_takes_the_first_blocks_alone() {
     let (id, _) = b.publish_text("abc");
     let held = b.store.hold_published(b.ns(), id).unwrap().unwrap();
     let all = b.cache_usage().bytes;
-    assert_eq!(b.store.plan_writes(&held, all / 3).len(), 1);
-    assert_eq!(b.store.plan_writes(&held, all).len(), 2);
+    assert_eq!(b.store.plan_writes(&held, WriteTarget::Disk, all / 3).len(), 1);
+    assert_eq!(b.store.plan_writes(&held, WriteTarget::Disk, all).len(), 2);
 }
 
 #[test]
@@ -183,7 +185,8 @@ fn a_record_that_cannot_be_read_is_a_shorter_prefix_with_all_behind_it() {
     let (b, mut disk) = written(&["abcd", "abxy"], CacheLimits::default());
     evict_all(&b);
     let missing = plan(&b, "abcd").unwrap().missing;
-    disk.0.remove(&missing[2].place.0[0]);
+    let RecordPlace::Disk(third) = missing[2].place else { panic!("not on disk") };
+    disk.0.remove(&third.0[0]);
     drop(missing);
     assert_eq!(disk.promote(&b, "abcd"), 2);
     assert_eq!([b.matched("abcd"), b.matched("abxy")], [2, 4]);
@@ -287,4 +290,63 @@ fn dropped_blocks_say_which_records_go_too() {
     let index = b.store.prefix_index();
     let dropped = index.drop_prefixes(b.model.id, &[chain(&keys("abcd"))]);
     assert_eq!((dropped.dropped, dropped.on_disk.len(), b.matched("abcd")), (4, 4, 0));
+}
+
+/// Makes blocks of a text known that a shared store has, from `first` on.
+fn find_remotely(b: &Bench, text: &str, first: usize, count: u64) -> usize {
+    let places: Vec<_> = (0..count).map(|number| RemotePlace([number; 4])).collect();
+    let blocks = RemoteBlocks { first, places: &places, bytes: 100 };
+    b.store.prefix_index().add_remote_blocks(b.ns(), b.model.id, &chain(&keys(text)), blocks)
+}
+
+#[test]
+fn what_a_shared_store_has_is_found_read_written_to_disk_and_not_durable_before() {
+    let (b, mut disk) = written(&["ab"], CacheLimits::default());
+    assert_eq!(find_remotely(&b, "abcd", 3, 1), 0, "a gap before it");
+    assert_eq!(find_remotely(&b, "abcd", 1, 3), 2, "one of them is there already");
+    assert_eq!(find_remotely(&b, "abcd", 2, 2), 0);
+    assert_eq!(b.matched("abcde"), 4);
+    let usage = b.cache_usage();
+    assert_eq!([usage.entries, usage.pool_entries, usage.disk_entries], [4, 2, 2]);
+    let reads = plan(&b, "abcd").unwrap();
+    let places: Vec<_> = reads.missing.iter().map(|read| read.place).collect();
+    assert_eq!(places, [1, 2].map(|number| RecordPlace::Remote(RemotePlace([number; 4]))));
+    // It comes as blocks of a text that was published here would.
+    let (other, from) = written(&["abcd"], CacheLimits::default());
+    assert_eq!(evict_all(&other), 4);
+    for (read, place) in reads.missing.iter().zip([3, 4]) {
+        let mut from_other = read.clone();
+        from_other.place = RecordPlace::Disk(DiskPlace([place, 0, 0, 0]));
+        assert!(b.store.bring_read(&b.model, read, from.read(&b, &from_other).unwrap()));
+    }
+    b.store.prefix_index().settle_reads(reads);
+    assert_eq!(b.values(b.attach("abcd").id, 0), values("abcd"));
+    let (id, _) = b.publish_text("abcd");
+    let held = b.store.hold_published(b.ns(), id).unwrap().unwrap();
+    assert_eq!(b.store.prefix_index().find_residency(&held).durable, 2);
+    assert_eq!(disk.write_chain(&b, &held), 2);
+    assert_eq!(b.store.prefix_index().find_residency(&held).durable, 4);
+}
+
+#[test]
+fn a_write_that_fails_leaves_what_is_remote_and_a_read_that_fails_removes_it() {
+    let b = Bench::cached(1 << 20, shape(1, PAGE, 2, 4), CacheLimits::default());
+    assert_eq!(find_remotely(&b, "abc", 0, 3), 3);
+    let (id, _) = b.publish_text("ab");
+    let held = b.store.hold_published(b.ns(), id).unwrap().unwrap();
+    assert!(b.store.plan_writes(&held, WriteTarget::Remote, u64::MAX).is_empty());
+    let writes = b.store.plan_writes(&held, WriteTarget::Disk, u64::MAX);
+    assert_eq!(writes.len(), 2);
+    for write in &writes {
+        assert!(write.remote.is_some());
+        b.store.prefix_index().note_written(write, None);
+    }
+    b.store.close_sequence(b.ns(), id).unwrap();
+    drop((held, writes));
+    assert_eq!(evict_all(&b), 2);
+    assert_eq!((b.used(), b.matched("abc")), (0, 3));
+    let reads = plan(&b, "abc").unwrap();
+    assert_eq!(b.store.prefix_index().remove_unreadable(&reads.missing[1]), 2);
+    drop(reads);
+    assert_eq!(b.matched("abc"), 1);
 }

@@ -1,7 +1,7 @@
 //! Settings of the cache.
 
 use super::raw::{CacheSettings, DiskTierSettings};
-use super::{ConfigError, at_least};
+use super::{ConfigError, RemoteCacheConfig, at_least};
 use kvd_store::EvictionChoice;
 use kvd_tier::{DirectChoice, DiskSettings};
 use std::path::PathBuf;
@@ -26,6 +26,19 @@ pub struct CacheConfig {
     pub pinned_bytes_max: u64,
     /// The disk tier, if there is one.
     pub disk: Option<DiskCacheConfig>,
+    /// The store that daemons share, if there is one.
+    pub remote: Option<RemoteCacheConfig>,
+    /// Limits of what comes back from either.
+    pub promotion: PromotionLimits,
+}
+
+/// Limits of blocks that come back to the pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PromotionLimits {
+    /// How long a call waits for blocks.
+    pub time_max: Duration,
+    /// Calls that wait for blocks at a time.
+    pub calls_max: usize,
 }
 
 /// Settings of the disk tier.
@@ -55,24 +68,24 @@ pub struct DiskCacheConfig {
     pub read_threads: usize,
     /// Whether files bypass the page cache where they can.
     pub is_direct: bool,
-    /// How long a call waits for blocks from disk.
-    pub promote_time_max: Duration,
-    /// Calls that wait for blocks from disk at a time.
-    pub promotions_max: usize,
+}
+
+/// One of the two words that a setting has.
+pub(super) fn read_choice(key: &'static str, value: &str, yes: &str) -> Result<bool, ConfigError> {
+    match value {
+        _ if value == yes => Ok(true),
+        "off" => Ok(false),
+        other => Err(ConfigError::new(key, format!("{other:?} is not {yes} or off"))),
+    }
 }
 
 impl DiskCacheConfig {
     fn validate_raw(raw: &DiskTierSettings) -> Result<Option<Self>, ConfigError> {
-        let choice = |key, value: &str, yes: &str| match value {
-            _ if value == yes => Ok(true),
-            "off" => Ok(false),
-            other => Err(ConfigError::new(key, format!("{other:?} is not {yes} or off"))),
-        };
         let config = Self {
             path: PathBuf::from(&raw.path),
             bytes: raw.bytes.as_u64(),
             segment_bytes: raw.segment_bytes.as_u64(),
-            writes: choice("cache.disk.write", &raw.write, "publish")?,
+            writes: read_choice("cache.disk.write", &raw.write, "publish")?,
             sync_bytes: raw.sync_bytes.as_u64(),
             sync_ms: raw.sync_ms,
             queue_bytes: raw.queue_bytes.as_u64(),
@@ -80,9 +93,7 @@ impl DiskCacheConfig {
             reinsert_percent: raw.reinsert_percent,
             reserve_free_bytes: raw.reserve_free_bytes.as_u64(),
             read_threads: raw.read_threads,
-            is_direct: choice("cache.disk.direct", &raw.direct, "auto")?,
-            promote_time_max: Duration::from_millis(raw.promote_ms_max.into()),
-            promotions_max: at_least("cache.disk.promotions_max", raw.promotions_max, 1)?,
+            is_direct: read_choice("cache.disk.direct", &raw.direct, "auto")?,
         };
         let checked = config.tier_settings().check_limits();
         checked.map_err(|error| ConfigError::new("cache.disk", error.to_string()))?;
@@ -133,6 +144,11 @@ impl CacheConfig {
             leases_max: raw.leases_max,
             pinned_bytes_max: raw.pinned_bytes_max.as_u64(),
             disk: DiskCacheConfig::validate_raw(&raw.disk)?,
+            remote: RemoteCacheConfig::validate_raw(&raw.remote)?,
+            promotion: PromotionLimits {
+                time_max: Duration::from_millis(raw.disk.promote_ms_max.into()),
+                calls_max: at_least("cache.disk.promotions_max", raw.disk.promotions_max, 1)?,
+            },
         })
     }
 
@@ -181,5 +197,15 @@ mod tests {
         assert!(refused("cache.disk.write", "always").contains("is not publish or off"));
         assert!(refused("cache.disk.bytes", "1 MiB").contains("at least 3 times"));
         assert!(refused("cache.disk.no", "1").contains("no such setting"));
+        assert_eq!(cache.remote, None);
+        let remote = load("cache.remote.url", "file:///somewhere").unwrap().remote.unwrap();
+        assert_eq!((remote.reads, remote.writes, remote.min_prefix_tokens), (true, true, 512));
+        assert!(refused("cache.remote.url", "http://a").contains("is not redis://"));
+        let secret = refused("cache.remote.url", "redis://:secret@host");
+        assert!(secret.contains("put it in a file") && !secret.contains("secret@"), "{secret}");
+        assert!(refused("cache.remote.read", "maybe").contains("is not on or off"));
+        assert!(refused("cache.remote.write", "always").contains("is not publish or off"));
+        let zero = refused("cache.remote.connections", "0");
+        assert!(zero.contains("cache.remote: connections must not be 0"), "{zero}");
     }
 }

@@ -9,12 +9,14 @@ mod cache;
 mod kernel_cache;
 mod log_filter;
 mod raw;
+mod remote;
 mod size;
 
 pub(crate) use access::{AccessConfig, MetricsReaders, is_beyond_loopback};
-pub use cache::{CacheConfig, DiskCacheConfig};
+pub use cache::{CacheConfig, DiskCacheConfig, PromotionLimits};
 pub use kernel_cache::KernelCache;
 pub use raw::{ConfigError, ConfigOverrides, CountSetting, RawConfig};
+pub use remote::RemoteCacheConfig;
 pub use size::SizeSetting;
 
 use crate::device_worker::MergeLimits;

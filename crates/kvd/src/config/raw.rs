@@ -159,6 +159,32 @@ pub struct CacheSettings {
     pub leases_max: usize,
     pub pinned_bytes_max: SizeSetting,
     pub disk: DiskTierSettings,
+    pub remote: RemoteTierSettings,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+#[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
+pub struct RemoteTierSettings {
+    pub url: String,
+    pub endpoint: String,
+    pub region: String,
+    pub prefix: String,
+    pub password_file: String,
+    pub mac_key_file: String,
+    pub read: String,
+    pub write: String,
+    pub min_prefix_tokens: u32,
+    pub connections: usize,
+    pub reads_max: usize,
+    pub finds_max: usize,
+    pub queue_bytes: SizeSetting,
+    pub object_bytes_max: SizeSetting,
+    pub timeout_ms: u32,
+    pub find_ms_max: u32,
+    pub miss_ms: u32,
+    pub misses_max: usize,
+    pub ttl_s: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]

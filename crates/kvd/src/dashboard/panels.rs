@@ -3,6 +3,7 @@
 mod disk;
 mod doors;
 mod memory;
+mod remote;
 
 use super::query::{
     OF_DAEMON, PanelQuery, busy_seconds, legend, quantile_queries, rate, rate_where, selector,
@@ -92,6 +93,7 @@ pub(super) fn all_rows() -> Vec<PanelRow> {
         row("Pool", memory::pool_panels()),
         row("Cache", memory::cache_panels()),
         row("Disk", disk::disk_panels()),
+        row("Shared store", remote::remote_panels()),
         row("Doors", doors::door_panels()),
     ]
 }

@@ -112,22 +112,26 @@ metrics! {
 
     DiskEntries = "kvd_disk_entries", Gauge, Device, "Cached blocks that are on disk, those that are in the pool too included.";
     EvictedToDiskTotal = "kvd_evicted_to_disk_total", Counter, Device, "Of the cached blocks that went to make room, those that stay on disk.";
-    PromotedBlocksTotal = "kvd_promoted_blocks_total", Counter, Daemon, "Blocks that came back from disk for sequences that begin with them.";
-    PromoteSeconds = "kvd_promote_seconds", Histogram, Daemon, "Time that a call waited for blocks from disk.";
-    ImportRefusedTotal = "kvd_import_refused_total", Counter, Daemon, "Prefixes that came back shorter than they were matched, by reason: corrupt, gone, io, queue, tables_full, no_room, timeout, other, device, closed.";
+    PromotedBlocksTotal = "kvd_promoted_blocks_total", Counter, Daemon, "Blocks that came back from disk, or came from a shared store, for sequences that begin with them.";
+    PromoteSeconds = "kvd_promote_seconds", Histogram, Daemon, "Time that a call waited for blocks from disk or from a shared store.";
+    ImportRefusedTotal = "kvd_import_refused_total", Counter, Daemon, "Prefixes that came back shorter than they were matched, by reason: corrupt, gone, io, queue, tables_full, no_room, timeout, other, device, remote, closed.";
     TierState = "kvd_tier_state", Gauge, Daemon, "State of a tier, by tier: 0 writes, 1 the last batch failed, 2 gave up writing.";
     TierCapacityBytes = "kvd_tier_capacity_bytes", Gauge, Daemon, "Bytes that a tier may take, by tier.";
     TierUsedBytes = "kvd_tier_used_bytes", Gauge, Daemon, "Bytes that its files take, by tier.";
     TierQueueBytes = "kvd_tier_queue_bytes", Gauge, Daemon, "Bytes of blocks that wait to be written, by tier.";
-    TierWriteBytesTotal = "kvd_tier_write_bytes_total", Counter, Daemon, "Bytes of records that became durable, by tier.";
+    TierWriteBytesTotal = "kvd_tier_write_bytes_total", Counter, Daemon, "Bytes of records that became durable (disk) or were written (remote), by tier.";
     TierReadBytesTotal = "kvd_tier_read_bytes_total", Counter, Daemon, "Bytes that were read, by tier.";
-    TierWriteDropsTotal = "kvd_tier_write_drops_total", Counter, Daemon, "Records that did not become durable, by tier and reason: queue, full, io, parent, other.";
+    TierWriteDropsTotal = "kvd_tier_write_drops_total", Counter, Daemon, "Records that did not become durable, or did not reach the shared store, by tier and reason: queue, full, io, parent, other, remote (it failed).";
     TierErrorsTotal = "kvd_tier_errors_total", Counter, Daemon, "Failures of a tier's files, by tier and reason: write, sync, read, file.";
     Segments = "kvd_segments", Gauge, Daemon, "Files of the disk tier.";
     DurableLag = "kvd_durable_lag_seconds", Gauge, Daemon, "Age of the oldest record that is not yet durable.";
     ReinsertedBytesTotal = "kvd_reinserted_bytes_total", Counter, Daemon, "Bytes of records that were kept when the room of their segment was needed.";
     RecoveredBlocksTotal = "kvd_recovered_blocks_total", Counter, Daemon, "Records found at the start, by result: live, orphan, replaced, removed, torn.";
     RecoverSeconds = "kvd_recover_seconds", Gauge, Daemon, "Time that it took to find them.";
+    RemoteState = "kvd_remote_state", Gauge, Daemon, "What the breaker of the store that daemons share does: 0 requests go through, 1 one does to find out, 2 none does.";
+    RemoteRequestsTotal = "kvd_remote_requests_total", Counter, Daemon, "Requests to the store that daemons share, by op (find, read, write, remove) and result: ok (also where there is nothing), failed, full, denied, timeout, skipped (not made: the breaker was open, or too many were under way).";
+    RemoteSeconds = "kvd_remote_seconds", Histogram, Daemon, "Time of a request to that store, by op: up to its answer, its failure or its deadline.";
+    RemoteFoundBlocksTotal = "kvd_remote_found_blocks_total", Counter, Daemon, "Blocks that the store that daemons share was found to have.";
     CorruptRecordsTotal = "kvd_corrupt_records_total", Counter, Daemon, "Records that were found damaged, by tier.";
 
     Sessions = "kvd_sessions", Gauge, Daemon, "Sessions that are held, or that wait to be held again.";

@@ -95,6 +95,9 @@ pub(super) fn describe_cache(metrics: &Metrics) {
     for metric in [Metric::MatchSeconds, Metric::PromoteSeconds] {
         let _shown = metrics.histogram(metric, &[]);
     }
+    for op in kvd_remote::RemoteOp::ALL {
+        let _shown = metrics.histogram(Metric::RemoteSeconds, &[("op", op.op_label())]);
+    }
 }
 
 impl Service {
@@ -133,7 +136,7 @@ impl Service {
             blocks.iter().map(|blocks| *blocks as u32 * block_tokens).collect()
         };
         let tokens = as_tokens(&blocks);
-        let pool_tokens = match self.disk {
+        let pool_tokens = match self.tiers {
             None => tokens.clone(),
             Some(_) => as_tokens(&index.count_in_pool(model, &chains, &blocks)),
         };
@@ -206,8 +209,8 @@ impl Service {
 
     /// Drops blocks from disk that were dropped from the index.
     fn drop_records(&self, model: &RegisteredModel, dropped: &DroppedBlocks) {
-        if let (Some(disk), Some(scope)) = (&self.disk, model.scope) {
-            disk.remove_records(scope, &dropped.on_disk);
+        if let (Some(tiers), Some(scope)) = (&self.tiers, model.scope) {
+            tiers.remove_records(scope, &dropped.on_disk);
         }
     }
 
@@ -268,7 +271,9 @@ impl Service {
         let dropped = if chains.is_empty() {
             index.drop_model_blocks(model)
         } else {
-            index.drop_prefixes(model, &self.read_chains(&found, chains)?)
+            let chains = self.read_chains(&found, chains)?;
+            self.drop_objects(&found, &chains);
+            index.drop_prefixes(model, &chains)
         };
         self.drop_records(&found, &dropped);
         Ok(dropped)

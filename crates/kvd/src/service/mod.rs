@@ -7,7 +7,6 @@ mod attend_job;
 mod budget;
 mod cache;
 mod call;
-pub(crate) mod disk;
 mod error;
 mod ids;
 pub(crate) mod jobs;
@@ -31,6 +30,7 @@ mod step;
 mod store;
 #[cfg(test)]
 mod tests;
+pub(crate) mod tiers;
 
 pub use attend::{AttendReply, RefusedQuery};
 pub(crate) use attend::{InPlaceQueries, PART_BYTES};
@@ -58,7 +58,6 @@ use crate::config::Config;
 use crate::device_worker::DeviceWorker;
 use crate::metrics::{Metric, Metrics};
 use budget::ByteBudget;
-use disk::DiskCache;
 use kvd_compute::Precision;
 use kvd_core::{ErrorCode, IdSpace, Namespace};
 use kvd_store::{ArenaPool, SequenceStore, StoreLimits};
@@ -68,6 +67,7 @@ use session_table::{SessionLimits, SessionTable};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+use tiers::CacheTiers;
 use tokio::sync::Semaphore;
 
 /// How long a message of a stream waits for room for its answer before it is refused.
@@ -90,8 +90,8 @@ pub struct Service {
     /// At least one.
     shards: Vec<DeviceShard>,
     models: Arc<ModelRegistry>,
-    /// The cache's disk tier, if there is one.
-    disk: Option<Arc<DiskCache>>,
+    /// The cache's tiers below the pool, if there are any.
+    tiers: Option<Arc<CacheTiers>>,
     sessions: Arc<SessionTable>,
     metrics: Arc<Metrics>,
     /// Bytes of all requests and answers.
@@ -132,9 +132,9 @@ impl Service {
         workers: Vec<DeviceWorker>,
         metrics: Arc<Metrics>,
         ids: Arc<IdSpace>,
-        disk: Option<DiskCache>,
+        tiers: Option<CacheTiers>,
     ) -> Self {
-        let disk = disk.map(Arc::new);
+        let tiers = tiers.map(Arc::new);
         let limits = StoreLimits {
             sequences_max: config.sequences_max as u64,
             sequence_layers_max: config.sequence_layers_max,
@@ -148,8 +148,8 @@ impl Service {
             let sequences = ids.sequence_counter(index, count);
             let pool_bytes = worker.device_info().arena_bytes;
             let mut cache = cache::cache_limits(&config.cache, &config.weights, pool_bytes);
-            if let Some(disk) = &disk {
-                cache.seed = disk.hash_seed();
+            if let Some(seed) = tiers.as_ref().and_then(|tiers| tiers.hash_seed()) {
+                cache.seed = seed;
             }
             let store = SequenceStore::new(pool, limits.clone(), sequences).with_cache(cache);
             let leases = cache::lease_ids(&ids, index, count);
@@ -157,7 +157,7 @@ impl Service {
         };
         let shards: Vec<DeviceShard> = (0..).zip(workers).map(shard).collect();
         assert!(!shards.is_empty(), "a service without a device");
-        disk.iter().for_each(|disk| disk.set_devices(shards.len()));
+        tiers.iter().for_each(|tiers| tiers.set_devices(shards.len()));
         let boot_id = ids.boot().to_string();
         describe_service(&metrics, &boot_id, &shards);
         let audit = AuditLog::new(config.access.audit_lines_max);
@@ -175,7 +175,7 @@ impl Service {
             models: Arc::new(ModelRegistry::new(config.models_max, ids.clone())),
             sessions: SessionTable::new(of_sessions, ids.clone()),
             draining: AtomicBool::new(false),
-            disk,
+            tiers,
             pool_log: PoolLog::default(),
             access,
             config,
@@ -197,9 +197,9 @@ impl Service {
         &self.access
     }
 
-    /// The cache's disk tier, if there is one.
-    pub(crate) fn disk_cache(&self) -> Option<&Arc<DiskCache>> {
-        self.disk.as_ref()
+    /// The cache's tiers below the pool, if there are any.
+    pub(crate) fn cache_tiers(&self) -> Option<&Arc<CacheTiers>> {
+        self.tiers.as_ref()
     }
 
     /// Changes at every start; ids of another boot are void.

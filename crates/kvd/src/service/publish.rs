@@ -1,6 +1,6 @@
 //! `PublishBlocks`: blocks that are still raw are packed, then all become findable.
 
-use super::disk::{DiskCache, ExportSource};
+use super::tiers::{CacheTiers, ExportSource, PublishedKeys};
 use super::{CallContext, RegisteredModel, Service, ServiceError, pack};
 use crate::device_worker::DeviceWork;
 use crate::scheduler::JobKind;
@@ -61,8 +61,8 @@ impl Service {
             return Ok(reply);
         };
         let model = self.models.find_model(&call.namespace, shape.id)?;
-        let Some((disk, scope)) = self.disk.as_ref().zip(model.scope) else {
-            let reason = match &self.disk {
+        let Some((tiers, scope)) = self.tiers.as_ref().zip(model.scope) else {
+            let reason = match &self.tiers {
                 None => "NO_DISK",
                 Some(_) if model.is_identified => "SCOPE_IN_USE",
                 Some(_) => "NO_IDENTITY",
@@ -72,13 +72,18 @@ impl Service {
         };
         let (worker, store) = (&shard.worker, &*shard.store);
         let source = ExportSource { scope, model: &model, worker, store, shard: model.shard };
-        disk.queue_blocks(&source, &held);
-        let is_late = mode.waits_for_disk && !wait_for_disk(call, disk, store, &held).await;
+        let chains = self.read_chains(&model, std::slice::from_ref(keys))?;
+        let first = start / shape.geometry.block_tokens;
+        let prefix_tokens = reply.published.length;
+        let keys = PublishedKeys { first, chain: &chains[0], prefix_tokens };
+        tiers.queue_blocks(&source, &held, keys);
+        let waits = mode.waits_for_disk && tiers.has_disk();
+        let is_late = waits && !wait_for_disk(call, tiers, store, &held).await;
         let found = store.prefix_index().find_residency(&held);
         let durable = found.durable as u32 * shape.geometry.block_tokens;
         reply.durable_length = durable.min(reply.published.length);
         if mode.waits_for_disk && reply.durable_length < reply.published.length {
-            let reason = if is_late { "DEADLINE" } else { disk.failure_reason() };
+            let reason = if is_late { "DEADLINE" } else { tiers.failure_reason() };
             reply.not_durable = Some(reason);
         }
         Ok(reply)
@@ -141,14 +146,14 @@ impl Service {
 /// Waits until no block of a prefix waits to be written; whether that came in time.
 async fn wait_for_disk(
     call: &CallContext,
-    disk: &DiskCache,
+    tiers: &CacheTiers,
     store: &SequenceStore,
     held: &HeldChain,
 ) -> bool {
     let own_end = Instant::now() + DISK_WAIT_MAX;
     let end = call.deadline.map_or(own_end, |deadline| own_end.min(deadline));
     loop {
-        let mut written = std::pin::pin!(disk.written_blocks().notified());
+        let mut written = std::pin::pin!(tiers.written_blocks().notified());
         // From here on no block is missed.
         written.as_mut().enable();
         if store.prefix_index().find_residency(held).queued == 0 {

@@ -5,10 +5,10 @@
 //! device.
 
 use super::budget::InFlight;
-use super::disk::{DiskCache, ScopeText, scope_of};
 use super::model::{ModelRegistry, RemovedModel};
 use super::query_sample::QuerySample;
 use super::recent_queries::RecentQueries;
+use super::tiers::{CacheTiers, ScopeText, scope_of};
 use super::{CallContext, RegisteredModel, Service, ServiceError};
 use crate::device_worker::DeviceWork;
 use crate::metrics::{DeviceMetrics, Metrics, ModelLabels, ModelMetrics};
@@ -167,7 +167,7 @@ impl Service {
             label,
             fingerprint,
             shard,
-            wanted_scope: scope.zip(self.disk.clone()),
+            wanted_scope: scope.zip(self.tiers.clone()),
             index: self.shards[shard].store.prefix_index().clone(),
             weights: identity.weights.clone(),
         };
@@ -253,8 +253,8 @@ impl Service {
             call.namespace.clone(),
         );
         // An attend that was accepted before is answered yet.
-        let disk = self.disk.clone();
-        let job = UnregisterJob { models, store, metrics, namespace, id, disk };
+        let tiers = self.tiers.clone();
+        let job = UnregisterJob { models, store, metrics, namespace, id, tiers };
         shard.worker.ask_device(call, job).await
     }
 }
@@ -273,7 +273,7 @@ struct NewModel {
     metrics: Arc<Metrics>,
     device: Arc<DeviceMetrics>,
     /// Its scope on disk, where it has one and there is a disk.
-    wanted_scope: Option<(ScopeId, Arc<DiskCache>)>,
+    wanted_scope: Option<(ScopeId, Arc<CacheTiers>)>,
     index: Arc<PrefixIndex>,
     weights: bytes::Bytes,
 }
@@ -281,11 +281,11 @@ struct NewModel {
 impl NewModel {
     /// Takes the model's scope on disk, if nobody has it, and its blocks there.
     fn claim_scope(&self, id: ModelId) -> Option<ClaimedScope> {
-        let (scope, disk) = self.wanted_scope.as_ref()?;
-        let blocks = disk.claim_scope(*scope, &self.index, id)?;
+        let (scope, tiers) = self.wanted_scope.as_ref()?;
+        let blocks = tiers.claim_scope(*scope, &self.index, id)?;
         let codec = self.codec.to_string();
         let text = ScopeText { model: &self.spec.name, codec: &codec, weights: &self.weights };
-        disk.describe_scope(*scope, &self.namespace, &text);
+        tiers.describe_scope(*scope, &self.namespace, &text);
         Some(ClaimedScope { scope: *scope, blocks })
     }
 
@@ -383,7 +383,7 @@ pub(crate) struct UnregisterJob {
     metrics: Arc<Metrics>,
     namespace: Namespace,
     id: ModelId,
-    disk: Option<Arc<DiskCache>>,
+    tiers: Option<Arc<CacheTiers>>,
 }
 
 impl DeviceWork for UnregisterJob {
@@ -400,8 +400,8 @@ impl DeviceWork for UnregisterJob {
     ) -> Result<Option<()>, ServiceError> {
         let removed = self.models.remove(&self.namespace, self.id, &self.store)?;
         let RemovedModel { model, on_disk } = removed;
-        if let (Some(scope), Some(disk)) = (model.scope, &self.disk) {
-            disk.return_scope(scope, on_disk);
+        if let (Some(scope), Some(tiers)) = (model.scope, &self.tiers) {
+            tiers.return_scope(scope, on_disk);
         }
         backend.unregister(self.id);
         self.metrics.forget_model(&model.metrics);

@@ -77,7 +77,7 @@ impl Service {
         metrics.gauge(Metric::Ready, &[]).set(if self.is_ready() { 1.0 } else { 0.0 });
         metrics.gauge(Metric::InflightBytes, &[]).set(self.inflight_bytes() as f64);
         self.shards.iter().for_each(refresh_device);
-        super::disk::refresh_tier(metrics, self.disk.as_deref());
+        super::tiers::refresh_tier(metrics, self.tiers.as_deref());
         let models = self.models.list_models(None);
         metrics.gauge(Metric::Models, &[]).set(models.len() as f64);
         metrics.gauge(Metric::Sessions, &[]).set(self.sessions.count_sessions() as f64);

@@ -35,7 +35,7 @@ pub(super) fn close_sequence(
     }
 }
 
-pub(super) fn match_prefix(
+pub(super) async fn match_prefix(
     service: &Service,
     call: &CallContext,
     message: v1::MatchPrefixRequest,
@@ -43,7 +43,7 @@ pub(super) fn match_prefix(
     let v1::MatchPrefixRequest { model_id, chains, lease_ms } = message;
     let lease = Duration::from_millis(lease_ms.into());
     let chains = read_keys(chains);
-    let matched = service.match_prefixes(call, ModelId(model_id), &chains, lease)?;
+    let matched = service.match_shared(call, ModelId(model_id), &chains, lease).await?;
     Ok(v1::MatchPrefixResponse {
         matched_keys: matched.keys,
         matched_tokens: matched.tokens,

@@ -379,7 +379,7 @@ impl Kvd for GrpcService {
     ) -> Result<Response<v1::MatchPrefixResponse>, Status> {
         let (caller, message) = (read_call(&request), request.into_inner());
         self.answer_rpc("MatchPrefix", caller, async |call| {
-            cache::match_prefix(&self.service, call, message)
+            cache::match_prefix(&self.service, call, message).await
         })
         .await
     }

@@ -9,6 +9,7 @@ mod doors;
 mod drains;
 mod log;
 mod process;
+mod remote;
 mod restart;
 mod sessions;
 

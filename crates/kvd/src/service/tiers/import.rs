@@ -1,5 +1,5 @@
-//! The way of a block back from disk: read and verified by the tier's threads, brought to reserved
-//! slots by the device in slices, then findable in the pool.
+//! The way of a block back from disk or from the store that daemons share: read and verified by the
+//! tier, brought to reserved slots by the device in slices, then findable in the pool.
 //!
 //! A call that is to begin with a prefix has its missing blocks brought, in order, a few reads
 //! ahead; a block that another call brings already is waited for. All of it within a bounded time:
@@ -7,7 +7,8 @@
 
 use super::export::slots_of;
 use super::image::{LayerForm, read_tables};
-use super::{DiskCache, LoadKey, SliceUse};
+use super::remote::object_of_place;
+use super::{CacheTiers, LoadKey, SliceUse};
 use crate::device_worker::{DeviceWork, DeviceWorker};
 use crate::metrics::Metric;
 use crate::scheduler::JobKind;
@@ -17,9 +18,10 @@ use crate::service::{
 use kvd_codec::Page;
 use kvd_compute::{Backend, ImportOutcome, LayerImage, Stop, import_layer};
 use kvd_core::{ErrorCode, Extent, LayerIndex};
+use kvd_remote::ReadFailure;
 use kvd_store::{
-    BlockToRead, PackedPages, PrefixIndex, RawSlot, ReadPlan, ReservedSlot, SequenceStore,
-    StoredLayer,
+    BlockToRead, PackedPages, PrefixIndex, RawSlot, ReadPlan, RecordPlace, ReservedSlot,
+    SequenceStore, StoredLayer,
 };
 use kvd_tier::{DiskLocation, ReadError, ReadRequest, RecordPart, ScopeId};
 use std::collections::VecDeque;
@@ -51,16 +53,23 @@ type RefusalReason = &'static str;
 /// A read under way.
 enum ReadFlight {
     /// This call's.
-    Own { answer: oneshot::Receiver<Result<RecordPart, ReadError>>, _claim: LoadClaim },
+    Own { answer: oneshot::Receiver<Result<RecordPart, BlockReadError>>, _claim: LoadClaim },
     /// Another's, which ends with the sender.
     Other(watch::Receiver<()>),
     /// It could not begin.
     Refused(ReadError),
 }
 
+/// Why a record was not read.
+#[derive(Clone, Copy, Debug)]
+enum BlockReadError {
+    Disk(ReadError),
+    Remote(ReadFailure),
+}
+
 /// The right to bring a block; others wait for its end.
 struct LoadClaim {
-    cache: Arc<DiskCache>,
+    cache: Arc<CacheTiers>,
     key: LoadKey,
     _ends: watch::Sender<()>,
 }
@@ -73,7 +82,7 @@ impl Drop for LoadClaim {
 
 /// Who brings blocks.
 struct PrefixPromotion<'a> {
-    cache: &'a Arc<DiskCache>,
+    cache: &'a Arc<CacheTiers>,
     shard: &'a DeviceShard,
     shard_index: usize,
     model: &'a Arc<RegisteredModel>,
@@ -89,7 +98,7 @@ impl Service {
         call: &CallContext,
         opening: &PrefixOpening,
     ) -> Option<BroughtPrefix> {
-        let cache = self.disk.as_ref()?;
+        let cache = self.tiers.as_ref()?;
         self.admit_call(call).ok()?;
         let model = self.models.find_model(&call.namespace, opening.model).ok()?;
         let scope = model.scope?;
@@ -97,9 +106,10 @@ impl Service {
         let shard = &self.shards[model.shard];
         let index = shard.store.prefix_index();
         let blocks_max = self.config.tokens_per_sequence_max / model.shape.geometry.block_tokens;
+        self.find_remotely(call, &model, &chains).await;
         let plan = index.plan_reads(model.shape.id, &chains[0], blocks_max as usize)?;
         let began = Instant::now();
-        let own_end = began + cache.config.promote_time_max;
+        let own_end = began + cache.config.promotion.time_max;
         let end = call.deadline.map_or(own_end, |deadline| deadline.min(own_end));
         let brought = BroughtPrefix { index: Arc::clone(index), plan: Some(plan) };
         let shard_index = model.shard;
@@ -151,12 +161,29 @@ impl PrefixPromotion<'_> {
         };
         let (reply, answer) = oneshot::channel();
         // Who asked may be gone.
-        let on_read = Box::new(move |part| drop(reply.send(part)));
-        let location = DiskLocation::from_words(read.place.0);
-        match self.cache.tier.submit_read(location, ReadRequest::Record, on_read) {
-            Ok(()) => ReadFlight::Own { answer, _claim: claim },
-            Err(error) => ReadFlight::Refused(error),
+        match (read.place, &self.cache.disk, &self.cache.remote) {
+            (RecordPlace::Disk(place), Some(disk), _) => {
+                let location = DiskLocation::from_words(place.0);
+                let on_read = move |part: Result<_, _>| {
+                    drop(reply.send(part.map_err(BlockReadError::Disk)));
+                };
+                let request = ReadRequest::Record;
+                if let Err(error) = disk.submit_read(location, request, Box::new(on_read)) {
+                    return ReadFlight::Refused(error);
+                }
+            }
+            (RecordPlace::Remote(place), _, Some(remote)) => {
+                let name = object_of_place(self.scope, &read.digests, &place);
+                let (tier, end) = (remote.tier.clone(), self.end);
+                tokio::spawn(async move {
+                    let part = tier.read_block(&name, end).await;
+                    drop(reply.send(part.map_err(BlockReadError::Remote)));
+                });
+            }
+            // Its tier is not there; whoever waits is told so.
+            _ => drop(reply),
         }
+        ReadFlight::Own { answer, _claim: claim }
     }
 
     async fn end_read(&self, read: &BlockToRead, flight: ReadFlight) -> Result<(), RefusalReason> {
@@ -168,7 +195,9 @@ impl PrefixPromotion<'_> {
                 let is_there = self.shard.store.prefix_index().is_read(read) == Some(true);
                 return if is_there { Ok(()) } else { Err(waited.map_or("timeout", |_| "other")) };
             }
-            ReadFlight::Refused(error) => return Err(self.refuse_read(read, error)),
+            ReadFlight::Refused(error) => {
+                return Err(self.refuse_read(read, BlockReadError::Disk(error)));
+            }
         };
         let Ok(part) = timeout_at(self.end.into(), answer).await else { return Err("timeout") };
         let part = part.map_err(|_| "closed")?;
@@ -196,23 +225,38 @@ impl PrefixPromotion<'_> {
         }
     }
 
-    /// A read that gave nothing: what is gone or damaged is forgotten, with all behind it.
-    fn refuse_read(&self, read: &BlockToRead, error: ReadError) -> RefusalReason {
-        match error {
-            ReadError::Corrupt { .. } => self.refuse_damaged(read),
-            ReadError::Gone { .. } => {
-                self.shard.store.prefix_index().remove_unreadable(read);
-                "gone"
-            }
-            other => other.reason_label(),
-        }
+    /// A read that gave nothing: what is gone or damaged is forgotten, with all behind it, and so
+    /// is what a shared store does not give: it is found again when it can be.
+    fn refuse_read(&self, read: &BlockToRead, error: BlockReadError) -> RefusalReason {
+        let reason = match error {
+            BlockReadError::Disk(ReadError::Corrupt { .. })
+            | BlockReadError::Remote(ReadFailure::Corrupt) => return self.forget_damaged(read),
+            BlockReadError::Disk(ReadError::Gone { .. })
+            | BlockReadError::Remote(ReadFailure::Missing) => "gone",
+            BlockReadError::Disk(other) => return other.reason_label(),
+            BlockReadError::Remote(ReadFailure::TimedOut) => "timeout",
+            BlockReadError::Remote(ReadFailure::Unavailable) => "remote",
+        };
+        self.shard.store.prefix_index().remove_unreadable(read);
+        reason
     }
 
+    /// A record that is whole and yet no block of this model.
     fn refuse_damaged(&self, read: &BlockToRead) -> RefusalReason {
+        if let (RecordPlace::Remote(place), Some(remote)) = (read.place, &self.cache.remote) {
+            remote.tier.refuse_block(&object_of_place(self.scope, &read.digests, &place));
+        }
+        self.forget_damaged(read)
+    }
+
+    fn forget_damaged(&self, read: &BlockToRead) -> RefusalReason {
         let gone = self.shard.store.prefix_index().remove_unreadable(read);
-        let position = read.digests.position;
-        tracing::warn!(position, gone, "a block on disk is damaged: its prefix is shorter now");
-        self.cache.remove_records(self.scope, std::slice::from_ref(&read.digests));
+        let (position, is_remote) =
+            (read.digests.position, matches!(read.place, RecordPlace::Remote(_)));
+        tracing::warn!(position, gone, is_remote, "a record is damaged: its prefix is shorter now");
+        if !is_remote {
+            self.cache.remove_records(self.scope, std::slice::from_ref(&read.digests));
+        }
         "corrupt"
     }
 

@@ -117,9 +117,10 @@ impl LayerForm {
         self.pages_at() + self.page_bytes()
     }
 
-    /// Writes an image of this form.
+    /// Writes an image of this form: all bytes of the layer, whatever they were before.
     pub(super) fn write_image(&self, image: &LayerImage, to: &mut [u8]) {
         to[..image.rows.len()].copy_from_slice(&image.rows);
+        to[image.rows.len()..self.pages_at()].fill(0);
         to[self.pages_at()..].copy_from_slice(&image.pages);
     }
 
@@ -200,9 +201,10 @@ mod tests {
         let bytes = form.to_bytes();
         assert_eq!(LayerForm::from_bytes(&bytes), Some(form.clone()));
         (0..bytes.len()).for_each(|end| assert_eq!(LayerForm::from_bytes(&bytes[..end]), None));
-        let mut layer = vec![0; form.layer_bytes()];
+        let mut layer = vec![9; form.layer_bytes()];
         assert_eq!(layer.len(), 128 + 48);
         form.write_image(&image, &mut layer);
+        assert_eq!(layer[70..128], [0; 58], "nothing of what was there before");
         let tables = write_tables(&[LayerImage::default(), image.clone()]);
         let read = read_tables(&tables).unwrap();
         assert!(read.len() == 2 && read.iter().all(|of| of.layer == LayerIndex(1)));

@@ -1,28 +1,32 @@
-//! The disk tier of the cache: what is published goes there and is found again after a restart.
+//! The tiers of the cache below the pool: what is published goes to disk, where it is found again
+//! after a restart, and to a store that daemons share.
 //!
-//! Owns [`DiskCache`]: the tier, the scopes on it, what waits to be written and what is being read.
-//! The only module that knows store, device and tier. The index's locks are taken without any of
-//! its own.
+//! Owns [`CacheTiers`]: the tiers, the scopes on disk, what waits to be written and what is being
+//! read. The only module that knows store, device and tiers. The index's locks are taken without
+//! any of its own.
 
 mod catalog;
 mod export;
 mod image;
 mod import;
 mod levels;
+mod remote;
 mod scope;
 
-pub(crate) use export::{ExportJob, ExportSource};
+pub(crate) use export::{ExportJob, ExportSource, PublishedKeys};
 pub(crate) use import::ImportJob;
 pub(crate) use levels::refresh_tier;
 pub(crate) use scope::{scope_of, scope_word};
 
-use crate::config::DiskCacheConfig;
+use crate::config::{CacheConfig, ConfigError};
+use crate::metrics::Metrics;
 use catalog::{DiskCatalog, name_of};
 use export::ExportLine;
 use kvd_core::{ModelId, Namespace};
 use kvd_store::{BlockDigests, DiskBlock, PrefixIndex};
 use kvd_tier::{DiskError, DiskTier, ScopeId, TierLevels};
 use parking_lot::Mutex;
+use remote::RemoteCache;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -56,10 +60,22 @@ struct LoadKey {
     lineage: u128,
 }
 
-/// The disk tier, opened.
-pub(crate) struct DiskCache {
-    tier: DiskTier,
-    config: DiskCacheConfig,
+/// Why a tier could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum TierError {
+    /// The folder of the disk tier.
+    #[error(transparent)]
+    Disk(#[from] DiskError),
+    /// The store that daemons share.
+    #[error(transparent)]
+    Remote(#[from] ConfigError),
+}
+
+/// The tiers, opened: a disk, a store that daemons share, or both.
+pub(crate) struct CacheTiers {
+    disk: Option<DiskTier>,
+    remote: Option<RemoteCache>,
+    config: CacheConfig,
     catalog: Arc<DiskCatalog>,
     /// By device.
     exports: Mutex<Vec<ExportLine>>,
@@ -75,28 +91,48 @@ pub(crate) struct DiskCache {
     undropped: AtomicU64,
 }
 
-impl DiskCache {
-    /// Opens or makes the folder and finds what is in it. Waits for the disk.
+/// Opens or makes the folder and finds what is in it.
+fn open_folder(
+    config: &CacheConfig,
+    catalog: &Arc<DiskCatalog>,
+) -> Result<Option<DiskTier>, DiskError> {
+    let Some(disk) = &config.disk else { return Ok(None) };
+    let listener: Arc<DiskCatalog> = Arc::clone(catalog);
+    let (tier, found) = DiskTier::open_folder(disk.tier_settings(), listener)?;
+    catalog.add_recovered(&found);
+    let levels = tier.read_levels();
+    tracing::info!(
+        folder = %disk.path.display(),
+        blocks = levels.recovered_live,
+        bytes = levels.used_bytes,
+        segments = levels.segments,
+        direct = tier.is_direct(),
+        milliseconds = levels.recover_us / 1000,
+        "the disk tier is open"
+    );
+    Ok(Some(tier))
+}
+
+impl CacheTiers {
+    /// Opens the tiers that settings name; none where they name none. Waits for the disk, not for
+    /// the store that daemons share.
     ///
     /// # Errors
-    /// [`DiskError`].
-    pub(crate) fn open_folder(config: &DiskCacheConfig) -> Result<Self, DiskError> {
+    /// [`TierError`].
+    pub(crate) fn open_tiers(
+        config: &CacheConfig,
+        metrics: &Arc<Metrics>,
+    ) -> Result<Option<Self>, TierError> {
         let catalog = Arc::<DiskCatalog>::default();
-        let listener: Arc<DiskCatalog> = Arc::clone(&catalog);
-        let (tier, found) = DiskTier::open_folder(config.tier_settings(), listener)?;
-        catalog.add_recovered(&found);
-        let levels = tier.read_levels();
-        tracing::info!(
-            folder = %config.path.display(),
-            blocks = levels.recovered_live,
-            bytes = levels.used_bytes,
-            segments = levels.segments,
-            direct = tier.is_direct(),
-            milliseconds = levels.recover_us / 1000,
-            "the disk tier is open"
-        );
-        Ok(Self {
-            tier,
+        let open_remote = |remote| RemoteCache::open_store(remote, metrics);
+        let remote = config.remote.as_ref().map(open_remote).transpose()?;
+        let disk = open_folder(config, &catalog)?;
+        if disk.is_none() && remote.is_none() {
+            return Ok(None);
+        }
+        Ok(Some(Self {
+            disk,
+            remote,
             config: config.clone(),
             catalog,
             exports: Mutex::default(),
@@ -104,9 +140,9 @@ impl DiskCache {
             written: Notify::new(),
             last_failure: Mutex::new("DISK_ERROR"),
             loading: Mutex::default(),
-            promotions: Semaphore::new(config.promotions_max),
+            promotions: Semaphore::new(config.promotion.calls_max),
             undropped: AtomicU64::new(0),
-        })
+        }))
     }
 
     /// Gets ready for so many devices.
@@ -114,9 +150,15 @@ impl DiskCache {
         self.exports.lock().resize_with(count, ExportLine::default);
     }
 
-    /// Seed of the hashes of keys: the folder's, so that they mean the same after a restart.
-    pub(super) fn hash_seed(&self) -> u64 {
-        self.tier.hash_seed()
+    /// Seed of the hashes of keys where there is a disk: the folder's, so that they mean the same
+    /// after a restart.
+    pub(super) fn hash_seed(&self) -> Option<u64> {
+        self.disk.as_ref().map(DiskTier::hash_seed)
+    }
+
+    /// Whether there is a disk: what is durable is there.
+    pub(super) fn has_disk(&self) -> bool {
+        self.disk.is_some()
     }
 
     /// Gives a scope to a model's index, which hashes the model's keys within it from now on; its
@@ -139,9 +181,9 @@ impl DiskCache {
 
     /// Marks records as dropped: they do not come back after a restart.
     pub(super) fn remove_records(&self, scope: ScopeId, blocks: &[BlockDigests]) {
+        let Some(disk) = &self.disk else { return };
         for digests in blocks {
-            let refused =
-                self.tier.remove_record(&name_of(scope, digests), Box::new(|_| ())).is_err();
+            let refused = disk.remove_record(&name_of(scope, digests), Box::new(|_| ())).is_err();
             self.undropped.fetch_add(u64::from(refused), Relaxed);
         }
     }
@@ -153,6 +195,7 @@ impl DiskCache {
         namespace: &Namespace,
         text: &ScopeText<'_>,
     ) {
+        let Some(disk) = &self.disk else { return };
         let json = serde_json::json!({
             "namespace": namespace.as_str(),
             "model": text.model,
@@ -161,7 +204,7 @@ impl DiskCache {
         });
         // It is for people: `kvd cache ls` shows the scope by its digits where there is none.
         let json = json.to_string();
-        if let Err(refused) = self.tier.write_scope(scope, json.as_bytes(), Box::new(|_| ())) {
+        if let Err(refused) = disk.write_scope(scope, json.as_bytes(), Box::new(|_| ())) {
             tracing::debug!(%scope, %refused, "a scope is not described");
         }
     }
@@ -173,18 +216,30 @@ impl DiskCache {
 
     /// Why blocks of a prefix are not on disk that nothing writes.
     pub(super) fn failure_reason(&self) -> &'static str {
-        if !self.config.writes || self.tier.read_levels().state == kvd_tier::TierState::Off {
+        let Some(disk) = &self.disk else { return "NO_DISK" };
+        if !self.writes_to_disk() || disk.read_levels().state == kvd_tier::TierState::Off {
             return "OFF";
         }
-        if self.queued_bytes.load(Relaxed) * 2 > self.config.queue_bytes {
+        if self.queued_bytes.load(Relaxed) * 2 > self.queue_limit() {
             return "QUEUE_FULL";
         }
         *self.last_failure.lock()
     }
 
-    /// Counters and levels of the tier.
+    fn writes_to_disk(&self) -> bool {
+        self.config.disk.as_ref().is_some_and(|disk| disk.writes)
+    }
+
+    /// Bytes of blocks that may wait to be written.
+    fn queue_limit(&self) -> u64 {
+        let of_disk = self.config.disk.as_ref().filter(|disk| disk.writes);
+        let of_remote = self.config.remote.as_ref().map_or(0, |remote| remote.queue_bytes);
+        of_disk.map_or(of_remote, |disk| disk.queue_bytes)
+    }
+
+    /// Counters and levels of the disk.
     pub(crate) fn read_levels(&self) -> TierLevels {
-        self.tier.read_levels()
+        self.disk.as_ref().map(DiskTier::read_levels).unwrap_or_default()
     }
 
     /// Bytes in the pool of blocks that wait to be durable.
@@ -192,9 +247,16 @@ impl DiskCache {
         self.queued_bytes.load(Relaxed)
     }
 
-    /// Ends the tier: what waits is written within `grace`. Waits for the disk.
+    /// Ends the disk: what waits is written within `grace`. Waits for it.
     pub(crate) fn close_folder(&self, grace: Duration) {
-        self.tier.close_tier(grace);
+        self.disk.iter().for_each(|disk| disk.close_tier(grace));
+    }
+
+    /// Ends the store that daemons share: what waits is written within `grace`.
+    pub(crate) async fn close_remote(&self, grace: Duration) {
+        if let Some(remote) = &self.remote {
+            remote.tier.close_tier(grace).await;
+        }
     }
 }
 
