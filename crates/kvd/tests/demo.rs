@@ -5,7 +5,7 @@
 
 use kvd::config::{Config, ConfigOverrides};
 use kvd::{Daemon, RunningDaemon};
-use kvd_eval::demo::{DemoOptions, DemoReport};
+use kvd_eval::demo::{DemoOptions, DemoReport, RestartDemo};
 use kvd_eval::eval::WindowChoice;
 use kvd_eval::measure::MetricsSource;
 
@@ -64,4 +64,37 @@ async fn raw_changes_nothing_and_metrics_show_the_table() {
         assert!(calls.store.calls > 0 && calls.attend.p99_us >= calls.attend.p50_us);
     }
     running.drain().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_prompt_goes_on_alike_in_the_next_daemon_on_its_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let start = async || {
+        let flags = [
+            ("server.listen_tcp", "127.0.0.1:0".to_owned()),
+            ("admin.listen", String::new()),
+            ("device.pool_bytes", "64 MiB".to_owned()),
+            ("cache.disk.path", folder.path().display().to_string()),
+            ("cache.disk.bytes", "48 MiB".to_owned()),
+            ("cache.disk.segment_bytes", "4 MiB".to_owned()),
+            ("cache.disk.reserve_free_bytes", "0 B".to_owned()),
+        ];
+        let flags = flags.map(|(key, value)| (key.to_owned(), value)).to_vec();
+        let overrides = ConfigOverrides { file: None, environment: false, flags };
+        Daemon::build(Config::load(&overrides).unwrap()).await.unwrap().spawn()
+    };
+    let endpoint = |running: &RunningDaemon| {
+        format!("http://{}", running.bound_addresses().tcp.unwrap()).parse().unwrap()
+    };
+    let first = start().await;
+    let mut options = DemoOptions::new(endpoint(&first));
+    (options.passages, options.passage_tokens, options.chunk_tokens) = (1, 512, 32);
+    (options.prompt_tokens, options.new_tokens) = (160, 12);
+    let mut prompt = RestartDemo::load_prompt(&options).unwrap();
+    prompt.publish_prompt(&options.endpoint).await.unwrap();
+    first.drain().await;
+    let second = start().await;
+    let report = prompt.resume_prompt(&endpoint(&second)).await.unwrap();
+    assert_eq!((report.prefix_tokens, report.tokens, report.same_tokens), (128, 12, 12));
+    second.drain().await;
 }

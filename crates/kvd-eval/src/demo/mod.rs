@@ -4,10 +4,12 @@ mod evaluate;
 mod options;
 mod print;
 mod report;
+mod restart;
 mod subject;
 
 pub use options::DemoOptions;
 pub use report::{CodecReport, DemoReport, DemoSetup, GeneratedText, ReferenceReport};
+pub use restart::{RestartDemo, RestartReport};
 
 use crate::eval::EvalCodec;
 use crate::measure::MeasureRig;
@@ -68,6 +70,7 @@ pub async fn run_demo(options: DemoOptions, out: &mut (dyn Write + Send)) -> Res
         setup: describe_setup(&options, &info, &subject)?,
         without_kvd: reference.report,
         codecs: reports,
+        restart: options.restart.clone(),
         seconds: begin.elapsed().as_secs_f64(),
     };
     if options.json {

@@ -1,5 +1,6 @@
 //! Options of the demo.
 
+use super::restart::RestartReport;
 use crate::UsageError;
 use crate::eval::{EvalCodec, WindowChoice};
 use crate::measure::MetricsSource;
@@ -40,6 +41,8 @@ pub struct DemoOptions {
     pub keep_open: bool,
     /// The daemon's metrics, for latencies as it sees them.
     pub metrics: Option<MetricsSource>,
+    /// Outcome of a restart, to be told with the rest.
+    pub restart: Option<RestartReport>,
     /// Writes the report as one JSON object instead of text.
     pub json: bool,
 }
@@ -79,6 +82,7 @@ impl DemoOptions {
             seed: 1,
             keep_open: false,
             metrics: None,
+            restart: None,
             json: false,
         }
     }

@@ -1,6 +1,7 @@
 //! The report for people.
 
 use super::report::{CodecReport, DemoReport, GeneratedText};
+use super::restart::RestartReport;
 use crate::measure::DeviceMeans;
 use crate::table::{COLUMNS, format_number, format_table, wrap_lines};
 use std::io::{self, Write};
@@ -12,7 +13,25 @@ pub(crate) fn print_report(report: &DemoReport, out: &mut dyn Write) -> io::Resu
     print_quality(report, out)?;
     print_storage(report, out)?;
     print_speed(report, out)?;
+    if let Some(restart) = &report.restart {
+        print_restart(restart, out)?;
+    }
     writeln!(out, "\n{:.0} s in all.", report.seconds)
+}
+
+fn print_restart(restart: &RestartReport, out: &mut dyn Write) -> io::Result<()> {
+    let RestartReport { prefix_tokens, milliseconds, tokens, same_tokens } = restart;
+    let text = format!(
+        "A daemon with a disk was killed and started again: {prefix_tokens} tokens of the prompt \
+         came back in {milliseconds:.1} ms, and the model goes on with "
+    );
+    let text = if same_tokens == tokens {
+        format!("{text}the same {tokens} tokens.")
+    } else {
+        format!("{text}{tokens} tokens, the first {same_tokens} of them the same.")
+    };
+    writeln!(out)?;
+    wrap_lines(&text, COLUMNS).iter().try_for_each(|line| writeln!(out, "{line}"))
 }
 
 fn print_heading(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
@@ -274,6 +293,12 @@ mod tests {
             setup: DemoSetup::default(),
             without_kvd: ReferenceReport { quality, generation: generation.clone() },
             codecs: ["raw", "vecinfer-2-reg", "kvd-1.5", "kivi-4", spec].map(codec).into(),
+            restart: Some(RestartReport {
+                prefix_tokens: 320,
+                milliseconds: 4.04,
+                tokens: 64,
+                same_tokens: 64,
+            }),
             seconds: 176.0,
         }
     }
@@ -287,5 +312,7 @@ mod tests {
         assert!(longest <= COLUMNS, "{longest} columns:\n{text}");
         let words = text.split_whitespace().collect::<Vec<_>>().join(" ");
         assert!(words.contains("vecinfer-2-reg is kv-tiny-b"), "{text}");
+        let restart = "320 tokens of the prompt came back in 4.0 ms, and the model goes on with";
+        assert!(words.contains(&format!("{restart} the same 64 tokens.")), "{text}");
     }
 }

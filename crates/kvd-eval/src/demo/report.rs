@@ -1,5 +1,6 @@
 //! The demo's report, for programs: `--json` writes one [`DemoReport`].
 
+use super::restart::RestartReport;
 use crate::measure::{AttentionError, CallSummaries, DeviceMeans, StorageRatios};
 use crate::model_report::ModelReport;
 use kvd_engine::TextQuality;
@@ -16,6 +17,9 @@ pub struct DemoReport {
     pub without_kvd: ReferenceReport,
     /// One entry per codec, in the order asked.
     pub codecs: Vec<CodecReport>,
+    /// The prompt after a daemon was killed, where that was tried.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub restart: Option<RestartReport>,
     /// Wall time of all of it.
     pub seconds: f64,
 }

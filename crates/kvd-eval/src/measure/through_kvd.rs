@@ -67,6 +67,21 @@ impl KvdAttention {
         keys: BlockKeys,
     ) -> Result<u32> {
         self.client.publish_blocks(passage, 0, keys.clone()).await?;
+        self.begin_with_prefix(keys).await
+    }
+
+    /// Publishes the sequence's first pages, as many as there are keys, and waits until they are on
+    /// disk; from then on the sequence reads them as whoever finds them does.
+    pub(crate) async fn publish_prefix(&mut self, keys: BlockKeys) -> Result<()> {
+        self.client.publish_settled(self.sequence, 0, keys.clone()).await?;
+        let done = self.client.publish_durably(self.sequence, 0, keys).await?;
+        let why = &done.not_durable;
+        anyhow::ensure!(why.is_empty(), "the pages are not on the daemon's disk: {why}");
+        Ok(())
+    }
+
+    /// Goes on with a new sequence that begins with what is cached of these pages; its tokens.
+    pub(crate) async fn begin_with_prefix(&mut self, keys: BlockKeys) -> Result<u32> {
         let opened = self.client.open_on_prefix(self.model, keys, None, None).await?;
         let before = std::mem::replace(&mut self.sequence, opened.sequence);
         self.client.close_sequence(before).await?;

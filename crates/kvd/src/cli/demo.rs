@@ -1,6 +1,7 @@
 //! `kvd demo`: a daemon in this process and the demo as its client, over loopback gRPC.
 
 use super::bench::flags::count_up_to;
+use super::demo_restart::show_restart;
 use super::local::{self, LocalDaemon};
 use super::paths::check_inputs;
 use super::{CliError, eval, text_args};
@@ -8,6 +9,7 @@ use crate::daemon::RunningDaemon;
 use clap::Args;
 use kvd_eval::demo::{self, DemoOptions};
 use kvd_eval::eval::{EvalCodec, WindowChoice};
+
 use std::cell::Cell;
 use std::io::Write;
 use std::path::PathBuf;
@@ -81,6 +83,7 @@ async fn show_demo(args: &DemoArgs, running: &RunningDaemon) -> Result<(), CliEr
     options.json = args.json;
     options.keep_open = args.serve;
     options.metrics = Some(local::daemon_metrics(running));
+    options.restart = Some(show_restart(&options).await?);
     let mut text = Vec::new();
     demo::run_demo(options, &mut text).await?;
     super::print_text(&String::from_utf8_lossy(&text))?;

@@ -14,6 +14,8 @@ mod calibrate;
 mod codecs;
 #[cfg(feature = "eval")]
 mod demo;
+#[cfg(feature = "eval")]
+mod demo_restart;
 mod describe;
 #[cfg(feature = "eval")]
 mod eval;
