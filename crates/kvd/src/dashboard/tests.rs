@@ -4,7 +4,7 @@ use super::{GRID_WIDTH, dashboard_json};
 use crate::config::{Config, ConfigOverrides};
 use crate::daemon::Daemon;
 use crate::metrics::{ALERT_CODES, Metric, MetricKind, MetricScope, RPCS};
-use crate::service::CallContext;
+use crate::service::{CallContext, Service};
 use bytes::Bytes;
 use kvd_compute::{CpuBackend, CpuOptions};
 use kvd_core::{DType, ErrorCode, Geometry, LayerIndex, Namespace, RopePairing};
@@ -130,6 +130,22 @@ fn operating_page_lists_every_error_code() {
     }
 }
 
+/// Waits for the series that the daemon's tasks make when they begin.
+async fn await_server(service: &Service) {
+    let tasks = [Metric::Connections, Metric::Insecure, Metric::OpenStreams];
+    let names = tasks.iter().chain([&Metric::TransportRefusalsTotal]).map(|metric| metric.name());
+    let names: Vec<_> = names.collect();
+    for _ in 0..1000 {
+        let page = service.metrics().render_page();
+        if names.iter().all(|name| {
+            page.contains(&format!("\n{name}{{")) || page.contains(&format!("\n{name} "))
+        }) {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
 /// A text exposition of a daemon that has one model, two blocks of it packed, and has answered one
 /// request.
 async fn exposition() -> String {
@@ -142,6 +158,7 @@ async fn exposition() -> String {
     let config = Config::load(&overrides).unwrap();
     let running = Daemon::build_on(config, vec![backend]).await.unwrap().spawn();
     let service = running.service().clone();
+    await_server(&service).await;
     let call = CallContext::new(Namespace::new("default").unwrap());
     let geometry = Geometry {
         layers: 1,
