@@ -70,7 +70,7 @@ async fn hostile_values_are_told_what_is_wrong_and_change_nothing() {
         (order("a b", "models", Some(1)), "name: "),
         (order(&long, "models", Some(1)), "name: "),
         (order("a", "", Some(1)), "there is no quota \"\""),
-        (order("a", "modells", Some(1)), "there are pool_bytes"),
+        (order("a", "pages", Some(1)), "there are pool_bytes"),
         (order("a", "models", Some(u64::MAX)), "out of range"),
         (order("a", "reserved_bytes", Some(65 << 20)), "device.pool_bytes"),
         (order("a", "reserved_bytes", Some(u64::MAX - 1)), "device.pool_bytes"),
