@@ -67,12 +67,22 @@ pub(super) struct CalibrateArgs {
     #[arg(value_parser = count_up_to(kvd_core::Geometry::BLOCK_TOKENS_MAX))]
     block_tokens: u32,
     /// How bits are shared among layers, heads and sides: sensitivity (by what errors cost on
-    /// text that no fit sees, where that is better) or even.
-    #[arg(long, value_name = "SPLIT", default_value_t = BitSplit::Sensitivity)]
-    split: BitSplit,
+    /// text that no fit sees, where that is better; when absent with --model) or even (when
+    /// absent with rows alone).
+    #[arg(long, value_name = "SPLIT")]
+    split: Option<BitSplit>,
     /// Seed of the fits: the same rows, codecs and seed give the same bytes.
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
+}
+
+/// Sensitivity where a model can be run: attention errors of rows alone stand for its predictions,
+/// and how well was not measured yet.
+fn default_split(source: &RowSource) -> BitSplit {
+    match source {
+        RowSource::Model(_) => BitSplit::Sensitivity,
+        RowSource::Dump(_) | RowSource::Daemon(_) => BitSplit::Even,
+    }
 }
 
 fn parse_endpoint(text: &str) -> Result<Endpoint, String> {
@@ -116,10 +126,11 @@ fn check_args(args: &CalibrateArgs) -> Result<(), CliError> {
 
 pub(super) async fn run_calibrate(args: CalibrateArgs) -> Result<(), CliError> {
     check_args(&args)?;
+    let source = args.source()?;
     let options = CalibrateOptions {
-        source: args.source()?,
+        split: args.split.unwrap_or_else(|| default_split(&source)),
+        source,
         codecs: args.codec.clone(),
-        split: args.split,
         seed: args.seed,
         dump: args.dump.clone(),
     };
