@@ -48,7 +48,7 @@ fn noise(index: usize) -> f32 {
 }
 
 /// One layer, two KV heads of 16 channels: scores of the first are steep, of the second flat.
-fn rows(tokens: usize, queries: usize) -> KvDump {
+fn make_dump(tokens: usize, queries: usize) -> KvDump {
     let geometry = Geometry {
         layers: 1,
         kv_heads: 2,
@@ -79,18 +79,18 @@ async fn calibrate(rows: &KvDump, split: BitSplit) -> CalibrationRun {
 
 #[tokio::test]
 async fn rows_alone_share_bits_by_attention_or_evenly_with_the_reason() {
-    let run = calibrate(&rows(4096, 4096), BitSplit::Sensitivity).await;
+    let run = calibrate(&make_dump(4096, 4096), BitSplit::Sensitivity).await;
     let said = run.splits[0].to_string();
     assert!(said.contains("squared error of attention"), "{said}");
     let SplitVerdict::ByCosts { even, by_costs } = run.splits[0].verdict else { panic!("{said}") };
     assert!(by_costs.loss <= 0.98 * even.loss && by_costs.bits <= 1.002 * even.bits, "{said}");
 
-    let run = calibrate(&rows(4032, 4032), BitSplit::Sensitivity).await;
+    let run = calibrate(&make_dump(4032, 4032), BitSplit::Sensitivity).await;
     let verdict = SplitVerdict::TooLittleText { tokens: 4032, needed: 4096 };
     assert_eq!(run.splits[0].verdict, verdict);
     assert!(run.splits[0].to_string().contains("4032 tokens are too few"), "{}", run.splits[0]);
 
-    let sampled = rows(4096, 1024);
+    let sampled = make_dump(4096, 1024);
     let run = calibrate(&sampled, BitSplit::Sensitivity).await;
     assert_eq!(run.splits[0].verdict, SplitVerdict::QueriesWithoutTokens);
     // The even split is today's fit of all rows.

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 const LONG: Duration = Duration::from_secs(20);
 
-fn place(entries: u32, first: u32) -> RingPlace {
+fn ring_place(entries: u32, first: u32) -> RingPlace {
     RingPlace { offset: 64, entries, first }
 }
 
@@ -49,7 +49,7 @@ fn attend() -> RingAttend {
 
 #[test]
 fn records_come_through_once_and_in_order_while_numbers_wrap() {
-    let place = place(4, u32::MAX - 100);
+    let place = ring_place(4, u32::MAX - 100);
     let memory = memory_of(place);
     let mut worker = WorkerRing::begin_ring(memory.clone(), place).unwrap();
     let (intake, ends) =
@@ -90,7 +90,7 @@ fn records_come_through_once_and_in_order_while_numbers_wrap() {
 
 #[test]
 fn nothing_is_taken_without_room_for_its_end_and_no_counter_is_believed() {
-    let place = place(2, 7);
+    let place = ring_place(2, 7);
     let memory = memory_of(place);
     let mut worker = WorkerRing::begin_ring(memory.clone(), place).unwrap();
     let mut intake = RingIntake::over_memory(memory.clone(), place);
@@ -118,7 +118,7 @@ fn nothing_is_taken_without_room_for_its_end_and_no_counter_is_believed() {
 
 #[test]
 fn places_that_no_ring_fits_are_refused() {
-    let memory = memory_of(place(4, 0));
+    let memory = memory_of(ring_place(4, 0));
     let refused = [
         RingPlace { entries: 0, ..place(4, 0) },
         RingPlace { entries: 3, ..place(4, 0) },
@@ -130,7 +130,7 @@ fn places_that_no_ring_fits_are_refused() {
     for place in refused {
         assert!(place.check_place(&memory).is_err(), "{place:?}");
     }
-    place(4, 0).check_place(&memory).unwrap();
+    ring_place(4, 0).check_place(&memory).unwrap();
 }
 
 #[test]
@@ -169,7 +169,7 @@ fn an_end_carries_a_refusal_cut_to_its_room() {
         let outcome = CallOutcome::Refused(refusal("é".repeat(length.min(216) / 2)));
         assert_eq!(read, RingEnd { outcome, ..end });
     }
-    let memory = memory_of(place(1, 0));
+    let memory = memory_of(ring_place(1, 0));
     memory.write_record(256, &[0xFF; 256]).unwrap();
     let garbage = memory.read_record(256).unwrap();
     assert!(RingEnd::read_record(&garbage, u32::MAX).is_err());
