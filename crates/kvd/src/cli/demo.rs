@@ -14,7 +14,7 @@ use std::cell::Cell;
 use std::io::Write;
 use std::path::PathBuf;
 
-/// Options of `kvd demo`; the defaults take two to three minutes on two cores.
+/// Options of `kvd demo`; the defaults take three to four minutes on two cores.
 #[derive(Args)]
 pub(super) struct DemoArgs {
     /// Codec to run, as a preset, a spec or `@FILE` for a policy file; may be repeated. See `kvd
