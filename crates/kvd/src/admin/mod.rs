@@ -1,11 +1,12 @@
-//! The operator's port: Prometheus metrics, liveness and readiness. HTTP, no tenants.
+//! The operator's port: Prometheus metrics, liveness, readiness, and a web page. HTTP.
 
 mod connections;
+mod page;
 
-use crate::access::{AccessRequest, ConnectionPeer};
+use crate::access::{AccessPrincipal, AccessRequest, ConnectionPeer};
 use crate::config::MetricsReaders;
 use crate::metrics::OpenCount;
-use crate::service::Service;
+use crate::service::{Service, ServiceError};
 use crate::tls::{DoorStream, DoorTls};
 use crate::transport::{ServerPhase, connections_gauge};
 use axum::extract::{Request, State};
@@ -71,6 +72,8 @@ impl AdminServer {
         let head_time = service.config().admin_head_timeout;
         let gauge = connections_gauge(service.metrics(), "admin");
         let routes = Router::new()
+            .route("/", get(page::answer_page))
+            .route("/overview.json", get(page::answer_overview))
             .route("/metrics", get(answer_metrics))
             .route("/healthz", get(|| async { "ok\n" }))
             .route("/readyz", get(answer_ready))
@@ -164,27 +167,29 @@ async fn mark_answer(
     response
 }
 
-/// The answer to who may not read metrics, where that needs a role.
-fn refuse_reader(
+/// Lets a reader of a page pass; who it is, where principals are configured.
+fn check_reader(
     service: &Service,
     peer: &ConnectionPeer,
     headers: &HeaderMap,
-) -> Option<Response> {
-    if service.config().access.metrics == MetricsReaders::All {
-        return None;
-    }
+    rpc: &str,
+) -> Result<Option<Arc<AccessPrincipal>>, ServiceError> {
     let authorization = headers.get(header::AUTHORIZATION).map(|value| value.as_bytes());
     let namespace = Namespace::new("default").expect("a well-formed name");
-    let request = AccessRequest { peer, authorization, rpc: "Metrics", namespace: &namespace };
-    let error = service.access_control().check_call(&request).err()?;
+    let request = AccessRequest { peer, authorization, rpc, namespace: &namespace };
+    service.access_control().check_call(&request)
+}
+
+/// The answer to who may not read a page.
+fn refusal_response(error: &ServiceError) -> Response {
     let body = format!("{}: {error}\n", error.code());
-    Some(match error.code() {
+    match error.code() {
         ErrorCode::Unauthenticated => {
             let scheme = [(header::WWW_AUTHENTICATE, "Bearer")];
             (StatusCode::UNAUTHORIZED, scheme, body).into_response()
         }
         _ => (StatusCode::FORBIDDEN, body).into_response(),
-    })
+    }
 }
 
 async fn answer_metrics(
@@ -192,8 +197,10 @@ async fn answer_metrics(
     Extension(peer): Extension<Arc<ConnectionPeer>>,
     headers: HeaderMap,
 ) -> Response {
-    if let Some(refused) = refuse_reader(&service, &peer, &headers) {
-        return refused;
+    if service.config().access.metrics != MetricsReaders::All
+        && let Err(error) = check_reader(&service, &peer, &headers, "Metrics")
+    {
+        return refusal_response(&error);
     }
     let render = move || {
         service.refresh_gauges();

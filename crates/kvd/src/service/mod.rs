@@ -15,6 +15,7 @@ mod launches;
 mod load;
 mod model;
 mod namespaces;
+mod overview;
 mod pack;
 mod plan;
 mod pool_log;

@@ -109,7 +109,8 @@ impl Service {
         run_aside(move || service.list_page(&namespace, &filter)).await
     }
 
-    fn list_page(&self, namespace: &Namespace, filter: &SequenceFilter) -> SequencePage {
+    /// A page of the sequences of a namespace.
+    pub(super) fn list_page(&self, namespace: &Namespace, filter: &SequenceFilter) -> SequencePage {
         let SequenceFilter { model, session, idle_min, after, limit } = *filter;
         let query = SequenceQuery { namespace, model, session, idle_min, after };
         let stores = self.shards.iter().map(|shard| &shard.store);

@@ -159,13 +159,13 @@ fn refresh_model(model: &RegisteredModel, usage: &ModelUsage) {
 }
 
 /// Bytes that a model's K and V take, and would take in the stored precision.
-struct StorageSaving {
-    held_bytes: f64,
-    logical_bytes: f64,
+pub(super) struct StorageSaving {
+    pub(super) held_bytes: f64,
+    pub(super) logical_bytes: f64,
 }
 
 impl StorageSaving {
-    fn from_stored(stored: &StoredBytes, dtype: DType) -> Self {
+    pub(super) fn from_stored(stored: &StoredBytes, dtype: DType) -> Self {
         let values = stored.packed_values + stored.raw_values;
         Self {
             held_bytes: (stored.packed_bytes + stored.raw_bytes) as f64,
