@@ -87,7 +87,7 @@ fn empty_variables_are_no_settings() {
 
 #[test]
 fn every_help_has_an_example_and_fits_the_terminal() {
-    let mut commands = vec!["", "serve", "config", "codecs", "plan", "dashboard"];
+    let mut commands = vec!["", "serve", "config", "codecs", "plan", "dashboard", "metrics"];
     commands.extend(["sequences", "sequences list", "sequences close"]);
     commands.extend(["health", "status", "top", "models", "namespaces", "completions", "token"]);
     commands.extend(["namespaces list", "namespaces set", "man-pages"]);
@@ -162,6 +162,23 @@ fn tables_that_need_no_measurement_fit_the_terminal() {
     assert!(
         of("kvd-2")["saving"][1]["ratio"].as_f64() > of("kivi-4")["saving"][1]["ratio"].as_f64()
     );
+}
+
+#[test]
+fn metrics_are_listed_with_type_labels_and_meaning() {
+    let text = printed(command(&["metrics"]));
+    assert!(text.contains("kvd_pool_used_bytes (gauge by device): Page memory in use.\n"), "{text}");
+    assert!(text.contains("kvd_held_bytes (gauge by namespace, model, codec): "), "{text}");
+    assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
+    let some = printed(command(&["metrics", "quota"]));
+    let listed = some.lines().filter(|line| line.starts_with("kvd_"));
+    assert!(listed.clone().count() >= 3 && listed.clone().all(|line| line.contains("quota")));
+    let json: serde_json::Value =
+        serde_json::from_str(&printed(command(&["metrics", "--json"]))).unwrap();
+    let names = json.as_array().unwrap().iter().map(|row| row["name"].as_str().unwrap());
+    let all = text.lines().filter(|line| line.starts_with("kvd_"));
+    assert!(names.eq(all.map(|line| line.split(' ').next().unwrap())));
+    refused(&["metrics", "no_such_name"], "no metric has \"no_such_name\" in its name");
 }
 
 /// Refused with 64, in a moment, and with a hint.

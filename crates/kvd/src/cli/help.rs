@@ -214,6 +214,12 @@ pub(super) const DASHBOARD: &str = "\
 Example:
   kvd dashboard > kvd.json                        import it in Grafana";
 
+pub(super) const METRICS: &str = "\
+Examples:
+  kvd metrics                                     all of them
+  kvd metrics pool                                those with pool in their name
+  kvd metrics --json";
+
 #[cfg(feature = "eval")]
 pub(super) const DEMO: &str = "\
 Examples:

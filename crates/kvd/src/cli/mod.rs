@@ -24,6 +24,7 @@ mod kernels;
 #[cfg(feature = "eval")]
 mod local;
 mod machine;
+mod metrics;
 mod models;
 mod namespaces;
 #[cfg(feature = "eval")]
@@ -114,6 +115,9 @@ enum CliCommand {
     /// Print the Grafana dashboard (deploy/grafana/kvd.json).
     #[command(after_help = help::DASHBOARD)]
     Dashboard,
+    /// List the metrics of a daemon, with type, labels and meaning.
+    #[command(after_help = help::METRICS)]
+    Metrics(metrics::MetricsArgs),
     /// Make a bearer token, and the hash of it for the file of principals.
     #[command(after_help = help::TOKEN)]
     Token,
@@ -335,6 +339,7 @@ fn run_command(command: CliCommand) -> Result<(), CliError> {
         CliCommand::Codecs(args) => print_text(&codecs::codecs_text(&args)?),
         CliCommand::Bench(command) => print_text(&bench::run_bench(command)?),
         CliCommand::Plan(args) => print_text(&plan::plan_text(&args)?),
+        CliCommand::Metrics(args) => print_text(&metrics::metrics_text(&args)?),
         CliCommand::Dashboard => print_text(&dashboard::dashboard_text()),
         #[cfg(feature = "eval")]
         CliCommand::Demo(args) => build_runtime()?.block_on(demo::run_demo(args)),

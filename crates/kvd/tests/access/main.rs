@@ -4,6 +4,7 @@
 mod certificates;
 mod doors;
 mod matrix;
+mod overview;
 mod quotas;
 mod regions;
 mod swap;
