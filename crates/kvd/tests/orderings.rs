@@ -1,6 +1,6 @@
 //! The orderings that the papers report, and what our own codecs promise. Minutes, even in release:
-//! `cargo nextest run --release -p kvd --test orderings --run-ignored all`. The page with every
-//! claim, those that do not hold too, is `docs/orderings.md`.
+//! `cargo nextest run --release -p kvd --test orderings --run-ignored all`. Every
+//! claim, those that do not hold too, is in `bench/results/orderings-claims.json`.
 #![cfg(feature = "eval")]
 
 mod support;
