@@ -94,7 +94,9 @@ async fn show_demo(args: &DemoArgs, running: &RunningDaemon) -> Result<(), CliEr
             "\nThe daemon stays up with everything stored; Ctrl-C ends it.\n  gRPC     {tcp}\n"
         );
         if let Some(admin) = running.admin_address() {
-            notes.push_str(&format!("  metrics  curl http://{admin}/metrics\n"));
+            notes.push_str(&format!(
+                "  page     http://{admin}/\n  metrics  curl http://{admin}/metrics\n"
+            ));
         }
         let _ = std::io::stderr().write_all(notes.as_bytes());
     }
