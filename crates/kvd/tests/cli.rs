@@ -167,7 +167,10 @@ fn tables_that_need_no_measurement_fit_the_terminal() {
 #[test]
 fn metrics_are_listed_with_type_labels_and_meaning() {
     let text = printed(command(&["metrics"]));
-    assert!(text.contains("kvd_pool_used_bytes (gauge by device): Page memory in use.\n"), "{text}");
+    assert!(
+        text.contains("kvd_pool_used_bytes (gauge by device): Page memory in use.\n"),
+        "{text}"
+    );
     assert!(text.contains("kvd_held_bytes (gauge by namespace, model, codec): "), "{text}");
     assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
     let some = printed(command(&["metrics", "quota"]));

@@ -92,8 +92,7 @@ async fn figures_are_of_the_namespaces_that_their_reader_may_use() {
     for namespace in ["a", "b"] {
         open_sequence(running, namespace, Some(token(&format!("team-{namespace}")))).await;
     }
-    for (shown, namespaces) in
-        [("team-a", &["a"][..]), ("team-b", &["b"]), ("chief", &["a", "b"])]
+    for (shown, namespaces) in [("team-a", &["a"][..]), ("team-b", &["b"]), ("chief", &["a", "b"])]
     {
         let [head, body] = get_page(running, "/overview.json", Some(token(shown))).await;
         assert!(head.starts_with("http/1.0 200"), "{shown}: {head}");
