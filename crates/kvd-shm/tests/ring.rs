@@ -5,8 +5,8 @@
 
 use kvd_core::DType;
 use kvd_shm::ring::{
-    RingAttend, RingEnd, RingEnds, RingError, RingIntake, RingMemory, RingPlace, RingQuery,
-    RingRows, WorkerRing,
+    AdaptiveSpin, RingAttend, RingEnd, RingEnds, RingError, RingIntake, RingMemory, RingPlace,
+    RingQuery, RingRows, WorkerRing,
 };
 use kvd_shm::{CallOutcome, CallRefusal, RegionMemory};
 use std::sync::Arc;
@@ -81,7 +81,7 @@ fn records_come_through_once_and_in_order_while_numbers_wrap() {
             read += 1;
         }
         if read < sent {
-            worker.wait_end(Duration::ZERO, LONG).unwrap();
+            worker.wait_end(&mut AdaptiveSpin::up_to(Duration::ZERO), LONG).unwrap();
         }
     }
     daemon.join().unwrap();
