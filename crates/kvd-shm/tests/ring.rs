@@ -120,12 +120,12 @@ fn nothing_is_taken_without_room_for_its_end_and_no_counter_is_believed() {
 fn places_that_no_ring_fits_are_refused() {
     let memory = memory_of(ring_place(4, 0));
     let refused = [
-        RingPlace { entries: 0, ..place(4, 0) },
-        RingPlace { entries: 3, ..place(4, 0) },
-        RingPlace { entries: 1 << 13, ..place(4, 0) },
-        RingPlace { offset: 65, ..place(4, 0) },
-        RingPlace { offset: 128, ..place(4, 0) },
-        RingPlace { offset: !63, ..place(4, 0) },
+        RingPlace { entries: 0, ..ring_place(4, 0) },
+        RingPlace { entries: 3, ..ring_place(4, 0) },
+        RingPlace { entries: 1 << 13, ..ring_place(4, 0) },
+        RingPlace { offset: 65, ..ring_place(4, 0) },
+        RingPlace { offset: 128, ..ring_place(4, 0) },
+        RingPlace { offset: !63, ..ring_place(4, 0) },
     ];
     for place in refused {
         assert!(place.check_place(&memory).is_err(), "{place:?}");

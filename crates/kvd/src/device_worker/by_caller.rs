@@ -14,7 +14,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// What became of work that a caller wants to do itself.
+/// State of work that a caller wants to do itself.
 pub(super) enum CallerStep<W: DeviceWork> {
     /// It is not small, or the device is not idle.
     NotRun(W),

@@ -45,7 +45,7 @@ impl DeviceWorkerThread {
     }
 }
 
-/// What a thread is started with.
+/// A thread to be.
 pub(super) struct ThreadPlan {
     /// How attends are merged.
     pub(super) merging: MergeLimits,
@@ -85,7 +85,7 @@ struct WorkerThread {
     device: String,
 }
 
-/// What the thread does next.
+/// The thread's next step.
 enum NextStep {
     Run(WaitingJob<QueuedJob>),
     /// The device has failed, and nobody was told so far.

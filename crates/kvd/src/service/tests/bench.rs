@@ -37,13 +37,13 @@ pub(super) struct Probe {
     pub(super) slices: Mutex<usize>,
     /// The thread of the last of them.
     pub(super) attended_on: Mutex<Option<ThreadId>>,
-    /// What becomes of the next of them.
+    /// Event of the next of them.
     pub(super) next_slice: Mutex<SliceEvent>,
     /// `register` waits for this.
     pub(super) register_gate: Mutex<Option<mpsc::Receiver<()>>>,
 }
 
-/// What becomes of a call of `attend_slice`.
+/// A call of `attend_slice` does this.
 #[derive(Default)]
 pub(super) enum SliceEvent {
     #[default]

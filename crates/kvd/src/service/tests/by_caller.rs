@@ -32,7 +32,7 @@ async fn a_small_attend_runs_on_the_thread_that_asks_and_is_counted_as_any() {
     assert!(ran_here(&bench));
     let page = bench.service.metrics().render_page();
     for counted in [
-        "kvd_attend_seconds_count{model=\"a\"",
+        "kvd_attend_seconds_count{device=\"0\"",
         "kvd_queue_seconds_count{kind=\"attend\"",
         "kvd_device_busy_seconds_total{kind=\"attend\"",
     ] {
