@@ -113,7 +113,8 @@ fn arguments_that_cannot_be_are_refused_with_a_reason() {
     assert_eq!(kvd_abi_version(), 1);
     let invalid = |text: &str| (1, text.to_owned());
     assert_eq!(refused_connect(null()), invalid("kvd_options is NULL"));
-    let unaligned = (&raw const options()).wrapping_byte_add(1);
+    let plain = options();
+    let unaligned = (&raw const plain).wrapping_byte_add(1);
     assert_eq!(refused_connect(unaligned), invalid("kvd_options is not aligned to 8 bytes"));
     let short = ConnectArgs { struct_bytes: 8, ..options() };
     let said = "kvd_options.struct_bytes is 8; it is 64 in the header of this library";
@@ -133,12 +134,12 @@ fn arguments_that_cannot_be_are_refused_with_a_reason() {
     let huge = ConnectArgs { memory_bytes: u64::MAX, ..options() };
     assert_eq!(refused_connect(&raw const huge).0, 1);
     // The daemon is not there.
-    let (code, said) = refused_connect(&raw const options());
+    let (code, said) = refused_connect(&raw const plain);
     assert!(code == 100 && said.contains("region"), "{code}: {said}");
     // SAFETY: all of these are null, or of what is asked for.
     unsafe {
         let mut why = failure();
-        assert_eq!(kvd_connect(&raw const options(), null_mut(), &raw mut why), 1);
+        assert_eq!(kvd_connect(&raw const plain, null_mut(), &raw mut why), 1);
         assert_eq!(message(&why), "connection is NULL");
         assert_eq!(kvd_attend(null_mut(), null(), &raw mut why), 1);
         assert_eq!(message(&why), "connection is NULL");

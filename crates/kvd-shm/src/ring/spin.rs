@@ -4,13 +4,13 @@ use std::time::{Duration, Instant};
 
 /// Two looks so far apart were not of a thread that had its core all the time.
 const LOST_CORE: Duration = Duration::from_micros(50);
-/// Waits without a look after a core was lost: others have work for it.
+/// Waits without a look once looks are in vain: others have work for the core, or waits are long.
 const WAITS_ASLEEP: u32 = 64;
-/// The least that is looked for, as a part of the most: what comes early is seen again.
-const LEAST_PART: u32 = 16;
+/// Looks in vain are halved down to this part of the most, and then left.
+const LEAST_PART: u32 = 8;
 
-/// Looks before a sleep, for as long as that is of use: less after waits that were longer than the
-/// most, not at all for a while where another thread took the core meanwhile.
+/// Looks before a sleep, for as long as that is of use: half as long after each look in vain, and
+/// not at all for a while where that was of no use, or another thread took the core meanwhile.
 #[derive(Debug)]
 pub struct AdaptiveSpin {
     most: Duration,
@@ -26,12 +26,6 @@ impl AdaptiveSpin {
         Self { most, now: most, asleep: 0 }
     }
 
-    /// How long the next wait is looked in.
-    #[must_use]
-    pub fn next_spin(&self) -> Duration {
-        if self.asleep > 0 { Duration::ZERO } else { self.now }
-    }
-
     /// Looks until `is_there`, or for so long as is of use; whether it was.
     ///
     /// # Errors
@@ -41,19 +35,36 @@ impl AdaptiveSpin {
         mut is_there: impl FnMut() -> Result<bool, E>,
     ) -> Result<bool, E> {
         let spin = self.next_spin();
+        if is_there()? {
+            return Ok(true);
+        }
+        if spin.is_zero() {
+            return Ok(false);
+        }
         let began = Instant::now();
         let mut before = began;
-        loop {
+        let found = loop {
+            std::hint::spin_loop();
             if is_there()? {
-                return Ok(true);
+                break true;
             }
             let now = Instant::now();
             if self.note_look(now - before) || now - began >= spin {
-                return Ok(false);
+                break false;
             }
             before = now;
-            std::hint::spin_loop();
+        };
+        self.note_end(found);
+        Ok(found)
+    }
+
+    /// How long the next wait is looked in.
+    fn next_spin(&mut self) -> Duration {
+        if self.asleep > 0 {
+            self.asleep -= 1;
+            return Duration::ZERO;
         }
+        self.now
     }
 
     /// Notes the time between two looks; whether another thread had the core.
@@ -65,11 +76,13 @@ impl AdaptiveSpin {
         is_lost
     }
 
-    /// Notes how long a wait was in all, however it ended.
-    pub fn note_wait(&mut self, took: Duration) {
-        self.asleep = self.asleep.saturating_sub(1);
-        self.now =
-            if took <= self.most { self.most } else { (self.now / 2).max(self.most / LEAST_PART) };
+    /// Notes whether a look was of use.
+    fn note_end(&mut self, found: bool) {
+        self.now = if found { self.most.min(self.now * 2) } else { self.now / 2 };
+        if self.now < self.most / LEAST_PART {
+            self.asleep = WAITS_ASLEEP;
+            self.now = self.most;
+        }
     }
 }
 
@@ -81,15 +94,21 @@ mod tests {
     const MOST: Duration = Duration::from_micros(160);
 
     #[test]
-    fn what_takes_longer_is_looked_for_less_and_what_comes_early_more_again() {
+    fn looks_in_vain_become_shorter_and_then_none_for_some_waits() {
         let mut spin = AdaptiveSpin::up_to(MOST);
         let mut spins = Vec::new();
-        for _ in 0..6 {
+        for _ in 0..4 {
             spins.push(spin.next_spin().as_micros());
-            spin.note_wait(MOST * 2);
+            spin.note_end(false);
         }
-        assert_eq!(spins, [160, 80, 40, 20, 10, 10]);
-        spin.note_wait(MOST);
+        assert_eq!(spins, [160, 80, 40, 20]);
+        for _ in 0..WAITS_ASLEEP {
+            assert_eq!(spin.next_spin(), Duration::ZERO);
+        }
+        // Then it tries again.
+        assert_eq!(spin.next_spin(), MOST);
+        spin.note_end(false);
+        spin.note_end(true);
         assert_eq!(spin.next_spin(), MOST);
     }
 
@@ -99,7 +118,6 @@ mod tests {
         assert!(!spin.note_look(LOST_CORE / 2) && spin.note_look(LOST_CORE));
         for _ in 0..WAITS_ASLEEP {
             assert_eq!(spin.next_spin(), Duration::ZERO);
-            spin.note_wait(MOST / 2);
         }
         assert_eq!(spin.next_spin(), MOST);
     }

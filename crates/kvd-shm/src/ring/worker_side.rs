@@ -90,11 +90,7 @@ impl<M: RingMemory> WorkerRing<M> {
         let ended = self.place.word_at(ENDED);
         let began = Instant::now();
         let is_over = || Ok(self.memory.read_word(ended)? != self.read || self.is_closed()?);
-        if !spin.look_for(is_over)? {
-            self.sleep_until_ended(began, time)?;
-        }
-        spin.note_wait(began.elapsed());
-        Ok(())
+        if spin.look_for(is_over)? { Ok(()) } else { self.sleep_until_ended(began, time) }
     }
 
     /// Sleeps until an end may be there, at most until `time` after `began`.

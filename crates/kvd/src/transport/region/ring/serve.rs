@@ -63,7 +63,7 @@ impl RingThread {
     }
 
     fn serve_records(&mut self) -> Result<(), RingError> {
-        let mut idle_since: Option<Instant> = None;
+        let mut has_looked = false;
         loop {
             let phase = self.phase.read_phase();
             if phase == RingPhase::Cut {
@@ -71,17 +71,15 @@ impl RingThread {
             }
             self.let_ended_go();
             if let Some(record) = self.intake.take_next()? {
-                if let Some(since) = idle_since.take() {
-                    self.spin.note_wait(since.elapsed());
-                }
                 self.start_attend(&record);
+                has_looked = false;
                 continue;
             }
             if phase == RingPhase::Draining && self.under_way.is_empty() {
                 return Ok(());
             }
-            if idle_since.is_none() {
-                idle_since = Some(Instant::now());
+            if !has_looked {
+                has_looked = true;
                 let (intake, phase) = (&self.intake, &self.phase);
                 let is_due = || Ok(intake.can_take()? || phase.read_phase() != RingPhase::Open);
                 if self.spin.look_for::<RingError>(is_due)? {
