@@ -1,6 +1,7 @@
 //! The C interface with a whole daemon: a C program and a Python script store and attend, and print
 //! what the Rust client is answered; another C program does what it must not.
 #![cfg(target_os = "linux")]
+#![expect(clippy::print_stdout, reason = "a test that cannot run says why")]
 
 use kvd_client::{
     AttendBatch, AttendQuery, DType, Geometry, LayerIndex, ModelSpec, RopePairing, SequenceFilter,

@@ -127,11 +127,13 @@ impl SizedArgs for AttendArgs {
 /// Tests a pointer, as far as that can be done.
 fn check_pointer<T>(pointer: *const T, name: &str) -> Result<(), FailedCall> {
     if pointer.is_null() {
-        return Err(FailedCall::invalid(format!("{name} is NULL")));
+        return Err(FailedCall::invalid_argument(format!("{name} is NULL")));
     }
     if !pointer.is_aligned() {
         let align = align_of::<T>();
-        return Err(FailedCall::invalid(format!("{name} is not aligned to {align} bytes")));
+        return Err(FailedCall::invalid_argument(format!(
+            "{name} is not aligned to {align} bytes"
+        )));
     }
     Ok(())
 }
@@ -146,7 +148,7 @@ pub(crate) unsafe fn read_sized<T: SizedArgs>(pointer: *const T) -> Result<T, Fa
     let said = unsafe { pointer.cast::<u32>().read() } as usize;
     let size = size_of::<T>();
     if said < size {
-        return Err(FailedCall::invalid(format!(
+        return Err(FailedCall::invalid_argument(format!(
             "{}.struct_bytes is {said}; it is {size} in the header of this library",
             T::NAME
         )));
@@ -185,7 +187,8 @@ pub(crate) unsafe fn read_text(
     }
     // SAFETY: as the caller promises.
     let text = unsafe { CStr::from_ptr(pointer) };
-    let text = text.to_str().map_err(|_| FailedCall::invalid(format!("{name} is not UTF-8")))?;
+    let text =
+        text.to_str().map_err(|_| FailedCall::invalid_argument(format!("{name} is not UTF-8")))?;
     Ok(Some(text.to_owned()))
 }
 
@@ -211,7 +214,9 @@ pub(crate) fn dtype_of(number: u32) -> Result<DType, FailedCall> {
         1 => Ok(DType::F32),
         2 => Ok(DType::F16),
         3 => Ok(DType::BF16),
-        _ => Err(FailedCall::invalid(format!("dtype is {number}: 1 is f32, 2 f16, 3 bf16"))),
+        _ => {
+            Err(FailedCall::invalid_argument(format!("dtype is {number}: 1 is f32, 2 f16, 3 bf16")))
+        }
     }
 }
 
@@ -231,7 +236,7 @@ impl ModelArgs {
             2 => RopePairing::Interleaved,
             other => {
                 let message = format!("rope is {other}: 1 is half, 2 interleaved");
-                return Err(FailedCall::invalid(message));
+                return Err(FailedCall::invalid_argument(message));
             }
         };
         let geometry = Geometry {
@@ -243,8 +248,9 @@ impl ModelArgs {
             dtype: dtype_of(self.dtype)?,
             rope_pairing,
         };
-        let bytes = usize::try_from(self.calibration_bytes)
-            .map_err(|_| FailedCall::invalid("calibration_bytes is no size of this machine"))?;
+        let bytes = usize::try_from(self.calibration_bytes).map_err(|_| {
+            FailedCall::invalid_argument("calibration_bytes is no size of this machine")
+        })?;
         // SAFETY: as the caller promises.
         let (name, codec, calibration) = unsafe {
             (
@@ -254,7 +260,7 @@ impl ModelArgs {
             )
         };
         Ok(ModelSpec {
-            name: name.ok_or_else(|| FailedCall::invalid("kvd_model.name is NULL"))?,
+            name: name.ok_or_else(|| FailedCall::invalid_argument("kvd_model.name is NULL"))?,
             geometry,
             codec: codec.unwrap_or_else(|| ModelSpec::CODEC_DEFAULT.to_owned()),
             calibration: Bytes::copy_from_slice(calibration),
@@ -287,5 +293,5 @@ impl RowsArgs {
 /// An offset in the region, of one in the memory that callers see.
 pub(crate) fn add_base(base: u64, offset: u64) -> Result<u64, FailedCall> {
     let sum = base.checked_add(offset);
-    sum.ok_or_else(|| FailedCall::invalid(format!("offset {offset} is beyond 64 bits")))
+    sum.ok_or_else(|| FailedCall::invalid_argument(format!("offset {offset} is beyond 64 bits")))
 }

@@ -79,7 +79,7 @@ pub(crate) struct OpenConnection {
 }
 
 impl ConnectPlan {
-    fn places(&self) -> RegionPlaces {
+    fn region_places(&self) -> RegionPlaces {
         let ring = RingPlace { offset: 0, entries: self.entries, first: 0 };
         // The ring's own record of the call that opens it is behind it.
         let done = (ring.end_offset() + CompletionRecord::BYTES).next_multiple_of(CACHE_LINE);
@@ -95,22 +95,23 @@ impl ConnectPlan {
         let queries = 1..=AttendBatch::QUERIES_MAX as u32;
         if !queries.contains(&self.queries_max) {
             let message = format!("queries_max is {}; it is from {queries:?}", self.queries_max);
-            return Err(FailedCall::invalid(message));
+            return Err(FailedCall::invalid_argument(message));
         }
         let entries = self.entries;
         if !entries.is_power_of_two() || entries > RingPlace::ENTRIES_MAX {
             let most = RingPlace::ENTRIES_MAX;
             let message = format!("ring_entries is {entries}: no power of two from 1 to {most}");
-            return Err(FailedCall::invalid(message));
+            return Err(FailedCall::invalid_argument(message));
         }
-        let places = self.places();
+        let places = self.region_places();
         let bytes = places.memory.checked_add(self.memory_bytes);
-        let bytes = bytes.ok_or_else(|| FailedCall::invalid("memory_bytes is beyond 64 bits"))?;
+        let bytes =
+            bytes.ok_or_else(|| FailedCall::invalid_argument("memory_bytes is beyond 64 bits"))?;
         let mut options = RegionOptions::default().with_bytes(bytes);
         if let Some(name) = &self.namespace {
             let namespace = Namespace::new(name);
             options = options.with_namespace(
-                &namespace.map_err(|error| FailedCall::invalid(error.to_string()))?,
+                &namespace.map_err(|error| FailedCall::invalid_argument(error.to_string()))?,
             );
         }
         if self.timeout_us > 0 {
@@ -163,7 +164,7 @@ impl RegionPlaces {
 }
 
 impl OpenConnection {
-    fn control(&self) -> ControlCalls<'_> {
+    fn control_calls(&self) -> ControlCalls<'_> {
         self.places.control_calls(self.ring.shared_region())
     }
 
@@ -178,11 +179,11 @@ impl OpenConnection {
     }
 
     pub(crate) fn register_model(&self, spec: ModelSpec) -> Result<u64, FailedCall> {
-        Ok(self.control().register_model(spec)?.model.0)
+        Ok(self.control_calls().register_model(spec)?.model.0)
     }
 
     pub(crate) fn open_sequence(&self, model: u64) -> Result<u64, FailedCall> {
-        Ok(self.control().open_sequence(ModelId(model), Some(self.session))?.0)
+        Ok(self.control_calls().open_sequence(ModelId(model), Some(self.session))?.0)
     }
 
     pub(crate) fn fork_sequence(
@@ -192,19 +193,19 @@ impl OpenConnection {
     ) -> Result<u64, FailedCall> {
         let sequence = SequenceId(sequence);
         let fork = SequenceFork { sequence, length, session: Some(self.session) };
-        Ok(self.control().fork_sequence(fork)?.sequence.0)
+        Ok(self.control_calls().fork_sequence(fork)?.sequence.0)
     }
 
     pub(crate) fn truncate_sequence(&self, sequence: u64, length: u32) -> Result<(), FailedCall> {
-        Ok(self.control().truncate_sequence(SequenceId(sequence), length)?)
+        Ok(self.control_calls().truncate_sequence(SequenceId(sequence), length)?)
     }
 
     pub(crate) fn sequence_length(&self, sequence: u64) -> Result<u32, FailedCall> {
-        Ok(self.control().describe_sequence(SequenceId(sequence))?.length)
+        Ok(self.control_calls().describe_sequence(SequenceId(sequence))?.length)
     }
 
     pub(crate) fn close_sequence(&self, sequence: u64) -> Result<(), FailedCall> {
-        Ok(self.control().close_sequence(SequenceId(sequence))?)
+        Ok(self.control_calls().close_sequence(SequenceId(sequence))?)
     }
 
     /// Stores rows that are in the memory; the layer's length then.
@@ -274,7 +275,7 @@ impl OpenConnection {
                 return Ok(ended);
             }
             if self.count_tagged() == 0 {
-                return Err(FailedCall::invalid(
+                return Err(FailedCall::invalid_argument(
                     "no attend is under way: there is no end to wait for",
                 ));
             }

@@ -6,12 +6,17 @@ use crate::args::{
 };
 use crate::connection::{ConnectPlan, OpenConnection};
 use crate::failure::{CallFailure, FailedCall, OK};
+use parking_lot::Mutex;
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Mutex, TryLockError};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// `kvd_connection`.
-pub struct LockedConnection(Mutex<OpenConnection>);
+pub struct LockedConnection {
+    connection: Mutex<OpenConnection>,
+    /// Whether a call has not come to its end: what it left is not known.
+    is_broken: AtomicBool,
+}
 
 /// Looks for an end so many microseconds where nothing else is said.
 const SPIN_US: u32 = 100;
@@ -47,16 +52,18 @@ unsafe fn run_with(
     // SAFETY: as the caller promises.
     let connection = unsafe { connection.as_ref() };
     let locked = || {
-        let connection = connection.ok_or_else(|| FailedCall::invalid("connection is NULL"))?;
-        match connection.0.try_lock() {
-            Ok(mut connection) => call(&mut connection),
-            Err(TryLockError::WouldBlock) => {
-                Err(FailedCall::invalid("another thread is in a call of this connection"))
-            }
-            Err(TryLockError::Poisoned(_)) => {
-                Err(FailedCall::of_panic(&"an earlier call has failed inside; connect again"))
-            }
+        let connection =
+            connection.ok_or_else(|| FailedCall::invalid_argument("connection is NULL"))?;
+        let Some(mut locked) = connection.connection.try_lock() else {
+            let message = "another thread is in a call of this connection";
+            return Err(FailedCall::invalid_argument(message));
+        };
+        if connection.is_broken.swap(true, Ordering::Relaxed) {
+            return Err(FailedCall::of_panic(&"an earlier call has failed inside; connect again"));
         }
+        let result = call(&mut locked);
+        connection.is_broken.store(false, Ordering::Relaxed);
+        result
     };
     // SAFETY: as the caller promises.
     unsafe { run_call(error, locked) }
@@ -96,7 +103,8 @@ pub unsafe extern "C" fn kvd_connect(
             )
         };
         let plan = ConnectPlan {
-            path: path.ok_or_else(|| FailedCall::invalid("kvd_options.region_path is NULL"))?,
+            path: path
+                .ok_or_else(|| FailedCall::invalid_argument("kvd_options.region_path is NULL"))?,
             namespace,
             session,
             entries: or_default(args.ring_entries, ENTRIES),
@@ -105,7 +113,10 @@ pub unsafe extern "C" fn kvd_connect(
             timeout_us: args.timeout_us,
             spin_us: or_default(args.spin_us, SPIN_US),
         };
-        let opened = Box::new(LockedConnection(Mutex::new(plan.open_connection()?)));
+        let opened = Box::new(LockedConnection {
+            connection: Mutex::new(plan.open_connection()?),
+            is_broken: AtomicBool::new(false),
+        });
         // SAFETY: tested above, and a place for one as the caller promises.
         unsafe { write_answer(connection, Box::into_raw(opened)) };
         Ok(())
@@ -297,22 +308,28 @@ pub unsafe extern "C" fn kvd_store(
 }
 
 /// An attend and its queries.
+struct ReadBatch<'a> {
+    args: AttendArgs,
+    queries: &'a [QueryArgs],
+}
+
+/// Reads an attend.
 ///
 /// # Safety
 /// As [`read_sized`], and [`read_list`] of its queries.
-unsafe fn read_batch<'a>(
-    batch: *const AttendArgs,
-) -> Result<(AttendArgs, &'a [QueryArgs]), FailedCall> {
+unsafe fn read_batch<'a>(batch: *const AttendArgs) -> Result<ReadBatch<'a>, FailedCall> {
     // SAFETY: as the caller promises.
     let args = unsafe { read_sized(batch)? };
     let count = usize::try_from(args.query_count).unwrap_or(usize::MAX);
     if count > kvd_client::AttendBatch::QUERIES_MAX {
         let most = kvd_client::AttendBatch::QUERIES_MAX;
-        return Err(FailedCall::invalid(format!("query_count is {count}; it is up to {most}")));
+        return Err(FailedCall::invalid_argument(format!(
+            "query_count is {count}; it is up to {most}"
+        )));
     }
     // SAFETY: as the caller promises.
     let queries = unsafe { read_list(args.queries, count, "kvd_attend_batch.queries")? };
-    Ok((args, queries))
+    Ok(ReadBatch { args, queries })
 }
 
 /// See `kvd.h`.
@@ -327,7 +344,7 @@ pub unsafe extern "C" fn kvd_attend(
 ) -> i32 {
     let call = |connection: &mut OpenConnection| {
         // SAFETY: as the caller promises.
-        let (args, queries) = unsafe { read_batch(batch)? };
+        let ReadBatch { args, queries } = unsafe { read_batch(batch)? };
         connection.attend_once(&args, queries)
     };
     // SAFETY: as the caller promises.
@@ -347,7 +364,7 @@ pub unsafe extern "C" fn kvd_submit_attend(
 ) -> i32 {
     let call = |connection: &mut OpenConnection| {
         // SAFETY: as the caller promises.
-        let (args, queries) = unsafe { read_batch(batch)? };
+        let ReadBatch { args, queries } = unsafe { read_batch(batch)? };
         connection.submit_tagged(tag, &args, queries)
     };
     // SAFETY: as the caller promises.
@@ -379,4 +396,18 @@ pub unsafe extern "C" fn kvd_wait_attend(
     };
     // SAFETY: as the caller promises.
     unsafe { run_with(connection, error, call) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_becomes_a_code_with_its_text() {
+        let mut why = FailedCall::invalid_argument("").to_record();
+        // SAFETY: a place for one.
+        let code = unsafe { run_call(&raw mut why, || panic!("a defect")) };
+        assert_eq!((code, why.code), (29, 29));
+        assert!(why.message.starts_with(b"a defect in this library: a defect\0"));
+    }
 }

@@ -69,7 +69,7 @@ impl FailedCall {
         Self { code: code_number(code), retry_after_ms: 0, message: message.into() }
     }
 
-    pub(crate) fn invalid(message: impl Into<String>) -> Self {
+    pub(crate) fn invalid_argument(message: impl Into<String>) -> Self {
         Self::new(ErrorCode::InvalidArgument, message)
     }
 
@@ -139,7 +139,7 @@ mod tests {
 
     #[test]
     fn a_long_message_is_cut_between_letters() {
-        let record = FailedCall::invalid("\u{e9}".repeat(400)).to_record();
+        let record = FailedCall::invalid_argument("\u{e9}".repeat(400)).to_record();
         let end = record.message.iter().position(|byte| *byte == 0).unwrap();
         let text = std::str::from_utf8(&record.message[..end]).unwrap();
         assert_eq!((text.chars().count(), record.code), (251, 1));

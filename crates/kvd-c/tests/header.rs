@@ -1,6 +1,7 @@
 //! `kvd.h` is what the library has: structs of the same layout, in C and in C++, and functions that
 //! refuse what can be tested of their arguments.
 #![cfg(target_os = "linux")]
+#![expect(clippy::print_stdout, reason = "a test that cannot run says why")]
 
 use kvd_c::{
     AttendArgs, CallFailure, ConnectArgs, ModelArgs, QueryArgs, RowsArgs, StoreArgs,

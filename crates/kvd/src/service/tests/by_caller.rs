@@ -80,7 +80,7 @@ async fn nothing_that_waits_is_passed() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_comes_while_a_caller_has_the_device_waits_and_is_served_after_it() {
     let (bench, of) = bench_with(&[]).await;
-    let (go, gate) = mpsc::channel();
+    let (go, gate) = mpsc::sync_channel(1);
     *bench.probe.next_slice.lock() = SliceEvent::Wait(gate);
     let service = bench.service.clone();
     let small = thread::spawn(move || {
@@ -138,7 +138,7 @@ async fn a_panic_there_ends_the_device_as_it_does_on_its_own_thread() {
 async fn a_caller_who_asks_again_and_again_delays_no_other_for_long() {
     let (bench, of) = bench_with(&[]).await;
     let service = bench.service.clone();
-    let (stop, stopped) = mpsc::channel::<()>();
+    let (stop, stopped) = mpsc::sync_channel::<()>(1);
     let flood = thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         while stopped.try_recv() == Err(mpsc::TryRecvError::Empty) {
