@@ -7,7 +7,7 @@ use crate::region_layout::{ALIGN, AttendLayout, QUERY_ERROR_BYTES};
 use kvd_core::{Coded, ErrorCode};
 use kvd_proto::domain::{AttendBatch, AttendQuery, Attended};
 use kvd_proto::v1;
-use kvd_shm::ring::{RingAttend, RingPlace, RingQuery, RingRows, WorkerRing};
+use kvd_shm::ring::{AdaptiveSpin, RingAttend, RingPlace, RingQuery, RingRows, WorkerRing};
 use kvd_shm::{CallOutcome, CompletionRecord, RegionMemory};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,13 +22,14 @@ pub struct RingOptions {
     pub entries: u32,
     /// Number of the first record; 0. Numbers wrap, so that any will do.
     pub first: u32,
-    /// How long to look for an end before the thread sleeps; 20 microseconds.
+    /// How long to look for an end before the thread sleeps, at most: less where attends take
+    /// longer, and not where other threads have work for the core; 100 microseconds.
     pub spin: Duration,
 }
 
 impl Default for RingOptions {
     fn default() -> Self {
-        Self { offset: 0, entries: 64, first: 0, spin: Duration::from_micros(20) }
+        Self { offset: 0, entries: 64, first: 0, spin: Duration::from_micros(100) }
     }
 }
 
@@ -54,7 +55,7 @@ impl RingOptions {
         self
     }
 
-    /// Looking for so long before it sleeps.
+    /// Looking for so long at most before it sleeps.
     #[must_use]
     pub fn with_spin(mut self, spin: Duration) -> Self {
         self.spin = spin;
@@ -110,7 +111,7 @@ pub struct AttendRing {
     region: Arc<RegionClient>,
     ring: WorkerRing<Arc<RegionMemory>>,
     place: RingPlace,
-    spin: Duration,
+    spin: AdaptiveSpin,
     /// The tag of the next attend of [`AttendRing::attend_once`].
     next_tag: u64,
     /// Why the daemon serves it no more.
@@ -134,6 +135,7 @@ impl AttendRing {
         let asked = v1::RegionRing { offset, entries, first };
         region.send_call(done, v1::region_call::Call::Ring(asked))?;
         region.wait_call(done)?;
+        let spin = AdaptiveSpin::up_to(spin);
         Ok(Self { region, ring, place, spin, next_tag: 0, ended: None })
     }
 
@@ -240,7 +242,7 @@ impl AttendRing {
             }
             let time = left.map_or(LOOK_INTERVAL, |left| left.min(LOOK_INTERVAL));
             let began = Instant::now();
-            let waited = self.ring.wait_end(self.spin, time);
+            let waited = self.ring.wait_end(&mut self.spin, time);
             waited.map_err(|error| region_error(&error))?;
             let is_closed = self.ring.is_closed().map_err(|error| region_error(&error))?;
             // A daemon that is gone wakes no one. What it wrote before may be read all the same.

@@ -96,6 +96,13 @@ impl RegionMemory {
         self.mapping.bytes().len() as u64
     }
 
+    /// Where it begins in this process, for callers of other languages; the mapping ends with this.
+    /// What the peer writes there changes at any time.
+    #[must_use]
+    pub fn start_address(&self) -> *mut u8 {
+        self.mapping.bytes().as_ptr().cast_mut().cast()
+    }
+
     /// The memory file, which a peer maps.
     #[must_use]
     pub fn file(&self) -> BorrowedFd<'_> {

@@ -5,8 +5,8 @@
 
 use kvd_core::DType;
 use kvd_shm::ring::{
-    RingAttend, RingEnd, RingEnds, RingError, RingIntake, RingMemory, RingPlace, RingQuery,
-    RingRows, WorkerRing,
+    AdaptiveSpin, RingAttend, RingEnd, RingEnds, RingError, RingIntake, RingMemory, RingPlace,
+    RingQuery, RingRows, WorkerRing,
 };
 use kvd_shm::{CallOutcome, CallRefusal, RegionMemory};
 use std::sync::Arc;
@@ -81,7 +81,7 @@ fn records_come_through_once_and_in_order_while_numbers_wrap() {
             read += 1;
         }
         if read < sent {
-            worker.wait_end(Duration::ZERO, LONG).unwrap();
+            worker.wait_end(&mut AdaptiveSpin::up_to(Duration::ZERO), LONG).unwrap();
         }
     }
     daemon.join().unwrap();
@@ -120,12 +120,12 @@ fn nothing_is_taken_without_room_for_its_end_and_no_counter_is_believed() {
 fn places_that_no_ring_fits_are_refused() {
     let memory = memory_of(ring_place(4, 0));
     let refused = [
-        RingPlace { entries: 0, ..place(4, 0) },
-        RingPlace { entries: 3, ..place(4, 0) },
-        RingPlace { entries: 1 << 13, ..place(4, 0) },
-        RingPlace { offset: 65, ..place(4, 0) },
-        RingPlace { offset: 128, ..place(4, 0) },
-        RingPlace { offset: !63, ..place(4, 0) },
+        RingPlace { entries: 0, ..ring_place(4, 0) },
+        RingPlace { entries: 3, ..ring_place(4, 0) },
+        RingPlace { entries: 1 << 13, ..ring_place(4, 0) },
+        RingPlace { offset: 65, ..ring_place(4, 0) },
+        RingPlace { offset: 128, ..ring_place(4, 0) },
+        RingPlace { offset: !63, ..ring_place(4, 0) },
     ];
     for place in refused {
         assert!(place.check_place(&memory).is_err(), "{place:?}");

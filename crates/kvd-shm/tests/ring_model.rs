@@ -5,7 +5,8 @@
 
 use kvd_shm::RegionError;
 use kvd_shm::ring::{
-    RING_RECORD_BYTES, RingEnd, RingEnds, RingIntake, RingMemory, RingPlace, WorkerRing,
+    AdaptiveSpin, RING_RECORD_BYTES, RingEnd, RingEnds, RingIntake, RingMemory, RingPlace,
+    WorkerRing,
 };
 use loom::sync::atomic::{AtomicU32, Ordering, fence};
 use loom::sync::{Arc, Condvar, Mutex};
@@ -151,7 +152,10 @@ fn check_ring(entries: u32, records: u32, preemptions: usize) {
                     assert_eq!(end.unwrap().submission, number, "an end that is whole");
                     read += 1;
                 }
-                None => worker.wait_end(Duration::ZERO, Duration::MAX).unwrap(),
+                None => {
+                    let spin = &mut AdaptiveSpin::up_to(Duration::ZERO);
+                    worker.wait_end(spin, Duration::MAX).unwrap();
+                }
             }
         }
         daemon.join().unwrap();

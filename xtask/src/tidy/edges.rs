@@ -16,6 +16,8 @@ const MEMBERS: &[(&str, &[&str])] = &[
     ("kvd-proto", &["kvd-core"]),
     ("kvd-shm", &["kvd-core"]),
     ("kvd-client", &["kvd-core", "kvd-proto", "kvd-shm"]),
+    // The client for other languages.
+    ("kvd-c", &["kvd-core", "kvd-client", "kvd-shm"]),
     // Knows records and files, not what is in them.
     ("kvd-tier", &[]),
     // Records in stores of others.
@@ -55,6 +57,7 @@ const MEMBERS: &[(&str, &[&str])] = &[
             "kvd-testkit",
             "kvd-tier",
             "kvd-client",
+            "kvd-c",
             "kvd-eval",
             "kvd",
         ],

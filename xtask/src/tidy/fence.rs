@@ -7,7 +7,7 @@ use std::fs;
 use std::path::Path;
 
 /// Crates that may hold unsafe code, each behind its own contract.
-const UNSAFE_CRATES: &[&str] = &["kvd-compute", "kvd-shm", "kvd-cuda", "kvd-emu"];
+const UNSAFE_CRATES: &[&str] = &["kvd-compute", "kvd-shm", "kvd-cuda", "kvd-emu", "kvd-c"];
 
 /// Left-overs in code. Written in two parts, so that this file may name them.
 const CODE: &[&str] = &[concat!("todo", "!"), concat!("dbg", "!"), concat!("unimplemented", "!")];

@@ -2,7 +2,8 @@
 //! and kept), attention over them, regions that a worker shares with the device, and blocks that
 //! leave it and come back.
 //!
-//! One worker thread owns a backend and calls it; a backend may use more threads inside a call.
+//! One thread at a time calls a backend: its worker's, or whoever asks for a plan that is small
+//! ([`AttendBackend::small_plan_scores`]). A backend may use more threads inside a call.
 //! The worker promises that extents it passes are reserved (to write) or pinned (to read) for the
 //! length of the call; those of an attend in slices ([`AttendBackend::attend_slice`]) until it is
 //! answered or given up.

@@ -324,7 +324,7 @@ impl CpuBackend {
             q,
             dropped,
             threads: self.threads.current_num_threads(),
-            is_small: self.is_small(plan),
+            is_small: plan.scores() <= self.small_scores(),
             stop,
         })
     }
@@ -513,6 +513,10 @@ impl AttendBackend for CpuBackend {
 
     fn shares_pages(&self) -> bool {
         true
+    }
+
+    fn small_plan_scores(&self) -> u64 {
+        self.small_scores()
     }
 }
 

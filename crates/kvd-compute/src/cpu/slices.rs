@@ -63,10 +63,10 @@ pub(super) fn attend_slice(
 }
 
 impl CpuBackend {
-    /// Whether a plan is done sooner by one thread than others wake. Only the backend's threads
-    /// know of a limit of the instruction set.
-    pub(super) fn is_small(&self, plan: &AttendPlan) -> bool {
-        self.simd == *WIDEST && plan.scores() <= SMALL_SCORES
+    /// Scores up to which a plan is done sooner by one thread than others wake. Only the backend's
+    /// threads know of a limit of the instruction set.
+    pub(super) fn small_scores(&self) -> u64 {
+        if self.simd == *WIDEST { SMALL_SCORES } else { 0 }
     }
 }
 

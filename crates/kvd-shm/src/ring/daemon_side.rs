@@ -74,7 +74,10 @@ impl<M: RingMemory> RingIntake<M> {
     }
 
     /// Whether [`RingIntake::take_next`] would take one.
-    fn can_take(&self) -> Result<bool, RegionError> {
+    ///
+    /// # Errors
+    /// None of a place that was tested.
+    pub fn can_take(&self) -> Result<bool, RegionError> {
         let written = self.memory.read_word(self.place.word_at(SUBMITTED))?;
         let read = self.memory.read_word(self.place.word_at(READ))?;
         Ok(written != self.taken && self.taken.wrapping_sub(read) != self.place.entries)

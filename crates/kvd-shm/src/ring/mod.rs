@@ -25,12 +25,14 @@ mod attend;
 mod daemon_side;
 mod end;
 mod fields;
+mod spin;
 mod worker_side;
 
 pub use attend::{RingAttend, RingQuery, RingRows};
 pub use daemon_side::{RingEnds, RingIntake, TakenRecord};
 pub use end::RingEnd;
 pub use fields::RecordError;
+pub use spin::AdaptiveSpin;
 pub use worker_side::WorkerRing;
 
 use crate::{RegionError, RegionMemory};

@@ -2,8 +2,8 @@
 
 use super::daemon_side::ring_doorbell;
 use super::{
-    CLOSED, DAEMON_SLEEPS, ENDED, READ, RING_RECORD_BYTES, RecordError, RingEnd, RingMemory,
-    RingPlace, SUBMITTED, TAKEN, WORKER_SLEEPS,
+    AdaptiveSpin, CLOSED, DAEMON_SLEEPS, ENDED, READ, RING_RECORD_BYTES, RecordError, RingEnd,
+    RingMemory, RingPlace, SUBMITTED, TAKEN, WORKER_SLEEPS,
 };
 use crate::RegionError;
 use std::time::{Duration, Instant};
@@ -82,22 +82,20 @@ impl<M: RingMemory> WorkerRing<M> {
         Ok(Some(end))
     }
 
-    /// Looks for the next end for `spin`, then sleeps until it may be there, at most `time` in all.
+    /// Looks for the next end, then sleeps until it may be there, at most `time` in all.
     ///
     /// # Errors
     /// None of a place that was tested.
-    pub fn wait_end(&mut self, spin: Duration, time: Duration) -> Result<(), RegionError> {
+    pub fn wait_end(&mut self, spin: &mut AdaptiveSpin, time: Duration) -> Result<(), RegionError> {
         let ended = self.place.word_at(ENDED);
         let began = Instant::now();
-        loop {
-            if self.memory.read_word(ended)? != self.read || self.is_closed()? {
-                return Ok(());
-            }
-            if began.elapsed() >= spin {
-                break;
-            }
-            std::hint::spin_loop();
-        }
+        let is_over = || Ok(self.memory.read_word(ended)? != self.read || self.is_closed()?);
+        if spin.look_for(is_over)? { Ok(()) } else { self.sleep_until_ended(began, time) }
+    }
+
+    /// Sleeps until an end may be there, at most until `time` after `began`.
+    fn sleep_until_ended(&self, began: Instant, time: Duration) -> Result<(), RegionError> {
+        let ended = self.place.word_at(ENDED);
         let sleeps = self.place.word_at(WORKER_SLEEPS);
         self.memory.write_word(sleeps, 1)?;
         if !self.is_closed()? {

@@ -19,6 +19,12 @@ pub(crate) trait DeviceWork: Send {
     /// Kind by which it is scheduled.
     fn job_kind(&self) -> JobKind;
 
+    /// Scores that an attend computes at most, where any thread may give it to the device; none of
+    /// other work.
+    fn asked_scores(&self) -> Option<u64> {
+        None
+    }
+
     /// Goes on until the reply is there or, `None`, until the slice is over: then it is called
     /// again. Dropped before the reply it undoes what it has begun.
     ///
@@ -35,7 +41,7 @@ pub(crate) trait DeviceWork: Send {
 pub(crate) enum JobCaller<R> {
     /// A task, which sleeps until it is there.
     Task(oneshot::Sender<Result<R, ServiceError>>),
-    /// Work of the device's own thread, which is short and takes no lock for long; whether
+    /// Work of the thread that has the device, which is short and takes no lock for long; whether
     /// somebody was there to hear it. Dropped where there is no reply.
     Told(Box<dyn FnOnce(Result<R, ServiceError>) -> bool + Send>),
 }

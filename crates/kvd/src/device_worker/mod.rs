@@ -1,22 +1,27 @@
-//! A device worker: the thread that owns one device, and the bounded queue in front of it.
+//! A device worker: the thread of one device, and the bounded queue in front of it.
 //!
-//! The worker's thread is the only caller of its [`Backend`]. Jobs run one after another, so bytes
-//! written by one are visible to all later ones without a lock; in which order, the scheduler says
-//! ([`crate::scheduler`]). An attend pauses after [`SLICE`] while others wait. A job whose caller
-//! leaves is taken out of the queue at once, with all it holds; one that runs is told to stop. A
-//! full queue is an answer, not a delay, except for messages of streams. Attends that read mostly
-//! the same pages go in one pass (`merged`).
+//! Who has the device's [`Backend`] is its only caller: the worker's thread or, for a small attend
+//! that finds the device idle and nothing waiting, the thread that asks for it (`by_caller`). Jobs
+//! run one after another, so bytes written by one are visible to all later ones; in which order,
+//! the scheduler says ([`crate::scheduler`]). An attend pauses after [`SLICE`] while others wait. A
+//! job whose caller leaves is taken out of the queue at once, with all it holds; one that runs is
+//! told to stop. A full queue is an answer, not a delay, except for messages of streams. Attends
+//! that read mostly the same pages go in one pass (`merged`).
 
+mod accepted;
+mod by_caller;
 mod job;
 mod merged;
 mod thread;
 
+pub(crate) use accepted::AcceptedJob;
 pub(crate) use job::{AskedWork, DeviceJob, DeviceWork, JobCaller};
 pub use thread::DeviceWorkerThread;
 
 use crate::metrics::{DeviceMetrics, Metrics};
-use crate::scheduler::{JobKind, JobScheduler, JobTicket, OwnerKey, WaitingJob};
+use crate::scheduler::{JobKind, JobScheduler, OwnerKey, WaitingJob};
 use crate::service::{CallContext, ServiceError};
+use by_caller::{BegunJob, CallerStep};
 use job::CustomJob;
 use kvd_compute::{Backend, DeviceInfo};
 use kvd_core::{ErrorCode, Namespace};
@@ -65,6 +70,8 @@ pub struct DeviceWorker {
     quotas: Arc<QuotaTable>,
     info: DeviceInfo,
     metrics: Arc<DeviceMetrics>,
+    /// Scores up to which an attend may run on the thread that asks for it.
+    small_scores: u64,
 }
 
 /// All handles on a thread, which ends after the last of them.
@@ -90,15 +97,29 @@ struct WorkerState {
     left: Arc<AtomicBool>,
     failed: AtomicBool,
     stopped: Arc<AtomicBool>,
+    /// Never set: of jobs whose caller cannot leave while they run.
+    stays: Arc<AtomicBool>,
 }
 
 /// Jobs that wait.
 struct JobQueue {
     jobs: JobScheduler<QueuedJob>,
+    /// The device, while nobody works with it: whoever takes it out does, alone.
+    device: Option<Box<dyn Backend>>,
+    /// Whether a caller has taken it, who looks after the thread when it gives it back.
+    is_lent: bool,
     /// Whether no more are taken.
     closed: bool,
     /// About how long a job takes, by kind.
     job_time: [Duration; 2],
+}
+
+impl JobQueue {
+    /// Notes how long a job has taken in all.
+    fn note_job_time(&mut self, kind: JobKind, cost: Duration) {
+        let mean = &mut self.job_time[kind.index()];
+        *mean = (*mean * 7 + cost) / 8;
+    }
 }
 
 /// A job with what is known of its caller.
@@ -173,63 +194,6 @@ fn device_failed() -> ServiceError {
     ServiceError::new(ErrorCode::DeviceFailed, message)
 }
 
-/// A job that was accepted. Dropped before its answer it takes the job back: out of the queue, or
-/// by telling the device to stop.
-pub(crate) struct AcceptedJob {
-    handles: Arc<WorkerHandles>,
-    metrics: Arc<DeviceMetrics>,
-    ticket: JobTicket,
-    cancelled: Arc<AtomicBool>,
-    answered: bool,
-}
-
-impl AcceptedJob {
-    /// Notes that it was answered: there is nothing to take back.
-    pub(crate) fn note_answer(mut self) {
-        self.answered = true;
-    }
-
-    /// Takes the job out of the queue, if it waits there, and tells its caller that it is too late.
-    /// One that has the device is told to stop by its deadline, and says so itself.
-    pub(crate) fn expire_job(&self) {
-        if let Some(WaitingJob { job, .. }) = self.withdraw_job() {
-            self.metrics.abandoned_before.increment(1);
-            job.job.refuse_work(CallContext::too_late());
-        }
-    }
-
-    /// Takes the job out of the queue, if it waits there; not out of a pass of several.
-    fn withdraw_job(&self) -> Option<WaitingJob<QueuedJob>> {
-        let shared = &self.handles.shared;
-        let mut queue = shared.queue.lock();
-        let taken = match queue.jobs.remove(&self.ticket) {
-            Some(WaitingJob { ticket, job }) if matches!(job.job, QueuedWork::Merged(_)) => {
-                queue.jobs.push(ticket, job);
-                None
-            }
-            taken => taken,
-        };
-        shared.count_waiting(&queue);
-        taken
-    }
-}
-
-impl Drop for AcceptedJob {
-    fn drop(&mut self) {
-        if self.answered {
-            return;
-        }
-        self.cancelled.store(true, Ordering::Release);
-        self.handles.shared.left.store(true, Ordering::Release);
-        // Dropped without the lock: what it holds may take other locks.
-        if let Some(WaitingJob { job, .. }) = self.withdraw_job() {
-            let metrics = &self.metrics;
-            let begun = !job.cost.is_zero();
-            if begun { &metrics.abandoned_during } else { &metrics.abandoned_before }.increment(1);
-        }
-    }
-}
-
 impl DeviceWorker {
     /// Starts the thread. `on_failure` runs once, on that thread, if the device fails.
     ///
@@ -241,8 +205,16 @@ impl DeviceWorker {
         metrics: &Metrics,
         on_failure: impl FnOnce() + Send + 'static,
     ) -> std::io::Result<(Self, DeviceWorkerThread)> {
+        let info = backend.info();
+        let tier = if info.uuid.is_some() { "gpu" } else { "host" };
+        let MergeLimits { attends_max, wait } = limits.merging;
+        // Where attends are held back for others to come, all go through the queue.
+        let holds_back = attends_max > 1 && !wait.is_zero();
+        let small_scores = if holds_back { 0 } else { backend.small_plan_scores() };
         let queue = JobQueue {
             jobs: JobScheduler::new(limits.weights),
+            device: Some(backend),
+            is_lent: false,
             closed: false,
             job_time: [Duration::ZERO; 2],
         };
@@ -253,18 +225,23 @@ impl DeviceWorker {
             left: Arc::default(),
             failed: AtomicBool::new(false),
             stopped: Arc::default(),
+            stays: Arc::default(),
         });
-        let info = backend.info();
-        let tier = if info.uuid.is_some() { "gpu" } else { "host" };
         let worker = Self {
             handles: Arc::new(WorkerHandles { shared: shared.clone() }),
             queue_jobs_max: limits.queue_jobs_max,
             quotas: limits.quotas,
             info,
             metrics: Arc::new(metrics.add_device(tier)),
+            small_scores,
         };
-        let device = thread::WorkedDevice { backend, merging: limits.merging };
-        let thread = thread::start_thread(device, shared, worker.metrics.clone(), on_failure)?;
+        let thread = thread::ThreadPlan {
+            merging: limits.merging,
+            shared,
+            metrics: worker.metrics.clone(),
+            device: worker.info.description.clone(),
+        };
+        let thread = thread.start_thread(on_failure)?;
         Ok((worker, thread))
     }
 
@@ -326,10 +303,15 @@ impl DeviceWorker {
         DeviceJob: From<AskedWork<W>>,
     {
         call.check_deadline()?;
+        let (work, begun) = match self.run_by_caller(call, work) {
+            CallerStep::Done(result) => return result,
+            CallerStep::NotRun(work) => (work, None),
+            CallerStep::Paused { work, begun } => (work, Some(begun)),
+        };
         let (reply, mut answer) = oneshot::channel();
         let kind = work.job_kind();
-        let mut accepted =
-            self.submit_job(call, kind, AskedWork { work, caller: JobCaller::Task(reply) }.into())?;
+        let job = AskedWork { work, caller: JobCaller::Task(reply) }.into();
+        let mut accepted = self.submit_job(call, kind, job, begun)?;
         let closed = |_| Err(self.handles.shared.closed_error());
         let result = match call.deadline {
             None => answer.await.unwrap_or_else(closed),
@@ -344,23 +326,30 @@ impl DeviceWorker {
         result
     }
 
-    /// Has work done on the device for a caller that is told of it; also where it is refused. Who
-    /// drops the job before its answer takes it back.
-    ///
-    /// # Errors
-    /// As [`DeviceWorker::ask_device`], which the caller was told already.
+    /// Has work done on the device for a caller that is told of it, also where it is refused. The
+    /// job, if it waits: who drops it before its answer takes it back.
     pub(crate) fn tell_device<W>(
         &self,
         call: &CallContext,
         work: W,
-        caller: JobCaller<W::Reply>,
-    ) -> Result<AcceptedJob, ServiceError>
+        tell: impl FnOnce(Result<W::Reply, ServiceError>) -> bool + Send + 'static,
+    ) -> Option<AcceptedJob>
     where
         W: DeviceWork,
         DeviceJob: From<AskedWork<W>>,
     {
+        let (work, begun) = match self.run_by_caller(call, work) {
+            CallerStep::Done(result) => {
+                self.metrics.abandoned_during.increment(u64::from(!tell(result)));
+                return None;
+            }
+            CallerStep::NotRun(work) => (work, None),
+            CallerStep::Paused { work, begun } => (work, Some(begun)),
+        };
         let kind = work.job_kind();
-        self.submit_job(call, kind, AskedWork { work, caller }.into())
+        let job = AskedWork { work, caller: JobCaller::Told(Box::new(tell)) }.into();
+        // The caller was told of an error already.
+        self.submit_job(call, kind, job, begun).ok()
     }
 
     /// Runs `work` on the device as a job of its own, for those who embed the daemon.
@@ -391,48 +380,75 @@ impl DeviceWorker {
         reply.downcast().map(|reply| *reply).map_err(other)
     }
 
+    /// Whose job it is.
+    fn owner_of(call: &CallContext) -> OwnerKey {
+        let connection = call.owner.connection_number();
+        OwnerKey { namespace: call.namespace.clone(), connection }
+    }
+
+    /// Whether the namespace may have one more job in the queue beside those that it has.
+    fn check_quota(
+        &self,
+        call: &CallContext,
+        has: impl FnOnce() -> usize,
+    ) -> Result<(), ServiceError> {
+        let account = self.quotas.find_account(&call.namespace);
+        let account = account.filter(|of| of.limit_of(QuotaKind::QueueJobs).is_some());
+        match account {
+            Some(account) => Ok(account.check_room(QuotaKind::QueueJobs, has() as u64, 1)?),
+            None => Ok(()),
+        }
+    }
+
     /// Puts a job into the queue. Where no place is left, one is taken from the connection that has
-    /// most, if that has more than this one's.
+    /// most, if that has more than this one's; what has begun goes on wherever.
     fn submit_job(
         &self,
         call: &CallContext,
         kind: JobKind,
         job: DeviceJob,
+        begun: Option<BegunJob>,
     ) -> Result<AcceptedJob, ServiceError> {
         let shared = &self.handles.shared;
-        let owner = OwnerKey {
-            namespace: call.namespace.clone(),
-            connection: call.owner.connection_number(),
-        };
-        let entry = QueuedJob::new(QueuedWork::One(job), call.deadline);
+        let mut entry = QueuedJob::new(QueuedWork::One(job), call.deadline);
         let cancelled = entry.cancelled.clone();
-        let account = self.quotas.find_account(&call.namespace);
-        let account = account.filter(|of| of.limit_of(QuotaKind::QueueJobs).is_some());
         let mut queue = shared.queue.lock();
         if queue.closed || shared.failed.load(Ordering::Acquire) {
             drop(queue);
             return Err(entry.refuse_entry(shared.closed_error()));
         }
-        let is_counted = !call.waits_for_queue;
-        if is_counted && let Some(account) = &account {
-            let own = queue.jobs.count_for_namespace(kind, &call.namespace);
-            account.check_room(QuotaKind::QueueJobs, own as u64, 1)?;
-        }
         let mut refused = None;
-        if is_counted && queue.jobs.counted_jobs()[kind.index()] >= self.queue_jobs_max {
-            refused = queue.jobs.take_from_most(kind, &owner);
-            if refused.is_none() {
-                let error = self.queue_full(&queue, kind, &owner);
-                drop(queue);
-                return Err(entry.refuse_entry(error));
+        let ticket = match begun {
+            Some(BegunJob { ticket, cost }) => {
+                entry.cost = cost;
+                ticket
             }
-        }
-        let ticket = queue.jobs.make_ticket(kind, owner, is_counted);
+            None => {
+                let (owner, is_counted) = (Self::owner_of(call), !call.waits_for_queue);
+                let own = || queue.jobs.count_for_namespace(kind, &call.namespace);
+                if is_counted && let Err(error) = self.check_quota(call, own) {
+                    drop(queue);
+                    return Err(entry.refuse_entry(error));
+                }
+                if is_counted && queue.jobs.counted_jobs()[kind.index()] >= self.queue_jobs_max {
+                    refused = queue.jobs.take_from_most(kind, &owner);
+                    if refused.is_none() {
+                        let error = self.queue_full(&queue, kind, &owner);
+                        drop(queue);
+                        return Err(entry.refuse_entry(error));
+                    }
+                }
+                queue.jobs.make_ticket(kind, owner, is_counted)
+            }
+        };
         queue.jobs.push(ticket.clone(), entry);
         shared.count_waiting(&queue);
         let error = refused.as_ref().map(|of| self.queue_full(&queue, kind, &of.ticket.owner));
+        let is_lent = queue.is_lent;
         drop(queue);
-        shared.changed.notify_one();
+        if !is_lent {
+            shared.changed.notify_one();
+        }
         if let (Some(WaitingJob { job, .. }), Some(error)) = (refused, error) {
             job.job.refuse_work(error);
         }

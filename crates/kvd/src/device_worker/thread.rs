@@ -45,83 +45,118 @@ impl DeviceWorkerThread {
     }
 }
 
-/// A device, and how attends are merged for it.
-pub(super) struct WorkedDevice {
-    pub(super) backend: Box<dyn Backend>,
+/// A thread to be.
+pub(super) struct ThreadPlan {
+    /// How attends are merged.
     pub(super) merging: MergeLimits,
+    pub(super) shared: Arc<WorkerState>,
+    pub(super) metrics: Arc<DeviceMetrics>,
+    /// The device, in words.
+    pub(super) device: String,
 }
 
-pub(super) fn start_thread(
-    worked: WorkedDevice,
-    shared: Arc<WorkerState>,
-    metrics: Arc<DeviceMetrics>,
-    on_failure: impl FnOnce() + Send + 'static,
-) -> std::io::Result<DeviceWorkerThread> {
-    let (end, ended) = sync_channel::<()>(1);
-    let weak = Arc::downgrade(&shared);
-    let WorkedDevice { backend, merging } = worked;
-    let device = backend.info().description;
-    let worker = WorkerThread { backend, merging, shared, metrics, device };
-    std::thread::Builder::new().name("kvd-device".to_owned()).spawn(move || {
-        worker.run_jobs(on_failure);
-        // Only now, when the device is given back.
-        drop(end);
-    })?;
-    Ok(DeviceWorkerThread { ended, shared: weak })
+impl ThreadPlan {
+    /// Starts the thread.
+    pub(super) fn start_thread(
+        self,
+        on_failure: impl FnOnce() + Send + 'static,
+    ) -> std::io::Result<DeviceWorkerThread> {
+        let (end, ended) = sync_channel::<()>(1);
+        let weak = Arc::downgrade(&self.shared);
+        let Self { merging, shared, metrics, device } = self;
+        let worker =
+            WorkerThread { backend: None, failure_told: false, merging, shared, metrics, device };
+        std::thread::Builder::new().name("kvd-device".to_owned()).spawn(move || {
+            worker.run_jobs(on_failure);
+            // Only now, when the device is given back.
+            drop(end);
+        })?;
+        Ok(DeviceWorkerThread { ended, shared: weak })
+    }
 }
 
 struct WorkerThread {
-    backend: Box<dyn Backend>,
+    /// The device, while the thread works with it.
+    backend: Option<Box<dyn Backend>>,
+    failure_told: bool,
     merging: MergeLimits,
     shared: Arc<WorkerState>,
     metrics: Arc<DeviceMetrics>,
     device: String,
 }
 
+/// The thread's next step.
+enum NextStep {
+    Run(WaitingJob<QueuedJob>),
+    /// The device has failed, and nobody was told so far.
+    TellFailure,
+    End,
+}
+
 impl WorkerThread {
     fn run_jobs(mut self, on_failure: impl FnOnce()) {
         let mut on_failure = Some(on_failure);
-        while let Some(next) = self.next() {
-            let WaitingJob { ticket, job: entry } = next;
+        loop {
+            let WaitingJob { ticket, job: entry } = match self.next() {
+                NextStep::Run(next) => next,
+                NextStep::TellFailure => {
+                    self.refuse_all();
+                    if let Some(tell) = on_failure.take() {
+                        tell();
+                    }
+                    continue;
+                }
+                NextStep::End => break,
+            };
             let is_well = match entry.job {
                 QueuedWork::Merged(_) => self.serve_merged(ticket, entry),
                 QueuedWork::One(_) => self.serve_job(ticket, entry),
             };
-            if is_well {
-                continue;
-            }
-            self.shared.failed.store(true, Ordering::Release);
-            self.refuse_all();
-            if let Some(tell) = on_failure.take() {
-                tell();
+            if !is_well {
+                self.shared.failed.store(true, Ordering::Release);
             }
         }
-        self.shared.queue.lock().closed = true;
+        let mut queue = self.shared.queue.lock();
+        queue.closed = true;
+        self.backend = queue.device.take();
+        drop(queue);
         self.refuse_all();
     }
 
-    /// Waits for the next job, and merges those that go with it; none when the thread is to end.
-    fn next(&self) -> Option<WaitingJob<QueuedJob>> {
-        let mut queue = self.shared.queue.lock();
-        let next = loop {
-            if self.shared.stopped.load(Ordering::Acquire) {
-                return None;
+    /// Waits for the next job, and merges those that go with it.
+    fn next(&mut self) -> NextStep {
+        loop {
+            let mut queue = self.shared.queue.lock();
+            queue.device = self.backend.take().or_else(|| queue.device.take());
+            let next = loop {
+                if !queue.is_lent {
+                    if self.shared.stopped.load(Ordering::Acquire) {
+                        return NextStep::End;
+                    }
+                    if self.shared.failed.load(Ordering::Acquire) && !self.failure_told {
+                        self.failure_told = true;
+                        return NextStep::TellFailure;
+                    }
+                    if let Some(next) = queue.jobs.next() {
+                        break next;
+                    }
+                    if queue.closed {
+                        return NextStep::End;
+                    }
+                }
+                self.shared.changed.wait(&mut queue);
+            };
+            self.backend = queue.device.take();
+            let others = self.take_others(&mut queue, &next.job);
+            self.shared.count_waiting(&queue);
+            drop(queue);
+            if others.is_empty() {
+                return NextStep::Run(next);
             }
-            if let Some(next) = queue.jobs.next() {
-                break next;
+            if let Some(next) = self.merge_attends([next].into_iter().chain(others).collect()) {
+                return NextStep::Run(next);
             }
-            if queue.closed {
-                return None;
-            }
-            self.shared.changed.wait(&mut queue);
-        };
-        let others = self.take_others(&mut queue, &next.job);
-        self.shared.count_waiting(&queue);
-        drop(queue);
-        if others.is_empty() {
-            return Some(next);
         }
-        self.merge_attends([next].into_iter().chain(others).collect())
     }
 
     /// Takes attends that go in one pass with an attend out of the queue; none for other jobs.
@@ -131,7 +166,8 @@ impl WorkerThread {
         next: &QueuedJob,
     ) -> Vec<WaitingJob<QueuedJob>> {
         let MergeLimits { attends_max, wait } = self.merging;
-        let merges = attends_max > 1 && self.backend.shares_pages();
+        let shares = self.backend.as_ref().is_some_and(|backend| backend.shares_pages());
+        let merges = attends_max > 1 && shares;
         let Some(plan) = mergeable_plan(next).filter(|_| merges) else { return Vec::new() };
         let until = next.accepted + wait;
         // Only for as long as it keeps nothing else from the device.
@@ -212,7 +248,7 @@ impl WorkerThread {
             slice: Some(Slice { ends: began + SLICE, waiting: self.shared.waiting.clone() }),
             pause: None,
         };
-        let backend = self.backend.as_mut();
+        let Some(backend) = self.backend.as_deref_mut() else { return false };
         // After a panic the device's state is unknown, as after an error that sticks: it is never
         // called again.
         let ran = catch_unwind(AssertUnwindSafe(|| job.run_job(backend, &stop)));
@@ -227,8 +263,7 @@ impl WorkerThread {
             Ok(JobStep::Done { heard }) => {
                 // The caller may have left meanwhile; the work stands all the same.
                 self.metrics.abandoned_during.increment(u64::from(!heard));
-                let mean = &mut queue.job_time[kind];
-                *mean = (*mean * 7 + entry.cost) / 8;
+                queue.note_job_time(ticket.kind, entry.cost);
             }
             Ok(JobStep::Paused(job)) => {
                 let (entry, ()) = entry.swap_work(QueuedWork::One(job));
@@ -263,7 +298,7 @@ impl WorkerThread {
             pause: Some(WantedPause { wanted, at: merged.first_deadline() }),
         };
         let (shares, members) = (merged.each_share(), merged.count_members());
-        let backend = self.backend.as_mut();
+        let Some(backend) = self.backend.as_deref_mut() else { return false };
         let ran = catch_unwind(AssertUnwindSafe(|| merged.run_merged(backend, &stop)));
         let took = began.elapsed();
         self.metrics.busy_seconds[0].add_time(took);
@@ -275,8 +310,8 @@ impl WorkerThread {
         match ran {
             Ok(MergedStep::Done { unheard }) => {
                 self.metrics.abandoned_during.increment(unheard);
-                let mean = &mut queue.job_time[0];
-                *mean = (*mean * 7 + cost / u32::try_from(members).unwrap_or(u32::MAX)) / 8;
+                let members = u32::try_from(members).unwrap_or(u32::MAX);
+                queue.note_job_time(ticket.kind, cost / members);
             }
             Ok(MergedStep::Paused(merged)) => {
                 let (entry, ()) = entry.swap_work(QueuedWork::Merged(merged));
@@ -296,20 +331,28 @@ impl WorkerThread {
     }
 
     fn note_panic(&self) -> bool {
-        let device = &self.device;
-        tracing::error!(device, "a device job panicked; the device is called no more");
+        log_panic(&self.device);
         false
     }
 
     /// Whether the device may be called again.
     fn is_well(&self) -> bool {
-        match self.backend.failure() {
-            None => true,
-            Some(reason) => {
-                let device = &self.device;
-                tracing::error!(device, reason, "the device has failed; it is called no more");
-                false
-            }
+        self.backend.as_deref().is_some_and(|backend| check_well(backend, &self.device))
+    }
+}
+
+/// Logs that a job panicked.
+pub(super) fn log_panic(device: &str) {
+    tracing::error!(device, "a device job panicked; the device is called no more");
+}
+
+/// Whether a device may be called again; says so where not.
+pub(super) fn check_well(backend: &dyn Backend, device: &str) -> bool {
+    match backend.failure() {
+        None => true,
+        Some(reason) => {
+            tracing::error!(device, reason, "the device has failed; it is called no more");
+            false
         }
     }
 }

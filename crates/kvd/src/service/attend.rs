@@ -3,7 +3,7 @@
 use super::attend_job::{AttendInPlace, AttendJob, PreparedAttend};
 use super::budget::InFlight;
 use super::{CallContext, RegisteredModel, Service, ServiceError, plan};
-use crate::device_worker::{AcceptedJob, JobCaller};
+use crate::device_worker::AcceptedJob;
 use kvd_compute::{AttendPlan, AttendTask, PlanPart, PlanQuery, RegionPlaces, first_non_finite};
 use kvd_core::{DType, ErrorCode, Geometry, SequenceId};
 use kvd_proto::domain::{AttendBatch, AttendQuery};
@@ -24,9 +24,6 @@ pub struct AttendReply {
     /// Share of the budgets, until the answer is sent.
     pub(crate) held: Option<InFlight>,
 }
-
-/// Told the reply to an attend, or why there is none; whether somebody was there to hear it.
-pub(crate) type AttendTold = Box<dyn FnOnce(Result<AttendReply, ServiceError>) -> bool + Send>;
 
 /// An attend that is planned, and the bytes of its answer.
 struct BegunAttend {
@@ -113,12 +110,12 @@ impl Service {
     }
 
     /// As [`Service::attend_batch`], for a caller that is told the reply or the error, by this
-    /// thread or the device's. The job under way, if it came to one.
+    /// thread or the device's; whether somebody was there to hear it. The job, if it waits.
     pub(crate) fn tell_attend(
         &self,
         call: &CallContext,
         batch: AttendBatch,
-        tell: AttendTold,
+        tell: impl FnOnce(Result<AttendReply, ServiceError>) -> bool + Send + 'static,
     ) -> Option<AcceptedJob> {
         let begun = self.begin_attend(call, batch).and_then(|begun| {
             let mut prepared = begun.prepared;
@@ -139,8 +136,7 @@ impl Service {
             return None;
         }
         let shard = prepared.model.shard;
-        let (work, caller) = (AttendJob(prepared), JobCaller::Told(tell));
-        self.shards[shard].worker.tell_device(call, work, caller).ok()
+        self.shards[shard].worker.tell_device(call, AttendJob(prepared), tell)
     }
 
     fn begin_attend(

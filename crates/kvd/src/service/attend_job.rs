@@ -77,6 +77,10 @@ impl DeviceWork for AttendJob {
         JobKind::Attend
     }
 
+    fn asked_scores(&self) -> Option<u64> {
+        Some(self.asked_plan().scores())
+    }
+
     fn run_slice(
         &mut self,
         backend: &mut dyn Backend,

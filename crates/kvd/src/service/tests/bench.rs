@@ -21,6 +21,7 @@ use kvd_proto::domain::{ModelSpec, StoreChunk};
 use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::sync::{Arc, mpsc};
+use std::thread::{self, ThreadId};
 
 /// State of a device that tests see and change.
 #[derive(Default)]
@@ -34,8 +35,24 @@ pub(super) struct Probe {
     pub(super) lose: Mutex<bool>,
     /// Calls of `attend_slice`.
     pub(super) slices: Mutex<usize>,
+    /// The thread of the last of them.
+    pub(super) attended_on: Mutex<Option<ThreadId>>,
+    /// Event of the next of them.
+    pub(super) next_slice: Mutex<SliceEvent>,
     /// `register` waits for this.
     pub(super) register_gate: Mutex<Option<mpsc::Receiver<()>>>,
+}
+
+/// A call of `attend_slice` does this.
+#[derive(Default)]
+pub(super) enum SliceEvent {
+    #[default]
+    Answer,
+    /// Its slice is over at once.
+    Pause,
+    Panic,
+    /// It waits for this first.
+    Wait(mpsc::Receiver<()>),
 }
 
 struct Device {
@@ -146,8 +163,21 @@ impl AttendBackend for Device {
         task: &mut AttendTask,
         stop: &Stop,
     ) -> Result<Option<Attended>, BackendError> {
+        *self.probe.attended_on.lock() = Some(thread::current().id());
         *self.probe.slices.lock() += 1;
+        let event = std::mem::take(&mut *self.probe.next_slice.lock());
+        match event {
+            SliceEvent::Answer => {}
+            SliceEvent::Pause => return Ok(None),
+            SliceEvent::Panic => panic!("a defect"),
+            // The other end may be gone: nothing to wait for.
+            SliceEvent::Wait(gate) => drop(gate.recv()),
+        }
         self.inner.attend_slice(task, stop)
+    }
+
+    fn small_plan_scores(&self) -> u64 {
+        self.inner.small_plan_scores()
     }
 
     fn shares_pages(&self) -> bool {

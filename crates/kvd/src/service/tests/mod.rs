@@ -1,6 +1,7 @@
 //! The service over a small CPU device that can be held, watched and made to fail.
 
 mod bench;
+mod by_caller;
 mod devices;
 mod failure;
 mod ids;

@@ -16,14 +16,23 @@ const GIANT: u32 = 1 << 12;
 const PATIENCE: Duration = Duration::from_secs(120);
 
 async fn stored(bench: &Bench) -> (ModelId, SequenceId) {
+    stored_tokens(bench, TOKENS).await
+}
+
+/// A model, and a sequence of so many tokens.
+pub(super) async fn stored_tokens(bench: &Bench, tokens: u32) -> (ModelId, SequenceId) {
     let model = bench.register("a", "raw").await.shape.id;
     let sequence = bench.service.open_sequence(&call(), model).unwrap();
-    bench.store(sequence, 0, TOKENS).await.unwrap();
+    bench.store(sequence, 0, tokens).await.unwrap();
     (model, sequence)
 }
 
 /// The last so many tokens of a sequence ask for all of it.
-fn batch((model, sequence): (ModelId, SequenceId), n_q: u32, scale: Option<f32>) -> AttendBatch {
+pub(super) fn batch(
+    (model, sequence): (ModelId, SequenceId),
+    n_q: u32,
+    scale: Option<f32>,
+) -> AttendBatch {
     let values: Vec<f32> = (0..n_q * 8).map(|i| (i * 5 % 31) as f32 / 31.0).collect();
     let mut q = vec![0; values.len() * 4];
     DType::F32.narrow_values(&values, &mut q);
@@ -49,7 +58,7 @@ fn attend(
     tokio::spawn(async move { service.attend_batch(&call, batch).await })
 }
 
-async fn until(ask: impl Fn() -> bool) {
+pub(super) async fn until(ask: impl Fn() -> bool) {
     let began = Instant::now();
     while !ask() {
         assert!(began.elapsed() < PATIENCE, "it never happens");

@@ -12,7 +12,7 @@ use crate::service::{Service, ServiceError};
 use answer::RingAnswers;
 use kvd_core::ErrorCode;
 use kvd_proto::v1;
-use kvd_shm::ring::{RingIntake, RingPlace};
+use kvd_shm::ring::{AdaptiveSpin, RingIntake, RingPlace};
 use serve::RingThread;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -87,7 +87,7 @@ impl ServedRing {
             answers: answers.clone(),
             phase: phase.clone(),
             under_way: Vec::new(),
-            spin: service.config().rings.spin,
+            spin: AdaptiveSpin::up_to(service.config().rings.spin),
         };
         let build = std::thread::Builder::new().name("kvd-ring".to_owned());
         let started = build.spawn(move || {

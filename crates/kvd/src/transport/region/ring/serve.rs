@@ -12,7 +12,7 @@ use kvd_core::DType;
 use kvd_proto::domain::{AttendBatch, inline_payload};
 use kvd_proto::v1;
 use kvd_shm::RegionMemory;
-use kvd_shm::ring::{RingAttend, RingError, RingIntake, RingQuery, TakenRecord};
+use kvd_shm::ring::{AdaptiveSpin, RingAttend, RingError, RingIntake, RingQuery, TakenRecord};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -30,7 +30,7 @@ pub(super) struct RingThread {
     pub(super) answers: Arc<RingAnswers>,
     pub(super) phase: Arc<PhaseCell>,
     pub(super) under_way: Vec<JobUnderWay>,
-    pub(super) spin: Duration,
+    pub(super) spin: AdaptiveSpin,
 }
 
 /// A job that a device has, or will have.
@@ -63,7 +63,7 @@ impl RingThread {
     }
 
     fn serve_records(&mut self) -> Result<(), RingError> {
-        let mut idle_since = None;
+        let mut has_looked = false;
         loop {
             let phase = self.phase.read_phase();
             if phase == RingPhase::Cut {
@@ -72,18 +72,21 @@ impl RingThread {
             self.let_ended_go();
             if let Some(record) = self.intake.take_next()? {
                 self.start_attend(&record);
-                idle_since = None;
+                has_looked = false;
                 continue;
             }
             if phase == RingPhase::Draining && self.under_way.is_empty() {
                 return Ok(());
             }
-            let now = Instant::now();
-            if now.duration_since(*idle_since.get_or_insert(now)) < self.spin {
-                std::hint::spin_loop();
-                continue;
+            if !has_looked {
+                has_looked = true;
+                let (intake, phase) = (&self.intake, &self.phase);
+                let is_due = || Ok(intake.can_take()? || phase.read_phase() != RingPhase::Open);
+                if self.spin.look_for::<RingError>(is_due)? {
+                    continue;
+                }
             }
-            let time = self.expire_late(now);
+            let time = self.expire_late(Instant::now());
             let phase = &self.phase;
             self.intake.sleep_until_rung(time, || phase.read_phase() == RingPhase::Cut)?;
         }
@@ -126,12 +129,12 @@ impl RingThread {
             Err(error) => return submission.end_attend(None, Err(error)),
         };
         let deadline = call.deadline;
-        let tell = Box::new(move |result| {
+        let tell = move |result| {
             // What it holds is free before its worker asks for more.
             drop(share);
             submission.end_attend(Some(places), result);
             true
-        });
+        };
         if let Some(job) = self.service.tell_attend(&call, batch, tell) {
             self.under_way.push(JobUnderWay { number: *number, deadline, job });
         }

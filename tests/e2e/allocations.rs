@@ -1,0 +1,71 @@
+//! Allocations of one attend of one token over 64, of worker and daemon together: a bound for each
+//! way, so that what was saved stays saved.
+#![cfg(target_os = "linux")]
+
+use kvd_client::{AttendBatch, AttendRing, RegionClient, RegionOptions, RingLayout, RingOptions};
+use kvd_tests::{ModelShape, TestRng, daemon, engine};
+use std::sync::Arc;
+
+#[global_allocator]
+static ALLOCATOR: dhat::Alloc = dhat::Alloc;
+
+/// The most of a call.
+const RING_MAX: u64 = 460;
+const RPC_MAX: u64 = 560;
+
+/// Calls that are counted, and calls before them: buffers that grow once are not of each call.
+const CALLS: u64 = 50;
+const WARM_UP: u64 = 20;
+
+/// Allocations of a call, rounded up; of what else the process does meanwhile, less than one.
+fn count_allocations(mut call: impl FnMut()) -> u64 {
+    (0..WARM_UP).for_each(|_| call());
+    let before = dhat::HeapStats::get().total_blocks;
+    (0..CALLS).for_each(|_| call());
+    (dhat::HeapStats::get().total_blocks - before).div_ceil(CALLS)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_attend_allocates_no_more_than_it_did() {
+    let _profiler = dhat::Profiler::builder().testing().build();
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("kvd.region");
+    let plan = daemon().with_setting("server.listen_region", &path.display().to_string());
+    let daemon = plan.start().await;
+    let shape = ModelShape { kv_heads: 8, group: 4, ..ModelShape::small_shape() };
+    let engine = engine(&daemon).register_model(shape, "kivi-4").await;
+    let mut conversation = engine.open_sequence().await;
+    let mut rng = TestRng::new(1);
+    engine.grow_sequence(&mut conversation, 64, &mut rng).await;
+    let question = engine.random_question(&conversation, 1, &mut rng);
+    let batch = engine.attend_batch(&question);
+    let runtime = tokio::runtime::Handle::current();
+    let [by_ring, by_rpc, by_health] = tokio::task::block_in_place(|| {
+        let region = RegionClient::open_region(&path, &RegionOptions::default()).expect("a region");
+        let ring = AttendRing::open_ring(Arc::new(region), RingOptions::default()).expect("a ring");
+        let client = engine.client.clone();
+        [
+            count_ring(ring, &batch),
+            count_allocations(|| {
+                let call = client.attend_batch(batch.clone());
+                drop(runtime.block_on(call).expect("attend"));
+            }),
+            count_allocations(|| {
+                runtime.block_on(client.is_serving()).expect("health");
+            }),
+        ]
+    });
+    println!("allocations: ring {by_ring}, rpc {by_rpc}, health check {by_health}");
+    assert!(by_ring <= RING_MAX, "{by_ring} allocations of an attend by ring");
+    assert!(by_rpc <= RPC_MAX, "{by_rpc} allocations of an attend by rpc");
+}
+
+/// Allocations of an attend by ring, in place.
+fn count_ring(mut ring: AttendRing, batch: &AttendBatch) -> u64 {
+    let at = RingLayout::pack_from(ring.free_from(), batch, [64, 64]);
+    ring.shared_region().memory().write_bytes(at.q.offset, &batch.q).expect("inside");
+    count_allocations(|| {
+        ring.submit_attend(1, batch, &at).expect("room");
+        assert_eq!(ring.wait_reply().expect("an end").result, Ok(0));
+    })
+}
