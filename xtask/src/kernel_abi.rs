@@ -23,7 +23,7 @@ const FILES: [&str; 3] = ["attend.rs", "store.rs", "region.rs"];
 struct FieldType {
     /// With the star of a pointer.
     name: String,
-    /// Of an array.
+    /// How many, where it is an array.
     elements: Option<u64>,
     size: u64,
 }
@@ -163,7 +163,7 @@ impl HeaderText {
     }
 }
 
-/// What addresses without a type point to.
+/// A byte, to which addresses of memory without a type point.
 fn byte_type() -> FieldType {
     FieldType { name: "uint8_t".to_owned(), elements: None, size: 1 }
 }
@@ -187,7 +187,7 @@ fn type_name(kind: &Type) -> Result<String> {
     Ok(last.ident.to_string())
 }
 
-/// Of `Name<Target>` both names.
+/// Both names of `Name<Target>`.
 fn split_pointer(kind: &Type) -> Result<Option<(String, String)>> {
     let Type::Path(path) = kind else { return Ok(None) };
     let Some(last) = path.path.segments.last() else { return Ok(None) };
@@ -229,15 +229,19 @@ mod tests {
 
     #[test]
     fn fields_keep_their_order_and_say_their_types() {
-        let source = "/// A head of [`crate::Page`].\n#[repr(C)]\npub struct Head {\n    \
-                      /// Words.\n    pub words: [u32; 3],\n    pub limit: f32,\n}\n#[repr(C)]\n\
-                      pub struct Work {\n    pub heads: ReadAddress<Head>,\n    pub head: Head,\n    \
-                      pub out: WriteAddress<u8>,\n}\n";
+        let source = "/// A head of [`crate::Page`].\n#[repr(C)]\nstruct Head {\n/// Words.\n\
+                      words: [u32; 3],\nlimit: f32,\n}\n#[repr(C)]\nstruct Work {\n\
+                      heads: ReadAddress<Head>,\nhead: Head,\nout: WriteAddress<u8>,\n}\n";
+        let size = |name: &str, size: u64| {
+            let message = format!("{name} is another size on the host");
+            format!("}};\nstatic_assert(sizeof({name}) == {size}, \"{message}\");\n")
+        };
         let header = "\n// A head of `Page`.\nstruct Head {\n    // Words.\n    \
-                      uint32_t words[3];\n    float limit;\n};\n\
-                      static_assert(sizeof(Head) == 16, \"Head is another size on the host\");\n\
-                      \nstruct Work {\n    const Head* heads;\n    Head head;\n    uint8_t* out;\n\
-                      };\nstatic_assert(sizeof(Work) == 32, \"Work is another size on the host\");\n";
+                      uint32_t words[3];\n    float limit;\n"
+            .to_owned()
+            + &size("Head", 16)
+            + "\nstruct Work {\n    const Head* heads;\n    Head head;\n    uint8_t* out;\n"
+            + &size("Work", 32);
         assert_eq!(render(source).unwrap(), header);
     }
 

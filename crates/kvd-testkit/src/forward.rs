@@ -1,8 +1,8 @@
 //! Backends of tests that hand every call on to another one, except those that they change.
 //!
 //! A type says in [`ForwardingBackend`] which backend is behind it and overrides what it changes;
-//! [`mount_forwarding`](crate::mount_forwarding) makes it a [`Backend`]. [`Faults`] makes calls
-//! fail on the way.
+//! [`mount_forwarding`](crate::mount_forwarding) makes it a [`Backend`]. [`InjectedFaults`] make
+//! calls fail on the way.
 
 use kvd_codec::{LayerPages, ModelCodec};
 use kvd_compute::{
@@ -17,18 +17,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 #[doc(hidden)]
 pub use {kvd_codec as codec, kvd_compute as compute, kvd_core as core};
 
-/// Why a backend that [`Faults`] lost must not be called any more.
+/// Why a backend that [`InjectedFaults`] lost must not be called any more.
 pub const LOST: &str = "the GPU fell off the bus";
 
-/// Faults that a test injects while a backend works; none at first.
+/// InjectedFaults that a test injects while a backend works; none at first.
 #[derive(Debug, Default)]
-pub struct Faults {
+pub struct InjectedFaults {
     loses_device: AtomicBool,
     is_lost: AtomicBool,
     fails_block: AtomicBool,
 }
 
-impl Faults {
+impl InjectedFaults {
     /// Whether the next write of rows finds the device lost. One that is lost stays so.
     pub fn lose_in_write(&self, is_lost: bool) {
         self.loses_device.store(is_lost, Ordering::SeqCst);
@@ -50,11 +50,11 @@ impl Faults {
 
     /// Why the device must not be called any more.
     #[doc(hidden)]
-    pub fn failure(&self) -> Option<&'static str> {
+    pub fn loss_reason(&self) -> Option<&'static str> {
         self.is_lost.load(Ordering::SeqCst).then_some(LOST)
     }
 
-    /// Puts the error of [`Faults::fail_next_block`] in its place.
+    /// Puts the error of [`InjectedFaults::fail_next_block`] in its place.
     #[doc(hidden)]
     pub fn spoil_blocks(&self, blocks: &mut [Result<EncodedPages, BackendError>]) {
         if let Some(first) = blocks.first_mut()
@@ -76,20 +76,20 @@ macro_rules! declare_calls {
             /// The backend that calls are handed on to.
             type Inner: Backend;
 
-            fn inner(&self) -> &Self::Inner;
-            fn inner_mut(&mut self) -> &mut Self::Inner;
-            /// Faults of calls, where a test injects some.
-            fn faults(&self) -> Option<&Faults> {
+            fn inner_backend(&self) -> &Self::Inner;
+            fn inner_backend_mut(&mut self) -> &mut Self::Inner;
+            /// InjectedFaults of calls, where a test injects some.
+            fn injected_faults(&self) -> Option<&InjectedFaults> {
                 None
             }
             $(fn $read(&self $(, $argument: $type)*) -> $answer {
-                self.inner().$read($($argument),*)
+                self.inner_backend().$read($($argument),*)
             })*
             $(fn $write(&mut self $(, $given: $kind)*) $(-> $result)? {
-                self.inner_mut().$write($($given),*)
+                self.inner_backend_mut().$write($($given),*)
             })*
             fn page_codec(&mut self, model: ModelId) -> Result<&mut ModelCodec, BackendError> {
-                self.inner_mut().page_codec(model)
+                self.inner_backend_mut().page_codec(model)
             }
         }
     };
@@ -152,17 +152,14 @@ macro_rules! mount_forwarding {
             use $crate::forward::core::{Extent, LayerIndex, ModelId};
 
             impl$(<$parameter: $bound>)? PageBackend for $type {
-                $crate::forward_calls! { read info() -> DeviceInfo;
+                $crate::forward_calls! {
+                    read info() -> DeviceInfo;
+                    lost failure() -> Option<&str>;
                     read supports(codec: &ModelCodec) -> Result<(), BackendError>;
                     read model_bytes(model: ModelId) -> Result<ModelBytes, BackendError>;
                     write register(model: ModelId, codec: ModelCodec) -> ();
                     write unregister(model: ModelId) -> ();
                     write load(plan: &LoadPlan) -> Result<LoadedRows, BackendError>;
-                }
-
-                fn failure(&self) -> Option<&str> {
-                    let fault = Forwarding::faults(self).and_then(|faults| faults.failure());
-                    fault.or_else(|| Forwarding::failure(self))
                 }
             }
 
@@ -174,31 +171,10 @@ macro_rules! mount_forwarding {
                     write set_queries(model: ModelId, layer: LayerIndex, heads: &[Vec<f32>])
                         -> Result<(), BackendError>;
                     write move_pages(pages: &EncodedPages, to: Extent) -> ();
-                }
-
-                fn write(
-                    &mut self,
-                    model: ModelId,
-                    rows: &IncomingRows,
-                    source_row: u32,
-                    count: u32,
-                    to: RawTarget,
-                ) -> Result<(), BackendError> {
-                    match Forwarding::faults(self) {
-                        Some(faults) if faults.skips_write() => Ok(()),
-                        _ => Forwarding::write(self, model, rows, source_row, count, to),
-                    }
-                }
-
-                fn write_staged(
-                    &mut self,
-                    staged: &StagedRows,
-                    writes: &[PlannedWrite],
-                ) -> Result<(), BackendError> {
-                    match Forwarding::faults(self) {
-                        Some(faults) if faults.skips_write() => Ok(()),
-                        _ => Forwarding::write_staged(self, staged, writes),
-                    }
+                    skipped write(model: ModelId, rows: &IncomingRows, source_row: u32,
+                        count: u32, to: RawTarget) -> Result<(), BackendError>;
+                    skipped write_staged(staged: &StagedRows, writes: &[PlannedWrite])
+                        -> Result<(), BackendError>;
                 }
 
                 fn encode(
@@ -208,7 +184,7 @@ macro_rules! mount_forwarding {
                     blocks: &[EncodeSource],
                 ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
                     let mut encoded = Forwarding::encode(self, model, layer, blocks)?;
-                    if let Some(faults) = Forwarding::faults(self) {
+                    if let Some(faults) = Forwarding::injected_faults(self) {
                         faults.spoil_blocks(&mut encoded);
                     }
                     Ok(encoded)
@@ -270,6 +246,23 @@ macro_rules! forward_calls {
     (write $call:ident($($argument:ident: $type:ty),* $(,)?) -> $answer:ty; $($rest:tt)*) => {
         fn $call(&mut self $(, $argument: $type)*) -> $answer {
             $crate::forward::ForwardingBackend::$call(self $(, $argument)*)
+        }
+        $crate::forward_calls! { $($rest)* }
+    };
+    (lost $call:ident() -> $answer:ty; $($rest:tt)*) => {
+        fn $call(&self) -> $answer {
+            let faults = $crate::forward::ForwardingBackend::injected_faults(self);
+            let lost = faults.and_then(|faults| faults.loss_reason());
+            lost.or_else(|| $crate::forward::ForwardingBackend::$call(self))
+        }
+        $crate::forward_calls! { $($rest)* }
+    };
+    (skipped $call:ident($($argument:ident: $type:ty),*) -> $answer:ty; $($rest:tt)*) => {
+        fn $call(&mut self $(, $argument: $type)*) -> $answer {
+            match $crate::forward::ForwardingBackend::injected_faults(self) {
+                Some(faults) if faults.skips_write() => Ok(()),
+                _ => $crate::forward::ForwardingBackend::$call(self $(, $argument)*),
+            }
         }
         $crate::forward_calls! { $($rest)* }
     };

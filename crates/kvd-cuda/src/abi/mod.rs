@@ -1,5 +1,5 @@
-//! What host and kernels agree on: the structs that launches pass or point to, in memory as they
-//! are here, and constants. `cargo xtask gen` makes `kernels/include/kvd/abi.cuh` of the files
+//! The structs that launches pass or point to, in memory as they are here, and the constants that
+//! host and kernels share. `cargo xtask gen` makes `kernels/include/kvd/abi.cuh` of the files
 //! beside this one; compilers of kernels check the sizes.
 
 mod attend;
@@ -19,7 +19,7 @@ pub use region::{
 pub(crate) use store::{IN_SHARED, STORE_THREADS, VQ_STAGES_MAX};
 pub use store::{StoreParameters, StoreUnit};
 
-/// What device memory may hold.
+/// A value of device memory.
 pub trait DeviceValue {
     /// Its address: the host holds a number.
     type Address;

@@ -38,7 +38,7 @@ impl GpuLimits {
     /// RTX 4090 (Ada).
     #[must_use]
     pub fn rtx4090() -> Self {
-        let rtx4090 = Datasheet { multiprocessors: 128, ..ADA };
+        let rtx4090 = GpuDatasheet { multiprocessors: 128, ..ADA };
         rtx4090.to_limits("RTX 4090", 1008)
     }
 
@@ -99,8 +99,8 @@ impl GpuLimits {
     pub const NAMES: [&'static str; 5] = ["a100", "rtx4090", "l40s", "h100", "h200"];
 }
 
-/// What the datasheets of one generation of GPUs say.
-struct Datasheet {
+/// Figures of the datasheets of one generation of GPUs.
+struct GpuDatasheet {
     compute: [u32; 2],
     multiprocessors: u32,
     /// Shared memory of a multiprocessor, and of a thread block at most.
@@ -111,7 +111,7 @@ struct Datasheet {
     blocks: u32,
 }
 
-const AMPERE: Datasheet = Datasheet {
+const AMPERE: GpuDatasheet = GpuDatasheet {
     compute: [8, 0],
     multiprocessors: 108,
     shared_kib: 164,
@@ -119,7 +119,7 @@ const AMPERE: Datasheet = Datasheet {
     threads: 2048,
     blocks: 32,
 };
-const ADA: Datasheet = Datasheet {
+const ADA: GpuDatasheet = GpuDatasheet {
     compute: [8, 9],
     multiprocessors: 142,
     shared_kib: 100,
@@ -127,7 +127,7 @@ const ADA: Datasheet = Datasheet {
     threads: 1536,
     blocks: 24,
 };
-const HOPPER: Datasheet = Datasheet {
+const HOPPER: GpuDatasheet = GpuDatasheet {
     compute: [9, 0],
     multiprocessors: 132,
     shared_kib: 228,
@@ -136,7 +136,7 @@ const HOPPER: Datasheet = Datasheet {
     blocks: 32,
 };
 
-impl Datasheet {
+impl GpuDatasheet {
     fn to_limits(&self, name: &str, memory_gbps: u32) -> GpuLimits {
         GpuLimits {
             name: name.to_owned(),

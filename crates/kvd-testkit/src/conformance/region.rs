@@ -96,11 +96,11 @@ mount_forwarding!(InPlace<B>, B: Backend);
 impl<B: Backend> ForwardingBackend for InPlace<B> {
     type Inner = B;
 
-    fn inner(&self) -> &B {
+    fn inner_backend(&self) -> &B {
         &self.backend
     }
 
-    fn inner_mut(&mut self) -> &mut B {
+    fn inner_backend_mut(&mut self) -> &mut B {
         &mut self.backend
     }
 

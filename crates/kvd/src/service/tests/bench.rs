@@ -17,7 +17,7 @@ use kvd_core::{
     DType, ErrorCode, Geometry, LayerIndex, ModelId, Namespace, RopePairing, SequenceId,
 };
 use kvd_proto::domain::{ModelSpec, StoreChunk};
-use kvd_testkit::forward::{Faults, ForwardingBackend};
+use kvd_testkit::forward::{ForwardingBackend, InjectedFaults};
 use kvd_testkit::mount_forwarding;
 use parking_lot::Mutex;
 use std::collections::BTreeSet;
@@ -29,7 +29,7 @@ pub(super) struct Probe {
     pub(super) models: Mutex<BTreeSet<ModelId>>,
     /// Blocks of each call of `encode`.
     pub(super) encoded: Mutex<Vec<usize>>,
-    pub(super) faults: Faults,
+    pub(super) faults: InjectedFaults,
     /// Calls of `attend_slice`.
     pub(super) slices: Mutex<usize>,
     /// `register` waits for this.
@@ -46,15 +46,15 @@ mount_forwarding!(Device);
 impl ForwardingBackend for Device {
     type Inner = CpuBackend;
 
-    fn inner(&self) -> &CpuBackend {
+    fn inner_backend(&self) -> &CpuBackend {
         &self.inner
     }
 
-    fn inner_mut(&mut self) -> &mut CpuBackend {
+    fn inner_backend_mut(&mut self) -> &mut CpuBackend {
         &mut self.inner
     }
 
-    fn faults(&self) -> Option<&Faults> {
+    fn injected_faults(&self) -> Option<&InjectedFaults> {
         Some(&self.probe.faults)
     }
 

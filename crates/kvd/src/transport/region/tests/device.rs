@@ -8,7 +8,7 @@ use kvd_compute::{
 };
 use kvd_core::{ErrorCode, ModelId, Side};
 use kvd_shm::RegionMemory;
-use kvd_testkit::forward::{Faults, ForwardingBackend};
+use kvd_testkit::forward::{ForwardingBackend, InjectedFaults};
 use kvd_testkit::mount_forwarding;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -29,7 +29,7 @@ pub(super) struct Memories {
     pub(super) busy: Arc<Mutex<()>>,
     /// Stores.
     pub(super) stores: Arc<Mutex<Stores>>,
-    pub(super) faults: Arc<Faults>,
+    pub(super) faults: Arc<InjectedFaults>,
     /// Calls that were to open some.
     pub(super) asked: Arc<Mutex<usize>>,
     /// No GPU: it has no UUID.
@@ -140,15 +140,15 @@ mount_forwarding!(Device);
 impl ForwardingBackend for Device {
     type Inner = CpuBackend;
 
-    fn inner(&self) -> &CpuBackend {
+    fn inner_backend(&self) -> &CpuBackend {
         &self.cpu
     }
 
-    fn inner_mut(&mut self) -> &mut CpuBackend {
+    fn inner_backend_mut(&mut self) -> &mut CpuBackend {
         &mut self.cpu
     }
 
-    fn faults(&self) -> Option<&Faults> {
+    fn injected_faults(&self) -> Option<&InjectedFaults> {
         Some(&self.memories.faults)
     }
 
