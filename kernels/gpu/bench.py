@@ -28,8 +28,8 @@ import baselines  # noqa: E402
 import driver  # noqa: E402
 from driver import Arguments  # noqa: E402
 
-PAGE = struct.Struct("<QQ8I")  # PageEntry of page.cuh
-UNIT_TAIL = struct.Struct("<10I")  # Unit, behind its two sides
+PAGE = struct.Struct("<QQ8I")  # PageEntry of abi.cuh
+UNIT_TAIL = struct.Struct("<10I")  # AttendUnit, behind its two sides
 MERGE = struct.Struct("<6Q2I")
 HEADER_BYTES = 32
 # Times the L2 cache that launches read before they come back to what they have read.

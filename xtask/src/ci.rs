@@ -1,6 +1,6 @@
 //! The checks of every commit, cheapest to explain first; the first failure ends the run.
 
-use crate::report::Report;
+use crate::report::StepReport;
 use crate::{check_generated, tidy};
 use anyhow::{Context, Result, bail};
 use std::path::Path;
@@ -11,7 +11,7 @@ const CLIPPY: &[&str] =
     &["clippy", "--workspace", "--all-targets", "--quiet", "--", "-D", "warnings"];
 
 /// Runs every check.
-pub(crate) fn run_checks(root: &Path, report: &Report) -> Result<()> {
+pub(crate) fn run_checks(root: &Path, report: &StepReport) -> Result<()> {
     report.begin_step("cargo fmt --all --check");
     run_cargo(root, FMT)?;
     report.begin_step("cargo clippy --workspace --all-targets");
@@ -19,7 +19,7 @@ pub(crate) fn run_checks(root: &Path, report: &Report) -> Result<()> {
     report.begin_step("xtask gen --check");
     check_generated(root)?;
     report.begin_step("xtask tidy");
-    tidy::run_rules(root, &tidy::Arguments::default(), report)
+    tidy::run_rules(root, &tidy::TidyArguments::default(), report)
 }
 
 /// Runs cargo with `arguments`, its output passed through.

@@ -1,7 +1,7 @@
 //! Runs the tests of the crates that hold arithmetic as aarch64 code, with qemu's user mode, and
 //! checks that the daemon compiles for it. It checks results there, never speed.
 
-use crate::report::Report;
+use crate::report::StepReport;
 use anyhow::{Context, Result, bail, ensure};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -36,14 +36,18 @@ const ALL: &[&str] = &[
 ];
 
 #[derive(clap::Args)]
-pub(crate) struct Arguments {
+pub(crate) struct CrossArguments {
     /// Unit tests of formats and codecs alone.
     #[arg(long)]
     quick: bool,
 }
 
 /// Runs every step; the first failure ends the run.
-pub(crate) fn run_emulated(root: &Path, arguments: &Arguments, report: &Report) -> Result<()> {
+pub(crate) fn run_emulated(
+    root: &Path,
+    arguments: &CrossArguments,
+    report: &StepReport,
+) -> Result<()> {
     for tool in [LINKER, EMULATOR] {
         ensure!(can_start(tool), "{tool} is missing: CONTRIBUTING.md says what to install");
     }

@@ -2,8 +2,8 @@
 //! sm_90. Pages equal the reference encoder's byte for byte only because each product and each sum
 //! is rounded on its own. Divisions and roots are made of fused products, and rounded as IEEE says.
 
-use crate::kernels::{self, Tools};
-use crate::report::Report;
+use crate::kernels::{self, CudaTools};
+use crate::report::StepReport;
 use anyhow::{Result, ensure};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ const FUSED: [&str; 3] = ["FFMA", "HFMA2", "DFMA"];
 const ZERO_PRODUCT: [&str; 2] = ["-RZ", "RZ"];
 
 #[derive(clap::Args)]
-pub(crate) struct Arguments {
+pub(crate) struct FusedArguments {
     /// Says so and succeeds where compiler or disassembler are not there and cannot be installed.
     #[arg(long)]
     skip_offline: bool,
@@ -36,7 +36,11 @@ struct MultiplyAdd {
 }
 
 /// Compiles the kernels, disassembles them and fails where a product is fused that must not be.
-pub(crate) fn check_kernels(root: &Path, arguments: &Arguments, report: &Report) -> Result<()> {
+pub(crate) fn check_kernels(
+    root: &Path,
+    arguments: &FusedArguments,
+    report: &StepReport,
+) -> Result<()> {
     let tools = match kernels::find_tools(root, report) {
         Err(reason) if arguments.skip_offline => {
             return kernels::skip_step("fused: store kernels not looked through", &reason, report);
@@ -53,7 +57,7 @@ pub(crate) fn check_kernels(root: &Path, arguments: &Arguments, report: &Report)
 }
 
 /// The disassembly of the kernel file, with source lines.
-fn disassemble_store(root: &Path, tools: &Tools) -> Result<String> {
+fn disassemble_store(root: &Path, tools: &CudaTools) -> Result<String> {
     let out = root.join("target/kernels").join(format!("{FILE}.sm_{SM}.cubin"));
     let source = root.join("kernels").join(FILE).with_extension("cu");
     let mut nvcc = Command::new(&tools.nvcc);
@@ -180,7 +184,9 @@ $__internal_0_$__cuda_sm3x_div_rn_noftz_f32_slowpath:
         let root = tempfile::tempdir().unwrap();
         // It is no folder that a compiler could be in.
         fs::write(root.path().join("target"), "a file").unwrap();
-        let of = |skip_offline| check_kernels(root.path(), &Arguments { skip_offline }, &Report);
+        let of = |skip_offline| {
+            check_kernels(root.path(), &FusedArguments { skip_offline }, &StepReport)
+        };
         assert!(of(false).is_err());
         assert_eq!(of(true).is_ok(), std::env::var_os("KVD_REQUIRE_KERNELS").is_none());
     }

@@ -5,7 +5,7 @@
 
 mod late;
 
-use crate::report::Report;
+use crate::report::StepReport;
 use anyhow::{Context, Error, Result, bail, ensure};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -31,7 +31,7 @@ const PTX: u32 = 90;
 const REQUIRE: &str = "KVD_REQUIRE_KERNELS";
 
 #[derive(clap::Args)]
-pub(crate) struct Arguments {
+pub(crate) struct KernelArguments {
     /// Says so and succeeds where the compiler is not there and cannot be installed.
     #[arg(long)]
     skip_offline: bool,
@@ -46,7 +46,7 @@ pub(crate) struct Arguments {
 
 /// Resources of one kernel, as ptxas reports them.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Usage {
+struct KernelUsage {
     kernel: String,
     target: String,
     registers: u32,
@@ -55,10 +55,10 @@ struct Usage {
     spill_bytes: u32,
 }
 
-/// Heading above the lines of [`Usage::line`].
+/// Heading above the lines of [`KernelUsage::line`].
 const HEADING: &str = "kernel                              target  registers  shared  spilled";
 
-impl Usage {
+impl KernelUsage {
     fn line(&self) -> String {
         let Self { kernel, target, registers, shared_bytes, spill_bytes } = self;
         format!("{kernel:<34}  {target:>6}  {registers:>9}  {shared_bytes:>6}  {spill_bytes:>7}")
@@ -66,8 +66,12 @@ impl Usage {
 }
 
 /// Compiles the requested kernels.
-pub(crate) fn compile_asked(root: &Path, arguments: &Arguments, report: &Report) -> Result<()> {
-    let Arguments { skip_offline, late, sm } = arguments;
+pub(crate) fn compile_asked(
+    root: &Path,
+    arguments: &KernelArguments,
+    report: &StepReport,
+) -> Result<()> {
+    let KernelArguments { skip_offline, late, sm } = arguments;
     let targets = if sm.is_empty() { &TARGETS[..] } else { sm };
     let compile = || {
         if *late {
@@ -80,7 +84,7 @@ pub(crate) fn compile_asked(root: &Path, arguments: &Arguments, report: &Report)
 }
 
 /// Compiles all kernels and prints what each uses.
-pub(crate) fn compile_kernels(root: &Path, report: &Report) -> Result<()> {
+pub(crate) fn compile_kernels(root: &Path, report: &StepReport) -> Result<()> {
     let out = output_folder(root)?;
     let nvcc = find_compiler(&out, report)?;
     for entry in fs::read_dir(&out)? {
@@ -98,7 +102,7 @@ pub(crate) fn compile_kernels(root: &Path, report: &Report) -> Result<()> {
     for usages in compiled {
         for usage in usages? {
             report.print_line(&usage.line());
-            let Usage { kernel, target, spill_bytes, .. } = usage;
+            let KernelUsage { kernel, target, spill_bytes, .. } = usage;
             ensure!(spill_bytes == 0, "{kernel} spills {spill_bytes} bytes for {target}");
             count += 1;
         }
@@ -110,7 +114,7 @@ pub(crate) fn compile_kernels(root: &Path, report: &Report) -> Result<()> {
 
 /// Does what needs the compiler, but where that is not there and cannot be installed it says so and
 /// why.
-fn or_skip(root: &Path, report: &Report, compile: impl Fn() -> Result<()>) -> Result<()> {
+fn or_skip(root: &Path, report: &StepReport, compile: impl Fn() -> Result<()>) -> Result<()> {
     match output_folder(root).and_then(|out| find_compiler(&out, report)) {
         Ok(_) => compile(),
         Err(reason) => skip_step("kernels: not compiled for GPUs", &reason, report),
@@ -118,7 +122,7 @@ fn or_skip(root: &Path, report: &Report, compile: impl Fn() -> Result<()>) -> Re
 }
 
 /// Says which step is skipped and why; `KVD_REQUIRE_KERNELS` makes that a failure.
-pub(crate) fn skip_step(what: &str, reason: &Error, report: &Report) -> Result<()> {
+pub(crate) fn skip_step(what: &str, reason: &Error, report: &StepReport) -> Result<()> {
     ensure!(std::env::var_os(REQUIRE).is_none(), "{REQUIRE} is set, but: {reason:#}");
     report.print_line(&format!("SKIP {what}, because {reason:#}"));
     Ok(())
@@ -165,7 +169,7 @@ fn newest_change(folder: &Path) -> Result<SystemTime> {
 }
 
 /// The compiler, installed on first use.
-fn find_compiler(out: &Path, report: &Report) -> Result<PathBuf> {
+fn find_compiler(out: &Path, report: &StepReport) -> Result<PathBuf> {
     let environment = out.join(ENVIRONMENT);
     if let Some(nvcc) = find_installed(&environment)? {
         return Ok(nvcc);
@@ -179,13 +183,13 @@ fn find_compiler(out: &Path, report: &Report) -> Result<PathBuf> {
 }
 
 /// Programs of the virtual environment.
-pub(crate) struct Tools {
+pub(crate) struct CudaTools {
     pub(crate) nvcc: PathBuf,
     pub(crate) nvdisasm: PathBuf,
 }
 
 /// Compiler and disassembler, installed on first use.
-pub(crate) fn find_tools(root: &Path, report: &Report) -> Result<Tools> {
+pub(crate) fn find_tools(root: &Path, report: &StepReport) -> Result<CudaTools> {
     let out = output_folder(root)?;
     let nvcc = find_compiler(&out, report)?;
     let nvdisasm = nvcc.with_file_name("nvdisasm");
@@ -196,7 +200,7 @@ pub(crate) fn find_tools(root: &Path, report: &Report) -> Result<Tools> {
         command_output(&mut pip)?;
         ensure!(nvdisasm.is_file(), "{DISASSEMBLER} holds no nvdisasm beside {NVCC}");
     }
-    Ok(Tools { nvcc, nvdisasm })
+    Ok(CudaTools { nvcc, nvdisasm })
 }
 
 /// The compiler in a virtual environment, whatever Python's version.
@@ -248,7 +252,7 @@ fn compile_all<T: Send>(sources: &[PathBuf], compile: impl Fn(&Path) -> T + Sync
 }
 
 /// Compiles one file for every target into one fat binary.
-fn compile_file(nvcc: &Path, root: &Path, source: &Path, out: &Path) -> Result<Vec<Usage>> {
+fn compile_file(nvcc: &Path, root: &Path, source: &Path, out: &Path) -> Result<Vec<KernelUsage>> {
     let mut command = strict_compiler(nvcc, &TARGETS);
     command.arg("-lineinfo").arg(format!("-gencode=arch=compute_{PTX},code=compute_{PTX}"));
     command.arg("-I").arg(root.join("kernels/include"));
@@ -267,7 +271,7 @@ fn strict_compiler(nvcc: &Path, targets: &[u32]) -> Command {
 }
 
 /// Compiles one file into one fat binary in the folder `out`.
-fn compile_with(mut command: Command, source: &Path, out: &Path) -> Result<Vec<Usage>> {
+fn compile_with(mut command: Command, source: &Path, out: &Path) -> Result<Vec<KernelUsage>> {
     let name = source.file_stem().context("a kernel file without a name")?;
     command.arg(source).arg("-o").arg(out.join(name).with_extension("fatbin"));
     Ok(read_usages(&command_output(&mut command)?))
@@ -286,14 +290,14 @@ pub(crate) fn command_output(command: &mut Command) -> Result<String> {
 }
 
 /// Reads ptxas's verbose lines: a kernel's name, then its stack, then its registers.
-fn read_usages(text: &str) -> Vec<Usage> {
-    let mut usages: Vec<Usage> = Vec::new();
+fn read_usages(text: &str) -> Vec<KernelUsage> {
+    let mut usages: Vec<KernelUsage> = Vec::new();
     for line in text.lines() {
         if line.contains("Compiling entry function") {
             let mut quoted = line.split('\'').skip(1).step_by(2).map(str::to_owned);
             let kernel = quoted.next().unwrap_or_default();
             let target = quoted.next().unwrap_or_default();
-            usages.push(Usage { kernel, target, ..Usage::default() });
+            usages.push(KernelUsage { kernel, target, ..KernelUsage::default() });
         }
         let Some(usage) = usages.last_mut() else { continue };
         for part in line.split(',') {
@@ -329,13 +333,14 @@ ptxas info    : Function properties for kvd_b
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 40 registers, used 0 barriers
 ";
-        let usage = |kernel: &str, target: &str, registers, shared_bytes, spill_bytes| Usage {
-            kernel: kernel.to_owned(),
-            target: target.to_owned(),
-            registers,
-            shared_bytes,
-            spill_bytes,
-        };
+        let usage =
+            |kernel: &str, target: &str, registers, shared_bytes, spill_bytes| KernelUsage {
+                kernel: kernel.to_owned(),
+                target: target.to_owned(),
+                registers,
+                shared_bytes,
+                spill_bytes,
+            };
         let wanted = [usage("kvd_a", "sm_80", 64, 128, 44), usage("kvd_b", "sm_90", 40, 0, 0)];
         assert_eq!(read_usages(text), wanted);
     }
@@ -358,11 +363,11 @@ ptxas info    : Used 40 registers, used 0 barriers
         fs::create_dir_all(&out).unwrap();
         // No virtual environment can be made there.
         fs::write(out.join("nvcc-13.0.3"), "a file").unwrap();
-        assert!(compile_kernels(root.path(), &Report).is_err());
+        assert!(compile_kernels(root.path(), &StepReport).is_err());
         if std::env::var_os(REQUIRE).is_none() {
             for late in [false, true] {
-                let asked_for = Arguments { skip_offline: true, late, sm: Vec::new() };
-                compile_asked(root.path(), &asked_for, &Report).unwrap();
+                let asked_for = KernelArguments { skip_offline: true, late, sm: Vec::new() };
+                compile_asked(root.path(), &asked_for, &StepReport).unwrap();
             }
         }
     }

@@ -6,6 +6,7 @@ mod cross;
 mod fused;
 mod generate;
 mod gpu;
+mod kernel_abi;
 mod kernels;
 mod report;
 mod results;
@@ -13,48 +14,49 @@ mod tidy;
 
 use anyhow::{Result, bail};
 use clap::{Parser, Subcommand};
-use report::Report;
+use report::StepReport;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 #[derive(Parser)]
 #[command(name = "cargo xtask", about = "Repository chores")]
-struct Arguments {
+struct XtaskArguments {
     #[command(subcommand)]
     chore: Chore,
 }
 
 #[derive(Subcommand)]
 enum Chore {
-    /// Regenerates the code that is made from `proto/`, and the page of benchmark results.
+    /// Regenerates the code that is made from `proto/`, the header of what kernels share with the
+    /// host, and the page of benchmark results.
     Gen {
         /// Only says whether the files in the repository are up to date.
         #[arg(long)]
         check: bool,
     },
     /// Checks sizes, words, dependency directions, left-overs and the unsafe fence.
-    Tidy(tidy::Arguments),
+    Tidy(tidy::TidyArguments),
     /// Checks that must pass before a commit: fmt, clippy, gen --check, tidy.
     Ci,
     /// Runs the tests of codecs and kernels as aarch64 code, with qemu.
-    Cross(cross::Arguments),
+    Cross(cross::CrossArguments),
     /// Compiles the CUDA kernels for each target, with a compiler from Python wheels; needs the
     /// network the first time, no GPU.
-    Kernels(kernels::Arguments),
+    Kernels(kernels::KernelArguments),
     /// Checks that kernels which write pages fuse no product with a sum, in their disassembly.
-    Fused(fused::Arguments),
+    Fused(fused::FusedArguments),
     /// Steps for a machine with a GPU, without Rust: conformance, sanitizer, shared memory,
     /// benchmark.
     Gpu {
         #[command(subcommand)]
-        step: gpu::Step,
+        step: gpu::GpuStep,
     },
 }
 
 fn main() -> ExitCode {
-    let report = Report;
-    match run_chore(Arguments::parse().chore, &find_root(), &report) {
+    let report = StepReport;
+    match run_chore(XtaskArguments::parse().chore, &find_root(), &report) {
         Ok(()) => ExitCode::SUCCESS,
         // Not `fn main() -> Result`: findings are no defect of this program, so no backtrace.
         Err(error) => {
@@ -64,10 +66,11 @@ fn main() -> ExitCode {
     }
 }
 
-fn run_chore(chore: Chore, root: &Path, report: &Report) -> Result<()> {
+fn run_chore(chore: Chore, root: &Path, report: &StepReport) -> Result<()> {
     match chore {
         Chore::Gen { check: false } => {
             fs::write(root.join(results::PAGE), results::render_page(root)?)?;
+            fs::write(root.join(kernel_abi::HEADER), kernel_abi::render_header(root)?)?;
             generate::generate_code(root, &root.join(generate::OUTPUT))
         }
         Chore::Gen { check: true } => check_generated(root),
@@ -91,6 +94,10 @@ fn check_generated(root: &Path) -> Result<()> {
     let page = fs::read_to_string(root.join(results::PAGE)).unwrap_or_default();
     if page != results::render_page(root)? {
         bail!("{} differs from bench/results: run `cargo xtask gen`", results::PAGE);
+    }
+    let header = fs::read_to_string(root.join(kernel_abi::HEADER)).unwrap_or_default();
+    if header != kernel_abi::render_header(root)? {
+        bail!("{} differs from kvd-cuda's structs: run `cargo xtask gen`", kernel_abi::HEADER);
     }
     let scratch = tempfile::tempdir()?;
     let stale = generate::find_stale(root, &root.join(generate::OUTPUT), scratch.path())?;

@@ -2,9 +2,9 @@
 #![expect(clippy::print_stdout, reason = "a command-line tool talks through standard output")]
 
 /// Tells the person at the terminal what happens.
-pub(crate) struct Report;
+pub(crate) struct StepReport;
 
-impl Report {
+impl StepReport {
     /// A step begins.
     pub(crate) fn begin_step(&self, name: &str) {
         println!("== {name}");

@@ -27,7 +27,7 @@ within one table. What they mean: [attention](cpu.md), [encoding](encode.md),
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Results {
+struct ResultFile {
     title: String,
     /// Whether the page shows the table; otherwise it links to the file.
     page: bool,
@@ -51,7 +51,8 @@ pub(crate) fn render_page(root: &Path) -> Result<String> {
     let mut page = HEAD.to_owned();
     let mut links = String::new();
     for file in files {
-        let read = || -> Result<Results> { Ok(serde_json::from_str(&fs::read_to_string(&file)?)?) };
+        let read =
+            || -> Result<ResultFile> { Ok(serde_json::from_str(&fs::read_to_string(&file)?)?) };
         let context = || file.display().to_string();
         let results = read().with_context(context)?;
         if results.page {
@@ -69,7 +70,7 @@ fn link_item(file: &Path) -> String {
     format!("- [{name}](../../{FOLDER}/{name}.json)\n")
 }
 
-impl Results {
+impl ResultFile {
     /// Heading, circumstances and table.
     fn section(&self) -> Result<String> {
         let mut words = vec![self.unit.clone()];
@@ -130,11 +131,11 @@ fn wrap_lines(text: &str) -> String {
 mod tests {
     use super::*;
 
-    fn results(rows: Vec<Vec<Value>>) -> Results {
+    fn results(rows: Vec<Vec<Value>>) -> ResultFile {
         let columns = vec!["codec".to_owned(), "ns".to_owned()];
         let (machine, commit, date) = (Some("Zen 5".to_owned()), None, None);
         let (title, unit, notes) = ("Attention".to_owned(), "ns".to_owned(), Vec::new());
-        Results {
+        ResultFile {
             title,
             page: true,
             machine,

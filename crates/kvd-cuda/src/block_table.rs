@@ -9,17 +9,18 @@ pub(crate) use fits::one_page;
 pub use shapes::LayerShapes;
 
 use crate::PlanError;
-use crate::abi::{AttendUnit, COEFFICIENTS, PageEntry, SideShape};
+use crate::abi::{
+    ATTEND_THREADS, AttendUnit, COEFFICIENTS, PageEntry, SideKernel, SideShape, TILE_TOKENS,
+    TransformUnit,
+};
 use crate::buffers::{BUFFERS_MIN, TileBuffers};
 use crate::codebook_table::split_channels;
 use crate::huffman_tables::{BlockRoom, SharedMemory, plan_decoding};
 use crate::kernel_side::{
-    COPY_BYTES, ChosenKernel, KernelPair, KernelVariant, ROWS, SideKernel, TILE_TOKENS,
-    fallback_shape, rows_shape,
+    COPY_BYTES, ChosenKernel, KernelPair, KernelVariant, ROWS, fallback_shape, rows_shape,
 };
 use crate::late_pairs::LatePairs;
 use crate::page_shapes::TileShape;
-use crate::query_transform::TransformUnit;
 use crate::specialized;
 use crate::tensor_core::{
     choose_variant, fixed_bytes, resident_blocks, rows_of_kernel, staged_bytes, table_bytes,
@@ -31,12 +32,10 @@ use kvd_core::Side;
 use queries::HeadRows;
 use std::collections::BTreeMap;
 
-/// Threads of a block, in warps of 32.
-const THREADS: usize = 128;
 /// Shared memory of two tiles' gains, 4 bits per row wherever they begin: `tile_scheduler.cuh`.
 pub(crate) const GAIN_STAGE: usize = 3 * COPY_BYTES;
 /// Value channels that a thread block sums.
-const DIM_MAX: usize = 2 * THREADS;
+const DIM_MAX: usize = 2 * ATTEND_THREADS as usize;
 
 /// Choices that do not change the result.
 #[derive(Clone, Copy, Debug)]

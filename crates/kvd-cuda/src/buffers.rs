@@ -3,13 +3,12 @@
 //! trip is the most that it reads, so there are as many as hide the latency, if they fit beside as
 //! many thread blocks.
 
+use crate::abi::BUFFERS_MAX;
 use crate::huffman_tables::BlockRoom;
 use crate::plan::SHARED_RESERVED;
 
 /// Buffers that every thread block has.
 pub(crate) const BUFFERS_MIN: usize = 2;
-/// `BUFFERS_MAX` of `shared.cuh`.
-pub(crate) const BUFFERS_MAX: usize = 4;
 /// Bytes of a place and of a piece: `StopOf` of `tile_scheduler.cuh`.
 const STOP_BYTES: usize = 32;
 const PIECE_BYTES: usize = 16;

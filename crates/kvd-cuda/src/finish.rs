@@ -1,18 +1,18 @@
 //! From merged partial results to a reply: the value side's transform is undone once per row.
 
+use crate::abi::MERGE_THREADS;
 use kvd_codec::ModelCodec;
 use kvd_compute::{AttendPlan, Attended};
 use kvd_core::Side;
 
-/// Threads of `kvd_merge`, and its warps: `merge.cuh`.
-pub(crate) const MERGE_THREADS: usize = 128;
-const MERGE_WARPS: usize = MERGE_THREADS / 32;
+/// Warps of a block of `kvd_merge`.
+const MERGE_WARPS: usize = MERGE_THREADS as usize / 32;
 
 /// Shared memory of `kvd_merge` for rows of so many channels, bytes: a factor and a number for each
 /// thread; of each warp the largest score, the weights and the sums of both spaces.
 #[must_use]
 pub fn merge_shared_bytes(dim: usize) -> usize {
-    4 * (2 * MERGE_THREADS + MERGE_WARPS * (1 + 2 + 2 * dim))
+    4 * (2 * MERGE_THREADS as usize + MERGE_WARPS * (1 + 2 + 2 * dim))
 }
 
 /// The output of `kvd_merge`.

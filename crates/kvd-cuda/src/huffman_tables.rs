@@ -1,8 +1,8 @@
 //! Runs and tables of a head's Huffman codes in the layout of `kernels/include/kvd/huffman.cuh`,
 //! and the shared memory that decoding takes.
 
-use crate::abi::SideShape;
-use crate::kernel_side::{COPY_BYTES, TILE_TOKENS};
+use crate::abi::{ENTRY_LENGTH, SideShape, TILE_TOKENS};
+use crate::kernel_side::COPY_BYTES;
 use crate::plan::SHARED_RESERVED;
 use kvd_codec::{CHUNK_TOKENS, EntropyCoding, Grid, SideSpec, StreamRun, StreamTable};
 use kvd_core::Side;
@@ -23,8 +23,6 @@ const HEAD_WORDS: usize = 4;
 const RUN_WORDS: usize = 16;
 /// Bytes between decoded chunks: two that a warp writes at once begin at different banks.
 const CHUNK_PAD: usize = 64;
-/// High bits of an entry of four codes hold its length: `ENTRY_LENGTH` of `huffman.cuh`.
-const ENTRY_LENGTH: u32 = 27;
 /// Bits that choose an entry, unless codes are longer: kernels take a byte (`BY_BYTE`).
 const INDEX_BITS: u32 = 8;
 /// The place of a channel without codes.

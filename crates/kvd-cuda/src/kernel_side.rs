@@ -1,22 +1,19 @@
 //! One head's side as a kernel sees it: which kernel, with which shape, in how much shared memory.
 
-use crate::abi::SideShape;
+use crate::abi::{SideKernel, SideShape, TILE_TOKENS};
 use crate::codebook_table::CodebookRoom;
 use crate::huffman_tables::HeadStreams;
 use crate::kernel_table::HUFFMAN_PAIRS;
-pub use crate::kernel_table::SideKernel;
 pub(crate) use crate::kernel_table::{KERNELS, RUNS_MAX};
 use crate::page_shapes::PageHead;
 use crate::unpack::{self, BitAllocation};
 use kvd_codec::{CodeLayout, HeadCodec, StreamTable};
 use kvd_core::{DType, Side};
 
-/// Tokens of a tile.
-pub(crate) const TILE_TOKENS: usize = CodeLayout::TILE_TOKENS;
+// The layout of codes and the kernels agree on tiles.
+const _: () = assert!(TILE_TOKENS == CodeLayout::TILE_TOKENS);
 /// Copies are whole aligned pieces of this size.
 pub(crate) const COPY_BYTES: usize = 16;
-/// Bytes within which pieces of a tile of halves change places: `LINE_BYTES` of `split_fp.cuh`.
-pub(crate) const LINE_BYTES: usize = 128;
 /// Bits of a code that the kernels read.
 const CODE_BITS_MAX: u32 = 16;
 

@@ -1,43 +1,13 @@
 //! The kernels of a side, one row each: which pages they read, and where they are. A row is found
 //! by the quantizer id of the pages' headers, which codecs say before they are calibrated.
 
-use crate::abi::SideShape;
+use crate::abi::{SideKernel, SideShape};
 use crate::codebook_table::CodebookRoom;
 use crate::page_shapes::{
     self, ExpectShape, ExpectedPages, PageHead, ShapePages, TileBytes, TileShape,
 };
 use kvd_codec::HeadCodec;
 use kvd_core::DType;
-
-/// The kernel of one side: a struct of `kernels/include/kvd`, numbered as `Kind` of `any.cuh`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[repr(u32)]
-pub enum SideKernel {
-    /// Rows in f32.
-    F32 = 0,
-    /// Rows in f16.
-    F16 = 1,
-    /// Rows in bf16.
-    Bf16 = 2,
-    /// FP8 e4m3.
-    Fp8 = 3,
-    /// Equidistant levels between minimum and maximum.
-    Uniform = 4,
-    /// Equidistant levels around zero.
-    Symmetric = 5,
-    /// Either of them, group by group.
-    Hybrid = 6,
-    /// Vector quantization.
-    Vq = 7,
-    /// Angle and radius of channel pairs.
-    Polar = 8,
-    /// The best levels for turned rows.
-    Lloyd = 9,
-    /// A width for every coefficient.
-    BitAlloc = 10,
-    /// One step, codes by class of coefficient.
-    Grid = 11,
-}
 
 /// A kernel with its pages and its place.
 struct KernelRow {

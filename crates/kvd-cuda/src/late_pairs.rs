@@ -70,7 +70,7 @@ pub(crate) fn wanted_pairs(codec: &ModelCodec, layer: LayerIndex) -> Vec<(Kernel
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernel_side::SideKernel;
+    use crate::abi::SideKernel;
     use kvd_core::{DType, Geometry, RopePairing};
 
     /// The wanted pairs of a codec's only head, for `dim` channels.

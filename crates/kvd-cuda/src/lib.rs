@@ -32,7 +32,11 @@ mod store;
 mod tensor_core;
 mod unpack;
 
-pub use abi::{AttendParameters, AttendUnit, MergeParameters, PageEntry, SideShape};
+pub use abi::{
+    AnswerParameters, AttendParameters, AttendUnit, MergeParameters, PageEntry, QueryParameters,
+    RowsParameters, RowsUnit, SideKernel, SideShape, StageCheck, StageParameters, StageSide,
+    StoreParameters, StoreUnit, TransformUnit,
+};
 pub use backend::{CudaBackend, CudaOpenError, CudaOptions};
 pub use block_table::{AttendLaunch, AttendTables, LayerShapes, TableOptions};
 pub use codebook_table::CodebookRoom;
@@ -48,18 +52,15 @@ pub use jit::{
     CompileError, CompileEvent, CompileReport, KernelCompiler, KernelSource, kernel_headers,
     kernel_source, tensor_source,
 };
-pub use kernel_side::SideKernel;
 pub use late_pairs::LatePairs;
 pub use layer_memory::LayerMemory;
 pub use plan::{
     BlockResources, CodebookPlan, EntryExchange, GpuLimits, KernelPlan, LaunchChoices, Occupancy,
     StepWorkload, plan_kernel,
 };
-pub use query_transform::{AnswerParameters, QueryParameters, QueryTransforms, TransformUnit};
-pub use region_copy_plan::{RowsParameters, RowsUnit, StageCheck, StageParameters, StageSide};
+pub use query_transform::QueryTransforms;
 pub use store::{
-    CodeHistogram, HistogramPlan, StoreLaunch, StoreParameters, StorePlan, StoreShapes, StoreUnit,
-    StoredPage, encoded_on_host,
+    CodeHistogram, HistogramPlan, StoreLaunch, StorePlan, StoreShapes, StoredPage, encoded_on_host,
 };
 
 /// The kernels for GPUs, fat binaries; none without the feature `embed-kernels`.

@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn entries_stand_as_often_as_there_is_room_and_not_all_where_there_is_not() {
+    fn copies_of_entries_are_as_many_as_fit_and_else_some_are_left_out() {
         let entry = |shape: SideShape| (shape.entry_count, 1 << shape.entry_copies);
         // 256 words: 1 KiB.
         for (room, copies) in [(1 << 10, 1), (5000, 4), (18 << 10, 16), (32 << 10, 32)] {

@@ -2,10 +2,10 @@
 //! is made of a bound head, expected of a spec before anything is calibrated, and says how much
 //! shared memory one tile takes.
 
-use crate::abi::SideShape;
+use crate::abi::{LINE_BYTES, SideKernel, SideShape, TILE_TOKENS};
 use crate::codebook_table::{CodebookRoom, TableWriter};
-use crate::kernel_side::{COPY_BYTES, LINE_BYTES, TILE_TOKENS, base_shape};
-use crate::kernel_table::{RUNS_MAX, SideKernel};
+use crate::kernel_side::{COPY_BYTES, base_shape};
+use crate::kernel_table::RUNS_MAX;
 use crate::lookup::{self, ALL_ENTRIES, LookupEntries};
 use crate::specialized::polar_table_bytes;
 use crate::unpack::{self, BitAllocation, GroupedSide};

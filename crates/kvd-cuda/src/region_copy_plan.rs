@@ -1,7 +1,7 @@
 //! K and V of a worker's memory on their way to raw slots: how thread blocks share the work, and
 //! what host and kernels agree on, field by field (`kernels/include/kvd/region/{stage,rows}.cuh`).
 
-use bytemuck::{Pod, Zeroable};
+use crate::abi::{RowsUnit, StageCheck, StageParameters, StageSide};
 use kvd_compute::{PlannedWrite, RawTarget};
 use kvd_core::{DType, Geometry, Side};
 
@@ -12,50 +12,6 @@ const BLOCK_WORDS: u64 = 8 * 128;
 /// Thread blocks of a side at most: the host reads a check of each. Whether more would read faster
 /// is not yet measured on a GPU.
 const BLOCKS_MAX: u64 = 1024;
-
-/// One side of a [`StageParameters`].
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
-pub struct StageSide {
-    /// The worker's values.
-    pub from: u64,
-    /// Where they are copied to; words of eight bytes.
-    pub to: u64,
-    /// A whole number of values.
-    pub bytes: u64,
-    /// Thread blocks.
-    pub blocks: u32,
-    /// Alignment of `from`: 8, 4 or 2.
-    pub align: u32,
-}
-
-/// A thread block's check of its words.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
-pub struct StageCheck {
-    /// Sum of the mixed words.
-    pub sum: u64,
-    /// Index in the side of the first value that is not finite, all ones where all are.
-    pub first_bad: u32,
-    /// Zero.
-    pub unused: u32,
-}
-
-/// The parameter of `kvd_stage`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
-pub struct StageParameters {
-    /// K, then V.
-    pub sides: [StageSide; 2],
-    /// [`StageCheck`]s, one per thread block, K's first; written.
-    pub checks: u64,
-    /// Words of a thread block.
-    pub words: u64,
-    /// 0 f32, 1 f16, 2 bf16.
-    pub dtype: u32,
-    /// Zero.
-    pub unused: u32,
-}
 
 impl StageParameters {
     /// Dynamic shared memory of a thread block, bytes: a sum and a place of each thread.
@@ -110,36 +66,6 @@ impl StageParameters {
         };
         (sum, [first(key), first(value)])
     }
-}
-
-/// Rows of one head and side that go to one slot.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
-pub struct RowsUnit {
-    /// The first row.
-    pub from: u64,
-    /// Where the rows go, one behind the other.
-    pub to: u64,
-    /// Rows.
-    pub rows: u32,
-    /// Bytes of one.
-    pub row_bytes: u32,
-    /// Bytes from one row of the head to the next.
-    pub stride: u32,
-    /// Zero.
-    pub unused: u32,
-}
-
-/// The parameter of `kvd_rows`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
-pub struct RowsParameters {
-    /// [`RowsUnit`]s, one per thread block.
-    pub units: u64,
-    /// Common divisor of all addresses, rows and strides: 16 or 4.
-    pub align: u32,
-    /// Zero.
-    pub unused: u32,
 }
 
 impl RowsUnit {
@@ -221,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn thread_blocks_take_all_words_and_no_more_than_there_is_room_to_tell_of() {
+    fn thread_blocks_cover_all_words_and_are_bounded() {
         for bytes in [[2, 2], [8192, 8194], [1 << 20, 6], [(64 << 20) + 2, 32 << 20]] {
             let plan = StageParameters::new(bytes, DType::F16);
             for side in Side::BOTH {
@@ -235,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_side_is_read_in_the_largest_parts_that_its_place_allows() {
+    fn a_side_is_read_in_the_largest_words_that_its_address_allows() {
         let mut plan = StageParameters::new([64, 64], DType::F16);
         for (from, align) in [(0x1000, 8), (0x1004, 4), (0x100A, 2), (0x1010, 8)] {
             plan.set_side(Side::Value, from, 0x8000);

@@ -2,8 +2,8 @@
 //! has the same ones. Others take any shape, in more instructions. Of some a warp owns tokens
 //! (`tokens.cuh`): they take fewer rows too, and need other shared memory.
 
-use crate::abi::SideShape;
-use crate::kernel_side::{ChosenKernel, KernelVariant, SideKernel};
+use crate::abi::{SideKernel, SideShape};
+use crate::kernel_side::{ChosenKernel, KernelVariant};
 
 /// Channels of their heads, and query rows.
 const DIM: u32 = 128;

@@ -1,12 +1,9 @@
 //! Which sides have products on tensor cores, and the shared memory that these take: the sides that
 //! are `Tensor<Side>` in `kernels/attend_*.cu`, under the conditions that their headers name.
 
-use crate::abi::SideShape;
+use crate::abi::{FEW_ROWS, LINE_BYTES, SideKernel, SideShape, TILE_TOKENS, WEIGHT_SETS_MAX};
 use crate::buffers::tile_stop_bytes;
-use crate::kernel_side::{
-    COPY_BYTES, ChosenKernel, KernelPair, KernelVariant, LINE_BYTES, ROWS, SideKernel, TILE_TOKENS,
-    rows_of,
-};
+use crate::kernel_side::{COPY_BYTES, ChosenKernel, KernelPair, KernelVariant, ROWS, rows_of};
 use crate::late_pairs::LatePairs;
 use crate::lookup;
 use crate::page_shapes::TileShape;
@@ -27,8 +24,6 @@ const VALUE_DIM_MAX: u32 = 192;
 const LOOKED_UP_DIM_MAX: u32 = 128;
 /// Neighbours in a word.
 const QUAD: u32 = 4;
-/// Scales of a token for which weights are cut: `WEIGHT_SETS_MAX` of `tensor.cuh`.
-const WEIGHT_SETS_MAX: usize = 4;
 /// Terms of a query that are cut for every tile at most: `KEPT` of `scores.cuh`, quads of 32 lanes.
 const CUT_TERMS_MAX: u32 = 2 * 32 * QUAD;
 /// Widest codes to whose bytes a sign can be added.
@@ -37,8 +32,6 @@ const SIGNED_BITS_MAX: u32 = 7;
 const ROW_WORDS: usize = 5;
 /// Bytes of a `SpreadPosition` of `unpack.cuh`.
 const PLACE_BYTES: usize = 8;
-/// Rows whose digits one product takes: `FEW_ROWS` of `tensor.cuh`.
-const FEW_ROWS: usize = 4;
 /// Terms of one product of halves, and the largest head size: `split_fp.cuh`.
 const HALF_TERMS: usize = 16;
 const HALF_DIM_MAX: u32 = 256;
@@ -110,7 +103,7 @@ fn multiplies_bytes(ChosenKernel { pair, variant }: ChosenKernel, side: Side) ->
 pub(crate) fn tiles_together(ChosenKernel { pair, variant }: ChosenKernel, rows: usize) -> usize {
     let allocated = [pair.keys, pair.values].contains(&SideKernel::BitAlloc);
     let spreads = allocated && variant != KernelVariant::Groups;
-    let alone = pair.huffman && rows > FEW_ROWS;
+    let alone = pair.huffman && rows > FEW_ROWS as usize;
     let both =
         Side::BOTH.iter().all(|side| multiplies_bytes(ChosenKernel { pair, variant }, *side));
     if both && !spreads && !alone { 2 } else { 1 }
@@ -367,7 +360,7 @@ pub(crate) fn staged_bytes(
 
 /// Words of digits of the queries for one step, of four lanes each.
 fn digit_words(rows: usize) -> usize {
-    if rows <= FEW_ROWS { 4 * 4 * (rows + rows.min(2)) } else { 4 * 6 * rows }
+    if rows <= FEW_ROWS as usize { 4 * 4 * (rows + rows.min(2)) } else { 4 * 6 * rows }
 }
 
 /// Queries, scores, factors, digits and stops of a thread block: `AttendShared` of `shared.cuh`.

@@ -2,8 +2,8 @@
 //! a row, who spreads them, their levels as bytes, and what each byte of a row is worth; the same
 //! of runs in whole groups, which `bit_groups.cuh` does not spread.
 
-use crate::abi::SideShape;
-use crate::kernel_side::{COPY_BYTES, RUNS_MAX, TILE_TOKENS};
+use crate::abi::{SideShape, TILE_TOKENS};
+use crate::kernel_side::{COPY_BYTES, RUNS_MAX};
 use kvd_codec::level_unit;
 use kvd_core::Side;
 
@@ -267,22 +267,18 @@ impl UnpackTable {
             spread.levels.extend(levels.code_table(width));
             let items = (0..2 * len).step_by(JOB_ITEMS);
             spread.jobs.extend(items.map(|item| (item << 8 | index) as u32));
-            spread.append_run(side, (of.runs[index], of.scales), &levels);
+            let [first, len, _] = of.runs[index];
+            spread.append_run(side, first, &of.scales[first..first + len], &levels);
         }
         spread
     }
 
-    /// The positions of a run: of keys in fours of each part, of values parts in turn.
-    fn append_run(
-        &mut self,
-        side: Side,
-        ([first, len, _], scales): ([usize; 3], &[f32]),
-        levels: &LevelBytes,
-    ) {
+    /// The positions of a run, from its first channel and the scales of its channels: of keys in
+    /// fours of each part, of values parts in turn.
+    fn append_run(&mut self, side: Side, first: usize, scales: &[f32], levels: &LevelBytes) {
         let parts = levels.parts.len();
         let step = if side == Side::Key { QUAD } else { 1 };
-        for (start, scales) in (first..).step_by(step).zip(scales[first..first + len].chunks(step))
-        {
+        for (start, scales) in (first..).step_by(step).zip(scales.chunks(step)) {
             for part in 0..parts {
                 let quad = (start..).zip(scales).map(|(channel, scale)| BytePosition {
                     channel: channel as u16,

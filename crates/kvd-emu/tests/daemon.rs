@@ -181,7 +181,7 @@ impl Daemon {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_gpu_lane_holds_and_answers_what_the_processors_lane_does() {
+async fn a_gpu_worker_holds_and_answers_what_the_processors_does() {
     for (codec, pace) in CODECS.into_iter().flat_map(|codec| Pace::EACH.map(|pace| (codec, pace))) {
         let Some(daemon) = Daemon::start(pace).await else { return };
         let models = daemon.models(codec).await;
@@ -267,7 +267,7 @@ async fn a_model_whose_tables_have_no_room_on_a_gpu_is_refused_when_it_is_regist
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_gpu_that_is_lost_is_named_its_calls_fail_and_the_other_lane_lives() {
+async fn calls_of_a_lost_gpu_fail_with_its_name_and_the_other_device_lives() {
     let fails = [Fail::Launch, Fail::Write, Fail::Later, Fail::Hang, Fail::Hang];
     for (fail, pace) in fails.into_iter().zip(Pace::EACH.into_iter().cycle()) {
         let Some(daemon) = Daemon::start(pace).await else { return };

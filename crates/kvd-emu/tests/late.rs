@@ -78,7 +78,7 @@ fn sources() -> Vec<(String, String)> {
 }
 
 #[test]
-fn what_the_lane_has_compiled_is_what_is_compiled_late() {
+fn every_late_kernel_is_compiled_in_the_emulator() {
     let mut names: Vec<String> = Vec::new();
     for (name, wanted) in sources() {
         let name = format!("{name}.cu");

@@ -2,6 +2,7 @@
 //!
 //! - [`conformance`]: one suite for every backend, against f64 attention over decoded rows;
 //!   [`mount_conformance`] makes it tests, one for each codec.
+//! - [`forward`]: a backend that hands calls on to another one, and fails where a test says.
 //! - [`reference`], [`budget`]: attention as the textbook writes it, and how far an answer may be
 //!   from it.
 //! - [`rows`], [`rng`]: a model's shape, its rows, and numbers that are equal in every run.
@@ -15,6 +16,7 @@ pub mod budget;
 #[cfg(feature = "service")]
 pub mod calls;
 pub mod conformance;
+pub mod forward;
 #[cfg(feature = "service")]
 pub mod gpu_worker;
 pub mod hostile;

@@ -1,6 +1,5 @@
 // Any side, chosen when the kernel runs: for the pairs that have no kernel of their own (a page that
 // fell back beside one that did not, keys of one paper with values of another). Slower, never wrong.
-// `Kind` is mirrored by `Kernel` of crates/kvd-cuda/src/kernel_side.rs.
 #pragma once
 
 #include "bitalloc.cuh"
@@ -14,21 +13,6 @@
 
 namespace kvd {
 
-enum class Kind : uint32_t {
-    F32 = 0,
-    F16 = 1,
-    Bf16 = 2,
-    Fp8 = 3,
-    Uniform = 4,
-    Symmetric = 5,
-    Hybrid = 6,
-    Vq = 7,
-    Polar = 8,
-    Lloyd = 9,
-    BitAlloc = 10,
-    Grid = 11,
-};
-
 struct Any {
     static constexpr unsigned SPANS = BitAlloc::SPANS;
     static constexpr bool ODD_WORDS = true;
@@ -36,19 +20,19 @@ struct Any {
     // Calls `use` with a value of the side's type.
     template <class Use>
     KVD_DEVICE static void with(const SideShape& side, Use use) {
-        switch (Kind(side.kind)) {
-            case Kind::F32: return use(Float<kvd::F32>());
-            case Kind::F16: return use(Float<kvd::F16>());
-            case Kind::Bf16: return use(Float<kvd::Bf16>());
-            case Kind::Fp8: return use(kvd::Fp8());
-            case Kind::Uniform: return use(kvd::Uniform<Asymmetric>());
-            case Kind::Symmetric: return use(kvd::Uniform<kvd::Symmetric>());
-            case Kind::Hybrid: return use(kvd::Hybrid());
-            case Kind::Vq: return use(kvd::Vq());
-            case Kind::Polar: return use(kvd::Polar());
-            case Kind::Lloyd: return use(kvd::Lloyd());
-            case Kind::BitAlloc: return use(kvd::BitAlloc());
-            case Kind::Grid: return use(kvd::Grid());
+        switch (SideKernel(side.kind)) {
+            case SideKernel::F32: return use(Float<kvd::F32>());
+            case SideKernel::F16: return use(Float<kvd::F16>());
+            case SideKernel::Bf16: return use(Float<kvd::Bf16>());
+            case SideKernel::Fp8: return use(kvd::Fp8());
+            case SideKernel::Uniform: return use(kvd::Uniform<Asymmetric>());
+            case SideKernel::Symmetric: return use(kvd::Uniform<kvd::Symmetric>());
+            case SideKernel::Hybrid: return use(kvd::Hybrid());
+            case SideKernel::Vq: return use(kvd::Vq());
+            case SideKernel::Polar: return use(kvd::Polar());
+            case SideKernel::Lloyd: return use(kvd::Lloyd());
+            case SideKernel::BitAlloc: return use(kvd::BitAlloc());
+            case SideKernel::Grid: return use(kvd::Grid());
         }
         KVD_EXPECT(false);
     }

@@ -50,7 +50,7 @@ KVD_DEVICE typename AttendShared<ROWS>::Sizes sizes_of(const SideShape& value, u
 // hold Huffman codes, and a fourth barrier follows where chunks are decoded, tiles are spread, or queries are cut.
 template <class Key, class Value, int ROWS, bool CODED, class Shapes = AsGiven>
 KVD_DEVICE void attend(const AttendParameters& parameters, uint8_t* memory) {
-    const Unit& unit = parameters.units[block_index()];
+    const AttendUnit& unit = parameters.units[block_index()];
     const SideShape& key = Shapes::key(unit.key);
     const SideShape& value = Shapes::value(unit.value);
     // Huffman codes come through rings of their own; little else is staged beside them.

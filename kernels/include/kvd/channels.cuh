@@ -70,7 +70,7 @@ struct Sums {
 
     // Adds the slices up and writes the unit's rows.
     KVD_DEVICE void write(const AttendShared<ROWS>& shared, const AttendParameters& parameters,
-                          const Unit& unit, const SideShape& side) const {
+                          const AttendUnit& unit, const SideShape& side) const {
         const unsigned dim = side.dim;
         float* sums = shared.sums;
         for (unsigned at = 0; at < CHANNELS_PER_THREAD; at++) {

@@ -23,8 +23,7 @@ constexpr unsigned PIECES_BYTES = 3 * PIECE_BYTES;
 constexpr unsigned RING_BYTES = PIECES_BYTES + PIECE_BYTES;
 // An entry of a table holds codes, and the bits that they take: of one or two codes in the low byte, so
 // that the entry itself says how far to shift, with the codes in the bytes that end it (one of two bytes
-// too); of four codes in these high bits, with the codes in the low bytes.
-constexpr unsigned ENTRY_LENGTH = 27;
+// too); of four codes in the bits from `ENTRY_LENGTH` on, with the codes in the low bytes.
 
 // Consecutive positions of a row that share a table.
 struct StreamRun {

@@ -32,7 +32,7 @@ KVD_DEVICE unsigned decoder_bytes(const AttendParameters& parameters) {
 template <class Key, class Value, bool CODED>
 struct Decoder {
     const AttendParameters& parameters;
-    const Unit& unit;
+    const AttendUnit& unit;
     const SideShape& key;
     const SideShape& value;
     const uint8_t* key_table;
@@ -47,7 +47,7 @@ struct Decoder {
     unsigned chunk;
     unsigned slot;
 
-    KVD_DEVICE Decoder(const AttendParameters& parameters, const Unit& unit, const SideShape& key,
+    KVD_DEVICE Decoder(const AttendParameters& parameters, const AttendUnit& unit, const SideShape& key,
                        const SideShape& value, uint8_t* memory, uint8_t* coded,
                        uint8_t* key_table, uint8_t* value_table)
         : parameters(parameters),

@@ -6,7 +6,7 @@
 namespace kvd {
 
 // Tokens that query row `row` of a unit sees: the causal rule and the sliding window.
-KVD_DEVICE Range visible(const Unit& unit, unsigned row) {
+KVD_DEVICE Range visible(const AttendUnit& unit, unsigned row) {
     const unsigned token = (unit.first_row + row) / unit.heads;
     const unsigned position = unit.position > ~0u - 1 - token ? ~0u - 1 : unit.position + token;
     const unsigned to = position + 1;
@@ -30,7 +30,7 @@ KVD_DEVICE Range seen_rows(const PageEntry& page, Range seen) {
 }
 
 // Finds the first tile at or after `index` (a page of the unit) and `tile` with a seen token.
-KVD_DEVICE bool seek(const AttendParameters& parameters, const Unit& unit, Range seen,
+KVD_DEVICE bool seek(const AttendParameters& parameters, const AttendUnit& unit, Range seen,
                      unsigned& index, unsigned& tile, Place& place) {
     for (; index < unit.pages; index++, tile = 0) {
         const PageEntry& page = parameters.pages[unit.first_page + index];

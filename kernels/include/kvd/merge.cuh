@@ -3,32 +3,15 @@
 // because the value side's transform is undone once, on the sum. One thread block per query row.
 #pragma once
 
+#include "abi.cuh"
 #include "device.cuh"
 
 namespace kvd {
 
-constexpr unsigned MERGE_THREADS = 128;
 constexpr unsigned MERGE_WARPS = MERGE_THREADS / WARP_LANES;
 // Channels of a lane, and partial results of a warp, whose loads are under way together.
 constexpr unsigned MERGE_CHANNELS = 4;
 constexpr unsigned MERGE_TOGETHER = 4;
-// Marks a partial result that is in coefficients.
-constexpr uint32_t COEFFICIENTS = 1u << 31;
-
-struct MergeParameters {
-    // Results of `attend`: `[partials, dim]` and `{m, l}` of each.
-    const float* out;
-    const float* stats;
-    // Row `r` has the partial results `partials[ends[r - 1]..ends[r]]`.
-    const uint32_t* ends;
-    const uint32_t* partials;
-    // Weighted sums by row, `[2, dim]` each, raw rows first; and `{lse, weights, of them those of
-    // coefficients}`.
-    float* sums;
-    float* results;
-    uint32_t dim;
-    uint32_t unused;
-};
 
 // Shared memory; `merge_shared_bytes` of kvd-cuda/src/finish.rs is its size.
 struct MergeShared {

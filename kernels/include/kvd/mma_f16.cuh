@@ -206,7 +206,7 @@ struct Sums<Halves<Side, IS_KEY>, ROWS> {
 
     // Writes the unit's rows.
     KVD_DEVICE void write(const AttendShared<ROWS>&, const AttendParameters& parameters,
-                          const Unit& unit, const SideShape&) const {
+                          const AttendUnit& unit, const SideShape&) const {
         if (lane_row() >= unit.rows) {
             return;
         }

@@ -6,9 +6,6 @@
 
 namespace kvd {
 
-// Tiles in shared memory at most.
-constexpr unsigned BUFFERS_MAX = 4;
-
 // How a unit uses its shared memory; `shared_bytes` of kvd-cuda/src/block_table.rs is its size.
 template <int ROWS>
 struct AttendShared {
@@ -50,7 +47,7 @@ struct AttendShared {
         bool is_coded;
     };
 
-    KVD_DEVICE AttendShared(uint8_t* shared, const AttendParameters& parameters, const Unit& unit,
+    KVD_DEVICE AttendShared(uint8_t* shared, const AttendParameters& parameters, const AttendUnit& unit,
                             const SideShape& key, const SideShape& value, const Sizes& sizes) {
         float* copy = reinterpret_cast<float*>(shared);
         query = sizes.has_copy ? copy : parameters.queries + uint64_t(unit.query) * key.dim;

@@ -28,7 +28,7 @@ struct Softmax {
 
     KVD_DEVICE static unsigned row_of(unsigned own) { return own * ATTEND_WARPS + warp_index(); }
 
-    KVD_DEVICE Softmax(const AttendParameters& parameters, const Unit& unit) {
+    KVD_DEVICE Softmax(const AttendParameters& parameters, const AttendUnit& unit) {
 #pragma unroll
         for (unsigned own = 0; own < OWNED; own++) {
             const unsigned row = row_of(own);
@@ -103,7 +103,7 @@ struct Softmax {
     }
 
     // Behind the last tile: what weights brought beside products, and the unit's statistics.
-    KVD_DEVICE void write(const AttendParameters& parameters, const Unit& unit,
+    KVD_DEVICE void write(const AttendParameters& parameters, const AttendUnit& unit,
                           const AttendShared<ROWS>& shared) {
 #pragma unroll
         for (unsigned own = 0; own < OWNED; own++) {

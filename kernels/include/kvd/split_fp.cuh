@@ -18,8 +18,6 @@ namespace kvd {
 constexpr unsigned HALF_TERMS = 16;
 // Largest head size: sums of values for which a thread has registers.
 constexpr unsigned HALF_DIM_MAX = 256;
-// Bytes of all banks. A tile's pieces change places within so many.
-constexpr unsigned LINE_BYTES = 128;
 
 // A number as parts that a format of half a word holds. Queries are parts of a unit of which the
 // largest is at most `2^QUERY_LOG2`, weights of `1 / WEIGHT_UNITS`: f16 has few exponents.

@@ -451,7 +451,7 @@ struct Sums<Tensor<Side>, ROWS> {
 
     // Writes the unit's rows, with the part of the minima.
     KVD_DEVICE void write(const AttendShared<ROWS>& shared, const AttendParameters& parameters,
-                          const Unit& unit, const SideShape& side) {
+                          const AttendUnit& unit, const SideShape& side) {
         // Where there was no tile, nothing else came between the places and who reads them.
         KVD_BARRIER();
         settle(parameters, side);

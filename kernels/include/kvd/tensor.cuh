@@ -32,10 +32,10 @@ constexpr unsigned STEP_COLUMNS = 8;
 // Neighbours that are one word.
 constexpr unsigned STEP_QUADS = STEP_TERMS / CODE_GROUP;
 constexpr unsigned DIGITS = 3;
-// Up to four query rows have three digits each in the sixteen rows of one product: high ones in the
+// Up to `FEW_ROWS` query rows have three digits each in the sixteen rows of one product: high ones in the
 // first four, low ones in rows 8 to 11, and the middle ones of rows `i` and `2 + i` in rows `4 + i` and
 // `12 + i`. More rows take two products: high digits and middle ones, low digits.
-constexpr int FEW_ROWS = 4;
+
 // Rows whose middle digits a lane beyond the first four rows has.
 constexpr unsigned MIDDLE_ROWS = 2;
 // Words of a lane of the first factor, for one step. Of few rows those of one product. Of more: high and
@@ -51,8 +51,6 @@ constexpr float WHOLE_BASE = 8388608.0f;
 constexpr uint32_t WHOLE_MAX = 0x4B800000;
 // The unit of weights that are below 2.
 constexpr float WEIGHT_UNIT = 1.0f / (1u << WEIGHT_BITS);
-// Scales that the channels of one token may have.
-constexpr unsigned WEIGHT_SETS_MAX = 4;
 
 // Value of code 0, and the distance from one code to the next.
 struct Scale {

@@ -71,7 +71,7 @@ struct Stops {
     KVD_DEVICE Stop& at(unsigned number) const { return ring[number % RING]; }
 
     // Finds the stops from `number` on, by the first warp.
-    KVD_DEVICE void find(const AttendParameters& parameters, const Unit& unit, Range seen,
+    KVD_DEVICE void find(const AttendParameters& parameters, const AttendUnit& unit, Range seen,
                          const Decoder<Key, Value, CODED>& decoder, unsigned number) {
         const unsigned count = find_places(parameters, unit, seen, number);
         KVD_WARP_BARRIER();
@@ -87,7 +87,7 @@ struct Stops {
     }
 
     // A page a lane: how many tiles of each are seen, and so which stops they are.
-    KVD_DEVICE unsigned find_places(const AttendParameters& parameters, const Unit& unit, Range seen,
+    KVD_DEVICE unsigned find_places(const AttendParameters& parameters, const AttendUnit& unit, Range seen,
                                     unsigned number) {
         unsigned count = 0;
         while (count < BATCH && index < unit.pages) {

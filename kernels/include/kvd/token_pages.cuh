@@ -49,7 +49,7 @@ struct alignas(16) TokenStop {
 };
 
 // The thread block's unit, found anew: where it is hardly ever needed its address takes no registers.
-KVD_DEVICE const Unit& unit_anew(const AttendParameters& parameters) {
+KVD_DEVICE const AttendUnit& unit_anew(const AttendParameters& parameters) {
     unsigned number = block_index();
     KVD_KEEP(number);
     return parameters.units[number];
@@ -358,7 +358,7 @@ struct TokenStops {
 
     // Those behind the last have no keys.
     KVD_DEVICE void find() {
-        const Unit& unit = unit_anew(parameters);
+        const AttendUnit& unit = unit_anew(parameters);
         const unsigned all = unit.pages * unit.page_stops;
         const TokenStop none = {nullptr, nullptr, 0, 0, 0, TokenStop::PARTLY + TokenStop::END};
         unsigned count = 0;
@@ -385,7 +385,7 @@ struct TokenStops {
         KVD_WARP_BARRIER();
     }
 
-    KVD_DEVICE void describe(const Unit& unit, unsigned mine, TokenStop& stop) const {
+    KVD_DEVICE void describe(const AttendUnit& unit, unsigned mine, TokenStop& stop) const {
         const unsigned of_unit = quotient(mine, unit.page_stops);
         const unsigned first = (mine - of_unit * unit.page_stops) * STOP_TOKENS;
         const PageEntry& page = parameters.pages[unit.first_page + of_unit];

@@ -238,7 +238,7 @@ struct TokenSums {
     // The same where scores are capped, not all tokens are seen, or values have gains.
     KVD_DEVICE void weigh_rarely(const AttendParameters& parameters, const TokenStop& stop,
                                  const float (&base)[2], float (&weight)[8]) {
-        const Unit& unit_of = unit_anew(parameters);
+        const AttendUnit& unit_of = unit_anew(parameters);
         const PageEntry& page = parameters.pages[stop.page];
         const uint8_t* gains = parameters.arena + page.value + page.value_bytes;
         const unsigned row_of_lane = lane_index() % 4;

@@ -107,13 +107,13 @@ struct TokenWarp {
         sums.keep(1);
     }
 
-    KVD_DEVICE const float* queries(const Unit& unit) const {
+    KVD_DEVICE const float* queries(const AttendUnit& unit) const {
         return parameters.queries + uint64_t(unit.query) * TOKEN_DIM;
     }
 
     // Looks at the scales of the first stop, where they were copied to.
     KVD_DEVICE void look_at_first(Largest& largest) const {
-        const Unit& unit = unit_anew(parameters);
+        const AttendUnit& unit = unit_anew(parameters);
         for (unsigned at = lane_index(); at < unit.rows * TOKEN_DIM; at += WARP_LANES) {
             const float query = fabsf(queries(unit)[at]);
             const float step = Pages::key_step(mine(), at % TOKEN_DIM);
@@ -125,7 +125,7 @@ struct TokenWarp {
 
     // Looks at the scales of all stops, where they are.
     KVD_DEVICE void find_largest(Largest& largest) {
-        const Unit& unit = unit_anew(parameters);
+        const AttendUnit& unit = unit_anew(parameters);
         TokenStop stop = stops.first();
         while (!stop.is_end()) {
             const unsigned left = parameters.pages[stop.page].tokens - stop.first_row;
@@ -157,7 +157,7 @@ struct TokenWarp {
     // Chooses the powers of two that queries and weights are multiplied by. `room`: how much larger products
     // may become, as a logarithm.
     KVD_DEVICE void begin(const Largest& of_lane, int room) {
-        const Unit& unit = unit_anew(parameters);
+        const AttendUnit& unit = unit_anew(parameters);
         const unsigned column = lane_index() / 4;
         const unsigned row = lane_index() % 4;
         const float query = warp_max(of_lane.query);
@@ -189,7 +189,7 @@ struct TokenWarp {
 template <class Pages>
 KVD_DEVICE void attend_tokens(const AttendParameters& parameters, uint8_t* memory) {
     constexpr unsigned STATS = TOKEN_ROWS * TOKEN_DIM;
-    const Unit& unit = parameters.units[block_index()];
+    const AttendUnit& unit = parameters.units[block_index()];
     KVD_EXPECT(unit.rows <= TOKEN_ROWS && unit.key.dim == TOKEN_DIM);
     TokenWarp<Pages> warp(parameters, memory, warp_index() * Pages::WARP_BYTES);
 #pragma unroll 1

@@ -14,7 +14,7 @@ const BEGUN: &str = "begun, not ended";
 
 /// One step of the report.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Done {
+pub(super) struct StepOutcome {
     pub(super) name: String,
     /// `passed`, `failed`, `stopped after …`, `skipped because …`, or that it was not run.
     pub(super) outcome: String,
@@ -25,7 +25,7 @@ pub(super) struct Done {
 
 /// The device and pack that a report describes.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Subject {
+pub(super) struct RunSubject {
     /// Name and driver.
     pub(super) device: String,
     pub(super) date: String,
@@ -34,9 +34,9 @@ pub(super) struct Subject {
 }
 
 /// A report.
-pub(super) struct Kept {
-    pub(super) of: Subject,
-    pub(super) steps: Vec<Done>,
+pub(super) struct KeptReport {
+    pub(super) of: RunSubject,
+    pub(super) steps: Vec<StepOutcome>,
     /// The benchmark's output; null if there is none.
     pub(super) bench: Value,
     /// Launches of shapes that are not measured.
@@ -46,7 +46,7 @@ pub(super) struct Kept {
     out: PathBuf,
 }
 
-impl Done {
+impl StepOutcome {
     pub(super) fn new(name: &str, outcome: String, seconds: f64, output: &str) -> Self {
         let start = output.len().saturating_sub(TAIL_BYTES);
         let start = (start..).find(|at| output.is_char_boundary(*at)).unwrap_or(0);
@@ -82,7 +82,7 @@ impl Done {
     }
 }
 
-impl Subject {
+impl RunSubject {
     /// Why plans of the folder are not for this GPU, and what to do; none where they are, or where
     /// the folder does not say for which it was made.
     pub(super) fn mismatch(&self) -> Option<String> {
@@ -129,23 +129,25 @@ fn put_aside(path: &Path) -> Result<()> {
     Ok(fs::rename(path, free)?)
 }
 
-impl Kept {
+impl KeptReport {
     /// The report of these steps in the folder `out`, with what an earlier run left there of the
     /// same GPU, day and pack. One of another pack or driver is put aside.
-    pub(super) fn open(out: &Path, of: Subject, names: &[&str]) -> Result<Self> {
+    pub(super) fn open(out: &Path, of: RunSubject, names: &[&str]) -> Result<Self> {
         fs::create_dir_all(out).with_context(|| format!("create {}", out.display()))?;
-        let steps = names.iter().map(|name| Done::not_run(name)).collect();
+        let steps = names.iter().map(|name| StepOutcome::not_run(name)).collect();
         let [bench, shapes, daemon_stores] = [const { Value::Null }; 3];
         let mut kept = Self { of, steps, bench, shapes, daemon_stores, out: out.to_owned() };
         let earlier = fs::read(kept.path("json")).ok();
         let earlier: Value =
             earlier.and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
-        let Subject { device, date, pack } = &kept.of;
+        let RunSubject { device, date, pack } = &kept.of;
         if [&earlier["device"], &earlier["date"]] != [device, date] || earlier["pack"] != *pack {
             kept.put_aside()?;
             return Ok(kept);
         }
-        for step in earlier["steps"].as_array().into_iter().flatten().filter_map(Done::from_json) {
+        for step in
+            earlier["steps"].as_array().into_iter().flatten().filter_map(StepOutcome::from_json)
+        {
             if let Some(own) = kept.steps.iter_mut().find(|own| own.name == step.name) {
                 *own = step;
             }
@@ -202,8 +204,8 @@ impl Kept {
 
     /// Writes both files, each beside and then in place of what was there.
     pub(super) fn save(&self) -> Result<()> {
-        let Subject { device, date, pack } = &self.of;
-        let steps: Vec<Value> = self.steps.iter().map(Done::json).collect();
+        let RunSubject { device, date, pack } = &self.of;
+        let steps: Vec<Value> = self.steps.iter().map(StepOutcome::json).collect();
         let all = json!({ "device": device, "date": date, "pack": pack, "steps": steps,
                           "benchmark": self.bench, "shapes": self.shapes,
                           "daemon_stores": self.daemon_stores });
@@ -222,18 +224,18 @@ impl Kept {
 mod tests {
     use super::*;
 
-    fn subject(pack: &str) -> Subject {
+    fn subject(pack: &str) -> RunSubject {
         let (device, date) = ("Test GPU, 580.1".to_owned(), "2026-11-24".to_owned());
-        Subject { device, date, pack: json!(pack) }
+        RunSubject { device, date, pack: json!(pack) }
     }
 
     #[test]
     fn a_report_goes_on_with_an_earlier_one_and_names_what_was_not_run() {
         let folder = tempfile::tempdir().unwrap();
-        let open = |names: &[&str]| Kept::open(folder.path(), subject("a"), names).unwrap();
+        let open = |names: &[&str]| KeptReport::open(folder.path(), subject("a"), names).unwrap();
         let mut first = open(&["one", "two", "three"]);
-        first.steps[0] = Done::new("one", "passed".to_owned(), 2.5, &"ü".repeat(TAIL_BYTES));
-        first.steps[1] = Done::begun("two");
+        first.steps[0] = StepOutcome::new("one", "passed".to_owned(), 2.5, &"ü".repeat(TAIL_BYTES));
+        first.steps[1] = StepOutcome::begun("two");
         first.bench = json!({ "group": 4 });
         first.save().unwrap();
         let second = open(&["three", "one", "two", "new"]);
@@ -241,7 +243,7 @@ mod tests {
         assert_eq!(outcomes, [NOT_RUN, "passed", BEGUN, NOT_RUN]);
         assert_eq!(second.steps[1], first.steps[0]);
         assert_eq!(second.bench, json!({ "group": 4 }));
-        assert!(second.steps.iter().map(Done::has_ended).eq([false, true, false, false]));
+        assert!(second.steps.iter().map(StepOutcome::has_ended).eq([false, true, false, false]));
         // Left by a benchmark whose run was ended.
         let figures = subject("a").figures(folder.path(), FIGURES);
         fs::write(&figures, "{\"group\": 8}").unwrap();
@@ -260,19 +262,19 @@ mod tests {
     #[test]
     fn a_report_of_another_pack_is_put_aside() {
         let folder = tempfile::tempdir().unwrap();
-        let mut first = Kept::open(folder.path(), subject("a"), &["one"]).unwrap();
+        let mut first = KeptReport::open(folder.path(), subject("a"), &["one"]).unwrap();
         first.steps[0].outcome = "passed".to_owned();
         first.save().unwrap();
         let figures = subject("a").figures(folder.path(), FIGURES);
         fs::write(figures, "{\"group\": 8}").unwrap();
-        let second = Kept::open(folder.path(), subject("b"), &["one"]).unwrap();
+        let second = KeptReport::open(folder.path(), subject("b"), &["one"]).unwrap();
         assert_eq!((second.steps[0].outcome.as_str(), &second.bench), (NOT_RUN, &Value::Null));
         for name in [".json.before-1", "-figures.json.before-1"] {
             let name = format!("test-gpu-2026-11-24{name}");
             assert!(folder.path().join(&name).exists(), "{name}");
         }
         second.save().unwrap();
-        Kept::open(folder.path(), subject("c"), &["one"]).unwrap();
+        KeptReport::open(folder.path(), subject("c"), &["one"]).unwrap();
         for number in 1..=2 {
             let name = format!("test-gpu-2026-11-24.json.before-{number}");
             assert!(folder.path().join(&name).exists(), "{name}");
@@ -282,8 +284,8 @@ mod tests {
     #[test]
     fn figures_of_another_gpu_are_not_taken() {
         let folder = tempfile::tempdir().unwrap();
-        let other = Subject { device: "Other GPU, 580.1".to_owned(), ..subject("a") };
-        let open = |of: &Subject| Kept::open(folder.path(), of.clone(), &["one"]).unwrap();
+        let other = RunSubject { device: "Other GPU, 580.1".to_owned(), ..subject("a") };
+        let open = |of: &RunSubject| KeptReport::open(folder.path(), of.clone(), &["one"]).unwrap();
         for (of, group) in [(&subject("a"), 4), (&other, 8)] {
             open(of).save().unwrap();
             fs::write(of.figures(folder.path(), FIGURES), format!("{{\"group\": {group}}}"))

@@ -2,10 +2,10 @@
 //! `kernels/gpu/bench.py` asks the driver besides, whose device may be an instance of one.
 
 /// Name for `--device`, words that the GPU's name has, and words that make it another GPU.
-type Known = (&'static str, &'static [&'static str], &'static [&'static str]);
+type KnownReason = (&'static str, &'static [&'static str], &'static [&'static str]);
 
 /// As `Limits::find_limits` of `kvd-cuda` has them: clocks and bandwidth are of these forms alone.
-const KNOWN: [Known; 5] = [
+const KNOWN: [KnownReason; 5] = [
     ("a100", &["A100", "80GB"], &["PCIE"]),
     ("rtx4090", &["RTX", "4090"], &["D", "LAPTOP"]),
     ("l40s", &["L40S"], &[]),
@@ -18,7 +18,7 @@ pub(super) fn find_kind(name: &str) -> Option<&'static str> {
     let name = name.to_uppercase();
     let words: Vec<&str> = name.split(|c: char| !c.is_alphanumeric()).collect();
     let has = |word: &&str| words.contains(word);
-    let is = |(_, of, not): &&Known| of.iter().all(has) && !not.iter().any(has);
+    let is = |(_, of, not): &&KnownReason| of.iter().all(has) && !not.iter().any(has);
     KNOWN.iter().find(is).map(|(kind, ..)| *kind)
 }
 

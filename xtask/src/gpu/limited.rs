@@ -14,7 +14,7 @@ const POLL: Duration = Duration::from_millis(10);
 const LAST_WAIT: Duration = Duration::from_secs(10);
 
 /// How a command ended.
-pub(super) enum Ended {
+pub(super) enum ProcessEnd {
     /// By itself.
     By(ExitStatus),
     /// It was killed at its limit, and is gone.
@@ -29,7 +29,7 @@ pub(super) fn run_limited(
     command: &mut Command,
     limit: Duration,
     log: &Path,
-) -> io::Result<(Ended, String)> {
+) -> io::Result<(ProcessEnd, String)> {
     let mut log = OpenOptions::new().create(true).append(true).read(true).open(log)?;
     let start = log.seek(SeekFrom::End(0))?;
     command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log.try_clone()?);
@@ -38,9 +38,9 @@ pub(super) fn run_limited(
     // Processes that a command leaves behind hold GPU memory.
     kill_group(child.id());
     let ended = match ended? {
-        Some(status) => Ended::By(status),
-        None if wait_for(&mut child, LAST_WAIT)?.is_some() => Ended::Killed,
-        None => Ended::Stays,
+        Some(status) => ProcessEnd::By(status),
+        None if wait_for(&mut child, LAST_WAIT)?.is_some() => ProcessEnd::Killed,
+        None => ProcessEnd::Stays,
     };
     Ok((ended, read_from(&mut log, start)?))
 }
@@ -78,7 +78,7 @@ fn kill_group(leader: u32) {
 mod tests {
     use super::*;
 
-    fn shell(script: &str, limit: Duration) -> (Ended, String) {
+    fn shell(script: &str, limit: Duration) -> (ProcessEnd, String) {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("log");
         std::fs::write(&log, "of others\n").unwrap();
@@ -103,7 +103,7 @@ mod tests {
         let begun = Instant::now();
         let script = "sleep 60 & echo $!; sleep 60";
         let (ended, output) = shell(script, Duration::from_millis(300));
-        assert!(matches!(ended, Ended::Killed));
+        assert!(matches!(ended, ProcessEnd::Killed));
         assert!(begun.elapsed() < Duration::from_secs(20));
         assert!(is_gone(&output), "{output}");
     }
@@ -111,7 +111,7 @@ mod tests {
     #[test]
     fn a_command_that_ends_leaves_no_child() {
         let (ended, output) = shell("sleep 60 & echo $!; exit 3", Duration::from_secs(30));
-        assert!(matches!(ended, Ended::By(status) if status.code() == Some(3)));
+        assert!(matches!(ended, ProcessEnd::By(status) if status.code() == Some(3)));
         assert!(is_gone(&output), "{output}");
     }
 }

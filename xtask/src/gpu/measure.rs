@@ -1,11 +1,11 @@
 //! Runs what the folder holds, step by step; a step that fails or hangs does not end the others,
 //! and after each the report is whole.
 
-use super::kept::{Done, Kept, Subject};
-use super::limited::{self, Ended};
-use super::steps::{self, Step};
-use super::{Asked, PACK};
-use crate::report::Report;
+use super::kept::{KeptReport, RunSubject, StepOutcome};
+use super::limited::{self, ProcessEnd};
+use super::steps::{self, RunStep};
+use super::{PACK, RunArguments};
+use crate::report::StepReport;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use std::fs::{self, OpenOptions};
@@ -26,7 +26,12 @@ const REFUSALS: [&str; 2] = ["device not supported", "device is not supported"];
 
 /// Runs the steps that are asked for; where there is no GPU it says so, which `KVD_REQUIRE_GPU=1`
 /// makes a failure.
-pub(super) fn run(folder: &Path, smi: &str, asked: &Asked, report: &Report) -> Result<()> {
+pub(super) fn run(
+    folder: &Path,
+    smi: &str,
+    asked: &RunArguments,
+    report: &StepReport,
+) -> Result<()> {
     let begun = Instant::now();
     let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
     let device = match device(smi, visible.as_deref()) {
@@ -44,16 +49,16 @@ pub(super) fn run(folder: &Path, smi: &str, asked: &Asked, report: &Report) -> R
     let pack: Value =
         pack.and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default();
     let date = text(Command::new("date").args(["-u", "+%F"]), SMI_LIMIT)?;
-    let of = Subject { device, date, pack };
+    let of = RunSubject { device, date, pack };
     let other = of.mismatch();
     if let Some(reason) = &other {
         report.print_line(&format!("warning: {reason}"));
     }
     let steps = steps::list_steps(folder, |file| of.figures(&out, file));
     let names: Vec<_> = steps.iter().map(|step| step.name.as_str()).collect();
-    let mut kept = Kept::open(&out, of, &names)?;
+    let mut kept = KeptReport::open(&out, of, &names)?;
     let has_ended =
-        |step: &Step| kept.steps.iter().any(|done| done.name == step.name && done.has_ended());
+        |step: &RunStep| kept.steps.iter().any(|done| done.name == step.name && done.has_ended());
     let chosen = steps::choose_steps(&steps, &asked.only, has_ended)?;
     kept.save()?;
     let (mut bad, mut left) = (Vec::new(), Vec::new());
@@ -85,8 +90,13 @@ pub(super) fn run(folder: &Path, smi: &str, asked: &Asked, report: &Report) -> R
 }
 
 /// Runs one step, and has the report say so before and after.
-fn run_step(kept: &mut Kept, index: usize, step: &mut Step, limit: Duration) -> Result<Done> {
-    kept.steps[index] = Done::begun(&step.name);
+fn run_step(
+    kept: &mut KeptReport,
+    index: usize,
+    step: &mut RunStep,
+    limit: Duration,
+) -> Result<StepOutcome> {
+    kept.steps[index] = StepOutcome::begun(&step.name);
     if let Some(file) = step.writes {
         kept.forget(file)?;
     }
@@ -101,18 +111,23 @@ fn run_step(kept: &mut Kept, index: usize, step: &mut Step, limit: Duration) -> 
 }
 
 /// Has a step fail that would measure another GPU's plans, with nothing of it in the report.
-fn refuse_step(kept: &mut Kept, index: usize, step: &Step, reason: &str) -> Result<Done> {
+fn refuse_step(
+    kept: &mut KeptReport,
+    index: usize,
+    step: &RunStep,
+    reason: &str,
+) -> Result<StepOutcome> {
     if let Some(file) = step.writes {
         kept.forget(file)?;
     }
-    let done = Done::new(&step.name, format!("failed: {reason}"), 0.0, "");
+    let done = StepOutcome::new(&step.name, format!("failed: {reason}"), 0.0, "");
     kept.steps[index] = done.clone();
     kept.save()?;
     Ok(done)
 }
 
 /// Runs a command; a program that is not there is skipped.
-fn attempt(name: &str, command: &mut Command, limit: Duration, log: &Path) -> Done {
+fn attempt(name: &str, command: &mut Command, limit: Duration, log: &Path) -> StepOutcome {
     let begun = Instant::now();
     let named = OpenOptions::new().create(true).append(true).open(log);
     let named = named.and_then(|mut log| writeln!(log, "== {name}"));
@@ -122,7 +137,7 @@ fn attempt(name: &str, command: &mut Command, limit: Duration, log: &Path) -> Do
             let program = command.get_program().to_string_lossy().into_owned();
             (format!("skipped because {program} does not start: {error}"), String::new())
         }
-        Ok((Ended::By(status), output)) => {
+        Ok((ProcessEnd::By(status), output)) => {
             let outcome = match (status.success(), refusal(&output), status.signal()) {
                 (true, ..) => "passed".to_owned(),
                 (_, Some(reason), _) => format!("skipped because of the sanitizer's {reason:?}"),
@@ -132,11 +147,12 @@ fn attempt(name: &str, command: &mut Command, limit: Duration, log: &Path) -> Do
             (outcome, output)
         }
         Ok((ended, output)) => {
-            let stays = if matches!(ended, Ended::Stays) { ", but it does not end" } else { "" };
+            let stays =
+                if matches!(ended, ProcessEnd::Stays) { ", but it does not end" } else { "" };
             (format!("stopped after its {} s{stays}", limit.as_secs_f64()), output)
         }
     };
-    Done::new(name, outcome, begun.elapsed().as_secs_f64(), &output)
+    StepOutcome::new(name, outcome, begun.elapsed().as_secs_f64(), &output)
 }
 
 /// Name and driver of the GPU that is the driver's first.
@@ -165,9 +181,11 @@ fn text(command: &mut Command, limit: Duration) -> Result<String> {
     let ended = limited::run_limited(command, limit, log.path());
     let (ended, output) = ended.with_context(|| format!("{name} does not start"))?;
     match ended {
-        Ended::By(status) if status.success() => Ok(output.trim().to_owned()),
-        Ended::By(_) => bail!("{name} fails: {}", output.trim()),
-        Ended::Killed | Ended::Stays => bail!("{name} does not answer in {} s", limit.as_secs()),
+        ProcessEnd::By(status) if status.success() => Ok(output.trim().to_owned()),
+        ProcessEnd::By(_) => bail!("{name} fails: {}", output.trim()),
+        ProcessEnd::Killed | ProcessEnd::Stays => {
+            bail!("{name} does not answer in {} s", limit.as_secs())
+        }
     }
 }
 
@@ -193,14 +211,15 @@ mod tests {
     use serde_json::json;
     use std::path::PathBuf;
 
-    const ASKED: Asked = Asked { only: Vec::new(), out: None, limit: None, within: 570 };
+    const ASKED: RunArguments =
+        RunArguments { only: Vec::new(), out: None, limit: None, within: 570 };
 
-    fn attempted(command: &mut Command, limit: Duration) -> Done {
+    fn attempted(command: &mut Command, limit: Duration) -> StepOutcome {
         let folder = tempfile::tempdir().unwrap();
         attempt("a", command, limit, &folder.path().join("log"))
     }
 
-    fn shell(script: &str) -> Done {
+    fn shell(script: &str) -> StepOutcome {
         attempted(Command::new("sh").args(["-c", script]), Duration::from_secs(30))
     }
 
@@ -210,7 +229,7 @@ mod tests {
         assert!(format!("{reason:#}").starts_with("no-such-program does not start"), "{reason:#}");
         let folder = tempfile::tempdir().unwrap();
         if std::env::var_os("KVD_REQUIRE_GPU").is_none() {
-            run(folder.path(), "no-such-program", &ASKED, &Report).unwrap();
+            run(folder.path(), "no-such-program", &ASKED, &StepReport).unwrap();
         }
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "no report");
         let slow = text(Command::new("sleep").arg("60"), Duration::from_millis(50)).unwrap_err();
@@ -305,7 +324,7 @@ mod tests {
     #[test]
     fn a_gpu_gets_a_report_of_every_step() {
         let (folder, smi) = packed();
-        let error = run(folder.path(), &smi, &ASKED, &Report).unwrap_err();
+        let error = run(folder.path(), &smi, &ASKED, &StepReport).unwrap_err();
         // It is of the same script.
         assert_eq!(error.to_string(), "2 steps failed: benchmark,shapes");
         let (report, _) = read(&folder.path().join("report"));
@@ -328,8 +347,8 @@ mod tests {
         program(folder.path().join("smi"), "echo 'NVIDIA H100 80GB HBM3, 580.1'");
         pack("h200");
         let only = ["conformance", "benchmark", "shapes"].map(str::to_owned).into();
-        let only = Asked { only, ..ASKED };
-        let error = run(folder.path(), &smi, &only, &Report).unwrap_err();
+        let only = RunArguments { only, ..ASKED };
+        let error = run(folder.path(), &smi, &only, &StepReport).unwrap_err();
         assert_eq!(error.to_string(), "2 steps failed: benchmark,shapes");
         let found = |end: &str| read_report(&folder.path().join("report"), end);
         let report: Value = serde_json::from_str(&found("json")).unwrap();
@@ -342,7 +361,7 @@ mod tests {
         assert!(found("md").contains("is NVIDIA H100 80GB HBM3"), "{}", found("md"));
         // With the GPU's own plans it is measured.
         pack("h100");
-        let error = run(folder.path(), &smi, &only, &Report).unwrap_err();
+        let error = run(folder.path(), &smi, &only, &StepReport).unwrap_err();
         assert_eq!(error.to_string(), "2 steps failed: benchmark,shapes");
         let report: Value = serde_json::from_str(&found("json")).unwrap();
         assert_eq!((outcomes(&report)[1], &report["benchmark"]["group"]), ("failed", &json!(4)));
@@ -355,13 +374,13 @@ mod tests {
         // If the machine is taken during the first step, this report is left.
         let copy = format!("cp {0}/test-gpu-*.json {0}/then.json; sleep 60", out.display());
         program(folder.path().join("conformance"), &copy);
-        let first = Asked {
+        let first = RunArguments {
             only: ["conformance", "benchmark"].map(str::to_owned).into(),
             out: Some(out.clone()),
             limit: Some(2),
             ..ASKED
         };
-        let error = run(folder.path(), &smi, &first, &Report).unwrap_err();
+        let error = run(folder.path(), &smi, &first, &StepReport).unwrap_err();
         assert_eq!(error.to_string(), "2 steps failed: conformance,benchmark");
         let then: Value =
             serde_json::from_slice(&fs::read(out.join("then.json")).unwrap()).unwrap();
@@ -369,10 +388,11 @@ mod tests {
         let (report, _) = read(&out);
         assert_eq!(outcomes(&report)[..3], ["stopped after its 2 s", "failed", "not run yet"]);
         program(folder.path().join("on_device"), "echo served within $KVD_GPU_STEP_SECONDS");
-        let none = Asked { only: vec!["rest".to_owned()], within: 1, ..first.clone() };
-        run(folder.path(), &smi, &none, &Report).unwrap();
+        let none = RunArguments { only: vec!["rest".to_owned()], within: 1, ..first.clone() };
+        run(folder.path(), &smi, &none, &StepReport).unwrap();
         assert_eq!(read(&out).0, report, "no step fits into a second");
-        let error = run(folder.path(), &smi, &Asked { within: 570, ..none }, &Report).unwrap_err();
+        let error = run(folder.path(), &smi, &RunArguments { within: 570, ..none }, &StepReport)
+            .unwrap_err();
         assert_eq!(error.to_string(), "2 steps failed: shapes,ipc");
         let (report, markdown) = read(&out);
         let outcomes = outcomes(&report);

@@ -11,7 +11,7 @@ mod scripts;
 mod steps;
 mod write;
 
-use crate::report::Report;
+use crate::report::StepReport;
 use anyhow::Result;
 use clap::{Args, Subcommand};
 use std::path::{Path, PathBuf};
@@ -26,7 +26,7 @@ const DAEMON_STORES: &str = "daemon-stores.json";
 const PACK: &str = "pack.json";
 
 #[derive(Subcommand)]
-pub(crate) enum Step {
+pub(crate) enum GpuStep {
     /// Makes the folder: test binary, kernels, fixtures, scripts, this program, and the daemon with
     /// a client of it where it was built with the kernels.
     Pack {
@@ -39,12 +39,12 @@ pub(crate) enum Step {
         out: PathBuf,
     },
     /// Runs what lies in this program's folder; the report is whole after each step.
-    Run(Asked),
+    Run(RunArguments),
 }
 
 /// Options of a run.
 #[derive(Args, Clone)]
-pub(crate) struct Asked {
+pub(crate) struct RunArguments {
     /// These steps alone: conformance, benchmark, shapes, daemon, ipc, memcheck, memcheck-ipc and
     /// so on; `sanitizers` are all of those, `rest` what the report has no outcome of.
     #[arg(long, value_name = "STEP", value_delimiter = ',')]
@@ -61,10 +61,10 @@ pub(crate) struct Asked {
     within: u64,
 }
 
-pub(crate) fn run_step(root: &Path, step: Step, report: &Report) -> Result<()> {
+pub(crate) fn run_step(root: &Path, step: GpuStep, report: &StepReport) -> Result<()> {
     match step {
-        Step::Pack { device, out } => pack::pack_folder(root, &root.join(out), &device, report),
-        Step::Run(asked) => {
+        GpuStep::Pack { device, out } => pack::pack_folder(root, &root.join(out), &device, report),
+        GpuStep::Run(asked) => {
             let program = std::env::current_exe()?;
             measure::run(program.parent().unwrap_or(root), "nvidia-smi", &asked, report)
         }

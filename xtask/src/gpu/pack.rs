@@ -2,7 +2,7 @@
 
 use super::PACK;
 use crate::kernels;
-use crate::report::Report;
+use crate::report::StepReport;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 use std::fs;
@@ -18,7 +18,12 @@ const MOST_BYTES: u64 = 64 << 20;
 const REPORTS: &str = "report";
 
 /// Packs for the GPU that `kvd plan --device` calls `device`: its plans are launched.
-pub(crate) fn pack_folder(root: &Path, out: &Path, device: &str, report: &Report) -> Result<()> {
+pub(crate) fn pack_folder(
+    root: &Path,
+    out: &Path,
+    device: &str,
+    report: &StepReport,
+) -> Result<()> {
     let fatbins = root.join("target/kernels");
     if kernels::are_stale(root, &fatbins)? {
         kernels::compile_kernels(root, report)?;
@@ -102,7 +107,7 @@ fn bytes_of(path: &Path) -> Result<u64> {
 }
 
 /// Says what the folder and its archive take, by parts, and warns where that is too much.
-fn say_sizes(out: &Path, archive: &Path, report: &Report) -> Result<()> {
+fn say_sizes(out: &Path, archive: &Path, report: &StepReport) -> Result<()> {
     let mut parts = Vec::new();
     for entry in fs::read_dir(out)? {
         let path = entry?.path();
@@ -141,7 +146,7 @@ fn size_warning(folder: u64, archive: u64) -> Option<String> {
 }
 
 /// Packs the daemon where it was built with these kernels, and what asks it.
-fn pack_daemon(root: &Path, out: &Path, images: &[PathBuf], report: &Report) -> Result<()> {
+fn pack_daemon(root: &Path, out: &Path, images: &[PathBuf], report: &StepReport) -> Result<()> {
     let target = std::env::var_os("CARGO_TARGET_DIR");
     let target = target.map_or_else(|| root.join("target"), PathBuf::from);
     let daemon = target.join("release/kvd");
@@ -192,7 +197,7 @@ fn fatbins_in(folder: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Builds the tests that arguments of `cargo test` choose, the target last; says where they are.
-fn build_tests(root: &Path, tests: &[&str], report: &Report) -> Result<PathBuf> {
+fn build_tests(root: &Path, tests: &[&str], report: &StepReport) -> Result<PathBuf> {
     let choice = tests.join(" ");
     report.begin_step(&format!("cargo test {choice} --no-run"));
     let mut command = cargo_command(root);
@@ -265,7 +270,7 @@ warning: not a message
         let list = String::from_utf8(list).unwrap();
         assert!(list.contains("gpu-pack/fixtures/checks/b.bin"), "{list}");
         assert!(!list.contains("old.md"), "{list}");
-        say_sizes(&out, &archive, &Report).unwrap();
+        say_sizes(&out, &archive, &StepReport).unwrap();
         assert_eq!(mebibytes_text(3 << 19), "1.5 MiB");
         assert_eq!(size_warning(MOST_BYTES, 1), None);
         assert!(size_warning(MOST_BYTES + 1, 1).unwrap().ends_with("64.0 MiB: carry the one file"));

@@ -24,7 +24,7 @@ const SANITIZER_LIMIT: Duration = Duration::from_secs(280);
 const SANITIZER_BEGINS: Duration = Duration::from_secs(120);
 
 /// One step.
-pub(super) struct Step {
+pub(super) struct RunStep {
     /// Name for `--only`.
     pub(super) key: String,
     /// Name in the report.
@@ -35,7 +35,7 @@ pub(super) struct Step {
     pub(super) writes: Option<&'static str>,
 }
 
-impl Step {
+impl RunStep {
     /// Whether it launches what was planned for one GPU: shared memory that another may not have,
     /// and figures of that plan in the report.
     pub(super) fn is_planned(&self) -> bool {
@@ -45,7 +45,7 @@ impl Step {
 
 /// Every step: what says most first, as a run may end before the last. `figures` says where a file
 /// of figures is written.
-pub(super) fn list_steps(folder: &Path, figures: impl Fn(&str) -> PathBuf) -> Vec<Step> {
+pub(super) fn list_steps(folder: &Path, figures: impl Fn(&str) -> PathBuf) -> Vec<RunStep> {
     // A filter with which tests of other processes are all that runs, or all that does not.
     let halves = [
         ("conformance", "conformance", &["--skip", "worker"][..], CONFORMANCE_LIMIT),
@@ -55,7 +55,7 @@ pub(super) fn list_steps(folder: &Path, figures: impl Fn(&str) -> PathBuf) -> Ve
         program.env("KVD_REQUIRE_GPU", "1").env("KVD_GPU_WORKER", folder.join("worker.py"));
         program.args(["--test-threads", "1", "--nocapture"]).args(filter);
     };
-    let step = |key: &str, name: &str, limit, command| Step {
+    let step = |key: &str, name: &str, limit, command| RunStep {
         key: key.to_owned(),
         name: name.to_owned(),
         limit,
@@ -81,9 +81,9 @@ pub(super) fn list_steps(folder: &Path, figures: impl Fn(&str) -> PathBuf) -> Ve
     daemon.env("KVD_GPU_DAEMON", folder.join("kvd"));
     daemon.env("KVD_GPU_STORES", figures(DAEMON_STORES));
     let daemon = step("daemon", "daemon", DAEMON_LIMIT, daemon);
-    let bench = Step { writes: Some(FIGURES), ..bench };
-    let shapes = Step { writes: Some(SHAPES), ..shapes };
-    let daemon = Step { writes: Some(DAEMON_STORES), ..daemon };
+    let bench = RunStep { writes: Some(FIGURES), ..bench };
+    let shapes = RunStep { writes: Some(SHAPES), ..shapes };
+    let daemon = RunStep { writes: Some(DAEMON_STORES), ..daemon };
     let mut steps = vec![conformance, bench, shapes, daemon, ipc];
     for tool in SANITIZERS {
         for (half, name, filter, _) in halves {
@@ -107,18 +107,18 @@ pub(super) fn list_steps(folder: &Path, figures: impl Fn(&str) -> PathBuf) -> Ve
 /// Whether each step is one of `only`, where nothing means every one; `ended` says which have an
 /// outcome.
 pub(super) fn choose_steps(
-    steps: &[Step],
+    steps: &[RunStep],
     only: &[String],
-    ended: impl Fn(&Step) -> bool,
+    ended: impl Fn(&RunStep) -> bool,
 ) -> Result<Vec<bool>> {
-    let is_sanitizer = |step: &Step| step.name.starts_with("compute-sanitizer");
+    let is_sanitizer = |step: &RunStep| step.name.starts_with("compute-sanitizer");
     for word in only {
         let known = steps.iter().map(|step| step.key.as_str()).chain([ALL_SANITIZERS, REST]);
         let known: Vec<_> = known.collect();
         let is_known = known.contains(&word.as_str());
         ensure!(is_known, "there is no step {word:?}, but {}", known.join(", "));
     }
-    let is_meant = |step: &Step| {
+    let is_meant = |step: &RunStep| {
         let by = |word: &String| match word.as_str() {
             ALL_SANITIZERS => is_sanitizer(step),
             REST => !ended(step),
@@ -141,7 +141,7 @@ mod tests {
         let first: Duration = steps[..5].iter().map(|step| step.limit).sum();
         assert!(first <= Duration::from_secs(570), "they fit into one command: {first:?}");
         let of_tool = |tool: &str, filter: &[&str]| {
-            let of_step = |step: &&Step| {
+            let of_step = |step: &&RunStep| {
                 let arguments: Vec<_> =
                     step.command.get_args().map(|arg| arg.to_string_lossy()).collect();
                 arguments.iter().any(|arg| arg == tool)
@@ -170,7 +170,7 @@ mod tests {
         let of = |only: &[&str]| {
             let only: Vec<_> = only.iter().map(|word| (*word).to_owned()).collect();
             let chosen = choose_steps(&steps, &only, |step| step.key != "ipc")?;
-            let of_step = |(step, chosen): (&Step, bool)| chosen.then_some(step.key.clone());
+            let of_step = |(step, chosen): (&RunStep, bool)| chosen.then_some(step.key.clone());
             Ok::<_, anyhow::Error>(steps.iter().zip(chosen).filter_map(of_step).collect::<Vec<_>>())
         };
         assert_eq!(of(&[]).unwrap().len(), steps.len());

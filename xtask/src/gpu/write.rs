@@ -1,6 +1,6 @@
 //! The report for people.
 
-use super::kept::{Done, Kept, Subject};
+use super::kept::{KeptReport, RunSubject, StepOutcome};
 use serde_json::Value;
 use std::fmt::Write;
 
@@ -45,13 +45,13 @@ fn bandwidth(bench: &Value, of: &str) -> Option<f64> {
 }
 
 /// The report: steps, and every codec against what the run itself and others reach.
-pub(super) fn markdown(kept: &Kept) -> String {
-    let Kept { of: Subject { device, date, pack }, steps, bench, .. } = kept;
+pub(super) fn markdown(kept: &KeptReport) -> String {
+    let KeptReport { of: RunSubject { device, date, pack }, steps, bench, .. } = kept;
     let commit = pack["commit"].as_str().unwrap_or("unknown");
     let mut text =
         format!("# {device}, {date}\n\nWritten by `xtask gpu run`, commit {commit}.\n\n");
     text.push_str("| step | outcome | seconds |\n|---|---|---|\n");
-    for Done { name, outcome, seconds, .. } in steps {
+    for StepOutcome { name, outcome, seconds, .. } in steps {
         let outcome = outcome.replace('|', "/");
         let _ = writeln!(text, "| {name} | {outcome} | {seconds:.1} |");
     }
@@ -315,10 +315,10 @@ mod tests {
     /// The report of one step, with what benchmark, other shapes and the daemon wrote.
     fn markdown(outcome: &str, figures: [&Value; 3]) -> String {
         let (device, date) = ("G, 580".to_owned(), "2026-11-22".to_owned());
-        let of = Subject { device, date, pack: json!({ "commit": "1234567" }) };
+        let of = RunSubject { device, date, pack: json!({ "commit": "1234567" }) };
         let folder = tempfile::tempdir().unwrap();
-        let mut kept = Kept::open(folder.path(), of, &["conformance"]).unwrap();
-        kept.steps[0] = Done::new("conformance", outcome.to_owned(), 1.25, "");
+        let mut kept = KeptReport::open(folder.path(), of, &["conformance"]).unwrap();
+        kept.steps[0] = StepOutcome::new("conformance", outcome.to_owned(), 1.25, "");
         [kept.bench, kept.shapes, kept.daemon_stores] = figures.map(Value::clone);
         super::markdown(&kept)
     }

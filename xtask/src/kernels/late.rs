@@ -3,10 +3,10 @@
 //! The texts are the daemon's own, which `xtask/tests/late.rs` writes.
 
 use super::{
-    HEADING, Usage, compile_all, compile_with, find_compiler, list_sources, output_folder,
+    HEADING, KernelUsage, compile_all, compile_with, find_compiler, list_sources, output_folder,
     strict_compiler,
 };
-use crate::report::Report;
+use crate::report::StepReport;
 use anyhow::{Context, Result, ensure};
 use std::fs;
 use std::path::Path;
@@ -19,7 +19,7 @@ const OUT: &str = "target/kernels-late";
 
 /// Compiles every pair for the targets, prints what each kernel uses and fails with all that spill
 /// or do not compile.
-pub(super) fn compile_late(root: &Path, targets: &[u32], report: &Report) -> Result<()> {
+pub(super) fn compile_late(root: &Path, targets: &[u32], report: &StepReport) -> Result<()> {
     let nvcc = find_compiler(&output_folder(root)?, report)?;
     let out = root.join(OUT);
     // Pairs of earlier may be gone.
@@ -56,7 +56,7 @@ pub(super) fn compile_late(root: &Path, targets: &[u32], report: &Report) -> Res
 }
 
 /// Has the program that knows the pairs write them down.
-fn write_texts(root: &Path, out: &Path, report: &Report) -> Result<()> {
+fn write_texts(root: &Path, out: &Path, report: &StepReport) -> Result<()> {
     report.begin_step("cargo test -p xtask --test late");
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo.current_dir(root).args(["test", "--quiet", "-p", "xtask", "--test", "late"]);
@@ -66,13 +66,13 @@ fn write_texts(root: &Path, out: &Path, report: &Report) -> Result<()> {
 }
 
 /// The message about a kernel that spills; none if it does not.
-fn spill(usage: &Usage) -> Option<String> {
-    let Usage { kernel, target, spill_bytes, .. } = usage;
+fn spill(usage: &KernelUsage) -> Option<String> {
+    let KernelUsage { kernel, target, spill_bytes, .. } = usage;
     (*spill_bytes > 0).then(|| format!("{kernel} spills {spill_bytes} bytes for {target}"))
 }
 
 /// How many kernels there are, and how many registers they take.
-fn summary(all: &[Usage]) -> Result<String> {
+fn summary(all: &[KernelUsage]) -> Result<String> {
     let registers = || all.iter().map(|usage| usage.registers);
     let least = registers().min().context("nvcc named no kernel")?;
     let most = registers().max().unwrap_or(least);
@@ -83,9 +83,9 @@ fn summary(all: &[Usage]) -> Result<String> {
 mod tests {
     use super::*;
 
-    fn usage(registers: u32, spill_bytes: u32) -> Usage {
+    fn usage(registers: u32, spill_bytes: u32) -> KernelUsage {
         let (kernel, target) = ("kvd_a".to_owned(), "sm_80".to_owned());
-        Usage { kernel, target, registers, shared_bytes: 0, spill_bytes }
+        KernelUsage { kernel, target, registers, shared_bytes: 0, spill_bytes }
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Code that must not exist: left-overs, and `unsafe` outside its fence.
 
-use super::Finding;
+use super::TidyFinding;
 use anyhow::{Context, Result};
 use serde_json::Value;
 use std::fs;
@@ -15,12 +15,12 @@ const CODE: &[&str] = &[concat!("todo", "!"), concat!("dbg", "!"), concat!("unim
 const ANYWHERE: &[&str] = &[concat!("FIX", "ME"), concat!("X", "XX")];
 
 /// Words that say the work is not done.
-pub(super) fn left_overs(text: &str, code: &str) -> Vec<Finding> {
+pub(super) fn left_overs(text: &str, code: &str) -> Vec<TidyFinding> {
     let mut findings = Vec::new();
     for (index, (line, code)) in text.lines().zip(code.lines()).enumerate() {
         let in_code = CODE.iter().filter(|word| has_word(code, word));
         for word in in_code.chain(ANYWHERE.iter().filter(|word| has_word(line, word))) {
-            findings.push(Finding::new(index + 1, format!("left-over {word}")));
+            findings.push(TidyFinding::new(index + 1, format!("left-over {word}")));
         }
     }
     findings
@@ -40,12 +40,12 @@ fn is_fenced(path: &str) -> bool {
 }
 
 /// `unsafe` in a file that may not have it.
-pub(super) fn unsafe_words(path: &str, code: &str) -> Vec<Finding> {
+pub(super) fn unsafe_words(path: &str, code: &str) -> Vec<TidyFinding> {
     if is_fenced(path) {
         return Vec::new();
     }
     let lines = code.lines().enumerate().filter(|(_, line)| has_word(line, "unsafe"));
-    lines.map(|(index, _)| Finding::new(index + 1, "unsafe outside its fence")).collect()
+    lines.map(|(index, _)| TidyFinding::new(index + 1, "unsafe outside its fence")).collect()
 }
 
 /// Crate roots that do not forbid unsafe code.

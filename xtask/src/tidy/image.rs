@@ -11,7 +11,7 @@ const DOCKERFILE: &str = "deploy/Dockerfile";
 const NVRTC: [&str; 2] = ["nvidia-cuda-nvrtc==", "libnvrtc.so."];
 
 /// Texts of the workspace that the file is held against.
-struct Texts {
+struct WorkspaceTexts {
     toolchain: String,
     manifest: String,
     /// Which compiler tests are run with.
@@ -23,7 +23,7 @@ struct Texts {
 /// Checks the file against the manifests under `root` and what `cargo metadata` says of them.
 pub(super) fn check_image(root: &Path, metadata: &Value) -> Result<Vec<String>> {
     let read = |path: &str| fs::read_to_string(root.join(path)).with_context(|| path.to_owned());
-    let texts = Texts {
+    let texts = WorkspaceTexts {
         toolchain: read("rust-toolchain.toml")?,
         manifest: read("Cargo.toml")?,
         ci: read(".ci/parts/nvrtc.sh")?,
@@ -32,8 +32,8 @@ pub(super) fn check_image(root: &Path, metadata: &Value) -> Result<Vec<String>> 
     Ok(list_findings(&read(DOCKERFILE)?, &texts, metadata))
 }
 
-fn list_findings(image: &str, texts: &Texts, metadata: &Value) -> Vec<String> {
-    let Texts { toolchain, manifest, ci, compiler } = texts;
+fn list_findings(image: &str, texts: &WorkspaceTexts, metadata: &Value) -> Vec<String> {
+    let WorkspaceTexts { toolchain, manifest, ci, compiler } = texts;
     let channel = toolchain.lines().find_map(|line| line.strip_prefix("channel = "));
     let channel = channel.unwrap_or_default().trim_matches('"');
     let packages = metadata["packages"].as_array().map(Vec::as_slice).unwrap_or_default();
@@ -78,7 +78,7 @@ mod tests {
     #[test]
     fn what_the_workspace_does_not_have_is_found() {
         let metadata = json!({"packages": [{"name": "kvd", "features": {"gpu": []}}]});
-        let texts = Texts {
+        let texts = WorkspaceTexts {
             toolchain: "[toolchain]\nchannel = \"1.2.3\"\n".to_owned(),
             manifest: "[profile.dist]\n".to_owned(),
             ci: "if pip install nvidia-cuda-nvrtc==2.0.11; then".to_owned(),

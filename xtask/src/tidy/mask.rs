@@ -3,20 +3,20 @@
 
 /// `text` with comments and the contents of string and character literals replaced by spaces.
 pub(super) fn mask_text(text: &str) -> String {
-    let mut masker = Masker { input: text.chars().collect(), at: 0, output: String::new() };
+    let mut masker = CodeMasker { input: text.chars().collect(), at: 0, output: String::new() };
     while masker.at < masker.input.len() {
         masker.step();
     }
     masker.output
 }
 
-struct Masker {
+struct CodeMasker {
     input: Vec<char>,
     at: usize,
     output: String,
 }
 
-impl Masker {
+impl CodeMasker {
     fn peek(&self, ahead: usize) -> char {
         self.input.get(self.at + ahead).copied().unwrap_or('\0')
     }

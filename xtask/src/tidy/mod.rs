@@ -10,18 +10,18 @@ mod mask;
 mod size;
 mod words;
 
-use crate::report::Report;
+use crate::report::StepReport;
 use anyhow::{Context, Result, bail};
 use std::fs;
 use std::path::Path;
 use std::process::Command;
-use words::Measured;
+use words::MeasuredTree;
 
 /// Written by a generator: sizes and left-overs are not ours to fix.
 const GENERATED: &[&str] = &["crates/kvd-proto/src/gen/"];
 
 #[derive(Default, clap::Args)]
-pub(crate) struct Arguments {
+pub(crate) struct TidyArguments {
     /// Prints the figures of words by crate, and checks nothing.
     #[arg(long)]
     measure: bool,
@@ -32,20 +32,20 @@ pub(crate) struct Arguments {
 
 /// One broken rule.
 #[derive(Debug, PartialEq, Eq)]
-struct Finding {
+struct TidyFinding {
     /// Line, from 1; 0 for the whole file.
     line: usize,
     text: String,
 }
 
-impl Finding {
+impl TidyFinding {
     fn new(line: usize, text: impl Into<String>) -> Self {
         Self { line, text: text.into() }
     }
 }
 
 /// Checks the tree under `root`.
-pub(crate) fn run_rules(root: &Path, arguments: &Arguments, report: &Report) -> Result<()> {
+pub(crate) fn run_rules(root: &Path, arguments: &TidyArguments, report: &StepReport) -> Result<()> {
     let measured = measure_words(root)?;
     if arguments.lower {
         measured.lower(root)?;
@@ -57,7 +57,7 @@ pub(crate) fn run_rules(root: &Path, arguments: &Arguments, report: &Report) -> 
     check_tree(root, &measured, report)
 }
 
-fn check_tree(root: &Path, measured: &Measured, report: &Report) -> Result<()> {
+fn check_tree(root: &Path, measured: &MeasuredTree, report: &StepReport) -> Result<()> {
     let mut broken = 0;
     let files = listed_files(root, "*.rs")?;
     for path in &files {
@@ -85,8 +85,8 @@ fn check_tree(root: &Path, measured: &Measured, report: &Report) -> Result<()> {
 }
 
 /// The figures of words.
-fn measure_words(root: &Path) -> Result<Measured> {
-    let mut measured = Measured::default();
+fn measure_words(root: &Path) -> Result<MeasuredTree> {
+    let mut measured = MeasuredTree::default();
     let read =
         |path: &str| fs::read_to_string(root.join(path)).with_context(|| format!("read {path}"));
     for path in listed_files(root, "*.rs")? {
@@ -100,7 +100,7 @@ fn measure_words(root: &Path) -> Result<Measured> {
     Ok(measured)
 }
 
-fn check_file(path: &str, text: &str) -> Vec<Finding> {
+fn check_file(path: &str, text: &str) -> Vec<TidyFinding> {
     let code = mask::mask_text(text);
     let mut findings = fence::unsafe_words(path, &code);
     if !GENERATED.iter().any(|prefix| path.starts_with(prefix)) {

@@ -1,6 +1,6 @@
 //! Lengths of files, functions and lines.
 
-use super::Finding;
+use super::TidyFinding;
 
 const FILE_LINES_MAX: usize = 500;
 const FUNCTION_LINES_MAX: usize = 70;
@@ -10,17 +10,17 @@ const LINE_CHARS_MAX: usize = 100;
 const TABLES: &[&str] = &["crates/kvd/src/metrics/name.rs"];
 
 /// Checks the file at `path`; `code` is its [masked](super::mask) text.
-pub(super) fn check_sizes(path: &str, text: &str, code: &str) -> Vec<Finding> {
+pub(super) fn check_sizes(path: &str, text: &str, code: &str) -> Vec<TidyFinding> {
     let mut findings = Vec::new();
     let lines = production_lines(code);
     if lines > FILE_LINES_MAX {
         let text = format!("{lines} lines before the tests; at most {FILE_LINES_MAX}");
-        findings.push(Finding::new(0, text));
+        findings.push(TidyFinding::new(0, text));
     }
     for (start, length) in find_functions(code) {
         if length > FUNCTION_LINES_MAX {
             let text = format!("a function of {length} lines; at most {FUNCTION_LINES_MAX}");
-            findings.push(Finding::new(start, text));
+            findings.push(TidyFinding::new(start, text));
         }
     }
     if TABLES.contains(&path) {
@@ -30,7 +30,7 @@ pub(super) fn check_sizes(path: &str, text: &str, code: &str) -> Vec<Finding> {
         let chars = line.chars().count();
         if chars > LINE_CHARS_MAX && !is_long_literal(line) {
             let text = format!("{chars} characters; at most {LINE_CHARS_MAX}");
-            findings.push(Finding::new(index + 1, text));
+            findings.push(TidyFinding::new(index + 1, text));
         }
     }
     findings

@@ -26,7 +26,7 @@ const OPENINGS: &[&str] = &["What", "The same", "Of"];
 /// Figures of one crate's code without its tests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Words {
+pub(super) struct WordCounts {
     /// Doc comments that begin with one of [`OPENINGS`], those of tests too.
     doc_openings: usize,
     /// Functions whose name is one word.
@@ -39,7 +39,7 @@ pub(super) struct Words {
 
 /// Totals of the counted things, for percentages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Totals {
+struct NameTotals {
     docs: usize,
     functions: usize,
     types: usize,
@@ -48,24 +48,24 @@ struct Totals {
 /// The maxima of `words.toml`, or the figures that are compared with them.
 #[derive(Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Maxima {
+pub(super) struct WordMaxima {
     /// Words of all Markdown files.
     markdown_words: usize,
     /// Lines of Markdown longer than a line may be, by file; no other file has any.
     long_lines: BTreeMap<String, usize>,
-    crates: BTreeMap<String, Words>,
+    crates: BTreeMap<String, WordCounts>,
 }
 
 /// All figures of a tree.
 #[derive(Debug, Default)]
-pub(super) struct Measured {
-    maxima: Maxima,
-    totals: BTreeMap<String, Totals>,
+pub(super) struct MeasuredTree {
+    maxima: WordMaxima,
+    totals: BTreeMap<String, NameTotals>,
     readme_words: usize,
     readme_lines: usize,
 }
 
-impl Measured {
+impl MeasuredTree {
     /// Adds a Rust file.
     pub(super) fn add_rust(&mut self, path: &str, text: &str) {
         let name = crate_of(path);
@@ -114,7 +114,7 @@ impl Measured {
         Ok(self.findings(&toml::from_str(&text).context(MAXIMA)?))
     }
 
-    fn findings(&self, maxima: &Maxima) -> Vec<String> {
+    fn findings(&self, maxima: &WordMaxima) -> Vec<String> {
         let mut findings = Vec::new();
         let mut at_most = |what: &str, is: usize, most: usize| {
             if is > most {
@@ -139,11 +139,11 @@ impl Measured {
     /// Writes `words.toml` with the lesser of its maxima and the measured figures.
     pub(super) fn lower(&self, root: &Path) -> Result<()> {
         let path = root.join(MAXIMA);
-        let old: Maxima = toml::from_str(&fs::read_to_string(&path).context(MAXIMA)?)?;
+        let old: WordMaxima = toml::from_str(&fs::read_to_string(&path).context(MAXIMA)?)?;
         fs::write(path, toml::to_string(&self.lesser(&old))?).context(MAXIMA)
     }
 
-    fn lesser(&self, old: &Maxima) -> Maxima {
+    fn lesser(&self, old: &WordMaxima) -> WordMaxima {
         let lines =
             self.maxima.long_lines.iter().filter_map(|(path, long)| {
                 Some((path.clone(), *long.min(old.long_lines.get(path)?)))
@@ -152,7 +152,7 @@ impl Measured {
             let most = old.crates.get(name).copied().unwrap_or_default();
             (name.clone(), is.lesser(most))
         });
-        Maxima {
+        WordMaxima {
             markdown_words: self.maxima.markdown_words.min(old.markdown_words),
             long_lines: lines.collect(),
             crates: crates.collect(),
@@ -165,7 +165,7 @@ impl Measured {
             "{:<12} {:>14} {:>14} {:>14} {:>14}\n",
             "crate", "functions 1w", "types 1w", "tuple args", "doc openings"
         );
-        let (mut all, mut of) = (Words::default(), Totals::default());
+        let (mut all, mut of) = (WordCounts::default(), NameTotals::default());
         for (name, words) in &self.maxima.crates {
             let totals = self.totals.get(name).copied().unwrap_or_default();
             all = all.plus(*words);
@@ -183,7 +183,7 @@ impl Measured {
     }
 }
 
-impl Words {
+impl WordCounts {
     fn figures(self) -> [(&'static str, usize); 4] {
         [
             ("doc comments that begin with What, The same or Of", self.doc_openings),
@@ -210,7 +210,7 @@ impl Words {
         }
     }
 
-    fn write_line(self, text: &mut String, name: &str, of: Totals) -> std::fmt::Result {
+    fn write_line(self, text: &mut String, name: &str, of: NameTotals) -> std::fmt::Result {
         let part = |count: usize, all: usize| {
             let percent = 100.0 * count as f64 / (all.max(1)) as f64;
             format!("{count} {percent:>5.1} %")
@@ -226,7 +226,7 @@ impl Words {
     }
 }
 
-impl Totals {
+impl NameTotals {
     fn plus(self, other: Self) -> Self {
         Self {
             docs: self.docs + other.docs,

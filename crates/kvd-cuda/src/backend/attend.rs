@@ -2,8 +2,8 @@
 
 use super::graphs::LaunchNode;
 use super::memory::DeviceMemory;
-use super::{CudaBackend, THREADS, device_error};
-use crate::abi::{AttendParameters, MergeParameters};
+use super::{CudaBackend, device_error};
+use crate::abi::{ATTEND_THREADS, AttendParameters, MERGE_THREADS, MergeParameters};
 use crate::{AttendTables, LaunchChoices, MergedResults, merge_shared_bytes};
 use kvd_compute::{AttendPlan, Attended, BackendError};
 use kvd_core::{ErrorCode, Side};
@@ -188,7 +188,7 @@ impl CudaBackend {
                 stage: 1,
                 kernel: own.unwrap_or_else(|| launch.kernel.clone()),
                 blocks: launch.units.len() as u32,
-                threads: THREADS,
+                threads: ATTEND_THREADS,
                 shared_bytes: launch.shared_bytes as u32,
                 parameters: bytemuck::bytes_of(&parameters).to_vec(),
             });
@@ -208,7 +208,7 @@ impl CudaBackend {
             stage: 2,
             kernel: "kvd_merge".to_owned(),
             blocks: rows as u32,
-            threads: THREADS,
+            threads: MERGE_THREADS,
             shared_bytes: merge_shared_bytes(dim) as u32,
             parameters: bytemuck::bytes_of(&parameters).to_vec(),
         });

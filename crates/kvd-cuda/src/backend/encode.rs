@@ -4,10 +4,11 @@
 
 use super::memory::DeviceMemory;
 use super::region_copy::RegionCopy;
-use super::{CudaBackend, HOST_BYTES, THREADS};
+use super::{CudaBackend, HOST_BYTES};
+use crate::StoreShapes;
+use crate::abi::{STORE_THREADS, StoreParameters};
 use crate::driver::{DeviceCopy, KernelLaunch};
 use crate::store::{StoreLaunch, StorePlan, StoredPage};
-use crate::{StoreParameters, StoreShapes};
 use bytemuck::Zeroable;
 use kvd_codec::{HEADER_BYTES, ModelCodec, PageHeader};
 use kvd_compute::{
@@ -356,7 +357,7 @@ pub(super) fn launch_store(
     device.launch_kernel(KernelLaunch {
         kernel: &launch.kernel,
         blocks: launch.units.len() as u32,
-        threads: THREADS,
+        threads: STORE_THREADS,
         shared_bytes: launch.shared_bytes as u32,
         parameters: bytemuck::bytes_of(&parameters),
     })

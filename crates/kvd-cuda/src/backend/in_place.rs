@@ -4,15 +4,12 @@
 use super::attend::{PlanAddresses, upload_tables};
 use super::graphs::LaunchNode;
 use super::region::RegionValues;
-use super::{CudaBackend, THREADS, device_error};
-use crate::query_transform::{AnswerParameters, QueryParameters, TransformUnit};
+use super::{CudaBackend, device_error};
+use crate::abi::{ALL_FINITE, AnswerParameters, QueryParameters, TURN_THREADS, TransformUnit};
 use crate::store::dtype_number;
 use crate::{AttendTables, QueryTransforms};
 use kvd_compute::{AttendPlan, BackendError, RegionPlaces};
 use kvd_core::{DType, ErrorCode};
-
-/// Mark of a unit whose queries are all finite: `ALL_FINITE` of `block.cuh`.
-const ALL_FINITE: u32 = u32::MAX;
 
 /// Where queries are and answers go, as addresses.
 #[derive(Clone, Copy)]
@@ -219,7 +216,7 @@ fn transform_node(
         stage,
         kernel: name.to_owned(),
         blocks: count as u32,
-        threads: THREADS,
+        threads: TURN_THREADS,
         shared_bytes: QueryTransforms::shared_bytes(dim) as u32,
         parameters: parameters.to_vec(),
     }

@@ -48,9 +48,6 @@ use std::time::Duration;
 /// Host memory in which pages and rows are coded; it costs nothing before it is used.
 const HOST_BYTES: u64 = 256 << 20;
 
-/// Threads of a thread block, of every kernel.
-const THREADS: u32 = 128;
-
 /// Query rows that a layer's kernels are made ready for before any are known.
 const ROWS_USUAL: u32 = ROWS[1];
 

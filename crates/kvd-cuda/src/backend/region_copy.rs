@@ -2,9 +2,9 @@
 //! the host is a check of each thread block.
 
 use super::region::RegionValues;
-use super::{CudaBackend, THREADS, device_error};
+use super::{CudaBackend, device_error};
+use crate::abi::{RowsParameters, RowsUnit, StageCheck, StageParameters, TURN_THREADS};
 use crate::driver::KernelLaunch;
-use crate::region_copy_plan::{RowsParameters, RowsUnit, StageCheck, StageParameters};
 use kvd_compute::{BackendError, PlannedWrite, RawTarget, RegionRows, StagedRows, content_hash_of};
 use kvd_core::{DType, ErrorCode, Geometry, ModelId, Side};
 
@@ -51,7 +51,7 @@ impl CudaBackend {
         self.device.launch_kernel(KernelLaunch {
             kernel: "kvd_stage",
             blocks: plan.thread_blocks(),
-            threads: THREADS,
+            threads: TURN_THREADS,
             shared_bytes: StageParameters::SHARED_BYTES,
             parameters: bytemuck::bytes_of(&plan),
         })?;
@@ -151,7 +151,7 @@ impl CudaBackend {
         self.device.launch_kernel(KernelLaunch {
             kernel: "kvd_rows",
             blocks: table.len() as u32,
-            threads: THREADS,
+            threads: TURN_THREADS,
             shared_bytes: 0,
             parameters: bytemuck::bytes_of(&parameters),
         })

@@ -2,7 +2,7 @@
 //! in a worker's memory.
 
 use super::TableBuilder;
-use crate::query_transform::{TURN_ROWS, TransformUnit};
+use crate::abi::{TURN_ROWS, TransformUnit};
 use kvd_compute::PlanQuery;
 use kvd_core::Side;
 

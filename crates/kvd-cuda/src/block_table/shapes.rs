@@ -1,10 +1,10 @@
 //! How the heads of a layer are stored, for its launches.
 
 use crate::PlanError;
-use crate::abi::SideShape;
+use crate::abi::{SideKernel, SideShape};
 use crate::codebook_table::{CodebookRoom, TableVersions, table_versions};
 use crate::kernel_side::{
-    COPY_BYTES, HeadShapes, LayerTables, SideKernel, TrainedTables, head_shapes, in_groups,
+    COPY_BYTES, HeadShapes, LayerTables, TrainedTables, head_shapes, in_groups,
 };
 use crate::page_shapes::PageHead;
 use kvd_codec::ModelCodec;

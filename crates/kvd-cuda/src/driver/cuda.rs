@@ -5,7 +5,7 @@
 //! owner at a time, and given back once, in `drop`.
 #![expect(unsafe_code, reason = "calls of the driver's C functions")]
 
-use super::graphs::CudaGraphs;
+use super::graphs::{CudaGraphs, KernelNode};
 use super::modules::{LoadedModules, check_memory};
 use super::pinned::{CudaEvents, PinnedMemory};
 use super::shared::{OpenMappings, SharedMapping};
@@ -280,7 +280,8 @@ impl Driver for CudaDriver {
         self.bind_context()?;
         let mut found = Vec::with_capacity(nodes.len());
         for GraphNode { stage, launch } in nodes {
-            found.push((*stage, self.modules.function_for(launch)?, *launch));
+            let function = self.modules.function_for(launch)?;
+            found.push(KernelNode { stage: *stage, function, launch: *launch });
         }
         self.graphs.build_graph(&found, self.raw_stream(DeviceStream::Compute))
     }

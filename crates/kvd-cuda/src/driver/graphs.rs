@@ -25,8 +25,12 @@ const SYMBOLS: [&CStr; 8] = [
     c"cuGraphLaunch",
 ];
 
-/// A kernel of a graph: stage, function and launch.
-pub(super) type KernelNode<'a> = (u32, sys::CUfunction, KernelLaunch<'a>);
+/// A kernel of a graph.
+pub(super) struct KernelNode<'a> {
+    pub(super) stage: u32,
+    pub(super) function: sys::CUfunction,
+    pub(super) launch: KernelLaunch<'a>,
+}
 
 /// A graph, its executable form, and its nodes.
 struct CudaGraph {
@@ -154,7 +158,7 @@ impl CudaGraph {
         stream: sys::CUstream,
     ) -> Result<(), DriverError> {
         let mut before = Vec::new();
-        for stage in nodes.chunk_by(|a, b| a.0 == b.0) {
+        for stage in nodes.chunk_by(|a, b| a.stage == b.stage) {
             let added = stage.iter().map(|node| self.add_node(&before, node));
             before = added.collect::<Result<_, _>>()?;
         }
@@ -169,8 +173,9 @@ impl CudaGraph {
     fn add_node(
         &mut self,
         before: &[sys::CUgraphNode],
-        (_, function, launch): &KernelNode<'_>,
+        kernel: &KernelNode<'_>,
     ) -> Result<sys::CUgraphNode, DriverError> {
+        let KernelNode { function, launch, .. } = kernel;
         let mut node = ptr::null_mut();
         let mut parameters = launch_parameters(launch);
         let words = node_params(*function, launch, &mut parameters);

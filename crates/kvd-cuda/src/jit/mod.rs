@@ -8,7 +8,8 @@
 mod cache;
 mod source;
 
-use crate::kernel_side::{KernelPair, ROWS, SideKernel, rows_of};
+use crate::abi::SideKernel;
+use crate::kernel_side::{KernelPair, ROWS, rows_of};
 use crate::late_pairs::{LatePairs, wanted_pairs};
 use crate::tensor_core::multiplies_late;
 use cache::{CacheEntry, ImageCache};

@@ -2,7 +2,8 @@
 //! compiled ahead of time, and the few names of CUDA's own headers that they use.
 
 use super::PairSource;
-use crate::kernel_side::{KERNELS, SideKernel};
+use crate::abi::SideKernel;
+use crate::kernel_side::KERNELS;
 use kvd_core::Side;
 use std::sync::OnceLock;
 use xxhash_rust::xxh3::Xxh3;

@@ -5,11 +5,11 @@ use super::codebook_cache::{
 };
 use super::occupancy::{BlockResources, Occupancy};
 use super::{CodebookPlan, GpuLimits, stored_bits};
+use crate::abi::TILE_TOKENS;
 use crate::block_table::GAIN_STAGE;
 use crate::buffers::{BUFFERS_MIN, TileBuffers};
 use crate::codebook_table::CodebookRoom;
 use crate::huffman_tables::{self, BlockRoom, PIECE_BYTES, plan_decoding};
-use crate::kernel_side::TILE_TOKENS;
 use crate::late_pairs::LatePairs;
 use crate::tensor_core;
 use kvd_codec::{EntropyCoding, SideSpec};

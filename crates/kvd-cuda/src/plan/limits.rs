@@ -32,31 +32,32 @@ impl GpuLimits {
     /// A100 80 GB (Ampere).
     #[must_use]
     pub fn a100() -> Self {
-        Self::from_datasheet("A100 80GB", [8, 0], 108, (164, 163), (2048, 32), 2039)
+        AMPERE.to_limits("A100 80GB", 2039)
     }
 
     /// RTX 4090 (Ada).
     #[must_use]
     pub fn rtx4090() -> Self {
-        Self::from_datasheet("RTX 4090", [8, 9], 128, (100, 99), (1536, 24), 1008)
+        let rtx4090 = GpuDatasheet { multiprocessors: 128, ..ADA };
+        rtx4090.to_limits("RTX 4090", 1008)
     }
 
     /// L40S (Ada).
     #[must_use]
     pub fn l40s() -> Self {
-        Self::from_datasheet("L40S", [8, 9], 142, (100, 99), (1536, 24), 864)
+        ADA.to_limits("L40S", 864)
     }
 
     /// H100 SXM (Hopper).
     #[must_use]
     pub fn h100() -> Self {
-        Self::from_datasheet("H100 SXM", [9, 0], 132, (228, 227), (2048, 32), 3350)
+        HOPPER.to_limits("H100 SXM", 3350)
     }
 
     /// H200 SXM (Hopper).
     #[must_use]
     pub fn h200() -> Self {
-        Self::from_datasheet("H200 SXM", [9, 0], 132, (228, 227), (2048, 32), 4800)
+        HOPPER.to_limits("H200 SXM", 4800)
     }
 
     /// Its shared memory, and what must be on its way there.
@@ -96,24 +97,56 @@ impl GpuLimits {
 
     /// Names that [`GpuLimits::find_limits`] takes.
     pub const NAMES: [&'static str; 5] = ["a100", "rtx4090", "l40s", "h100", "h200"];
+}
 
-    fn from_datasheet(
-        name: &str,
-        compute: [u32; 2],
-        multiprocessors: u32,
-        (shared_kib, block_shared_kib): (u32, u32),
-        (threads, blocks): (u32, u32),
-        memory_gbps: u32,
-    ) -> Self {
-        Self {
+/// Figures of the datasheets of one generation of GPUs.
+struct GpuDatasheet {
+    compute: [u32; 2],
+    multiprocessors: u32,
+    /// Shared memory of a multiprocessor, and of a thread block at most.
+    shared_kib: u32,
+    block_shared_kib: u32,
+    /// Resident threads and thread blocks.
+    threads: u32,
+    blocks: u32,
+}
+
+const AMPERE: GpuDatasheet = GpuDatasheet {
+    compute: [8, 0],
+    multiprocessors: 108,
+    shared_kib: 164,
+    block_shared_kib: 163,
+    threads: 2048,
+    blocks: 32,
+};
+const ADA: GpuDatasheet = GpuDatasheet {
+    compute: [8, 9],
+    multiprocessors: 142,
+    shared_kib: 100,
+    block_shared_kib: 99,
+    threads: 1536,
+    blocks: 24,
+};
+const HOPPER: GpuDatasheet = GpuDatasheet {
+    compute: [9, 0],
+    multiprocessors: 132,
+    shared_kib: 228,
+    block_shared_kib: 227,
+    threads: 2048,
+    blocks: 32,
+};
+
+impl GpuDatasheet {
+    fn to_limits(&self, name: &str, memory_gbps: u32) -> GpuLimits {
+        GpuLimits {
             name: name.to_owned(),
-            compute,
-            multiprocessors,
-            shared_bytes: shared_kib << 10,
-            block_shared_bytes: block_shared_kib << 10,
+            compute: self.compute,
+            multiprocessors: self.multiprocessors,
+            shared_bytes: self.shared_kib << 10,
+            block_shared_bytes: self.block_shared_kib << 10,
             registers: 65_536,
-            threads,
-            blocks,
+            threads: self.threads,
+            blocks: self.blocks,
             memory_gbps,
         }
     }

@@ -1,9 +1,8 @@
 //! How many thread blocks a multiprocessor holds, and how much memory they leave.
 
 use super::GpuLimits;
+use crate::abi::ATTEND_THREADS;
 
-/// Threads of a block of the attention kernels.
-pub(super) const THREADS: u32 = 128;
 /// Registers are given to warps in pieces of this many.
 const REGISTERS_STEP: u32 = 256;
 /// Shared memory that the system takes of every block, bytes.
@@ -41,9 +40,9 @@ impl BlockResources {
         }
         let warp_registers = (self.registers * 32).next_multiple_of(REGISTERS_STEP);
         let candidates = [
-            (limits.threads / THREADS, "threads"),
+            (limits.threads / ATTEND_THREADS, "threads"),
             (limits.blocks, "thread blocks"),
-            (limits.registers / (warp_registers * (THREADS / 32)), "registers"),
+            (limits.registers / (warp_registers * (ATTEND_THREADS / 32)), "registers"),
             (limits.shared_bytes / (self.shared_bytes + SHARED_RESERVED), "shared memory"),
         ];
         let (blocks, limit) = candidates.into_iter().min_by_key(|(count, _)| *count)?;
@@ -53,7 +52,7 @@ impl BlockResources {
         let shared = (limits.shared_bytes / blocks - SHARED_RESERVED)
             .min(limits.block_shared_bytes)
             .saturating_sub(self.shared_bytes);
-        let registers = limits.registers / blocks / THREADS / 8 * 8;
+        let registers = limits.registers / blocks / ATTEND_THREADS / 8 * 8;
         let register_slack = registers.min(255).saturating_sub(self.registers);
         Some(Occupancy { blocks, limit, shared_slack: shared, register_slack })
     }

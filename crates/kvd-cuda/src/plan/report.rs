@@ -1,7 +1,7 @@
 //! A plan in words, for `kvd plan`.
 
 use super::{CodebookPlan, EntryExchange, KernelPlan};
-use crate::finish::MERGE_THREADS;
+use crate::abi::MERGE_THREADS;
 use kvd_core::Side;
 use std::fmt;
 

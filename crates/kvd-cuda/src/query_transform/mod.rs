@@ -2,17 +2,10 @@
 //! `kernels/region.cu` are given. [`QueryTransforms`] are the transforms of a layer's heads,
 //! queries into coefficient space and sums of values out of it. Pure: reads no memory of a device.
 
-mod abi;
-
-pub use abi::{AnswerParameters, QueryParameters, TransformUnit};
-
+use crate::abi::{TURN_ROWS, TURN_THREADS, TransformUnit};
 use kvd_codec::{ModelCodec, QueryTransformStep};
 use kvd_core::{LayerIndex, Side};
 
-/// Rows of a unit at most: `TURN_ROWS` of `query_transform.cuh`.
-pub(crate) const TURN_ROWS: usize = 8;
-/// Threads of a thread block.
-const TURN_THREADS: usize = 128;
 /// Bytes of a step, without the data that it reads.
 const STEP_BYTES: usize = 16;
 /// Marks a channel that is negated.
@@ -55,7 +48,7 @@ impl QueryTransforms {
     /// number per row, a word per thread.
     #[must_use]
     pub fn shared_bytes(dim: usize) -> usize {
-        4 * (2 * TURN_ROWS * dim + TURN_ROWS + TURN_THREADS)
+        4 * (2 * TURN_ROWS * dim + TURN_ROWS + TURN_THREADS as usize)
     }
 
     /// Appends steps and their end; gives their offset.

@@ -1,20 +1,19 @@
 //! Blocks as launches that count their codes: Huffman tables of a layer are built from them, and
 //! their rows do not come to the host (KVComp §3.2).
 
-use super::plan::StorePlanBuilder;
+use super::plan::{PlannedPage, StorePlanBuilder};
 use super::{CodeCounters, CodeOutput, HeadStore, StoreConstants, StoreLaunch, steps};
+use crate::abi::{STORE_THREADS, SideKernel};
 use crate::huffman_tables::SharedMemory;
-use crate::kernel_side::{SideKernel, rows_shape};
+use crate::kernel_side::rows_shape;
 use crate::{LayerShapes, SideShape};
-use kvd_codec::{CodeCounts, ModelCodec, PayloadSizes};
+use kvd_codec::{CodeCounts, LayerSide, ModelCodec, PayloadSizes};
 use kvd_compute::EncodeSource;
 use kvd_core::{LayerIndex, Side};
 
 /// Shared memory that the counters of a thread block take at most: with it as many thread blocks
 /// fit a multiprocessor as registers allow.
 const COUNTER_BYTES: usize = 16 << 10;
-/// Threads of a block.
-const THREADS: usize = 128;
 
 /// Counters of one side and variant.
 #[derive(Clone, Copy, Debug)]
@@ -55,8 +54,8 @@ impl CodeHistogram {
         let (mut heads, mut counters) = (Vec::new(), Vec::new());
         for head in 0..codec.geometry().kv_heads as usize {
             let [keys, values] = Side::BOTH.map(|side| {
-                let place = (layer, side, head);
-                let stage = CodeOutput::Counted(counters_of(codec, place, &mut counters));
+                let place = LayerSide { layer, side };
+                let stage = CodeOutput::Counted(counters_of(codec, place, head, &mut counters));
                 if !matches!(stage, CodeOutput::Counted(CodeCounters { count: 1.., .. })) {
                     return Some(looked_at(codec, side, stage));
                 }
@@ -100,7 +99,8 @@ impl CodeHistogram {
         for block in blocks {
             for side in Side::BOTH {
                 for (head, of_head) in self.heads.iter().enumerate() {
-                    builder.push((block, 0), (side, head), &of_head[side.index()]);
+                    let page = PlannedPage { block, index: 0, side, head };
+                    builder.push_page(page, &of_head[side.index()]);
                 }
             }
         }
@@ -124,9 +124,11 @@ impl CodeHistogram {
 /// The counters of a head, appended where its side and variant are new.
 fn counters_of(
     codec: &ModelCodec,
-    (layer, side, head): (LayerIndex, Side, usize),
+    place: LayerSide,
+    head: usize,
     known: &mut Vec<OfVariant>,
 ) -> CodeCounters {
+    let LayerSide { layer, side } = place;
     let Some((variant, count)) = codec.counted_codes(layer, side, head) else {
         return CodeCounters { first: 0, count: 0, copies: 0 };
     };
@@ -136,7 +138,7 @@ fn counters_of(
         known.push(OfVariant { side, variant, first, count });
         first
     });
-    let mut copies = THREADS;
+    let mut copies = STORE_THREADS as usize;
     while copies > 1 && 4 * count * copies > COUNTER_BYTES {
         copies /= 2;
     }

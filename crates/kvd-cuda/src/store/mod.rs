@@ -1,25 +1,21 @@
 //! Blocks of raw rows as units of the store kernels, and what the pages that they wrote are. Pure:
 //! reads no page memory.
 
-mod abi;
 mod histogram;
 mod plan;
 mod sizes;
 mod steps;
 mod streams;
 
-pub use abi::{StoreParameters, StoreUnit};
 pub use histogram::{CodeHistogram, HistogramPlan};
 pub use plan::{StoreLaunch, StorePlan, StoredPage};
 
-use crate::kernel_side::{SideKernel, TrainedTables};
+use crate::abi::{SideKernel, VQ_STAGES_MAX};
+use crate::kernel_side::TrainedTables;
 use crate::{LayerShapes, SideShape, layer_memory};
 use kvd_codec::{HeadCodec, ModelCodec, PayloadSizes, Quantizer, SideSpec, StoredLayout};
 use kvd_core::{DType, LayerIndex, Side};
 use streams::{StoreConstants, StoreStreams, StreamSizes};
-
-/// Codes that a sub-vector's own words hold until all are found: `VQ_STAGES_MAX` of `vq.cuh`.
-const VQ_STAGES_MAX: u8 = 3;
 
 /// The destination of codes: a page of fixed width, a Huffman page, or counters.
 #[derive(Clone, Copy, Debug)]
@@ -82,7 +78,7 @@ pub struct StoreShapes {
 #[must_use]
 pub fn encoded_on_host(side: &SideSpec) -> Option<&'static str> {
     match &side.quantizer {
-        Quantizer::Vq(vq) if vq.stages > vq.dim.min(VQ_STAGES_MAX) => {
+        Quantizer::Vq(vq) if usize::from(vq.stages) > usize::from(vq.dim).min(VQ_STAGES_MAX) => {
             Some("vq of more stages than channels")
         }
         _ => None,
@@ -226,7 +222,7 @@ impl HeadStore {
                 levels.step_part
             }
             StoredLayout::Codebooks(vq) => {
-                if vq.stages() > vq.dim().min(VQ_STAGES_MAX.into()) {
+                if vq.stages() > vq.dim().min(VQ_STAGES_MAX) {
                     return None;
                 }
                 for set in 0..shape.sets as usize {

@@ -1,9 +1,10 @@
 //! Blocks as launches of store kernels.
 
 use super::sizes::PageSizes;
-use super::{CodeOutput, HeadStore, StoreShapes, StoreUnit, dtype_number};
+use super::{CodeOutput, HeadStore, StoreShapes, dtype_number};
+use crate::abi::{IN_SHARED, SideKernel, StoreUnit};
 use crate::huffman_tables::SharedMemory;
-use crate::kernel_side::{COPY_BYTES, SideKernel, rows_shape};
+use crate::kernel_side::{COPY_BYTES, rows_shape};
 use kvd_codec::{HEADER_BYTES, ModelCodec, PageBytes, PageHeader, PayloadSizes};
 use kvd_compute::EncodeSource;
 use kvd_core::{LayerIndex, Side};
@@ -13,8 +14,6 @@ use std::collections::BTreeMap;
 const SHARED_BYTES: usize = 8 * 128 + 4 * 4;
 /// Rows that all warps hold of a step that reads whole rows.
 const ROWS: usize = 4 * 4;
-/// Marks coefficients in shared memory.
-const IN_SHARED: u64 = u64::MAX;
 
 /// One launch of `kvd_store_*`.
 #[derive(Clone, Debug)]
@@ -134,7 +133,8 @@ impl StoreShapes {
                 for (head, of_head) in self.heads.iter().enumerate() {
                     let index = builder.plan.pages.len();
                     let page = wanted(index).then(|| {
-                        builder.push((block, index), (side, head), &store(&of_head[side.index()]))
+                        let page = PlannedPage { block, index, side, head };
+                        builder.push_page(page, &store(&of_head[side.index()]))
                     });
                     builder.plan.pages.push(page);
                 }
@@ -165,6 +165,15 @@ impl HeadStore {
     }
 }
 
+/// A page that is planned: of a block, by its number among all pages.
+#[derive(Clone, Copy)]
+pub(super) struct PlannedPage<'a> {
+    pub(super) block: &'a EncodeSource,
+    pub(super) index: usize,
+    pub(super) side: Side,
+    pub(super) head: usize,
+}
+
 impl<'a> StorePlanBuilder<'a> {
     pub(super) fn new(codec: &'a ModelCodec, layer: LayerIndex, shared: SharedMemory) -> Self {
         Self { codec, layer, shared, plan: StorePlan::default(), launches: BTreeMap::new() }
@@ -175,12 +184,12 @@ impl<'a> StorePlanBuilder<'a> {
     }
 
     /// Adds a page; gives its place and sizes.
-    pub(super) fn push(
+    pub(super) fn push_page(
         &mut self,
-        (block, index): (&EncodeSource, usize),
-        (side, head): (Side, usize),
+        page: PlannedPage<'_>,
         store: &HeadStore,
     ) -> (u64, PageSizes) {
+        let PlannedPage { block, index, side, head } = page;
         let geometry = self.codec.geometry();
         let (tokens, dim) = (block.rows as usize, store.side.dim as usize);
         let layout = geometry.raw_layout(block.capacity_rows);

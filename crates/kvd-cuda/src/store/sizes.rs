@@ -1,7 +1,7 @@
 //! Bytes of the parts of a page, before it is written and after.
 
 use super::{CodeOutput, HeadStore};
-use crate::kernel_side::SideKernel;
+use crate::abi::SideKernel;
 use kvd_codec::{PageBytes, PageHeader, page_bytes};
 use kvd_core::{DType, Side};
 

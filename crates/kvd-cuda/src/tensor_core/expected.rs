@@ -4,8 +4,8 @@ use super::{
     choose_variant, fixed_bytes, resident_blocks, rows_of_kernel, staged_bytes, table_bytes,
     tensor_factor, tiles_together, uses_tensor_cores, work_bytes,
 };
-use crate::abi::SideShape;
-use crate::kernel_side::{ChosenKernel, KernelPair, KernelVariant, SideKernel};
+use crate::abi::{SideKernel, SideShape};
+use crate::kernel_side::{ChosenKernel, KernelPair, KernelVariant};
 use crate::late_pairs::LatePairs;
 use crate::page_shapes::{ExpectedPages, TileShape};
 use crate::{specialized, unpack};

@@ -1,15 +1,14 @@
 //! A backend whose every store and attend goes through memory that a worker shares with its device:
 //! with it the conformance suite is one of regions.
 
+use crate::forward::ForwardingBackend;
+use crate::mount_forwarding;
 use bytes::Bytes;
-use kvd_codec::ModelCodec;
 use kvd_compute::{
-    AppendSteps, AttendBackend, AttendPlan, Attended, Backend, BackendError, DeviceInfo,
-    DeviceRegion, EncodeSource, EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes,
-    PageBackend, PlannedWrite, RawTarget, RegionBackend, RegionPlaces, RegionRows, Source,
-    TransferBackend, content_hash,
+    AttendPlan, AttendTask, Attended, Backend, BackendError, DeviceRegion, IncomingRows,
+    PlannedWrite, RawTarget, RegionPlaces, RegionRows, Stop, content_hash,
 };
-use kvd_core::{Extent, Geometry, LayerIndex, ModelId};
+use kvd_core::{Geometry, ModelId};
 use std::ops::Range;
 
 /// Places of one call are aligned to this; what lies between them stays as it was.
@@ -92,50 +91,17 @@ impl<B: Backend> InPlace<B> {
     }
 }
 
-impl<B: Backend> PageBackend for InPlace<B> {
-    fn info(&self) -> DeviceInfo {
-        self.backend.info()
+mount_forwarding!(InPlace<B>, B: Backend);
+
+impl<B: Backend> ForwardingBackend for InPlace<B> {
+    type Inner = B;
+
+    fn inner_backend(&self) -> &B {
+        &self.backend
     }
 
-    fn supports(&self, codec: &ModelCodec) -> Result<(), BackendError> {
-        self.backend.supports(codec)
-    }
-
-    fn failure(&self) -> Option<&str> {
-        self.backend.failure()
-    }
-
-    fn register(&mut self, model: ModelId, codec: ModelCodec) {
-        self.backend.register(model, codec);
-    }
-
-    fn unregister(&mut self, model: ModelId) {
-        self.backend.unregister(model);
-    }
-
-    fn model_bytes(&self, model: ModelId) -> Result<ModelBytes, BackendError> {
-        self.backend.model_bytes(model)
-    }
-
-    fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
-        self.backend.load(plan)
-    }
-}
-
-impl<B: Backend> AppendSteps for InPlace<B> {
-    fn check(&self, model: ModelId, rows: &IncomingRows) -> Result<(), BackendError> {
-        self.backend.check(model, rows)
-    }
-
-    fn copy(
-        &mut self,
-        model: ModelId,
-        layer: LayerIndex,
-        from: &Source,
-        count: u32,
-        to: RawTarget,
-    ) -> Result<(), BackendError> {
-        self.backend.copy(model, layer, from, count, to)
+    fn inner_backend_mut(&mut self) -> &mut B {
+        &mut self.backend
     }
 
     fn write(
@@ -167,21 +133,6 @@ impl<B: Backend> AppendSteps for InPlace<B> {
         Ok(())
     }
 
-    fn encode(
-        &mut self,
-        model: ModelId,
-        layer: LayerIndex,
-        blocks: &[EncodeSource],
-    ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
-        self.backend.encode(model, layer, blocks)
-    }
-
-    fn move_pages(&mut self, pages: &EncodedPages, to: Extent) {
-        self.backend.move_pages(pages, to);
-    }
-}
-
-impl<B: Backend> AttendBackend for InPlace<B> {
     fn attend(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError> {
         let answer = self.attend_once(plan)?;
         for _ in 1..self.repeat {
@@ -190,8 +141,16 @@ impl<B: Backend> AttendBackend for InPlace<B> {
         }
         Ok(answer)
     }
+
+    fn attend_slice(
+        &mut self,
+        task: &mut AttendTask,
+        stop: &Stop,
+    ) -> Result<Option<Attended>, BackendError> {
+        task.attend_by_pieces(stop, |plan| ForwardingBackend::attend(self, plan))
+    }
+
+    fn shares_pages(&self) -> bool {
+        false
+    }
 }
-
-impl<B: Backend> TransferBackend for InPlace<B> {}
-
-impl<B: Backend> RegionBackend for InPlace<B> {}

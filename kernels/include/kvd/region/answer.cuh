@@ -15,25 +15,8 @@ KVD_DEVICE uint16_t saturated_bits(float value, uint32_t dtype) {
     return dtype == 1 ? f16_bits(within) : bf16_bits(within);
 }
 
-struct AnswerParameters {
-    // Results of `merge`: `[rows, 2, dim]`, and `{lse, weights, of them those of coefficients}`.
-    const float* sums;
-    const float* results;
-    const TurnUnit* units;
-    const uint8_t* steps;
-    // The worker's, written: `[tokens, query heads, dim]`, aligned to a value, and `[tokens, query heads]`.
-    uint8_t* out;
-    float* lse;
-    uint32_t dim;
-    // 0 f32, 1 f16, 2 bf16.
-    uint32_t dtype;
-    uint32_t heads;
-    // Query heads of a KV head.
-    uint32_t group;
-};
-
 KVD_DEVICE void answer(const AnswerParameters& parameters, uint8_t* shared) {
-    const TurnUnit unit = parameters.units[block_index()];
+    const TransformUnit unit = parameters.units[block_index()];
     const unsigned dim = parameters.dim;
     const Turned of(shared, unit.count, dim);
     const auto row_of = [&](unsigned row) {

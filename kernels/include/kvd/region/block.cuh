@@ -9,9 +9,6 @@ namespace kvd {
 // Loads that a thread has under way, where it copies.
 constexpr unsigned AHEAD = 4;
 
-// The place of the first value that is not finite, where all are.
-constexpr uint32_t ALL_FINITE = ~0u;
-
 // One word of all threads, there for all of them: `pick` of two again and again. `words` has one of
 // each thread.
 template <class Word, class Pick>

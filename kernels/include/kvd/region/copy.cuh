@@ -7,39 +7,6 @@
 
 namespace kvd {
 
-struct StageSide {
-    // The worker's, aligned to a value; it may change at any time.
-    const uint8_t* from;
-    // Written: words of eight bytes, the last filled up with zeros.
-    uint64_t* to;
-    // A whole number of values.
-    uint64_t bytes;
-    uint32_t blocks;
-    // Alignment of `from`: 8, 4 or 2.
-    uint32_t align;
-};
-
-// Result for a thread block's words.
-struct StageCheck {
-    uint64_t sum;
-    // Index of the first value of the side that is not finite.
-    uint32_t first_bad;
-    uint32_t unused;
-};
-
-struct StageParameters {
-    // K's blocks come first.
-    StageSide key;
-    StageSide value;
-    // Written, one of each thread block.
-    StageCheck* checks;
-    // Words of a thread block.
-    uint64_t words;
-    // 0 f32, 1 f16, 2 bf16.
-    uint32_t dtype;
-    uint32_t unused;
-};
-
 // Read exactly once, which a compiler need not do with memory that it thinks is at rest.
 template <class Part>
 KVD_DEVICE uint64_t read_once(const uint8_t* from) {
@@ -130,9 +97,9 @@ struct Stager {
 };
 
 KVD_DEVICE void stage(const StageParameters& parameters, uint8_t* shared) {
-    const bool is_key = block_index() < parameters.key.blocks;
-    const StageSide side = is_key ? parameters.key : parameters.value;
-    const uint64_t block = block_index() - (is_key ? 0 : parameters.key.blocks);
+    const bool is_key = block_index() < parameters.sides[0].blocks;
+    const StageSide side = is_key ? parameters.sides[0] : parameters.sides[1];
+    const uint64_t block = block_index() - (is_key ? 0 : parameters.sides[0].blocks);
     const uint64_t first = block * parameters.words;
     const uint64_t whole = side.bytes / 8;
     const uint64_t end = first + parameters.words < whole ? first + parameters.words : whole;

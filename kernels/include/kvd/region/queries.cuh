@@ -7,25 +7,6 @@
 
 namespace kvd {
 
-struct QueryParameters {
-    // The worker's, `[tokens, query heads, dim]`, aligned to a value; it may change at any time.
-    const uint8_t* queries;
-    const TurnUnit* units;
-    const uint8_t* steps;
-    // Written: rows and what to add to their scores; of each unit the first value that is not finite times the scale.
-    float* rows;
-    float* offsets;
-    uint32_t* first_bad;
-    float scale;
-    uint32_t dim;
-    // 0 f32, 1 f16, 2 bf16.
-    uint32_t dtype;
-    uint32_t heads;
-    // Query heads of a KV head.
-    uint32_t group;
-    uint32_t unused;
-};
-
 KVD_DEVICE float value_of(const uint8_t* values, uint32_t dtype, uint64_t at) {
     if (dtype == 0) {
         return reinterpret_cast<const float*>(values)[at];
@@ -35,7 +16,7 @@ KVD_DEVICE float value_of(const uint8_t* values, uint32_t dtype, uint64_t at) {
 }
 
 KVD_DEVICE void queries(const QueryParameters& parameters, uint8_t* shared) {
-    const TurnUnit unit = parameters.units[block_index()];
+    const TransformUnit unit = parameters.units[block_index()];
     const unsigned dim = parameters.dim;
     const Turned of(shared, unit.count, dim);
     uint32_t bad = ALL_FINITE;

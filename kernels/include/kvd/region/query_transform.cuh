@@ -4,30 +4,12 @@
 // crates/kvd-cuda/src/query_transform/.
 #pragma once
 
+#include "../abi.cuh"
 #include "../device.cuh"
 
 namespace kvd {
 
-constexpr unsigned TURN_THREADS = 128;
-// Rows of a unit at most.
-constexpr unsigned TURN_ROWS = 8;
 constexpr unsigned TURN_STEP_WORDS = 4;
-
-// Rows of one query and KV head, counted over query tokens and the query heads that share it.
-struct TurnUnit {
-    // Offsets of the keys' steps and of the values', in bytes.
-    uint64_t fold;
-    uint64_t unfold;
-    // Index in the batch of the query's first token; first query head.
-    uint32_t token;
-    uint32_t head;
-    // Rows.
-    uint32_t first;
-    uint32_t count;
-    // Where they go in the table of queries: as given, and folded.
-    uint32_t raw;
-    uint32_t folded;
-};
 
 enum class Turn : uint32_t {
     End = 0,
@@ -175,7 +157,7 @@ KVD_DEVICE void turn(const Turned& of, const uint8_t* steps) {
 }
 
 // Row of a unit in the batch's `[tokens, query heads]`.
-KVD_DEVICE uint64_t batch_row(const TurnUnit& unit, unsigned row, unsigned heads, unsigned group) {
+KVD_DEVICE uint64_t batch_row(const TransformUnit& unit, unsigned row, unsigned heads, unsigned group) {
     const unsigned at = unit.first + row;
     return uint64_t(unit.token + at / group) * heads + unit.head + at % group;
 }

@@ -6,23 +6,6 @@
 
 namespace kvd {
 
-struct RowsUnit {
-    const uint8_t* from;
-    uint8_t* to;
-    uint32_t rows;
-    uint32_t row_bytes;
-    // From one row to the next of this head, bytes.
-    uint32_t stride;
-    uint32_t unused;
-};
-
-struct RowsParameters {
-    const RowsUnit* units;
-    // Common divisor of all addresses, rows and strides: 16 or 4, since head sizes are even.
-    uint32_t align;
-    uint32_t unused;
-};
-
 struct alignas(16) Sixteen {
     uint32_t words[4];
 };

@@ -8,9 +8,6 @@
 
 namespace kvd {
 
-// Codes of a sub-vector that are kept until it is read no more.
-constexpr unsigned VQ_STAGES_MAX = 3;
-
 // Looks `DIM` channels up in one codebook; 0 channels for any number of them.
 template <unsigned DIM>
 KVD_DEVICE unsigned nearest_entry(const uint32_t* point, unsigned dim, const uint16_t* entries,

@@ -1,73 +1,19 @@
 // One page that is being written by one thread block: the host's description, its coefficients as words
-// that become codes in place, and reductions over the block. Mirrored by crates/kvd-cuda/src/store/abi.rs;
-// kvd-codec/src/encode.rs does the same on the host, with the same bytes of pages.
+// that become codes in place, and reductions over the block. kvd-codec/src/encode.rs does the same on the
+// host, with the same bytes of pages.
 #pragma once
 
 #include "../codes.cuh"
 
 namespace kvd {
 
-constexpr unsigned STORE_THREADS = 128;
 constexpr unsigned STORE_WARPS = STORE_THREADS / WARP_LANES;
 
 // Rows that a warp takes at a time.
 constexpr unsigned WARP_ROWS = 4;
 
-// `StoreUnit::words` of a page whose coefficients are in shared memory.
-constexpr uint64_t IN_SHARED = ~uint64_t(0);
-
 // Defined in huffman.cuh.
 struct CodeHead;
-
-// A page to write.
-struct StoreUnit {
-    SideShape side;
-    // The raw rows, as an offset into the arena: `[tokens, dim]`.
-    uint64_t rows;
-    // Where the page goes, as an offset from `StoreParameters::pages`, aligned to 16.
-    uint64_t page;
-    // Offset of the transforms' data, from `StoreParameters::steps` on.
-    uint64_t steps;
-    // Offset there of the quantizer's data beside its table: what its header says.
-    uint64_t norms;
-    // Runs and tables of Huffman codes (huffman.cuh), in the same place.
-    uint64_t codes;
-    // Coefficients, in words from `StoreParameters::words` on, or `IN_SHARED`.
-    uint64_t words;
-    uint32_t tokens;
-    // Dtype of rows: 0 f32, 1 f16, 2 bf16.
-    uint32_t dtype;
-    uint32_t is_value;
-    // The first 20 bytes of the page's header, without a flag for gains.
-    uint32_t header[5];
-    // Uniform: a level's part of a group's range. Floats and VQ: the largest magnitude that has a code. Bit
-    // allocation: the largest error of a level without an outlier.
-    float limit;
-    // Median length of rows; 0 where no row is raised.
-    float median;
-    // Huffman codes: bytes that scales and codes may take. Codes that are counted: how many there are;
-    // their counters are from number `codes` on.
-    uint32_t room;
-    // Codes that are counted: counters of each in shared memory, a power of two.
-    uint32_t copies;
-};
-
-struct StoreParameters {
-    const uint8_t* arena;
-    // Base of `SideShape::table`.
-    const uint8_t* tables;
-    const uint8_t* steps;
-    const StoreUnit* units;
-    // Written: pages, and their headers once more, 32 bytes each; zeros where there are no codes. Where
-    // codes are counted, counters in place of headers (histogram.cuh).
-    uint8_t* pages;
-    uint8_t* headers;
-    // Coefficients of pages that shared memory has no room for.
-    uint32_t* words;
-    // Shared memory: bytes of rows that a transform reads, of a page's gains.
-    uint32_t row_bytes;
-    uint32_t gain_bytes;
-};
 
 // Bytes of a value of the rows as they came.
 KVD_DEVICE unsigned row_value_bytes(const StoreUnit& unit) { return unit.dtype == 0 ? 4 : 2; }

@@ -1,7 +1,7 @@
 use super::*;
 
-fn of(path: &str, text: &str) -> Words {
-    let mut measured = Measured::default();
+fn of(path: &str, text: &str) -> WordCounts {
+    let mut measured = MeasuredTree::default();
     measured.add_rust(path, text);
     measured.maxima.crates.values().copied().next().unwrap()
 }
@@ -62,13 +62,16 @@ fn tables_code_and_link_targets_are_not_prose() {
 
 #[test]
 fn figures_may_fall_and_not_rise() {
-    let mut measured = Measured::default();
+    let mut measured = MeasuredTree::default();
     measured.add_rust("crates/kvd/src/a.rs", "fn a() {}\nfn b() {}\nfn c((d, e): (u8, u8)) {}\n");
     measured.add_markdown("README.md", &"word\n".repeat(131));
     measured.add_markdown("docs/a.md", &format!("{}\n", "long ".repeat(30)));
-    let words =
-        |one_word_functions| Words { one_word_functions, tuple_arguments: 1, ..Words::default() };
-    let maxima = |functions, long| Maxima {
+    let words = |one_word_functions| WordCounts {
+        one_word_functions,
+        tuple_arguments: 1,
+        ..WordCounts::default()
+    };
+    let maxima = |functions, long| WordMaxima {
         markdown_words: 1000,
         long_lines: [("docs/a.md".to_owned(), long)].into(),
         crates: [("kvd".to_owned(), words(functions))].into(),
@@ -83,5 +86,5 @@ fn figures_may_fall_and_not_rise() {
     assert_eq!(lesser.crates["kvd"], words(3));
     assert_eq!((lesser.long_lines["docs/a.md"], lesser.markdown_words), (1, 161));
     assert_eq!(measured.lesser(&maxima(2, 0)).crates["kvd"], words(2));
-    assert_eq!(measured.lesser(&Maxima::default()).long_lines.len(), 0);
+    assert_eq!(measured.lesser(&WordMaxima::default()).long_lines.len(), 0);
 }

@@ -10,14 +10,15 @@ use crate::service::{
 use bytes::Bytes;
 use kvd_codec::ModelCodec;
 use kvd_compute::{
-    AppendSteps, AttendBackend, AttendPlan, AttendTask, Attended, Backend, BackendError,
-    CpuBackend, CpuOptions, DeviceInfo, EncodeSource, EncodedPages, IncomingRows, LoadPlan,
-    LoadedRows, ModelBytes, PageBackend, RawTarget, RegionBackend, Source, Stop, TransferBackend,
+    AppendSteps, AttendBackend, AttendTask, Attended, Backend, BackendError, CpuBackend,
+    CpuOptions, EncodeSource, EncodedPages, PageBackend, Stop,
 };
 use kvd_core::{
-    DType, ErrorCode, Extent, Geometry, LayerIndex, ModelId, Namespace, RopePairing, SequenceId,
+    DType, ErrorCode, Geometry, LayerIndex, ModelId, Namespace, RopePairing, SequenceId,
 };
 use kvd_proto::domain::{ModelSpec, StoreChunk};
+use kvd_testkit::forward::{ForwardingBackend, InjectedFaults};
+use kvd_testkit::mount_forwarding;
 use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::sync::{Arc, mpsc};
@@ -29,10 +30,7 @@ pub(super) struct Probe {
     pub(super) models: Mutex<BTreeSet<ModelId>>,
     /// Blocks of each call of `encode`.
     pub(super) encoded: Mutex<Vec<usize>>,
-    /// The first block of the next `encode` has an error.
-    pub(super) fail_first: Mutex<bool>,
-    /// The next `write` finds the device lost.
-    pub(super) lose: Mutex<bool>,
+    pub(super) faults: InjectedFaults,
     /// Calls of `attend_slice`.
     pub(super) slices: Mutex<usize>,
     /// The thread of the last of them.
@@ -58,12 +56,23 @@ pub(super) enum SliceEvent {
 struct Device {
     inner: CpuBackend,
     probe: Arc<Probe>,
-    failure: Option<&'static str>,
 }
 
-impl PageBackend for Device {
-    fn info(&self) -> DeviceInfo {
-        self.inner.info()
+mount_forwarding!(Device);
+
+impl ForwardingBackend for Device {
+    type Inner = CpuBackend;
+
+    fn inner_backend(&self) -> &CpuBackend {
+        &self.inner
+    }
+
+    fn inner_backend_mut(&mut self) -> &mut CpuBackend {
+        &mut self.inner
+    }
+
+    fn injected_faults(&self) -> Option<&InjectedFaults> {
+        Some(&self.probe.faults)
     }
 
     fn supports(&self, codec: &ModelCodec) -> Result<(), BackendError> {
@@ -72,10 +81,6 @@ impl PageBackend for Device {
             return Err(BackendError::Device { code: ErrorCode::InvalidCodec, message });
         }
         Ok(())
-    }
-
-    fn failure(&self) -> Option<&str> {
-        self.failure
     }
 
     fn register(&mut self, model: ModelId, codec: ModelCodec) {
@@ -93,47 +98,6 @@ impl PageBackend for Device {
         self.inner.unregister(model);
     }
 
-    fn model_bytes(&self, model: ModelId) -> Result<ModelBytes, BackendError> {
-        self.inner.model_bytes(model)
-    }
-
-    fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
-        self.inner.load(plan)
-    }
-}
-
-impl AppendSteps for Device {
-    fn check(&self, model: ModelId, rows: &IncomingRows) -> Result<(), BackendError> {
-        self.inner.check(model, rows)
-    }
-
-    fn copy(
-        &mut self,
-        model: ModelId,
-        layer: LayerIndex,
-        from: &Source,
-        count: u32,
-        to: RawTarget,
-    ) -> Result<(), BackendError> {
-        self.inner.copy(model, layer, from, count, to)
-    }
-
-    fn write(
-        &mut self,
-        model: ModelId,
-        rows: &IncomingRows,
-        source_row: u32,
-        count: u32,
-        to: RawTarget,
-    ) -> Result<(), BackendError> {
-        if *self.probe.lose.lock() {
-            // As where a call cannot answer: only `failure` tells.
-            self.failure = Some("the GPU fell off the bus");
-            return Ok(());
-        }
-        self.inner.write(model, rows, source_row, count, to)
-    }
-
     fn encode(
         &mut self,
         model: ModelId,
@@ -141,21 +105,7 @@ impl AppendSteps for Device {
         blocks: &[EncodeSource],
     ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
         self.probe.encoded.lock().push(blocks.len());
-        let mut encoded = self.inner.encode(model, layer, blocks)?;
-        if std::mem::take(&mut *self.probe.fail_first.lock()) {
-            encoded[0] = Err(BackendError::NonFiniteQuery { index: 0, value: f32::NAN });
-        }
-        Ok(encoded)
-    }
-
-    fn move_pages(&mut self, pages: &EncodedPages, to: Extent) {
-        self.inner.move_pages(pages, to);
-    }
-}
-
-impl AttendBackend for Device {
-    fn attend(&mut self, plan: &AttendPlan) -> Result<Attended, BackendError> {
-        self.inner.attend(plan)
+        self.inner.encode(model, layer, blocks)
     }
 
     fn attend_slice(
@@ -175,19 +125,7 @@ impl AttendBackend for Device {
         }
         self.inner.attend_slice(task, stop)
     }
-
-    fn small_plan_scores(&self) -> u64 {
-        self.inner.small_plan_scores()
-    }
-
-    fn shares_pages(&self) -> bool {
-        self.inner.shares_pages()
-    }
 }
-
-impl TransferBackend for Device {}
-
-impl RegionBackend for Device {}
 
 /// One layer, one head: a block of 16 tokens takes 512 bytes.
 pub(super) fn geometry() -> Geometry {
@@ -250,7 +188,7 @@ pub(super) fn several(
     let limits = WorkerLimits { queue_jobs_max, weights, merging, quotas: table };
     let start = |probe: &Arc<Probe>| {
         let inner = CpuBackend::new(options).unwrap();
-        let device = Box::new(Device { inner, probe: probe.clone(), failure: None });
+        let device = Box::new(Device { inner, probe: probe.clone() });
         // The thread ends with the last handle on the worker.
         DeviceWorker::start_thread(device, limits.clone(), &metrics, || {}).unwrap().0
     };

@@ -4,13 +4,13 @@ use super::bench::{Bench, call, chunk, several, spec};
 use kvd_core::ErrorCode;
 
 #[tokio::test]
-async fn a_lost_device_answers_no_store_with_success_and_its_lane_closes() {
+async fn a_lost_device_refuses_the_store_and_its_worker_closes() {
     let bench = Bench::new(1 << 16, &[]);
     let model = bench.register("a", "raw").await.shape.id;
     let sequence = bench.service.open_sequence(&call(), model).unwrap();
     bench.store(sequence, 0, 16).await.unwrap();
     assert!(bench.service.is_ready());
-    *bench.probe.lose.lock() = true;
+    bench.probe.faults.lose_in_write(true);
     let lost = bench.store(sequence, 16, 16).await.unwrap_err();
     assert_eq!(lost.code(), ErrorCode::DeviceFailed);
     while !bench.service.first_worker().has_failed() {
@@ -18,7 +18,7 @@ async fn a_lost_device_answers_no_store_with_success_and_its_lane_closes() {
     }
     assert!(!bench.service.is_ready());
     // It is called no more, and the append that was under way left no trace.
-    *bench.probe.lose.lock() = false;
+    bench.probe.faults.lose_in_write(false);
     let after = bench.store(sequence, 16, 16).await.unwrap_err();
     assert_eq!(after.code(), ErrorCode::DeviceFailed);
     assert_eq!(bench.service.describe_sequence(&call(), sequence).unwrap().length, 16);
@@ -43,7 +43,7 @@ async fn models_go_where_fewest_are_and_one_lost_device_leaves_the_others_as_the
     assert_eq!(service.pool_stats().capacity_bytes, 2 << 16);
     let forked = service.fork_sequence(&call(), models[1].1, None).unwrap().id;
     // The second is lost: its models answer so, the others and new ones live, and it is said.
-    *probes[1].lose.lock() = true;
+    probes[1].faults.lose_in_write(true);
     for sequence in [models[1].1, models[3].1, forked] {
         let lost = service.store_chunk(&call(), chunk(sequence, 16, 16)).await.unwrap_err();
         assert_eq!(lost.code(), ErrorCode::DeviceFailed);

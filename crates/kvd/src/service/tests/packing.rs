@@ -64,7 +64,7 @@ async fn a_block_that_cannot_be_encoded_stays_raw_alone_and_for_good() {
     let bench = Bench::new(1 << 16, &[]);
     let model = bench.register("a", RAW).await.shape.id;
     let sequence = bench.service.open_sequence(&call(), model).unwrap();
-    *bench.probe.fail_first.lock() = true;
+    bench.probe.faults.fail_next_block();
     assert_eq!(packed_blocks(&bench, sequence, 0, 64).await, 3);
     assert_eq!(packed_blocks(&bench, sequence, 64, 16).await, 1);
     assert_eq!(take(&bench.probe.encoded), [4, 1]);

@@ -53,7 +53,7 @@ async fn a_publisher_that_leaves_before_its_turn_has_published_nothing() {
 async fn what_cannot_be_packed_ends_a_publish_before_it() {
     let bench = Bench::new(1 << 16, &[]);
     let (model, sequence) = written(&bench).await;
-    *bench.probe.fail_first.lock() = true;
+    bench.probe.faults.fail_next_block();
     let done = bench.service.publish_blocks(&call(), sequence, 0, &keys(4)).await.unwrap();
     assert_eq!((done.published, done.stop.is_some(), matched(&bench, model)), (0, true, 0));
 }

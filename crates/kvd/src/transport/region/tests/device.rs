@@ -2,13 +2,14 @@
 //! byte names it, or by descriptor, which is mapped as it comes out of the daemon's socket.
 
 use kvd_compute::{
-    AppendSteps, AttendBackend, AttendPlan, BackendError, CpuBackend, DeviceInfo, DeviceRegion,
-    EncodeSource, EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, OpenedRegion,
-    PageBackend, PlannedWrite, RawTarget, RegionBackend, RegionHandle, RegionPlaces, RegionRows,
-    Source, StagedRows, TransferBackend, content_hash,
+    AppendSteps, AttendBackend, AttendPlan, AttendTask, Attended, BackendError, CpuBackend,
+    DeviceInfo, DeviceRegion, IncomingRows, OpenedRegion, PageBackend, PlannedWrite, RegionHandle,
+    RegionPlaces, RegionRows, StagedRows, Stop, content_hash,
 };
-use kvd_core::{ErrorCode, Extent, LayerIndex, ModelId, Side};
+use kvd_core::{ErrorCode, ModelId, Side};
 use kvd_shm::RegionMemory;
+use kvd_testkit::forward::{ForwardingBackend, InjectedFaults};
+use kvd_testkit::mount_forwarding;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -28,6 +29,7 @@ pub(super) struct Memories {
     pub(super) busy: Arc<Mutex<()>>,
     /// Stores.
     pub(super) stores: Arc<Mutex<Stores>>,
+    pub(super) faults: Arc<InjectedFaults>,
     /// Calls that were to open some.
     pub(super) asked: Arc<Mutex<usize>>,
     /// No GPU: it has no UUID.
@@ -43,8 +45,6 @@ pub(super) struct Stores {
     pub(super) room: Option<u64>,
     /// Workers write over their rows as soon as those are staged.
     pub(super) spoil: bool,
-    /// The device is lost before rows are written.
-    pub(super) lose: bool,
     /// Calls that staged something.
     pub(super) staged: u64,
 }
@@ -110,13 +110,12 @@ pub(super) struct Device {
     /// By name.
     regions: BTreeMap<u64, Arc<RegionMemory>>,
     staged: Option<(ModelId, IncomingRows)>,
-    failure: Option<&'static str>,
 }
 
 impl Device {
     pub(super) fn new(cpu: CpuBackend, memories: Memories, uuid: &str) -> Self {
         let uuid = uuid.to_owned();
-        Self { cpu, memories, uuid, regions: BTreeMap::new(), staged: None, failure: None }
+        Self { cpu, memories, uuid, regions: BTreeMap::new(), staged: None }
     }
 
     fn memory(&self, region: DeviceRegion) -> Arc<RegionMemory> {
@@ -136,58 +135,26 @@ impl Device {
     }
 }
 
-impl PageBackend for Device {
+mount_forwarding!(Device);
+
+impl ForwardingBackend for Device {
+    type Inner = CpuBackend;
+
+    fn inner_backend(&self) -> &CpuBackend {
+        &self.cpu
+    }
+
+    fn inner_backend_mut(&mut self) -> &mut CpuBackend {
+        &mut self.cpu
+    }
+
+    fn injected_faults(&self) -> Option<&InjectedFaults> {
+        Some(&self.memories.faults)
+    }
+
     fn info(&self) -> DeviceInfo {
         let uuid = (!self.memories.is_processor).then(|| self.uuid.clone());
         DeviceInfo { uuid, ..self.cpu.info() }
-    }
-
-    fn failure(&self) -> Option<&str> {
-        self.failure
-    }
-
-    fn register(&mut self, model: ModelId, codec: kvd_codec::ModelCodec) {
-        self.cpu.register(model, codec);
-    }
-
-    fn unregister(&mut self, model: ModelId) {
-        self.cpu.unregister(model);
-    }
-
-    fn model_bytes(&self, model: ModelId) -> Result<ModelBytes, BackendError> {
-        self.cpu.model_bytes(model)
-    }
-
-    fn load(&mut self, plan: &LoadPlan) -> Result<LoadedRows, BackendError> {
-        self.cpu.load(plan)
-    }
-}
-
-impl AppendSteps for Device {
-    fn check(&self, model: ModelId, rows: &IncomingRows) -> Result<(), BackendError> {
-        self.cpu.check(model, rows)
-    }
-
-    fn copy(
-        &mut self,
-        model: ModelId,
-        layer: LayerIndex,
-        from: &Source,
-        count: u32,
-        to: RawTarget,
-    ) -> Result<(), BackendError> {
-        self.cpu.copy(model, layer, from, count, to)
-    }
-
-    fn write(
-        &mut self,
-        model: ModelId,
-        rows: &IncomingRows,
-        source_row: u32,
-        count: u32,
-        to: RawTarget,
-    ) -> Result<(), BackendError> {
-        self.cpu.write(model, rows, source_row, count, to)
     }
 
     fn write_staged(
@@ -195,39 +162,26 @@ impl AppendSteps for Device {
         staged: &StagedRows,
         writes: &[PlannedWrite],
     ) -> Result<(), BackendError> {
-        let stores = self.memories.stores.lock();
-        assert_eq!(staged.call, stores.staged, "the rows of another call");
+        assert_eq!(staged.call, self.memories.stores.lock().staged, "the rows of another call");
         let (model, rows) = self.staged.as_ref().expect("staged rows");
         for write in writes {
             self.cpu.write(*model, rows, write.source_row, write.rows, write.to)?;
         }
-        self.failure = stores.lose.then_some("lost");
         Ok(())
     }
 
-    fn encode(
+    fn attend_slice(
         &mut self,
-        model: ModelId,
-        layer: LayerIndex,
-        blocks: &[EncodeSource],
-    ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
-        self.cpu.encode(model, layer, blocks)
+        task: &mut AttendTask,
+        stop: &Stop,
+    ) -> Result<Option<Attended>, BackendError> {
+        task.attend_by_pieces(stop, |plan| self.cpu.attend(plan))
     }
 
-    fn move_pages(&mut self, pages: &EncodedPages, to: Extent) {
-        self.cpu.move_pages(pages, to);
+    fn shares_pages(&self) -> bool {
+        false
     }
-}
 
-impl AttendBackend for Device {
-    fn attend(&mut self, plan: &AttendPlan) -> Result<kvd_compute::Attended, BackendError> {
-        self.cpu.attend(plan)
-    }
-}
-
-impl TransferBackend for Device {}
-
-impl RegionBackend for Device {
     fn open_region(
         &mut self,
         handle: RegionHandle,

@@ -412,7 +412,7 @@ async fn a_device_that_is_lost_in_a_store_answers_it_with_a_refusal_and_publishe
         let region = &fixture.shared(1);
         let sequence = fixture.sequence().await;
         fixture.store_from(region, &chunk(sequence, 0, 20), 0).unwrap();
-        fixture.memories.stores.lock().lose = true;
+        fixture.memories.faults.lose_in_write(true);
         let lost = fixture.store_from(region, &chunk(sequence, 20, 20), 0).unwrap_err();
         assert_eq!(lost.code, Some(ErrorCode::DeviceFailed), "{lost}");
         let call = CallContext::new(Namespace::new("default").unwrap());

@@ -1,11 +1,56 @@
-//! Structs that host and kernels share, field by field: `kernels/include/kvd/page.cuh` and
-//! `merge.cuh`. Addresses are device addresses as integers; a kernel is launched with the bytes of
-//! one struct.
+//! Structs and constants of the kernels that attend and merge.
 
+use super::{ReadAddress, WriteAddress};
 use bytemuck::{Pod, Zeroable};
 
+/// Threads of a block of `kvd_attend_*`.
+pub(crate) const ATTEND_THREADS: u32 = 128;
+/// Threads of a block of `kvd_merge`.
+pub(crate) const MERGE_THREADS: u32 = 128;
+/// Tokens of a tile, the unit in which pages are staged and codes are laid out.
+pub(crate) const TILE_TOKENS: usize = 32;
+/// Tiles that have room in shared memory, at most.
+pub(crate) const BUFFERS_MAX: usize = 4;
+/// Bytes within which pieces of a tile of halves change places.
+pub(crate) const LINE_BYTES: usize = 128;
+/// Scales of a token for which weights are cut.
+pub(crate) const WEIGHT_SETS_MAX: usize = 4;
+/// Query rows whose digits one product of bytes takes.
+pub(crate) const FEW_ROWS: i32 = 4;
+/// The high bits from here on of a Huffman table's entry of four codes hold their length.
+pub(crate) const ENTRY_LENGTH: u32 = 27;
 /// Marks a partial result that is in coefficients.
-pub(crate) const COEFFICIENTS: u32 = 1 << 31;
+pub(crate) const COEFFICIENTS: u32 = 0x8000_0000;
+
+/// The kernel of one side: a struct of `kernels/include/kvd`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(u32)]
+pub enum SideKernel {
+    /// Rows in f32.
+    F32 = 0,
+    /// Rows in f16.
+    F16 = 1,
+    /// Rows in bf16.
+    Bf16 = 2,
+    /// FP8 e4m3.
+    Fp8 = 3,
+    /// Equidistant levels between minimum and maximum.
+    Uniform = 4,
+    /// Equidistant levels around zero.
+    Symmetric = 5,
+    /// Either of them, group by group.
+    Hybrid = 6,
+    /// Vector quantization.
+    Vq = 7,
+    /// Angle and radius of channel pairs.
+    Polar = 8,
+    /// The best levels for turned rows.
+    Lloyd = 9,
+    /// A width for every coefficient.
+    BitAlloc = 10,
+    /// One step, codes by class of coefficient.
+    Grid = 11,
+}
 
 /// How one head's keys or values are stored; fields that a kernel does not name are not read.
 #[repr(C)]
@@ -13,7 +58,7 @@ pub(crate) const COEFFICIENTS: u32 = 1 << 31;
 pub struct SideShape {
     /// Offset of codebooks, levels or directions in the layer's tables, bytes.
     pub table: u64,
-    /// [`crate::SideKernel`] as a number.
+    /// [`SideKernel`] as a number.
     pub kind: u32,
     /// Channels of a row.
     pub dim: u32,
@@ -129,7 +174,7 @@ pub struct AttendUnit {
     pub window: u32,
     /// First row of the partial results.
     pub partial: u32,
-    /// Stops of 64 tokens of its longest page: `token_pages.cuh`.
+    /// Stops of 64 tokens of its longest page (token_pages.cuh).
     pub page_stops: u32,
 }
 
@@ -138,21 +183,21 @@ pub struct AttendUnit {
 #[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
 pub struct AttendParameters {
     /// Page memory.
-    pub arena: u64,
+    pub arena: ReadAddress<u8>,
     /// [`crate::LayerShapes::tables`].
-    pub tables: u64,
+    pub tables: ReadAddress<u8>,
     /// [`PageEntry`]s.
-    pub pages: u64,
+    pub pages: ReadAddress<PageEntry>,
     /// [`AttendUnit`]s, one per thread block.
-    pub units: u64,
+    pub units: ReadAddress<AttendUnit>,
     /// Scaled queries, f32 `[rows, key channels]`.
-    pub queries: u64,
+    pub queries: ReadAddress<f32>,
     /// Terms added to a row's scores, f32.
-    pub offsets: u64,
+    pub offsets: ReadAddress<f32>,
     /// Partial sums, f32 `[partials, value channels]`; written.
-    pub out: u64,
+    pub out: WriteAddress<f32>,
     /// Largest score and sum of weights, f32 `[partials, 2]`; written.
-    pub stats: u64,
+    pub stats: WriteAddress<f32>,
     /// Shared memory of a staged tile of keys, bytes.
     pub key_stage: u32,
     /// Shared memory of a staged tile of values, bytes.
@@ -180,17 +225,17 @@ pub struct AttendParameters {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct MergeParameters {
     /// As in [`AttendParameters`].
-    pub out: u64,
+    pub out: ReadAddress<f32>,
     /// As in [`AttendParameters`].
-    pub stats: u64,
+    pub stats: ReadAddress<f32>,
     /// End of each row's list in `partials`, u32.
-    pub ends: u64,
+    pub ends: ReadAddress<u32>,
     /// Partial results by row; the top bit says that one is in coefficients.
-    pub partials: u64,
+    pub partials: ReadAddress<u32>,
     /// f32 `[rows, 2, value channels]`: weighted sums of raw rows, of coefficients; written.
-    pub sums: u64,
+    pub sums: WriteAddress<f32>,
     /// f32 `[rows, 3]`: log-sum-exp, sum of weights, the part of coefficients; written.
-    pub results: u64,
+    pub results: WriteAddress<f32>,
     /// Value channels.
     pub dim: u32,
     /// Zero.

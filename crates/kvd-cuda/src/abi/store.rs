@@ -1,7 +1,14 @@
-//! Structs that host and store kernels share, field by field: `kernels/include/kvd/store/work.cuh`.
+//! Structs and constants of the kernels that write pages.
 
-use crate::SideShape;
+use super::{ReadAddress, SideShape, WriteAddress};
 use bytemuck::{Pod, Zeroable};
+
+/// Threads of a block of `kvd_store_*`.
+pub(crate) const STORE_THREADS: u32 = 128;
+/// Codes that a sub-vector's own words hold until all are found.
+pub(crate) const VQ_STAGES_MAX: usize = 3;
+/// [`StoreUnit::words`] of a page whose coefficients are in shared memory.
+pub(crate) const IN_SHARED: u64 = 0xFFFF_FFFF_FFFF_FFFF;
 
 /// A page to write.
 #[repr(C)]
@@ -48,20 +55,20 @@ pub struct StoreUnit {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct StoreParameters {
     /// Page memory.
-    pub arena: u64,
+    pub arena: ReadAddress<u8>,
     /// [`crate::LayerShapes::tables`].
-    pub tables: u64,
+    pub tables: ReadAddress<u8>,
     /// [`crate::StoreShapes::steps`].
-    pub steps: u64,
+    pub steps: ReadAddress<u8>,
     /// [`StoreUnit`]s, one per thread block.
-    pub units: u64,
+    pub units: ReadAddress<StoreUnit>,
     /// Pages; written.
-    pub pages: u64,
+    pub pages: WriteAddress<u8>,
     /// Header of each unit's page, 32 bytes, zeros where it has no codes; written. Where codes are
     /// counted, the counters: [`crate::CodeHistogram`].
-    pub headers: u64,
+    pub headers: WriteAddress<u8>,
     /// Coefficients of pages that shared memory has no room for.
-    pub words: u64,
+    pub words: WriteAddress<u32>,
     /// Shared memory of rows that a transform reads, bytes.
     pub row_bytes: u32,
     /// Shared memory of a page's gains, bytes.
