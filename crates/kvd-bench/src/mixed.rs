@@ -7,13 +7,16 @@ use kvd_client::{
     AttendBatch, AttendQuery, Client, ClientError, ClientOptions, Endpoint, ModelSpec, Namespace,
     StoreChunk,
 };
-use kvd_core::{DType, ErrorCode, LayerIndex, ModelId, SequenceId};
+use kvd_core::{DType, ErrorCode, LayerIndex, ModelId, ProgressLines, SequenceId};
 use serde::Serialize;
+use std::convert::Infallible;
 use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 
 /// Tokens of one store.
 const STORE_TOKENS: u32 = 1024;
+/// Time between two steps of what is told of the time that is over.
+const TOLD_EVERY: Duration = Duration::from_millis(250);
 /// Tokens after which a writer begins its sequence anew.
 const WRITER_TOKENS: u32 = 8 * STORE_TOKENS;
 
@@ -107,6 +110,8 @@ impl MixedBench {
     /// # Errors
     /// When the daemon cannot be reached, or refuses anything but for want of a place.
     pub async fn run_load(&self) -> Result<Vec<MixedRow>, BenchError> {
+        let progress = ProgressLines::on_stderr();
+        progress.begin_task("bench mixed, storing", u64::from(self.context));
         let client = self.connect_client().await?;
         let spec = ModelSpec {
             name: format!("bench-mixed-{}", std::process::id()),
@@ -122,10 +127,14 @@ impl MixedBench {
             let tokens = STORE_TOKENS.min(self.context - start);
             let stored = client.store_chunk(self.draw_chunk(sequence, start, tokens)).await;
             stored.map_err(BenchError::failed_step("store"))?;
+            progress.add_steps(u64::from(tokens));
         }
         let target =
             LoadTarget { bench: self.clone(), model, sequence, end: Instant::now() + self.time };
-        let measured = target.measure_clients().await;
+        let measured = tokio::select! {
+            measured = target.measure_clients() => measured,
+            never = tell_time(&progress, self.time) => match never {},
+        };
         client.close_sequence(sequence).await.map_err(BenchError::failed_step("close"))?;
         client.unregister_model(model).await.map_err(BenchError::failed_step("unregister"))?;
         measured
@@ -242,6 +251,16 @@ impl LoadTarget {
             q: NormalValues::new(5).draw_bytes(values, 1.0),
             per_query_errors: false,
         }
+    }
+}
+
+/// Tells how much of the time is over, until it is dropped.
+async fn tell_time(progress: &ProgressLines, time: Duration) -> Infallible {
+    progress.begin_task("bench mixed", time.div_duration_f64(TOLD_EVERY).ceil() as u64);
+    let mut ticks = tokio::time::interval(TOLD_EVERY);
+    loop {
+        ticks.tick().await;
+        progress.add_steps(1);
     }
 }
 

@@ -48,6 +48,9 @@ pub(crate) struct TableHistory {
     /// Table version of pages that are written now.
     pub(crate) current: usize,
     window: CodeWindow,
+    /// Blocks of one code since the last one of several: engines pad with them. Whatever comes
+    /// between them has its window for itself.
+    padding: CodeWindow,
     /// Counted blocks that a new version takes: twice as many after each, until tables fit.
     evidence: u32,
     /// By how much codes of single observations were longer than they could be, in the mean of the
@@ -139,6 +142,7 @@ impl TableHistory {
         self.born = stored;
         self.evidence = (2 * self.evidence).clamp(2, WINDOW_BLOCKS);
         self.window = CodeWindow::default();
+        self.padding = CodeWindow::default();
     }
 
     /// Appends a version.
@@ -169,20 +173,25 @@ impl TableHistory {
         if blocks == 0 || counts.iter().all(|count| *count == 0) {
             return TableDecision::Keep;
         }
+        if !is_varied(counts) {
+            return self.observe_padding(counts, blocks, stored);
+        }
+        self.padding = CodeWindow::default();
         let own = coded_bits(counts, &HuffmanTable::new(counts)) + description_bits(counts);
         let current = coded_bits(counts, &self.versions[self.current].huffman);
-        let departs = current as f64 > (1.0 + EXCESS + 2.0 * self.spread) * own as f64;
-        // Earlier counts are of other data and would blur these.
-        let blurs = is_varied(counts) && !is_varied(&self.window.counts);
-        if (departs && !self.window.is_suspect) || blurs {
-            self.window = CodeWindow { is_suspect: departs, ..CodeWindow::default() };
+        let fits = (1.0 + EXCESS + 2.0 * self.spread) * own as f64;
+        let departs = current as f64 > fits;
+        // Data that comes and goes need not show it for long: its table is there.
+        if departs && self.take_up_table(counts, fits, current) {
+            return TableDecision::Replaced;
+        }
+        if departs && !self.window.is_suspect {
+            // Earlier counts are of other data and would blur these.
+            self.window = CodeWindow { is_suspect: true, ..CodeWindow::default() };
         }
         self.window.add_counts(counts, blocks);
         self.window.current_bits += current;
         self.window.own_bits += own;
-        if !is_varied(&self.window.counts) && self.window.blocks < UNVARIED_BLOCKS {
-            return TableDecision::Keep;
-        }
         if self.window.blocks < WINDOW_BLOCKS.min(self.evidence) {
             return TableDecision::Suspect;
         }
@@ -196,6 +205,36 @@ impl TableHistory {
             return TableDecision::Keep;
         }
         if self.window.is_suspect { verdict.max(TableDecision::Suspect) } else { verdict }
+    }
+
+    /// As [`TableHistory::observe_codes`], of blocks of one code: they make no table before there
+    /// are many without others between.
+    fn observe_padding(&mut self, counts: &[u64], blocks: u32, stored: u64) -> TableDecision {
+        self.padding.add_counts(counts, blocks);
+        if self.padding.blocks < UNVARIED_BLOCKS {
+            return TableDecision::Keep;
+        }
+        self.window = std::mem::take(&mut self.padding);
+        let verdict = self.decide_table(stored);
+        self.window = CodeWindow::default();
+        verdict
+    }
+
+    /// Writes with the earlier version that takes the fewest bits for these codes, where it takes
+    /// no more than `fits` and is clearly better than the one that takes `current`; whether there
+    /// is one.
+    fn take_up_table(&mut self, counts: &[u64], fits: f64, current: u64) -> bool {
+        let costs = self.versions.iter().map(|of| coded_bits(counts, &of.huffman));
+        let Some((version, cost)) = costs.enumerate().min_by_key(|(_, cost)| *cost) else {
+            return false;
+        };
+        let cost = cost as f64;
+        let better = cost <= fits && (1.0 + EXCESS) * cost < current as f64;
+        if better {
+            self.current = version;
+            self.window = CodeWindow::default();
+        }
+        better
     }
 
     /// Compares the current table, all others, and one made for the counts.

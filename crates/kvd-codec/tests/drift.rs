@@ -188,6 +188,38 @@ fn data_that_comes_and_goes_takes_up_its_table_again() {
 }
 
 #[test]
+fn kinds_that_alternate_take_what_each_would_alone() {
+    let zeros = |_: usize| vec![0.0; VALUES];
+    let cubed = |seed: usize| normal(seed).into_iter().map(|x| x * x * x).collect();
+    let spread = |seed: usize| rows(seed, 4096);
+    type Rows<'a> = &'a dyn Fn(usize) -> Vec<f32>;
+    let others: [(&str, Rows<'_>); 3] =
+        [("zeros", &zeros), ("cubes", &cubed), ("a spike", &spread)];
+    for text in CODECS {
+        let data = many(50, normal);
+        // Without the blocks that begin a table, and those until data that is back is counted.
+        let usual: usize = store(&mut fresh(text), &data, 1)[8..].iter().sum();
+        for (what, other) in others {
+            let mut codec = fresh(text);
+            let turns = 40;
+            for turn in 0..turns {
+                store(&mut codec, &[other(500 + turn), normal(900 + turn)], 1);
+            }
+            let taken: usize = store(&mut codec, &data, 1)[8..].iter().sum();
+            let ratio = taken as f64 / usual as f64;
+            assert!(ratio < 1.03, "{text}, after {turns} turns with {what}: {ratio}");
+            // Of blocks in turn, those of normal data.
+            let turn: Vec<usize> = (0..20)
+                .map(|turn| store(&mut codec, &[other(700 + turn), normal(100 + turn)], 1)[1])
+                .collect();
+            let alone: usize = store(&mut fresh(text), &data, 1)[8..20].iter().sum();
+            let ratio = turn[8..].iter().sum::<usize>() as f64 / alone as f64;
+            assert!(ratio < 1.05, "{text}, in turns with {what}: {ratio}");
+        }
+    }
+}
+
+#[test]
 fn versions_are_bounded_and_bad_blocks_passed_over() {
     let mut codec = trained(2);
     // Ever other data: values that stand at other codes each time.

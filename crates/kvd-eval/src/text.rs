@@ -1,5 +1,6 @@
 //! Text files as tokens.
 
+use crate::UsageError;
 use anyhow::{Context, Result};
 use kvd_engine::ModelAssets;
 use std::ops::Range;
@@ -10,7 +11,7 @@ pub(crate) fn token_ids(assets: &ModelAssets, path: &Path, wanted: usize) -> Res
     let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     let text = String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
-        anyhow::anyhow!("{} is not UTF-8 from byte {at} on", path.display())
+        UsageError(format!("{} is not UTF-8 from byte {at} on", path.display()))
     })?;
     // Tokens stand for about four characters; a book would take the tokenizer minutes.
     let mut characters = wanted * 8;

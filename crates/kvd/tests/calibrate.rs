@@ -268,7 +268,7 @@ fn what_cannot_be_calibrated_is_refused_with_its_exit_code() {
         (vec!["--endpoint", "http://127.0.0.1:9", "--out", "x", vq[0], vq[1]], 64, "--sequence"),
         (vec!["--samples", "x", "--model", "y", "--dump", "z"], 64, "cannot be used with"),
         (vec!["--samples", "/no/such", vq[0], vq[1], "--out", "x"], 64, "/no/such"),
-        (vec!["--samples", fixture, vq[0], vq[1], "--out", "x"], 1, "no tensor layer.0.k"),
+        (vec!["--samples", fixture, vq[0], vq[1], "--out", "x"], 64, "no tensor layer.0.k"),
         (vec!["--tokens", "64", "--window", "64", "--codec", "fp8", "--out", "x"], 64, "fp8"),
         (vec!["--tokens", "64", "--window", "64", vq[0], vq[1], out[0], out[1]], 64, out[1]),
         (vec!["--window", "4096", vq[0], vq[1], "--out", "x"], 64, "2048 positions"),

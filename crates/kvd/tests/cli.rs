@@ -139,7 +139,7 @@ fn who_closes_the_output_early_hears_nothing() {
 }
 
 #[test]
-fn tables_that_need_no_measurement_fit_the_terminal() {
+fn tables_of_presets_fit_the_terminal() {
     for arguments in
         [&["codecs"][..], &["plan", "--table"], &["plan", "--table", "--device", "a100"]]
     {
@@ -208,9 +208,34 @@ fn wrong_arguments_are_refused_at_once() {
         (&["bench", "attend", "--buffer", "lots"], "a size such as 4 GiB"),
         (&["bench", "attend", "--codec", "k=raw; v=fp9"], "character 9"),
         (&["codecs", "--wide", "--json"], "--json"),
+        (&["man-pages", "/proc/none"], "/proc/none"),
         (&["nonsense"], "nonsense"),
     ] {
         refused(arguments, part);
+    }
+}
+
+#[cfg(feature = "eval")]
+#[test]
+fn files_of_another_kind_are_refused_as_wrong_arguments() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    std::fs::write(&file, [0xFFu8; 4096]).unwrap();
+    let file = file.to_str().unwrap();
+    let policy = format!("@{file}");
+    let out = ["--codec", "kvd-2", "--out", "x"];
+    let short = ["--tokens", "64", "--passages", "1"];
+    for arguments in [
+        [&["calibrate", "--samples", file][..], &out].concat(),
+        [&["calibrate", "--text", file][..], &out].concat(),
+        [&["eval", "--codec", "raw", "--text", file][..], &short].concat(),
+        [&["eval", "--codec", "kvd-2", "--calibration", file][..], &short].concat(),
+        vec!["eval", "--codec", policy.as_str()],
+        vec!["cache", "simulate", "--trace", file],
+        vec!["serve", "--config", file],
+        vec!["config", "--config", file],
+    ] {
+        refused(&arguments, file);
     }
 }
 

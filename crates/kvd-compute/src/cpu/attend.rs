@@ -399,7 +399,7 @@ impl BatchReply {
             if state.coefficient_weight > 0.0 {
                 values.iter_mut().zip(unfolded).for_each(|(value, of)| *value += of);
             }
-            if sum_of_squares(&values) < LEFT_LEAST * sum_of_squares(&state.coefficients) {
+            if state.coefficient_weight > 0.0 && has_cancelled(&values, &state.coefficients) {
                 cancelled.push(row);
             }
             for value in &mut values {
@@ -417,6 +417,25 @@ impl BatchReply {
         self.lse[target] = lse;
         dtype.narrow_values(values, &mut self.out[target * bytes..][..bytes]);
     }
+}
+
+/// Whether values have less than [`LEFT_LEAST`] of the squares of the coefficients that they are
+/// made from.
+fn has_cancelled(values: &[f32], coefficients: &[f32]) -> bool {
+    let squares = |values: &[f32]| {
+        let (chunks, rest) = values.as_chunks::<16>();
+        let mut lanes = [0f32; 16];
+        for chunk in chunks {
+            lanes.iter_mut().zip(chunk).for_each(|(lane, value)| *lane += value * value);
+        }
+        lanes.iter().sum::<f32>() + rest.iter().map(|value| value * value).sum::<f32>()
+    };
+    let (left, of) = (squares(values), squares(coefficients));
+    // Far from the bound and from the ends of f32, its sums do.
+    if left > 2.0 * LEFT_LEAST as f32 * of && left > 1e-30 && of.is_finite() {
+        return false;
+    }
+    sum_of_squares(values) < LEFT_LEAST * sum_of_squares(coefficients)
 }
 
 /// The sum of squares, in f64: f32 holds neither those of tiny values nor those of huge ones.

@@ -106,7 +106,8 @@ pub(super) fn attend_rows(
                     continue;
                 }
                 let (start, end) = ((start - token) as usize, (end - token) as usize);
-                let scores = score_keys(job, unit, *row, &tiles[0][start * dim_k..end * dim_k]);
+                let keys = &tiles[0][start * dim_k..end * dim_k];
+                let scores: Vec<f64> = score_keys(job, unit, *row, keys).collect();
                 state.add_tokens(job.simd, &scores, &tiles[1][start * dim_v..end * dim_v]);
             }
         }
@@ -120,15 +121,16 @@ pub(super) fn score_keys(
     unit: &AttendUnit<'_>,
     row: usize,
     keys: &[f32],
-) -> Vec<f64> {
+) -> impl Iterator<Item = f64> {
     let dim = job.reader.codec.geometry().head_dim(Side::Key);
     let query = &job.q[payload_row(job, unit, row) * dim..][..dim];
     let scale = job.plan.scale.map_or_else(|| 1.0 / (dim as f64).sqrt(), f64::from);
-    let score = |key: &[f32]| {
-        let score = dot_product(job.simd, query, key) * scale;
-        job.plan.soft_cap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
+    let (simd, soft_cap) = (job.simd, job.plan.soft_cap);
+    let score = move |key: &[f32]| {
+        let score = dot_product(simd, query, key) * scale;
+        soft_cap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh())
     };
-    keys.chunks_exact(dim).map(score).collect()
+    keys.chunks_exact(dim).map(score)
 }
 
 per_level!(fn dot_product(a: &[f32], b: &[f32]) -> f64 = dot_product_body);

@@ -16,7 +16,7 @@ use crate::cpu::score_probe::ScoreProbe;
 use crate::cpu::side_kernels::{KeyKernel, ValueKernel};
 use crate::cpu::simd::Precision;
 use crate::cpu::softmax::{self, SeenScores, WeightSums};
-use crate::cpu::span_scores::{SPAN, SpanScores, TILE};
+use crate::cpu::span_scores::{SPAN, SpanScores, TILE, find_score};
 use crate::cpu::tile_cursor::{TileCursor, grow_buffer};
 use crate::cpu::token_span::{TokenSpan, spans_of};
 use crate::cpu::unit_answer::UnitAnswer;
@@ -84,6 +84,7 @@ pub(super) fn answer_unit(
     let mut state = UnitState::new(job, unit)?;
     state.score_parts(&Side::BOTH, |state, rows, span| {
         let [keys, values] = [&rows[0], &rows[1]];
+        state.keep_probed_key(keys, span)?;
         state.prefetch.next_step();
         state.weigh_span(span, keys.row_space(), values.row_space());
         state.add_values(values, span)
@@ -117,7 +118,7 @@ impl<'a> UnitState<'a> {
         let values = ValueKernel::new(config, value_side, tiles(Side::Value), rows);
         let rounds = config.precision == Precision::Fast
             && keys.as_ref().is_some_and(KeyKernel::rounds_queries);
-        let probe = if rounds { ScoreProbe::choose_tokens(unit, key_side, rows) } else { None };
+        let probe = if rounds { ScoreProbe::choose_token(unit, key_side, rows) } else { None };
         Ok(Self {
             job,
             unit,
@@ -261,6 +262,18 @@ impl<'a> UnitState<'a> {
         Ok(())
     }
 
+    /// Decodes the key that is looked at, where the span has it.
+    fn keep_probed_key(
+        &mut self,
+        keys: &RowReader<'_>,
+        span: &TokenSpan,
+    ) -> Result<(), BackendError> {
+        let Some(probe) = &mut self.probe else { return Ok(()) };
+        let (reader, tiles) = (self.job.reader, self.streams.tiles_of(Side::Key));
+        let side = reader.codec.head_codec(reader.layer, Side::Key, self.unit.head);
+        probe.keep_key(side, keys, tiles, span)
+    }
+
     /// Turns scores into weights, online (Milakov and Gimelshein): sums seen so far are scaled
     /// down when a larger score comes.
     fn weigh_span(&mut self, span: &TokenSpan, key_space: RowSpace, value_space: RowSpace) {
@@ -321,9 +334,8 @@ impl<'a> UnitState<'a> {
             let (state, loss) = (&mut self.states[row], &mut self.losses[row]);
             if *max > state.max {
                 let seen = self.scores.seen_tokens(row);
-                let scores = &self.scores.row(row)[seen.clone()];
-                let at = seen.start + scores.iter().position(|score| score == max).unwrap_or(0);
-                loss.largest_at = span.position_of(at) as u32;
+                let at = find_score(&self.scores.row(row)[seen.clone()], *max);
+                loss.largest_at = span.position_of(seen.start + at) as u32;
             }
             if *max > state.max
                 && state.weight_sum > 0.0
@@ -429,14 +441,14 @@ impl<'a> UnitState<'a> {
                 loss.score = self.keys.as_ref().map_or(0.0, |keys| keys.score_loss(row));
                 let losses = self.values.as_ref().map(|values| ValueLosses {
                     magnitude,
-                    lost: values.joint_loss(row),
+                    lost: values.joint_residual(row).abs() * magnitude,
                     folded: values.folded_loss(row),
                 });
                 loss.take_value_losses(losses.unwrap_or_default());
             }
         }
         if let Some(probe) = &self.probe {
-            let found = probe.measure_errors(self.job, self.unit, &self.queries)?;
+            let found = probe.measure_errors(self.job, self.unit, &self.queries);
             for (loss, found) in self.losses.iter_mut().zip(found) {
                 loss.probed = found;
             }

@@ -193,10 +193,9 @@ impl GridValues {
         self.magnitude
     }
 
-    /// The largest error of a sum of a row that comes from the residuals of all of its rounded
-    /// weights together.
-    pub(crate) fn joint_loss(&self, row: usize) -> f32 {
-        self.lost[row].abs() * self.largest_value()
+    /// What rounding took from all weights of a row together.
+    pub(crate) fn joint_residual(&self, row: usize) -> f32 {
+        self.lost[row]
     }
 
     /// Adds the weighted codes of tiles.

@@ -86,8 +86,9 @@ impl UnitState<'_> {
             if *score >= softmax::SCORE_MAX {
                 keys.decode_at(first + at, 1, &mut key)?;
                 restore_rows(side, keys.row_space(), &mut key);
-                let wide = attend_f64::score_keys(self.job, self.unit, row, &key)[0];
-                *score = (wide as f32).clamp(-f32::MAX, f32::MAX);
+                if let Some(wide) = attend_f64::score_keys(self.job, self.unit, row, &key).next() {
+                    *score = (wide as f32).clamp(-f32::MAX, f32::MAX);
+                }
             }
         }
         Ok(())

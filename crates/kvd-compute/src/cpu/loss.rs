@@ -88,7 +88,14 @@ pub(super) fn largest_magnitude(values: &[f32]) -> f32 {
             *lane = if magnitude > *lane { magnitude } else { *lane };
         }
     }
-    lanes.iter().chain(rest).fold(0f32, |most, value| most.max(value.abs()))
+    // In halves: one after the other each would wait for the one before.
+    for half in [8, 4, 2, 1] {
+        let (low, high) = lanes.split_at_mut(half);
+        for (low, high) in low.iter_mut().zip(high) {
+            *low = if *high > *low { *high } else { *low };
+        }
+    }
+    rest.iter().fold(lanes[0], |most, value| most.max(value.abs()))
 }
 
 per_level!(pub(super) fn largest_of(values: &[f32]) -> f32 = largest_magnitude);
@@ -116,7 +123,7 @@ pub(super) struct RoundingLoss {
 impl RoundingLoss {
     /// Takes a row of so many weights.
     pub(super) fn add_row(&mut self, pushed: &RoundedRow, tokens: usize) {
-        self.square += f64::from(pushed.unit).powi(2) * tokens as f64 / 12.0;
+        self.square += f64::from(pushed.unit).powi(2) * (tokens as f64 * (1.0 / 12.0));
         self.lost += pushed.lost;
     }
 
@@ -282,7 +289,7 @@ impl MergedRows<'_> {
         }
         let key = decoder.decoded_row(Side::Key, self.unit.parts, loss.largest_at)?;
         let term = largest_product(self.job.simd, self.queries.row(RowSpace::Raw, row), key);
-        let score = attend_f64::score_keys(self.job, self.unit, row, key).first().copied();
+        let score = attend_f64::score_keys(self.job, self.unit, row, key).next();
         let error = score.map_or(0.0, |score| (f64::from(state.max) - score).abs() as f32);
         // Scores of other precisions err as theirs do.
         let error = if loss.score > 0.0 { error } else { 0.0 };

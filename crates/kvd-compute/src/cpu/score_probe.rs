@@ -17,9 +17,6 @@ use kvd_codec::{HeadCodec, RowSpace};
 use kvd_core::Side;
 use std::ops::Range;
 
-/// Tokens of a unit that are looked at.
-const TOKENS: u32 = 1;
-
 /// Findings about a query row at the keys of a few tokens.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct ProbeResult {
@@ -96,9 +93,9 @@ impl<'a> RowDecoder<'a> {
         let reader = self.job.reader;
         let head = reader.codec.head_codec(reader.layer, side, self.head);
         let RowReader::Page { page, first_row } = rows else { return Ok(false) };
-        let Some((_, scales)) = page.stream_codes().filter(|_| !page.header().fallback) else {
+        if page.stream_codes().is_none() || page.header().fallback {
             return Ok(false);
-        };
+        }
         let token = first_row + first as usize;
         let tiles = &mut self.streams[side.index()];
         if tiles.is_none() {
@@ -109,29 +106,47 @@ impl<'a> RowDecoder<'a> {
         let wanted =
             PageRequest { tiles: &mut *tiles, page, rows: token..token + 1, decoded: &mut decoded };
         huffman::decode_pages(self.job.simd, vec![wanted])?;
-        if !decoded || !tiles.holds_token(token) {
-            return Ok(false);
-        }
-        let Some(grid) = head.grid() else {
-            return Ok(page.decode_from_codes(tiles.as_fixed_codes(scales), token, row));
-        };
-        grid::decode_row(grid, tiles, token, row);
-        page.restore_length(token, row);
-        Ok(true)
+        Ok(decoded && decode_from_tiles(head, rows, tiles, token, row))
     }
 }
 
-/// A few tokens that all rows of a unit see, and their scores.
+/// Decodes a row, counted in its source, of a page whose codes are in `tiles`; whether they hold
+/// it.
+fn decode_from_tiles(
+    head: &HeadCodec,
+    rows: &RowReader<'_>,
+    tiles: &StreamTiles,
+    token: usize,
+    row: &mut [f32],
+) -> bool {
+    let RowReader::Page { page, .. } = rows else { return false };
+    let Some((_, scales)) = page.stream_codes().filter(|_| !page.header().fallback) else {
+        return false;
+    };
+    if !tiles.holds_token(token) {
+        return false;
+    }
+    let Some(grid) = head.grid() else {
+        return page.decode_from_codes(tiles.as_fixed_codes(scales), token, row);
+    };
+    grid::decode_row(grid, tiles, token, row);
+    page.restore_length(token, row);
+    true
+}
+
+/// A token that all rows of a unit see, its key and its scores.
 pub(super) struct ScoreProbe {
-    tokens: Range<u32>,
-    /// `[rows, tokens]`.
+    token: u32,
+    /// By row.
     scores: Vec<f32>,
+    /// Back to K; none before its part had its turn.
+    key: Vec<f32>,
 }
 
 impl ScoreProbe {
-    /// Chooses the tokens: those of a page first, whose kernel rounds. `None` where none is seen by
+    /// Chooses the token: one of a page first, whose kernel rounds. `None` where none is seen by
     /// all rows, or rows would take long to decode.
-    pub(super) fn choose_tokens(
+    pub(super) fn choose_token(
         unit: &AttendUnit<'_>,
         side: &HeadCodec,
         rows: usize,
@@ -144,49 +159,59 @@ impl ScoreProbe {
         let slow = side.stream_runs().is_some() && side.grid().is_none();
         let page = unit.parts.iter().find(|part| !slow && is_page(part) && is_seen(part));
         let raw = || unit.parts.iter().find(|part| !is_page(part) && is_seen(part));
-        let tokens = in_part(page.or_else(raw)?);
-        let tokens = tokens.start..tokens.end.min(tokens.start + TOKENS);
-        let scores = vec![0.0; rows * tokens.len()];
-        Some(Self { tokens, scores })
+        let token = in_part(page.or_else(raw)?).start;
+        Some(Self { token, scores: vec![0.0; rows], key: Vec::new() })
     }
 
-    /// Keeps the scores of some rows, where the span holds the tokens.
+    /// Keeps the scores of some rows, where the span holds the token.
     pub(super) fn keep_scores(
         &mut self,
         rows: Range<usize>,
         span: &TokenSpan,
         scores: &SpanScores,
     ) {
-        for at in span.visible_rows(&self.tokens) {
-            let token = span.position_of(at) - self.tokens.start as usize;
-            for row in rows.clone() {
-                self.scores[row * self.tokens.len() + token] = scores.row(row)[at];
-            }
+        if let Some(at) = span.visible_rows(&(self.token..self.token + 1)).next() {
+            rows.for_each(|row| self.scores[row] = scores.row(row)[at]);
         }
     }
 
-    /// Decodes the tokens' keys, and compares each row's scores with those in f64.
+    /// Decodes the token's key, where the span holds it, and from `tiles` where those hold the
+    /// codes of its page.
+    pub(super) fn keep_key(
+        &mut self,
+        side: &HeadCodec,
+        keys: &RowReader<'_>,
+        tiles: Option<&StreamTiles>,
+        span: &TokenSpan,
+    ) -> Result<(), BackendError> {
+        let Some(at) = span.visible_rows(&(self.token..self.token + 1)).next() else {
+            return Ok(());
+        };
+        let row = span.first + at;
+        self.key.resize(side.dim(), 0.0);
+        let key = &mut self.key[..];
+        if !tiles.is_some_and(|tiles| decode_from_tiles(side, keys, tiles, row, key)) {
+            keys.decode_at(row, 1, key)?;
+        }
+        restore_rows(side, keys.row_space(), key);
+        Ok(())
+    }
+
+    /// Compares each row's score of the token with that in f64.
     pub(super) fn measure_errors(
         &self,
         job: &AttendJob<'_>,
         unit: &AttendUnit<'_>,
         queries: &UnitQueries,
-    ) -> Result<Vec<ProbeResult>, BackendError> {
-        let count = self.tokens.len();
-        let mut found = vec![ProbeResult::default(); self.scores.len() / count.max(1)];
-        let mut decoder = RowDecoder::new(job, unit.head);
-        for (index, at) in self.tokens.clone().enumerate() {
-            let key = decoder.decoded_row(Side::Key, unit.parts, at)?;
-            for (row, found) in found.iter_mut().enumerate() {
-                let query = queries.row(RowSpace::Raw, row);
-                let term = largest_product(job.simd, query, key);
-                let exact = attend_f64::score_keys(job, unit, row, key).first().copied();
-                let score = f64::from(self.scores[row * count + index]);
-                let error = exact.map_or(0.0, |exact| (score - exact).abs() as f32);
-                *found = found.larger_of(&ProbeResult { term, error });
-            }
-        }
-        Ok(found)
+    ) -> Vec<ProbeResult> {
+        let measure = |(row, score): (usize, &f32)| {
+            let query = queries.row(RowSpace::Raw, row);
+            let term = largest_product(job.simd, query, &self.key);
+            let exact = attend_f64::score_keys(job, unit, row, &self.key).next();
+            let error = exact.map_or(0.0, |exact| (f64::from(*score) - exact).abs() as f32);
+            ProbeResult { term, error }
+        };
+        self.scores.iter().enumerate().map(measure).collect()
     }
 }
 

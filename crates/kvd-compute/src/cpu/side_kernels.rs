@@ -240,14 +240,14 @@ impl ValueKernel {
         }
     }
 
-    /// The largest error of a sum of a row that comes from the residuals of all of its rounded
-    /// weights together: equal weights round equally.
-    pub(super) fn joint_loss(&self, row: usize) -> f32 {
+    /// What rounding took from all weights of a row together: equal weights round equally. Times
+    /// [`ValueKernel::largest_value`] it is the largest error of a sum that comes of it.
+    pub(super) fn joint_residual(&self, row: usize) -> f32 {
         match self {
-            Self::Vq(values) => values.joint_loss(row),
-            Self::Uniform(values) => values.joint_loss(row),
-            Self::Grid(values) => values.joint_loss(row),
-            Self::BitAlloc(values) => values.joint_loss(row),
+            Self::Vq(values) => values.joint_residual(row),
+            Self::Uniform(values) => values.joint_residual(row),
+            Self::Grid(values) => values.joint_residual(row),
+            Self::BitAlloc(values) => values.joint_residual(row),
             Self::Fp8(_) | Self::Bf16(_) | Self::Nibbles(_) | Self::Lloyd(_) => 0.0,
         }
     }

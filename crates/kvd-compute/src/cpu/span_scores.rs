@@ -8,6 +8,14 @@ pub(crate) const TILE: usize = kvd_codec::CodeLayout::TILE_TOKENS;
 /// Most tokens of a span: longer ones amortise more, and scores should stay in cache.
 pub(crate) const SPAN: usize = 128;
 
+/// Where a score stands, or 0: all of a register at once, then one by one.
+pub(crate) fn find_score(scores: &[f32], wanted: f32) -> usize {
+    const CHUNK: usize = 16;
+    let holds = |chunk: &[f32]| chunk.iter().fold(false, |any, score| any | (*score == wanted));
+    let first = CHUNK * scores.chunks(CHUNK).position(holds).unwrap_or(0);
+    scores[first..].iter().position(|score| *score == wanted).map_or(0, |at| first + at)
+}
+
 /// A row of [`SPAN`] values for each query row.
 pub(crate) struct SpanScores {
     values: Vec<f32>,

@@ -19,8 +19,8 @@ const UNITS_PER_THREAD: usize = 4;
 /// Query rows times tokens of one unit, at most, where decoding a token counts as [`DECODE_ROWS`]
 /// rows do: two or three milliseconds of a thread, so that others wait no longer for a pause.
 const UNIT_COST_MAX: u64 = 1 << 18;
-/// Query rows that take about as long as decoding a token.
-const DECODE_ROWS: u64 = 32;
+/// Query rows that take about as long as decoding a token, of codecs that take long to decode.
+const DECODE_ROWS: u64 = 16;
 
 /// Query tokens of one query, for one KV head: the rows that units are merged for.
 pub(super) struct RowGroup {

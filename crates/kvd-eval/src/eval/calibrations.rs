@@ -3,7 +3,7 @@
 use crate::split::{CodecFits, SplitReport};
 use anyhow::{Context, Result};
 use bytes::Bytes;
-use kvd_codec::CodecSpec;
+use kvd_codec::{Calibration, CodecSpec};
 use std::path::Path;
 
 /// Where codecs take their artefacts from.
@@ -19,6 +19,7 @@ impl CalibrationSource {
     pub(crate) fn read_artefact(path: &Path) -> Result<Self> {
         let bytes = std::fs::read(path);
         let bytes = bytes.with_context(|| format!("cannot read {}", path.display()))?;
+        Calibration::from_bytes(&bytes).with_context(|| path.display().to_string())?;
         Ok(Self::File(bytes.into()))
     }
 

@@ -278,15 +278,12 @@ fn compare_ours(block: &EvalBlock) -> impl Iterator<Item = PaperClaim> {
 
 /// The claims as a table; none when the block has the rows of none.
 pub(super) fn claims_sheet(block: &EvalBlock) -> Option<TableSheet> {
+    // Nothing is said of a claim that has no opponent.
     let row = |ordering: PaperClaim| {
-        let holds = match ordering.holds {
-            Some(true) => "yes",
-            Some(false) => "no",
-            None => "not compared",
-        };
-        vec![ordering.claim, ordering.source.to_owned(), ordering.figures, holds.to_owned()]
+        let holds = if ordering.holds? { "yes" } else { "no" };
+        Some(vec![ordering.claim, ordering.source.to_owned(), ordering.figures, holds.to_owned()])
     };
-    let rows: Vec<_> = check_orderings(block).into_iter().map(row).collect();
+    let rows: Vec<_> = check_orderings(block).into_iter().filter_map(row).collect();
     if rows.is_empty() {
         return None;
     }

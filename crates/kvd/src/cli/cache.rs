@@ -6,7 +6,6 @@ use super::cache_change::{CacheDropArgs, CacheGcArgs, collect_folder, drop_model
 use super::cache_folder::{CacheFolderArgs, list_scopes, verify_folder};
 use super::help;
 use super::table::{TableColumn, render_table};
-use anyhow::Context;
 use clap::{Args, Subcommand};
 use kvd_client::CacheStats;
 use kvd_store::{CacheSimulator, EvictionChoice};
@@ -147,12 +146,15 @@ fn stat_table(rows: &[CacheRow]) -> String {
     ])
 }
 
-fn read_trace(path: &Path) -> anyhow::Result<Vec<Vec<u64>>> {
-    let file = File::open(path).with_context(|| path.display().to_string())?;
+fn read_trace(path: &Path) -> Result<Vec<Vec<u64>>, CliError> {
+    let refused = |reason: String| CliError::Usage(format!("--trace {}: {reason}", path.display()));
+    let file = File::open(path).map_err(|error| refused(error.to_string()))?;
     let mut requests = Vec::new();
     for (index, line) in BufReader::new(file).lines().enumerate() {
+        let refused = |error: String| refused(format!("line {}: {error}", index + 1));
+        let line = line.map_err(|error| refused(error.to_string()))?;
         let request: TraceRequest =
-            serde_json::from_str(&line?).with_context(|| format!("line {}", index + 1))?;
+            serde_json::from_str(&line).map_err(|error| refused(error.to_string()))?;
         requests.push(request.hash_ids);
     }
     Ok(requests)

@@ -4,7 +4,7 @@ use super::kernels::kernels_text;
 use super::table::{TableColumn, render_table, wrap_text};
 use super::{CliError, machine};
 use clap::Args;
-use kvd_bench::{AttendBench, BenchResult, HeadShape, find_shape};
+use kvd_bench::{AttendBench, BenchError, BenchResult, HeadShape, find_shape};
 use kvd_codec::{CodecSpec, Preset, presets, resolve_spec};
 use kvd_compute::Precision;
 use kvd_core::{DType, Geometry, RopePairing, Side};
@@ -28,7 +28,7 @@ const CONTEXTS: [u32; 2] = [2048, 32_768];
 /// The page of measurements: how it was made and every codec's loss stand in it.
 const QUALITY_PAGE: &str = include_str!("../../../../docs/quality.md");
 
-/// Cached tokens of the attention that --speed times.
+/// Cached tokens of the attention that is timed.
 const SPEED_CONTEXT: u32 = 2048;
 
 /// Turns of each codec, of which the median counts.
@@ -39,7 +39,8 @@ const SPEED_BUFFER_BYTES: u64 = 16 << 20;
 
 #[derive(Args)]
 pub(super) struct CodecsArgs {
-    /// Time attention of one token over 2048 with each preset, on one thread of this machine.
+    /// Time attention with the presets that need a calibration too, which are fitted first: about
+    /// a minute. The others are timed always.
     #[arg(long)]
     speed: bool,
     /// Spec, source and bits per value of every preset, instead of the comparison.
@@ -67,7 +68,8 @@ struct PresetRow {
     /// f16 bytes over bytes held, one sequence with its windows, by its tokens.
     saving: Vec<PresetSaving>,
     loss: PresetLoss,
-    /// Processor time per token and KV head, nanoseconds; with --speed.
+    /// Processor time per token and KV head, nanoseconds; with --speed of every preset, without of
+    /// those that need no calibration.
     attend_ns: Option<f64>,
 }
 
@@ -89,8 +91,8 @@ struct PresetLoss {
 struct PresetReport {
     /// Where losses come from.
     measured: String,
-    /// Where attention was timed; with --speed.
-    timed: Option<String>,
+    /// Where attention was timed, or why it was not.
+    timed: String,
     presets: Vec<PresetRow>,
 }
 
@@ -102,10 +104,16 @@ pub(super) fn codecs_text(args: &CodecsArgs) -> Result<String, CliError> {
     if args.kernels {
         return kernels_text(presets().iter().map(|preset| preset.name));
     }
-    let mut report =
-        PresetReport { measured: measured_text(), timed: None, presets: preset_rows() };
-    if args.speed {
-        time_presets(&mut report)?;
+    let (measured, presets) = (measured_text(), preset_rows());
+    let mut report = PresetReport { measured, timed: String::new(), presets };
+    let timed: Vec<usize> = (0..report.presets.len())
+        .filter(|index| args.speed || !report.presets[*index].needs_calibration)
+        .collect();
+    match time_presets(&mut report, &timed) {
+        Err(error) if args.speed => return Err(error.into()),
+        // The comparison stands without it.
+        Err(error) => report.timed = format!("not timed here: {error}"),
+        Ok(()) => {}
     }
     if args.json {
         let json = serde_json::to_string_pretty(&report).map_err(anyhow::Error::from)?;
@@ -180,12 +188,12 @@ fn measured_text() -> String {
     format!("docs/quality.md, {on}")
 }
 
-/// Times attention with every preset.
-fn time_presets(report: &mut PresetReport) -> Result<(), CliError> {
+/// Times attention with these presets.
+fn time_presets(report: &mut PresetReport, timed: &[usize]) -> Result<(), BenchError> {
     let shape: HeadShape = find_shape("llama-3.1-8b").expect("a shape of that name");
     let bench = AttendBench {
         shape,
-        codecs: presets().iter().map(|preset| preset.name.to_owned()).collect(),
+        codecs: timed.iter().map(|index| report.presets[*index].name.to_owned()).collect(),
         contexts: vec![SPEED_CONTEXT],
         batch: 1,
         ragged: false,
@@ -197,21 +205,21 @@ fn time_presets(report: &mut PresetReport) -> Result<(), CliError> {
         precision: Precision::Fast,
         instruction_sets: Vec::new(),
     };
-    let BenchResult { machine, rows: timed } = bench.measure_all()?;
+    let BenchResult { machine, rows } = bench.measure_all()?;
     let mut apart: Vec<f64> = Vec::new();
-    for (row, timed) in report.presets.iter_mut().zip(&timed) {
-        row.attend_ns = Some(timed.cpu_ns.median);
-        apart.push(100.0 * (timed.cpu_ns.upper_quartile / timed.cpu_ns.best - 1.0));
+    for (index, row) in timed.iter().zip(&rows) {
+        report.presets[*index].attend_ns = Some(row.cpu_ns.median);
+        apart.push(100.0 * (row.cpu_ns.upper_quartile / row.cpu_ns.best - 1.0));
     }
     apart.sort_by(f64::total_cmp);
-    let set = timed.first().map_or("", |row| row.instruction_set);
-    report.timed = Some(format!(
+    let set = rows.first().map_or("", |row| row.instruction_set);
+    report.timed = format!(
         "{} ({set}, precision fast), one thread, median of {SPEED_ROUNDS} turns, from best to \
          upper quartile {:.0} % (half of the codecs less); {}",
         machine.processor,
         apart.get(apart.len() / 2).copied().unwrap_or_default(),
         machine::load_text(machine.cores),
-    ));
+    );
     Ok(())
 }
 
@@ -233,11 +241,9 @@ fn comparison_text(report: &PresetReport) -> String {
         ),
         TableColumn::of_text("calibrate", cells(&calibration)),
     ];
-    if report.timed.is_some() {
-        let time =
-            |row: &PresetRow| row.attend_ns.map_or_else(|| "-".to_owned(), |ns| format!("{ns:.0}"));
-        columns.push(TableColumn::of_numbers("ns", cells(&time)));
-    }
+    let time =
+        |row: &PresetRow| row.attend_ns.map_or_else(|| "-".to_owned(), |ns| format!("{ns:.0}"));
+    columns.push(TableColumn::of_numbers("ns", cells(&time)));
     columns.push(TableColumn::of_text("choose it when", cells(&|row| row.choose_when.to_owned())));
     let mut text = render_table(&columns);
     let mut note = |note: &str| text.push_str(&wrap_text(note, "  "));
@@ -257,14 +263,14 @@ fn comparison_text(report: &PresetReport) -> String {
          --model DIR.",
         report.measured
     ));
-    match &report.timed {
-        Some(timed) => note(&format!(
-            "ns: attention per token and KV head over {SPEED_CONTEXT} tokens: {timed}."
-        )),
-        None => {
-            note("--speed times attention here; --wide has specs, sources and bits; --json all.")
-        }
+    note(&format!(
+        "ns: attention per token and KV head over {SPEED_CONTEXT} tokens: {}.",
+        report.timed
+    ));
+    if rows.iter().any(|row| row.attend_ns.is_none()) {
+        note("-: is fitted first; --speed does that and times it, in about a minute.");
     }
+    note("--wide has specs, sources and bits; --json all.");
     text
 }
 
@@ -320,15 +326,18 @@ mod tests {
 
     #[test]
     fn the_comparison_fits_a_terminal_with_speeds_too() {
-        let mut report =
-            PresetReport { measured: measured_text(), timed: None, presets: preset_rows() };
+        let mut report = PresetReport {
+            measured: measured_text(),
+            timed: String::new(),
+            presets: preset_rows(),
+        };
         let plain = comparison_text(&report);
         assert!(columns_of(&plain) <= COLUMNS, "{} columns:\n{plain}", columns_of(&plain));
         assert!(plain.contains("docs/quality.md") && plain.contains("kvd 0.1.0 on cpu"), "{plain}");
         for row in &mut report.presets {
             row.attend_ns = Some(4321.0);
         }
-        report.timed = Some("a processor with a long name, one thread, busy ".repeat(4));
+        report.timed = "a processor with a long name, one thread, busy ".repeat(4);
         let timed = comparison_text(&report);
         assert!(columns_of(&timed) <= COLUMNS, "{} columns:\n{timed}", columns_of(&timed));
         for preset in presets() {

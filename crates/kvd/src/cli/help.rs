@@ -151,7 +151,7 @@ Examples:
 pub(super) const CODECS: &str = "\
 Examples:
   kvd codecs                         which codec to take
-  kvd codecs --speed                 with attention timed on this machine
+  kvd codecs --speed                 with attention timed for every preset
   kvd codecs --wide                  with spec, source and bits of every preset
   kvd codecs --kernels               which CPU kernel multiplies each preset
   kvd codecs --json | jq '.presets[] | select(.needs_calibration | not).name'";

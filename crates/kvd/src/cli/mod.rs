@@ -46,6 +46,8 @@ use crate::dashboard;
 use crate::device::DeviceError;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use kvd_bench::BenchError;
+#[cfg(feature = "eval")]
+use kvd_core::ErrorCode;
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -260,6 +262,7 @@ impl CliError {
 /// Whether other options would do.
 #[cfg(feature = "eval")]
 fn is_usage(error: &anyhow::Error) -> bool {
+    use kvd_codec::CalibrationError::{Malformed, NonFinite, TooFewSamples};
     use kvd_eval::calibrate::CalibrateError;
     error.chain().any(|cause| {
         let calibrate = cause.downcast_ref::<CalibrateError>();
@@ -271,12 +274,22 @@ fn is_usage(error: &anyhow::Error) -> bool {
                     | CalibrateError::TooFewTokens { .. }
                     | CalibrateError::OnlyZeros { .. }
                     | CalibrateError::NoQueries { .. }
+                    | CalibrateError::Dump { .. }
+                    | CalibrateError::Mixed { .. }
             )
         );
-        let few =
-            matches!(cause.downcast_ref(), Some(kvd_codec::CalibrationError::TooFewSamples { .. }));
+        let few = matches!(
+            cause.downcast_ref(),
+            Some(TooFewSamples { .. } | Malformed(_) | NonFinite { .. })
+        );
+        let client = cause.downcast_ref::<kvd_client::ClientError>();
+        let of_another =
+            client.is_some_and(|error| error.code == Some(ErrorCode::InvalidCalibration));
         // A model folder that is not computed is mended by whoever wrote the command.
-        idle || few || cause.is::<kvd_eval::UsageError>() || cause.is::<kvd_eval::ModelError>()
+        idle || few
+            || of_another
+            || cause.is::<kvd_eval::UsageError>()
+            || cause.is::<kvd_eval::ModelError>()
     })
 }
 
@@ -374,7 +387,8 @@ fn completion_script(shell: clap_complete::Shell) -> Result<String, CliError> {
 /// Writes the manual pages; how many there are.
 fn write_manual(folder: &Path) -> Result<String, CliError> {
     let failed = |error| anyhow::Error::new(error).context(folder.display().to_string());
-    std::fs::create_dir_all(folder).map_err(failed)?;
+    std::fs::create_dir_all(folder)
+        .map_err(|error| CliError::Usage(format!("{}: {error}", folder.display())))?;
     clap_mangen::generate_to(CliArgs::command(), folder).map_err(failed)?;
     let pages = std::fs::read_dir(folder).map_err(failed)?.count();
     Ok(format!("{}: {pages} files\n", folder.display()))

@@ -74,8 +74,8 @@ pub(crate) struct UniformKeys {
     bases: Vec<f32>,
     /// See [`alike_factor`]; by row, of queries times the first steps.
     alike_factors: Vec<f32>,
-    /// See [`UniformKeys::score_loss`].
-    losses: Vec<f32>,
+    /// The largest units so far, by row.
+    largest_units: Vec<f32>,
 }
 
 /// Whether there is a kernel for keys of the side.
@@ -112,13 +112,15 @@ impl UniformKeys {
             units: Vec::new(),
             bases: Vec::new(),
             alike_factors: Vec::new(),
-            losses: vec![0.0; queries.len() / dim],
+            largest_units: vec![0.0; queries.len() / dim],
         })
     }
 
     /// How far rounding may take a score of that row, so far: see [`rounding_loss`].
     pub(crate) fn score_loss(&self, row: usize) -> f32 {
-        self.losses[row]
+        let energy = self.dim as f32 * code_reach(self.groups).powi(2);
+        let alike = self.alike_factors.get(row).copied().unwrap_or_default();
+        rounding_loss(self.largest_units[row], energy) * alike
     }
 
     /// Scores all rows against one tile.
@@ -134,11 +136,8 @@ impl UniformKeys {
         if self.folded != Some(key) {
             self.folded = Some(key);
             self.fold_queries(simd, scales, key.1);
-            let energy = self.dim as f32 * code_reach(self.groups).powi(2);
-            let rows = self.losses.iter_mut().zip(self.units.iter().zip(&self.alike_factors));
-            for (loss, (unit, alike)) in rows {
-                *loss = loss.max(rounding_loss(*unit, energy) * alike);
-            }
+            let units = self.largest_units.iter_mut().zip(&self.units);
+            units.for_each(|(largest, unit)| *largest = largest.max(*unit));
         }
         for first in (0..self.units.len()).step_by(ROWS) {
             let rows = self.parts.rows_from(first);

@@ -156,11 +156,9 @@ impl UniformValues {
         self.magnitude
     }
 
-    /// The largest error of a sum of a row that comes from the residuals of all of its rounded
-    /// weights together: a value counts with its distance from the code that residuals are put
-    /// back with.
-    pub(crate) fn joint_loss(&self, row: usize) -> f32 {
-        self.lost[row].abs() * self.magnitude
+    /// What rounding took from all weights of a row together, beside what was put back.
+    pub(crate) fn joint_residual(&self, row: usize) -> f32 {
+        self.lost[row]
     }
 
     /// Losses of a sum for rounding of weights times steps, of the group of channels that lost
