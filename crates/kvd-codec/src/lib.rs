@@ -99,6 +99,6 @@ pub use row_block::LayerSide;
 pub use samples::{SampleKind, Samples, SetAside};
 pub use simd::{RegisterWidth, limit_width};
 pub use spec::{CodecSpec, EntropyCoding, FloatFormat, SideSpec, Transform};
-pub use split::{GroupCost, HeadGroup, OpenCodec, OpenSide};
+pub use split::{GroupCost, HeadGroup, OpenCodec, OpenSide, RatedCodec};
 pub use train::CodeCounts;
 pub use vq_spec::{CodebookScope, VqSpec};

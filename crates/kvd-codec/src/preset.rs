@@ -18,7 +18,7 @@ pub struct Preset {
     pub choose_when: &'static str,
 }
 
-static PRESETS: [Preset; 26] = [
+static PRESETS: [Preset; 27] = [
     Preset {
         name: "raw",
         spec_text: "k=raw; v=raw",
@@ -201,7 +201,15 @@ static PRESETS: [Preset; 26] = [
                     sink=32; recent=96",
         source: "kvd's own, docs/adr/0005-grid-codec.md",
         summary: "query-aware transform coding, about 1.5 bits per value, everything counted",
-        choose_when: "the most tokens, some loss",
+        choose_when: "many tokens, some loss",
+    },
+    Preset {
+        name: "kvd-1",
+        spec_text: "k=mean+qpca/grid(rate=1.28)/huffman; v=mean+gain+pca/grid(rate=0.88)/huffman; \
+                    sink=32; recent=96",
+        source: "kvd's own, docs/adr/0005-grid-codec.md",
+        summary: "query-aware transform coding, about 1 bit per value, everything counted",
+        choose_when: "the most tokens, more loss",
     },
     Preset {
         name: "kvd-2-fast",

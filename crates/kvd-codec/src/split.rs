@@ -39,6 +39,11 @@ impl HeadGroup {
         let head = u32::try_from(head).is_ok_and(|head| self.heads.contains(&head));
         self.side == side && self.layers.contains(&layer.0) && head
     }
+
+    fn sum_errors(&self, heads: &[HeadError]) -> f64 {
+        let own = heads.iter().filter(|head| self.has_head(head.layer, head.side, head.head));
+        own.map(|head| head.error).sum()
+    }
 }
 
 /// The loss that the errors of some heads make by themselves, in one unit for all groups.
@@ -118,6 +123,12 @@ impl OpenCodec<'_> {
             && Side::BOTH.iter().all(|side| side_rate(spec.side(*side)).is_some())
     }
 
+    /// Bits per key and value that both sides together ask for; 0 for a side that is no grid.
+    #[must_use]
+    pub fn total_rate(spec: &CodecSpec) -> f32 {
+        Side::BOTH.iter().filter_map(|side| side_rate(spec.side(*side))).sum()
+    }
+
     /// The calibration of the even split: that of [`crate::fit_calibration`].
     ///
     /// # Errors
@@ -130,6 +141,53 @@ impl OpenCodec<'_> {
         });
         let parts = parts.collect::<Result<_, CalibrationError>>()?;
         Ok(Calibration { geometry: self.key.geometry.clone(), seed: self.seed, parts })
+    }
+
+    /// The costs under `to` of groups whose costs were measured under `from`, another rate of the
+    /// same transforms: a cost grows with the squared error. A group without error under `from`
+    /// has no cost under `to`.
+    ///
+    /// # Errors
+    /// When a side of either has no grid.
+    pub fn carry_costs(
+        &self,
+        costs: &[GroupCost],
+        from: RatedCodec<'_>,
+        to: RatedCodec<'_>,
+    ) -> Result<Vec<GroupCost>, CalibrationError> {
+        let [before, after] = [self.list_errors(from)?, self.list_errors(to)?];
+        let carry = |cost: &GroupCost| {
+            let [before, after] = [&before, &after].map(|heads| cost.group.sum_errors(heads));
+            let carried = if before > 0.0 { cost.cost * after / before } else { 0.0 };
+            GroupCost { group: cost.group.clone(), cost: carried }
+        };
+        Ok(costs.iter().map(carry).collect())
+    }
+
+    /// The squared errors of all heads under a calibration, in one unit for a side.
+    fn list_errors(&self, of: RatedCodec<'_>) -> Result<Vec<HeadError>, CalibrationError> {
+        let mut heads = Vec::new();
+        for (side, open) in Side::BOTH.into_iter().zip([self.key, self.value]) {
+            let steps = &grid_part(of, side)?.grid.steps;
+            let errors = open.grid_side().unit_errors(steps).into_iter().zip(steps);
+            let errors = errors.map(|(error, step)| error * f64::from(*step).powi(2));
+            heads.extend(self.name_heads(side, errors));
+        }
+        Ok(heads)
+    }
+
+    fn name_heads(
+        &self,
+        side: Side,
+        errors: impl Iterator<Item = f64>,
+    ) -> impl Iterator<Item = HeadError> {
+        let kv_heads = self.key.geometry.kv_heads as usize;
+        errors.enumerate().map(move |(index, error)| HeadError {
+            side,
+            layer: LayerIndex((index / kv_heads) as u32),
+            head: index % kv_heads,
+            error,
+        })
     }
 
     /// Moves the steps of `from`, under which each head's error has the cost in `costs`, so that
@@ -152,14 +210,9 @@ impl OpenCodec<'_> {
         let mut before = Vec::new();
         let mut budget = 0.0;
         for (side, grid) in Side::BOTH.into_iter().zip(&grids) {
-            let part = from.part(side, &spec.side(side).fitted_text());
-            let tensors = part.and_then(|part| Some((part, part.grid.as_ref()?)));
-            let Some((part, tensors)) = tensors else {
-                let text = format!("the calibration has no grid for {spec}");
-                return Err(CalibrationError::Shape(text));
-            };
+            let part = grid_part(RatedCodec { spec, calibration: from }, side)?;
             budget += bits_share * grid.budget_bits(f64::from(grid_rate(spec.side(side))?));
-            before.push(StepsBefore { steps: &tensors.steps, split: &part.split });
+            before.push(StepsBefore { steps: &part.grid.steps, split: part.split });
         }
         let factors = self.step_factors(&grids, &before, costs);
         let try_common = |common: f64| {
@@ -202,16 +255,9 @@ impl OpenCodec<'_> {
         before: &[StepsBefore<'_>],
         costs: &[GroupCost],
     ) -> Vec<Vec<f64>> {
-        let kv_heads = self.key.geometry.kv_heads as usize;
         let sides = Side::BOTH.into_iter().zip(grids).zip(before);
         let heads = sides.flat_map(|((side, grid), before)| {
-            let errors = grid.unit_errors(before.steps).into_iter().enumerate();
-            errors.map(move |(index, error)| HeadError {
-                side,
-                layer: LayerIndex((index / kv_heads) as u32),
-                head: index % kv_heads,
-                error,
-            })
+            self.name_heads(side, grid.unit_errors(before.steps).into_iter())
         });
         let heads: Vec<HeadError> = heads.collect();
         let wanted: Vec<f64> = costs.iter().map(|cost| wanted_factor(cost, &heads)).collect();
@@ -232,7 +278,30 @@ impl OpenCodec<'_> {
     }
 }
 
-/// The squared error of a head's rows, in squares of its step.
+/// A codec of two grids and a calibration that has them.
+#[derive(Clone, Copy, Debug)]
+pub struct RatedCodec<'a> {
+    /// The codec.
+    pub spec: &'a CodecSpec,
+    /// Its calibration.
+    pub calibration: &'a Calibration,
+}
+
+/// What a calibration has of one side.
+struct GridPart<'a> {
+    grid: &'a GridTensors,
+    split: &'a [f32],
+}
+
+fn grid_part(codec: RatedCodec<'_>, side: Side) -> Result<GridPart<'_>, CalibrationError> {
+    let RatedCodec { spec, calibration } = codec;
+    let part = calibration.part(side, &spec.side(side).fitted_text());
+    let part =
+        part.and_then(|part| Some(GridPart { grid: part.grid.as_ref()?, split: &part.split }));
+    part.ok_or_else(|| CalibrationError::Shape(format!("the calibration has no grid for {spec}")))
+}
+
+/// The squared error of a head's rows.
 struct HeadError {
     side: Side,
     layer: LayerIndex,
@@ -241,10 +310,9 @@ struct HeadError {
 }
 
 /// The factor of a group's steps, in relation to other groups: infinite without cost, zero or NaN
-/// without error.
+/// without error. Errors are in squares of steps.
 fn wanted_factor(cost: &GroupCost, heads: &[HeadError]) -> f64 {
-    let own = heads.iter().filter(|h| cost.group.has_head(h.layer, h.side, h.head));
-    let error: f64 = own.map(|head| head.error).sum();
+    let error = cost.group.sum_errors(heads);
     let cost = if cost.cost.is_finite() { cost.cost.max(0.0) } else { 0.0 };
     (error / cost).sqrt()
 }

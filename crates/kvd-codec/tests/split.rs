@@ -6,7 +6,7 @@ mod common;
 use common::{noise, rows};
 use kvd_codec::{
     BlockRows, Calibration, CodecSpec, GroupCost, HeadGroup, ModelCodec, OpenCodec, OpenSide,
-    Samples, fit_calibration, resolve_spec,
+    RatedCodec, Samples, fit_calibration, resolve_spec,
 };
 use kvd_core::{DType, Geometry, LayerIndex, Side};
 use proptest::prelude::*;
@@ -226,6 +226,47 @@ fn rows_that_say_nothing_and_rows_that_say_too_much_keep_the_budget() {
             assert!(tensor(&split, "step").iter().all(|step| step.is_normal()));
         }
     }
+}
+
+#[test]
+fn costs_of_one_rate_become_those_of_another_by_the_squares_of_steps() {
+    let geometry = geometry(2);
+    let specs = ["kvd-1.5", "kvd-4"].map(|name| resolve_spec(name).unwrap());
+    // The second head of values is of zeros: it errs under no rate.
+    let samples = samples(&geometry, |_, side, head, rows| {
+        if (side, head) == (Side::Value, 1) {
+            rows.fill(0.0);
+        }
+    });
+    let open = open(&samples, &specs[0]);
+    let open = open.codec();
+    let evens = [0, 1].map(|index| open.split_evenly(&specs[index]).unwrap());
+    let codec = |index: usize| RatedCodec { spec: &specs[index], calibration: &evens[index] };
+    let given =
+        costs(&geometry, |layer, side, head| f64::from(1 + layer + head) + side as u32 as f64);
+    let carried = open.carry_costs(&given, codec(0), codec(1)).unwrap();
+    let steps = evens.each_ref().map(|even| tensor(even, "step"));
+    for (before, after) in given.iter().zip(&carried) {
+        assert_eq!(before.group, after.group);
+        let HeadGroup { side, layers, heads } = &after.group;
+        if (*side, heads.start) == (Side::Value, 1) {
+            assert_eq!(after.cost, 0.0);
+            continue;
+        }
+        let index = (side.index() as u32 * 2 + layers.start) * 2 + heads.start;
+        let squares = f64::from(steps[1][index as usize] / steps[0][index as usize]).powi(2);
+        // A step near the rows' own width errs by less than its square says.
+        let ratio = after.cost / before.cost / squares;
+        assert!((0.95..3.0).contains(&ratio) && squares < 0.2, "{ratio} {squares}");
+    }
+    let back = open.carry_costs(&carried, codec(1), codec(0)).unwrap();
+    for (cost, given) in back.iter().zip(&given).filter(|(cost, _)| cost.cost > 0.0) {
+        assert!((cost.cost / given.cost - 1.0).abs() < 1e-9, "{cost:?}");
+    }
+    let other = resolve_spec("kvd-3").unwrap();
+    let wrong = RatedCodec { spec: &other, calibration: &evens[0] };
+    let error = open.carry_costs(&given, codec(0), wrong).unwrap_err().to_string();
+    assert!(error.contains("no grid for k=mean+qpca/grid(rate=3.25)"), "{error}");
 }
 
 #[test]

@@ -149,6 +149,7 @@ presets! {
     kvd_3 "kvd-3" "huffman_grid_grid" None,
     kvd_2 "kvd-2" "huffman_grid_grid" None,
     kvd_1_5 "kvd-1.5" "huffman_grid_grid" None,
+    kvd_1 "kvd-1" "huffman_grid_grid" None,
     kvd_2_fast "kvd-2-fast" "groups_groups" Some("kvd2fast"),
 }
 

@@ -111,17 +111,21 @@ pub struct TextQuality {
     pub perplexity_change_percent: f64,
     /// Mean KL(without kvd || this run) of the next-token distributions, in nats.
     pub kl_nats: f64,
+    /// The KL that half of the positions stay below.
+    pub kl_median_nats: f64,
+    /// The KL that 99.9 % of the positions stay below; the largest of fewer than 1000 positions.
+    pub kl_p999_nats: f64,
     /// Share of positions whose most likely token is the same, in percent.
     pub top1_agreement_percent: f64,
 }
 
 /// Sums of [`TextQuality`] over windows.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct QualitySums {
-    positions: u64,
     loss: f64,
     reference_loss: f64,
-    kl: f64,
+    /// By position.
+    kl: Vec<f64>,
     agreed: u64,
 }
 
@@ -143,29 +147,38 @@ impl QualitySums {
     ) {
         let rows = reference.rows_at(&positions).zip(run.rows_at(&positions));
         for (p, q) in rows.take(positions.len()) {
-            self.kl += kl_divergence(p, q);
+            self.kl.push(kl_divergence(p, q));
             self.agreed += u64::from(argmax(p) == argmax(q));
         }
-        self.positions += positions.len() as u64;
         self.loss += run.loss_at(&positions);
         self.reference_loss += reference.loss_at(&positions);
     }
 
-    /// The means.
+    /// The means, and how KL is spread over positions.
     #[must_use]
-    pub fn mean_quality(self) -> TextQuality {
-        let positions = self.positions.max(1) as f64;
+    pub fn mean_quality(mut self) -> TextQuality {
+        let positions = self.kl.len().max(1) as f64;
+        let kl: f64 = self.kl.iter().sum();
+        self.kl.sort_by(f64::total_cmp);
         let loss = self.loss / positions;
         let change = (loss - self.reference_loss / positions).exp() - 1.0;
         TextQuality {
-            scored_tokens: self.positions,
+            scored_tokens: self.kl.len() as u64,
             loss_nats: loss,
             perplexity: loss.exp(),
             perplexity_change_percent: 100.0 * change,
-            kl_nats: self.kl / positions,
+            kl_nats: kl / positions,
+            kl_median_nats: value_at(&self.kl, 0.5),
+            kl_p999_nats: value_at(&self.kl, 0.999),
             top1_agreement_percent: 100.0 * self.agreed as f64 / positions,
         }
     }
+}
+
+/// The smallest of the sorted values that is no smaller than that share of them; 0 of none.
+fn value_at(sorted: &[f64], share: f64) -> f64 {
+    let rank = (share * sorted.len() as f64).ceil() as usize;
+    sorted.get(rank.saturating_sub(1)).copied().unwrap_or_default()
 }
 
 fn kl_divergence(p: &[f32], q: &[f32]) -> f64 {
@@ -210,6 +223,17 @@ mod tests {
         assert!((both.kl_nats - 0.25 * 3f64.ln()).abs() < 1e-6, "{both:?}");
         assert_eq!((one.scored_tokens, both.scored_tokens), (1, 2));
         assert!((one.loss_nats - 4f64.ln()).abs() < 1e-6);
+    }
+
+    #[test]
+    fn a_few_bad_positions_show_in_the_tail_and_not_in_the_median() {
+        let mut sums = QualitySums::default();
+        sums.kl = (1..=1000).map(|rank| f64::from(rank) / 1000.0).rev().collect();
+        sums.kl[0] = 100.0;
+        let quality = sums.mean_quality();
+        assert_eq!((quality.kl_median_nats, quality.kl_p999_nats), (0.5, 0.999));
+        assert_eq!(value_at(&[1.0, 7.0], 0.999), 7.0);
+        assert_eq!(QualitySums::default().mean_quality().kl_p999_nats, 0.0);
     }
 
     #[test]

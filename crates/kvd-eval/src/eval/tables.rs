@@ -36,7 +36,7 @@ pub(super) fn codec_legend(block: &EvalBlock) -> Vec<(String, &str)> {
 
 /// All tables of a block.
 pub(super) fn block_sheets(report: &EvalReport, block: &EvalBlock) -> Vec<TableSheet> {
-    let mut sheets = vec![quality_sheet(block)];
+    let mut sheets = vec![quality_sheet(block), spread_sheet(block)];
     sheets.extend(attached_sheet(block));
     sheets.extend([parts_sheet(report, block), layers_sheet(block)]);
     sheets.extend(speed_sheet(block));
@@ -101,6 +101,23 @@ fn quality_sheet(block: &EvalBlock) -> TableSheet {
         );
     }
     new_sheet("Quality", &header, rows, note)
+}
+
+/// The table of how KL is spread over positions: what users notice is its tail.
+fn spread_sheet(block: &EvalBlock) -> TableSheet {
+    let header = ["codec", "mean", "median", "99.9 %", "99.9 % over mean"];
+    let row = |row: &EvalRow| {
+        let quality = &row.quality;
+        let over = quality.kl_p999_nats / quality.kl_nats;
+        let over = if over.is_finite() { format_number(over, 1) } else { "-".to_owned() };
+        let kl = [quality.kl_nats, quality.kl_median_nats, quality.kl_p999_nats];
+        let mut cells = vec![row_label(block, row)];
+        cells.extend(kl.map(|kl| format_number(kl, 5)));
+        cells.push(over);
+        cells
+    };
+    let note = "KL in nats that so large a part of the positions stays below.".to_owned();
+    new_sheet("KL by position", &header, block.rows.iter().map(row).collect(), note)
 }
 
 /// The table of runs on a prefix from the cache.

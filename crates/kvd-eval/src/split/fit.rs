@@ -1,13 +1,15 @@
 //! Fits of codecs with their bits shared by sensitivity, and of all others as they are.
 
 use super::report::{BitSplit, JudgedCodec, SplitReport, SplitVerdict};
-use super::{ModelJudge, RowsJudge, SplitJudge};
+use super::{CodecCounts, ModelJudge, RowsJudge, SplitJudge};
 use crate::calibrate::KvDump;
 use crate::fits::{FittedCodec, FittedSides};
 use crate::progress::RunProgress;
 use crate::samples;
 use anyhow::{Context, Result};
-use kvd_codec::{Calibration, CodecSpec, OpenCodec, OpenSide, Samples, SideSpec};
+use kvd_codec::{
+    Calibration, CodecSpec, GroupCost, OpenCodec, OpenSide, RatedCodec, Samples, SideSpec,
+};
 use kvd_core::{Geometry, Side};
 use kvd_engine::{LanguageModel, TokenWindow};
 use rayon::prelude::*;
@@ -195,6 +197,28 @@ impl SharingCodecs {
         Ok(CodecFits { fits, splits: shared.iter().filter_map(report).collect() })
     }
 
+    /// Codecs under which costs are measured: the first of those with the same transforms.
+    fn count_probed(&self) -> usize {
+        let mut first: Vec<&CodecSpec> = Vec::new();
+        for spec in &self.shared {
+            if !first.iter().any(|other| has_same_costs(other, spec)) {
+                first.push(spec);
+            }
+        }
+        first.len()
+    }
+
+    /// Codecs with their indices, those of a middle rate first: their costs serve the others.
+    fn probing_order(&self) -> Vec<(usize, &CodecSpec)> {
+        let mut specs: Vec<_> = self.shared.iter().enumerate().collect();
+        specs.sort_by(|(_, a), (_, b)| {
+            OpenCodec::total_rate(a).total_cmp(&OpenCodec::total_rate(b))
+        });
+        let middle = specs.len() / 2;
+        specs[..=middle].rotate_right(1);
+        specs
+    }
+
     /// Fits the others, each with the better of two splits.
     async fn fit_shared(
         &self,
@@ -206,21 +230,25 @@ impl SharingCodecs {
     ) -> Result<()> {
         let open = open_sides(&self.shared, &samples, progress)?;
         drop(samples);
-        progress.begin_steps("sensitivity", judge.step_count(self.shared.len()));
+        let counts = CodecCounts { probed: self.count_probed(), judged: self.shared.len() };
+        progress.begin_steps("sensitivity", judge.step_count(counts));
         let by_model = matches!(judge, SplitJudge::Model(_));
-        for spec in &self.shared {
+        let (mut probed, mut splits) = (Vec::new(), Vec::new());
+        for (index, spec) in self.probing_order() {
             let side = |side: Side| {
                 let found = open.get(&open_key(side, spec.side(side)));
                 found.context("a side that was not fitted")
             };
             let open = OpenCodec { key: side(Side::Key)?, value: side(Side::Value)?, seed };
             let begin = Instant::now();
-            let chosen = split_codec(spec, &open, &mut judge).await?;
+            let chosen = split_codec(spec, &open, &mut judge, &mut probed).await?;
             let (calibration, verdict) = (chosen.calibration, chosen.verdict);
             let seconds = begin.elapsed().as_secs_f64();
             fitted.fits.insert_codec(spec, &FittedCodec { calibration, seconds });
-            fitted.splits.push(SplitReport::new(spec, by_model, verdict));
+            splits.push((index, SplitReport::new(spec, by_model, verdict)));
         }
+        splits.sort_by_key(|(index, _)| *index);
+        fitted.splits.extend(splits.into_iter().map(|(_, report)| report));
         progress.remove_bar();
         Ok(())
     }
@@ -232,15 +260,43 @@ struct ChosenSplit {
     verdict: SplitVerdict,
 }
 
-/// The split by costs where it loses less than the even one.
+/// What errors cost under one codec's even split.
+struct ProbedCodec {
+    spec: CodecSpec,
+    calibration: Calibration,
+    costs: Vec<GroupCost>,
+}
+
+/// Whether costs under one codec follow from those under the other: the same transforms of the
+/// same tokens.
+fn has_same_costs(one: &CodecSpec, other: &CodecSpec) -> bool {
+    let keys = |spec: &CodecSpec| Side::BOTH.map(|side| open_key(side, spec.side(side)));
+    let windows = |spec: &CodecSpec| [spec.sink, spec.recent];
+    keys(one) == keys(other) && windows(one) == windows(other)
+}
+
+/// The split by costs where it loses less than the even one. Costs under a codec that was probed
+/// are carried over.
 async fn split_codec(
     spec: &CodecSpec,
     open: &OpenCodec<'_>,
     judge: &mut SplitJudge<'_>,
+    probed: &mut Vec<ProbedCodec>,
 ) -> Result<ChosenSplit> {
     let even = open.split_evenly(spec)?;
     let even_judged = judge.judge_codec(spec, &even).await?;
-    let costs = judge.measure_costs(spec, &even).await?;
+    let costs = match probed.iter().find(|probed| has_same_costs(&probed.spec, spec)) {
+        Some(ProbedCodec { spec: from, calibration, costs }) => {
+            let from = RatedCodec { spec: from, calibration };
+            open.carry_costs(costs, from, RatedCodec { spec, calibration: &even })?
+        }
+        None => {
+            let costs = judge.measure_costs(spec, &even).await?;
+            let (spec, calibration) = (spec.clone(), even.clone());
+            probed.push(ProbedCodec { spec, calibration, costs: costs.clone() });
+            costs
+        }
+    };
     let mut split = open.split_by_costs(spec, &even, &costs, 1.0)?;
     let mut judged = judge.judge_codec(spec, &split).await?;
     if judged.bits > even_judged.bits * BITS_SLACK {

@@ -54,6 +54,13 @@ impl ProbeGroups {
     }
 }
 
+/// How many codecs costs are measured under, and how many are judged.
+#[derive(Clone, Copy)]
+struct CodecCounts {
+    probed: usize,
+    judged: usize,
+}
+
 /// Says what errors cost, on two texts that no fit has seen: one for groups of heads, one for
 /// whole codecs.
 enum SplitJudge<'a> {
@@ -64,8 +71,8 @@ enum SplitJudge<'a> {
 }
 
 impl SplitJudge<'_> {
-    /// Steps of judging so many codecs, in tokens.
-    fn step_count(&self, codecs: usize) -> usize {
+    /// Steps of measuring costs under some codecs and judging others or the same, in tokens.
+    fn step_count(&self, codecs: CodecCounts) -> usize {
         match self {
             Self::Model(judge) => judge.step_count(codecs),
             Self::Rows(judge) => judge.step_count(codecs),

@@ -1,7 +1,7 @@
 //! Effect of a codec's errors on a model's predictions, on text that no fit has seen.
 
 use super::packed_attention::{LayerOutputs, PackedAttention, PackedHeads};
-use super::{JudgedCodec, ProbeGroups};
+use super::{CodecCounts, JudgedCodec, ProbeGroups};
 use crate::progress::RunProgress;
 use anyhow::{Context, Result};
 use kvd_codec::{Calibration, CodecSpec, GroupCost, ModelCodec};
@@ -45,11 +45,11 @@ impl<'a> ModelJudge<'a> {
         Self { model, geometry, progress, texts: None, windows }
     }
 
-    /// Steps of judging a codec, in tokens.
-    pub(super) fn step_count(&self, codecs: usize) -> usize {
+    /// Steps of measuring costs under some codecs and judging others or the same, in tokens.
+    pub(super) fn step_count(&self, codecs: CodecCounts) -> usize {
         let tokens = self.windows[0].inputs.len();
         let probes = self.probe_groups().0.len();
-        2 * tokens + codecs * (probes + 2) * tokens
+        2 * tokens + codecs.probed * probes * tokens + codecs.judged * 2 * tokens
     }
 
     /// The groups that costs are measured of.

@@ -3,7 +3,7 @@
 //! sequence, so that an error counts as much as attention looks at it.
 
 use super::packed_attention::{PackedAttention, PackedHeads};
-use super::{JudgedCodec, ProbeGroups};
+use super::{CodecCounts, JudgedCodec, ProbeGroups};
 use crate::calibrate::LayerRows;
 use crate::progress::RunProgress;
 use anyhow::{Result, ensure};
@@ -55,10 +55,11 @@ impl<'a> RowsJudge<'a> {
         Ok(Self { geometry: geometry.clone(), heads, texts, progress })
     }
 
-    pub(super) fn step_count(&self, codecs: usize) -> usize {
+    pub(super) fn step_count(&self, codecs: CodecCounts) -> usize {
         let layers = self.geometry.layers as usize;
         let probes = 2 * self.geometry.kv_heads as usize;
-        codecs * layers * (self.texts[0].tokens * probes + 2 * self.texts[1].tokens)
+        let [first, second] = [0, 1].map(|text| layers * self.texts[text].tokens);
+        codecs.probed * first * probes + codecs.judged * 2 * second
     }
 
     pub(super) async fn measure_costs(

@@ -104,6 +104,7 @@ macro_rules! mount_conformance {
             kvd_3: "kvd-3",
             kvd_2: "kvd-2",
             kvd_1_5: "kvd-1.5",
+            kvd_1: "kvd-1",
             kvd_2_fast: "kvd-2-fast",
             symmetric_and_hybrid_with_huffman: $crate::conformance::COMPOSED_CODECS[0],
             polar_with_huffman_and_rotated_lloyd: $crate::conformance::COMPOSED_CODECS[1],

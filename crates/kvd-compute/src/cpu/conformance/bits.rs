@@ -23,6 +23,7 @@ const SAME_ANSWERS: &[&str] = &[
     "kvd-3",
     "kvd-2",
     "kvd-1.5",
+    "kvd-1",
     "kvd-2-fast",
     "k=mean+qpca/bitalloc(b=4.6); v=hadamard/bitalloc(b=5)",
     "k=bitalloc(b=0.7); v=gain/bitalloc(b=7.4)",
