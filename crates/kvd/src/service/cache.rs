@@ -79,6 +79,7 @@ pub(super) fn cache_limits(
         quotas,
         // Random at each start: nobody can choose keys whose hashes meet.
         seed: RandomState::new().hash_one(0),
+        events: None,
     }
 }
 

@@ -14,6 +14,7 @@ mod quotas;
 mod remote;
 mod restart;
 mod sessions;
+mod watch;
 
 use kvd_client::{
     AttendBatch, AttendQuery, Client, DType, ErrorCode, Geometry, LayerIndex, LoadRange, ModelId,
