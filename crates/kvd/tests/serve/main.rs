@@ -14,6 +14,7 @@ mod quotas;
 mod remote;
 mod restart;
 mod sessions;
+mod tables;
 mod transfer;
 mod watch;
 

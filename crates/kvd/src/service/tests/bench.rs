@@ -4,11 +4,12 @@ use crate::config::{Config, ConfigOverrides};
 use crate::device_worker::{DeviceWorker, WorkerLimits};
 use crate::metrics::Metrics;
 use crate::quotas::NamespaceQuotas;
+use crate::service::tiers::CacheTiers;
 use crate::service::{
     CallContext, CallOwner, KeptState, RegisteredModel, Service, ServiceError, StoreReply, draw_ids,
 };
 use bytes::Bytes;
-use kvd_codec::ModelCodec;
+use kvd_codec::{LayerPages, ModelCodec};
 use kvd_compute::{
     AppendSteps, AttendBackend, AttendPlan, AttendTask, Attended, Backend, BackendError,
     CpuBackend, CpuOptions, DeviceInfo, EncodeSource, EncodedPages, IncomingRows, LoadPlan,
@@ -32,6 +33,8 @@ pub(super) struct Probe {
     pub(super) fail_first: Mutex<bool>,
     /// The next `write` finds the device lost.
     pub(super) lose: Mutex<bool>,
+    /// Whether blocks neither leave the device nor come back.
+    pub(super) refuse_transfers: Mutex<bool>,
     /// Calls of `attend_slice`.
     pub(super) slices: Mutex<usize>,
     /// `register` waits for this.
@@ -155,7 +158,36 @@ impl AttendBackend for Device {
     }
 }
 
-impl TransferBackend for Device {}
+impl Device {
+    fn check_transfer(&self) -> Result<(), BackendError> {
+        if *self.probe.refuse_transfers.lock() {
+            let message = "the copy engine does not answer".to_owned();
+            return Err(BackendError::Device { code: ErrorCode::DeviceFailed, message });
+        }
+        Ok(())
+    }
+}
+
+impl TransferBackend for Device {
+    fn read_slot(&mut self, from: Extent, bytes: &mut [u8]) -> Result<(), BackendError> {
+        self.check_transfer()?;
+        self.inner.read_slot(from, bytes)
+    }
+
+    fn write_rows_slot(&mut self, bytes: &[u8], to: Extent) -> Result<(), BackendError> {
+        self.check_transfer()?;
+        self.inner.write_rows_slot(bytes, to)
+    }
+
+    fn write_pages_slot(&mut self, pages: LayerPages<'_>, to: Extent) -> Result<(), BackendError> {
+        self.check_transfer()?;
+        self.inner.write_pages_slot(pages, to)
+    }
+
+    fn page_codec(&mut self, model: ModelId) -> Result<&mut ModelCodec, BackendError> {
+        self.inner.page_codec(model)
+    }
+}
 
 impl RegionBackend for Device {}
 
@@ -226,7 +258,8 @@ pub(super) fn several(
     };
     let workers = probes.iter().map(start).collect();
     let ids = draw_ids().unwrap();
-    let kept = KeptState { tiers: None, quotas };
+    let tiers = CacheTiers::open_tiers(&config.cache, &metrics).unwrap();
+    let kept = KeptState { tiers, quotas };
     (Arc::new(Service::new(config.clone(), workers, metrics, ids, kept)), probes)
 }
 

@@ -12,4 +12,5 @@ mod publish;
 mod queries;
 mod sessions;
 mod shares;
+mod tiers;
 mod unregister;
