@@ -70,6 +70,7 @@ mod ring;
 mod secrets;
 mod session;
 mod stream;
+mod watch;
 
 pub use cache::{MatchedPrefixes, OpenedPrefix};
 pub use client::{Client, LoadedRows};
@@ -85,6 +86,7 @@ pub use ring::{AttendRing, RingLayout, RingOptions, RingReply};
 pub use secrets::{BearerToken, ClientIdentity, TlsOptions};
 pub use session::{HeldSession, SessionOptions};
 pub use stream::{AttendStream, LoadStream, PIPELINE_DEPTH_MAX, StoreStream};
+pub use watch::{BlockWatch, WatchPosition};
 
 pub use kvd_shm::ring::RingRows;
 
@@ -100,11 +102,12 @@ pub use kvd_proto::domain::{
     StoredPart,
 };
 pub use kvd_proto::v1::{
-    CacheStats, CodecInfo, DescribeModelResponse as ModelDescription,
-    DescribeSequenceResponse as SequenceDescription, DropBlocksResponse as DroppedBlocks,
-    GetServerInfoResponse as ServerInfo, GetStatsResponse as Stats,
-    ListSequencesResponse as SequencePage, ModelStats, NamespaceInfo, NamespaceQuota,
-    PinBlocksResponse as PinnedBlocks, PoolStats, PublishBlocksResponse as PublishedBlocks,
-    QuotaChange, SequenceInfo, SessionInfo, SetNamespaceQuotasRequest as QuotaOrder,
-    SetNamespaceQuotasResponse as ChangedQuotas, StoredBytes,
+    BlockChange, BlockEvent, BlockTier, CacheStats, CodecInfo,
+    DescribeModelResponse as ModelDescription, DescribeSequenceResponse as SequenceDescription,
+    DropBlocksResponse as DroppedBlocks, GetServerInfoResponse as ServerInfo,
+    GetStatsResponse as Stats, ListSequencesResponse as SequencePage, ModelStats, NamespaceInfo,
+    NamespaceQuota, PinBlocksResponse as PinnedBlocks, PoolStats,
+    PublishBlocksResponse as PublishedBlocks, QuotaChange, SequenceInfo, SessionInfo,
+    SetNamespaceQuotasRequest as QuotaOrder, SetNamespaceQuotasResponse as ChangedQuotas,
+    StoredBytes, WatchBlocksResponse as WatchedBlocks,
 };

@@ -52,11 +52,12 @@ mod view_list;
 pub use allocator::SlotRegion;
 pub use append::{AppendClaim, AppendTicket, BegunAppend, PackBatch, PackTask, RowCopy, RowWrite};
 pub use cache::{
-    BlockDigests, BlockToRead, BlockToWrite, CacheLimits, CacheSimulator, CacheUsage,
-    ChainResidency, DiskBlock, DiskPlace, DroppedBlocks, EvictionChoice, HeldChain, KEY_BYTES_MAX,
-    KeyChain, KeyError, LeaseRequest, PackedKeys, PinRequest, PinnedPrefixes, PrefixIndex,
-    PublishStop, PublishedBlocks, ReadPlan, RecordPlace, RecordUse, RemoteBlocks, RemotePlace,
-    StoredLayer, WriteTarget,
+    BlockDigests, BlockEvent, BlockKey, BlockTier, BlockToRead, BlockToWrite, CacheLimits,
+    CacheSimulator, CacheUsage, ChainResidency, DiskBlock, DiskPlace, DroppedBlocks, EventSink,
+    EvictionChoice, HeldChain, KEY_BYTES_MAX, KeyChain, KeyError, KeyHashes, LeaseRequest,
+    ListCursor, PackedKeys, PinRequest, PinnedPrefixes, PlacedBlock, PrefixIndex, PublishStop,
+    PublishedBlocks, ReadPlan, RecordPlace, RecordUse, RemoteBlocks, RemotePlace, StoredLayer,
+    WriteTarget,
 };
 pub use error::StoreError;
 pub use kvd_core::{PackedBytes, StoredBytes};

@@ -45,6 +45,16 @@ pub enum DiskError {
         /// The thing that is wrong.
         what: String,
     },
+    /// An exported file that is none, is cut off, or is of another scope. Nothing is imported.
+    #[error("{}: record {record}: {what}; nothing was imported", file.display())]
+    BadExport {
+        /// The file.
+        file: PathBuf,
+        /// Records of it that were in order.
+        record: u64,
+        /// The thing that is wrong.
+        what: String,
+    },
     /// The system refused.
     #[error("{what} in {}: {source}", folder.display())]
     Io {
@@ -59,13 +69,14 @@ pub enum DiskError {
 
 impl DiskError {
     /// The daemon's exit code: 69 for a folder in use, 78 for another format or bad settings,
-    /// 74 for input and output.
+    /// 74 for input and output, 1 for a file that cannot be imported.
     #[must_use]
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::InUse { .. } => 69,
             Self::InvalidSettings { .. } | Self::NewerFormat { .. } | Self::BadStore { .. } => 78,
             Self::Io { .. } => 74,
+            Self::BadExport { .. } => 1,
         }
     }
 }

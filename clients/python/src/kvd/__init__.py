@@ -53,6 +53,7 @@ from .keys import Dropped, Keys, Matches, Published
 from .merge import merge
 from .model import Geometry, Model
 from .sequence import Sequence, SequenceState, StoredBytes
+from .watch import BlockEvent, BlockUpdate, BlockWatch, Change, Tier, WatchPosition
 
 if TYPE_CHECKING:
     from .server import Server, serve
@@ -71,8 +72,12 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Attended",
+    "BlockEvent",
+    "BlockUpdate",
+    "BlockWatch",
     "Calibrated",
     "Cancelled",
+    "Change",
     "Client",
     "CodecInfo",
     "CorruptPage",
@@ -118,12 +123,14 @@ __all__ = [
     "ShuttingDown",
     "StoreAck",
     "StoredBytes",
+    "Tier",
     "Unauthenticated",
     "UnknownLease",
     "UnknownModel",
     "UnknownSequence",
     "UnknownSession",
     "Unsupported",
+    "WatchPosition",
     "bf16_to_f32",
     "connect",
     "f32_to_bf16",

@@ -14,10 +14,18 @@ from typing import TYPE_CHECKING
 
 from .arrays import DType
 from .credentials import Credentials, PathLike
-from .errors import Disconnected, InvalidArgument, KvdError, Restarted, UnknownSession
+from .errors import (
+    Disconnected,
+    InvalidArgument,
+    KvdError,
+    Restarted,
+    UnknownSession,
+    Unsupported,
+)
 from .model import Geometry, Model
 from .region import Region
 from .sequence import StoredBytes
+from .watch import BlockWatch, WatchPosition
 
 if TYPE_CHECKING:
     from .remote import Remote
@@ -276,6 +284,16 @@ class Client:
             after = page.next_after_id
             if not after:
                 return found
+
+    def watch_blocks(self, after: WatchPosition | None = None) -> BlockWatch:
+        """Tells which blocks of the namespace are cached where: all of them, then each change; from
+        where an earlier watch ended, if the daemon still can. Needs gRPC."""
+        from .remote import Remote  # noqa: PLC0415 (only where there is a gRPC address)
+
+        link = self.link()
+        if not isinstance(link.payloads, Remote):
+            raise Unsupported("a region carries no watch: connect to HOST:PORT or unix:PATH")
+        return BlockWatch(link.payloads, after)
 
     def close(self) -> None:
         """Closes the session, so that its sequences are gone, and the connection."""

@@ -175,6 +175,20 @@ PUBLISHED_BLOCKS = _schema(
 )
 DROP_BLOCKS = {**_schema((1, "model_id")), **_repeated(2, "chains", BLOCK_KEYS)}
 DROPPED_BLOCKS = _schema((1, "dropped"), (2, "held"))
+WATCH_BLOCKS = _schema((1, "boot_id", "text"), (2, "after_number"))
+BLOCK_EVENT = _schema(
+    (1, "change"),
+    (2, "model_id"),
+    (3, "model", "text"),
+    (4, "tier"),
+    (5, "keys", BLOCK_KEYS),
+    (6, "parent_key", "bytes"),
+    (7, "position"),
+)
+WATCHED_BLOCKS = {
+    **_schema((1, "boot_id", "text"), (2, "number"), (3, "reset")),
+    **_repeated(4, "events", BLOCK_EVENT),
+}
 CALIBRATE = {
     **_schema((1, "model_id"), (4, "seed"), (5, "tokens_max")),
     **_repeated(2, "sequence_ids"),

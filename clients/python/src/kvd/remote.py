@@ -148,6 +148,17 @@ class Remote:
         self._held = stream
         return decode(messages.HELD_SESSION, held)
 
+    def watch_blocks(self, boot_id: str, after_number: int) -> Any:
+        """The stream of a watch; `cancel` ends it."""
+        request = encode(messages.WATCH_BLOCKS, {"boot_id": boot_id, "after_number": after_number})
+        return self._method("WatchBlocks", "unary_stream")(request, metadata=self._metadata)
+
+    def next_watched(self, stream: Any) -> Message | None:
+        """The next answer of a watch; waits for one. None after the last."""
+        with self._errors():
+            data = next(stream, None)
+        return None if data is None else decode(messages.WATCHED_BLOCKS, data)
+
     def attend(self, request: bytes) -> Message:
         """An attend with everything in the message."""
         with self._errors():

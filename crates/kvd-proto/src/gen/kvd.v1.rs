@@ -1242,6 +1242,55 @@ pub struct CacheStats {
     #[prost(uint64, tag = "11")]
     pub disk_blocks: u64,
 }
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct WatchBlocksRequest {
+    /// Of the last answer of an earlier watch that had a number: the watch goes on behind it, if the
+    /// events are still there and the daemon was not restarted. Without them it begins with a reset.
+    #[prost(string, tag = "1")]
+    pub boot_id: ::prost::alloc::string::String,
+    #[prost(uint64, tag = "2")]
+    pub after_number: u64,
+}
+/// Blocks: pages of tokens, each under the key of its last engine block.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct BlockEvent {
+    #[prost(enumeration = "BlockChange", tag = "1")]
+    pub change: i32,
+    #[prost(uint64, tag = "2")]
+    pub model_id: u64,
+    /// Name of the model, which the next boot has too; empty where it is unregistered.
+    #[prost(string, tag = "3")]
+    pub model: ::prost::alloc::string::String,
+    /// Not of CLEARED, nor are those that follow.
+    #[prost(enumeration = "BlockTier", tag = "4")]
+    pub tier: i32,
+    /// Of STORED each follows the one before it; those of REMOVED are in no order. `key_tokens` are those
+    /// of a page.
+    #[prost(message, optional, tag = "5")]
+    pub keys: ::core::option::Option<BlockKeys>,
+    /// Key of the block before the first; empty where there is none, or where it is not known.
+    #[prost(bytes = "bytes", tag = "6")]
+    pub parent_key: ::prost::bytes::Bytes,
+    /// Blocks before the first.
+    #[prost(uint32, tag = "7")]
+    pub position: u32,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct WatchBlocksResponse {
+    /// Changes at every start of the daemon; with it, model ids and numbers.
+    #[prost(string, tag = "1")]
+    pub boot_id: ::prost::alloc::string::String,
+    /// Number of the last event. 0 while all blocks are being told: the picture is not whole, and a
+    /// watch cannot go on there.
+    #[prost(uint64, tag = "2")]
+    pub number: u64,
+    /// Forget whatever was told before this answer.
+    #[prost(bool, tag = "3")]
+    pub reset: bool,
+    /// In the order of the changes. One that is told twice changes nothing.
+    #[prost(message, repeated, tag = "4")]
+    pub events: ::prost::alloc::vec::Vec<BlockEvent>,
+}
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
 pub enum DType {
@@ -1420,6 +1469,77 @@ impl PublishWait {
         match value {
             "PUBLISH_WAIT_SEALED" => Some(Self::Sealed),
             "PUBLISH_WAIT_DISK" => Some(Self::Disk),
+            _ => None,
+        }
+    }
+}
+/// Where a block is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum BlockTier {
+    Unspecified = 0,
+    /// In the pool of a device.
+    Pool = 1,
+    /// On this daemon's disk, durable.
+    Disk = 2,
+    /// In a store that daemons share, as far as this daemon has looked.
+    Remote = 3,
+}
+impl BlockTier {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unspecified => "BLOCK_TIER_UNSPECIFIED",
+            Self::Pool => "BLOCK_TIER_POOL",
+            Self::Disk => "BLOCK_TIER_DISK",
+            Self::Remote => "BLOCK_TIER_REMOTE",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "BLOCK_TIER_UNSPECIFIED" => Some(Self::Unspecified),
+            "BLOCK_TIER_POOL" => Some(Self::Pool),
+            "BLOCK_TIER_DISK" => Some(Self::Disk),
+            "BLOCK_TIER_REMOTE" => Some(Self::Remote),
+            _ => None,
+        }
+    }
+}
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum BlockChange {
+    Unspecified = 0,
+    /// Blocks are in a tier from now on.
+    Stored = 1,
+    /// Blocks are no longer in a tier. They may be in another.
+    Removed = 2,
+    /// Nothing of a model is found any more.
+    Cleared = 3,
+}
+impl BlockChange {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unspecified => "BLOCK_CHANGE_UNSPECIFIED",
+            Self::Stored => "BLOCK_CHANGE_STORED",
+            Self::Removed => "BLOCK_CHANGE_REMOVED",
+            Self::Cleared => "BLOCK_CHANGE_CLEARED",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "BLOCK_CHANGE_UNSPECIFIED" => Some(Self::Unspecified),
+            "BLOCK_CHANGE_STORED" => Some(Self::Stored),
+            "BLOCK_CHANGE_REMOVED" => Some(Self::Removed),
+            "BLOCK_CHANGE_CLEARED" => Some(Self::Cleared),
             _ => None,
         }
     }
@@ -2183,6 +2303,29 @@ pub mod kvd_client {
             req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "DropBlocks"));
             self.inner.unary(req, path, codec).await
         }
+        /// Tells which blocks of the namespace are cached and where: first all of them, then every change, or
+        /// the changes since an earlier watch. Who reads too slowly is told all of them anew.
+        pub async fn watch_blocks(
+            &mut self,
+            request: impl tonic::IntoRequest<super::WatchBlocksRequest>,
+        ) -> std::result::Result<
+            tonic::Response<tonic::codec::Streaming<super::WatchBlocksResponse>>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/kvd.v1.Kvd/WatchBlocks");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "WatchBlocks"));
+            self.inner.server_streaming(req, path, codec).await
+        }
         /// Every namespace that the caller may use and that holds something, by name.
         pub async fn list_namespaces(
             &mut self,
@@ -2512,6 +2655,21 @@ pub mod kvd_server {
             request: tonic::Request<super::DropBlocksRequest>,
         ) -> std::result::Result<
             tonic::Response<super::DropBlocksResponse>,
+            tonic::Status,
+        >;
+        /// Server streaming response type for the WatchBlocks method.
+        type WatchBlocksStream: tonic::codegen::tokio_stream::Stream<
+                Item = std::result::Result<super::WatchBlocksResponse, tonic::Status>,
+            >
+            + std::marker::Send
+            + 'static;
+        /// Tells which blocks of the namespace are cached and where: first all of them, then every change, or
+        /// the changes since an earlier watch. Who reads too slowly is told all of them anew.
+        async fn watch_blocks(
+            &self,
+            request: tonic::Request<super::WatchBlocksRequest>,
+        ) -> std::result::Result<
+            tonic::Response<Self::WatchBlocksStream>,
             tonic::Status,
         >;
         /// Every namespace that the caller may use and that holds something, by name.
@@ -3915,6 +4073,52 @@ pub mod kvd_server {
                                 max_encoding_message_size,
                             );
                         let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/WatchBlocks" => {
+                    #[allow(non_camel_case_types)]
+                    struct WatchBlocksSvc<T: Kvd>(pub Arc<T>);
+                    impl<
+                        T: Kvd,
+                    > tonic::server::ServerStreamingService<super::WatchBlocksRequest>
+                    for WatchBlocksSvc<T> {
+                        type Response = super::WatchBlocksResponse;
+                        type ResponseStream = T::WatchBlocksStream;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::ResponseStream>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::WatchBlocksRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::watch_blocks(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = WatchBlocksSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.server_streaming(method, req).await;
                         Ok(res)
                     };
                     Box::pin(fut)

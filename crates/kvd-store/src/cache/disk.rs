@@ -6,6 +6,7 @@
 //! outlives its children. Everything here runs under the index's lock, and frees without it.
 
 use super::block::{CachedBlock, HeldEntry, StoredLayer};
+use super::events::BlockKey;
 use super::insert::{InsertWork, NeededRoom};
 use super::key::{KeyChain, KeyDigest, KeyLineage};
 use super::place::{DiskPlace, DiskState, RecordPlace, RemotePlace};
@@ -61,6 +62,8 @@ pub struct BlockToWrite {
     pub digests: BlockDigests,
     /// Its object, of a block that is in a shared store already.
     pub remote: Option<RemotePlace>,
+    /// Its key, where it is known.
+    pub key: Option<BlockKey>,
 }
 
 impl BlockToWrite {
@@ -236,6 +239,7 @@ impl PrefixIndex {
                     block: None,
                     disk: DiskState::At(place),
                     bytes,
+                    key: None,
                 });
                 numbers.insert(digests.lineage, held.entry);
                 restored += 1;
@@ -286,9 +290,10 @@ impl PrefixIndex {
                 break;
             }
             let remote = entry.and_then(|entry| entry.disk.remote_place());
+            let key = entry.and_then(|entry| entry.key.clone());
             let digests = state.digests_of(number);
             state.set_disk(number, DiskState::Queued(remote));
-            writes.push(BlockToWrite { held, block, digests, remote });
+            writes.push(BlockToWrite { held, block, digests, remote, key });
         }
         writes
     }

@@ -192,6 +192,7 @@ impl InsertWork {
                     self.answer.stop = Some(PublishStop::KeyInUse);
                     break;
                 }
+                state.learn_key(number, key);
                 let held = state.hold_entry(number);
                 let is_cold = state.slots.find_entry(number).is_some_and(|e| e.block.is_none());
                 if is_cold {
@@ -217,7 +218,9 @@ impl InsertWork {
             }
             let parent = tail.as_ref().map(|held| held.entry);
             let (bytes, disk, block) = (block.bytes, DiskState::Absent, Some(block));
-            let new = NewEntry { namespace, model, parent, digest, lineage, block, disk, bytes };
+            let key = Some(key.into());
+            let new =
+                NewEntry { namespace, model, parent, digest, lineage, block, disk, bytes, key };
             tail = Some(state.add_entry(new));
             self.answer.published += 1;
         }

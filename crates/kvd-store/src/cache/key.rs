@@ -169,6 +169,30 @@ impl KeyHasher {
     }
 }
 
+/// Hashes of a key under a seed, as the index makes them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KeyHashes {
+    /// Hash of the space of keys and the key.
+    pub digest: u128,
+    /// Hash of all keys up to this one.
+    pub lineage: u128,
+}
+
+impl KeyHashes {
+    /// The hashes of a key behind one of that lineage, 0 for a first key; of keys of at most
+    /// [`KEY_BYTES_MAX`] bytes.
+    #[must_use]
+    pub fn of_key(seed: u64, space: u64, parent_lineage: u128, key: &[u8]) -> Option<Self> {
+        if key.is_empty() || key.len() > KEY_BYTES_MAX as usize {
+            return None;
+        }
+        let hasher = KeyHasher { seed };
+        let parent = KeyLineage::from_number(parent_lineage);
+        let digest = hasher.digest_key(space, key).to_number();
+        Some(Self { digest, lineage: hasher.extend_lineage(parent, key).to_number() })
+    }
+}
+
 impl std::hash::Hash for KeyDigest {
     fn hash<H: Hasher>(&self, state: &mut H) {
         state.write_u64(self.0[0]);

@@ -11,6 +11,7 @@
 
 mod block;
 mod disk;
+mod events;
 mod holds;
 mod insert;
 mod key;
@@ -28,10 +29,11 @@ pub use disk::{
     BlockDigests, BlockToRead, BlockToWrite, ChainResidency, DiskBlock, HeldChain, ReadPlan,
     RecordUse, WriteTarget,
 };
+pub use events::{BlockEvent, BlockKey, BlockTier, EventSink, ListCursor, PlacedBlock};
 pub use holds::{LeaseRequest, PinRequest, PinnedPrefixes};
 pub(crate) use insert::{InsertBase, NewBlock};
 pub use insert::{PublishStop, PublishedBlocks};
-pub use key::{KEY_BYTES_MAX, KeyChain, KeyError, PackedKeys};
+pub use key::{KEY_BYTES_MAX, KeyChain, KeyError, KeyHashes, PackedKeys};
 pub(crate) use key::{KeyHasher, KeyLineage};
 pub use place::{DiskPlace, RecordPlace, RemotePlace};
 pub use policy::EvictionChoice;
@@ -73,6 +75,8 @@ pub struct CacheLimits {
     pub quotas: DeviceQuotas,
     /// Secret of the daemon under which keys are hashed.
     pub seed: u64,
+    /// Who is told of changes, if anybody.
+    pub events: Option<Arc<dyn EventSink>>,
 }
 
 impl Default for CacheLimits {
@@ -86,6 +90,7 @@ impl Default for CacheLimits {
             weights: HashMap::new(),
             quotas: DeviceQuotas::default(),
             seed: 0,
+            events: None,
         }
     }
 }
@@ -332,11 +337,15 @@ impl PrefixIndex {
     fn drop_all_of(&self, model: ModelId, with_held: bool) -> DroppedBlocks {
         let mut state = self.state.write();
         let of_model = state.slots.list_entries().filter(|(_, entry)| entry.model == model);
+        let namespace = of_model.clone().next().map(|(_, entry)| entry.namespace.clone());
+        // One event for all of them.
+        let namespace = namespace.filter(|_| with_held);
         let mut numbers: Vec<_> =
             of_model.map(|(number, entry)| (entry.position, number)).collect();
         // Those behind go before those that they need.
         numbers.sort_unstable_by(|a, b| b.cmp(a));
         let (mut gone, mut answer) = (DroppedEntries::default(), DroppedBlocks::default());
+        state.is_quiet = with_held;
         for (_, number) in numbers {
             let entry = state.slots.find_entry(number);
             if with_held || entry.is_some_and(|entry| entry.is_free()) {
@@ -345,6 +354,8 @@ impl PrefixIndex {
                 answer.held += 1;
             }
         }
+        state.is_quiet = false;
+        namespace.iter().for_each(|namespace| state.note_cleared(namespace, model));
         drop(state);
         self.finish_drop(gone, answer)
     }

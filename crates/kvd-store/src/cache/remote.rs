@@ -59,6 +59,7 @@ impl PrefixIndex {
                 block: None,
                 disk: DiskState::Remote(*place),
                 bytes: blocks.bytes,
+                key: Some(key.into()),
             }));
             added += 1;
         }

@@ -83,6 +83,7 @@ impl CacheSimulator {
                 block: Some(Arc::new(CachedBlock::new(Vec::new()))),
                 disk: DiskState::Absent,
                 bytes: 0,
+                key: None,
             };
             *tail = Some(self.state.add_entry(new));
         }

@@ -4,6 +4,7 @@
 //! blocks writes to few cache lines. No locks: the index's lock guards it.
 
 use super::block::{CachedBlock, EntryHold, HeldEntry};
+use super::events::BlockKey;
 use super::key::{KeyDigest, KeyLineage};
 use super::place::DiskState;
 use super::policy::{EntryFate, EntryLookup, QueuedEntry};
@@ -36,6 +37,8 @@ pub(crate) struct IndexEntry {
     pub(crate) disk: DiskState,
     /// Bytes that it takes or took in the pool, or of its record where it was never there.
     pub(crate) bytes: u64,
+    /// As its engine gave it; none of one that was restored and whose record nobody has read yet.
+    pub(crate) key: Option<BlockKey>,
 }
 
 impl IndexEntry {
@@ -134,7 +137,7 @@ impl EntrySlots {
     }
 
     /// All entries.
-    pub(crate) fn list_entries(&self) -> impl Iterator<Item = (u32, &IndexEntry)> {
+    pub(crate) fn list_entries(&self) -> impl Iterator<Item = (u32, &IndexEntry)> + Clone {
         (0..).zip(&self.entries).filter_map(|(number, entry)| Some((number, entry.as_ref()?)))
     }
 

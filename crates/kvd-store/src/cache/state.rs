@@ -9,6 +9,7 @@
 use super::CacheLimits;
 use super::block::{CachedBlock, EntryHold, HeldEntry};
 use super::disk::BlockDigests;
+use super::events::{BlockKey, BlockTier, EventSink};
 use super::key::{DigestBuild, KeyChain, KeyDigest, KeyHasher, KeyLineage};
 use super::place::DiskState;
 use super::policy::{EvictionChoice, EvictionPolicy, QueuedEntry};
@@ -73,6 +74,8 @@ pub(crate) struct NewEntry<'a> {
     pub(crate) block: Option<Arc<CachedBlock>>,
     pub(crate) disk: DiskState,
     pub(crate) bytes: u64,
+    /// None where it is not known.
+    pub(crate) key: Option<BlockKey>,
 }
 
 /// A block that went to make room.
@@ -111,11 +114,15 @@ pub(crate) struct IndexState {
     pub(crate) scopes: HashMap<ModelId, u64>,
     /// Where the next search for a cold leaf begins.
     pub(crate) cold_cursor: u32,
+    /// Who is told of changes.
+    pub(super) events: Option<Arc<dyn EventSink>>,
+    /// Whether nothing is told for now.
+    pub(super) is_quiet: bool,
 }
 
 impl IndexState {
     pub(crate) fn new(limits: &CacheLimits) -> Self {
-        let CacheLimits { eviction, weights, quotas, .. } = limits.clone();
+        let CacheLimits { eviction, weights, quotas, events, .. } = limits.clone();
         Self {
             by_digest: HashMap::default(),
             slots: EntrySlots::default(),
@@ -128,6 +135,8 @@ impl IndexState {
             disk_entries: 0,
             scopes: HashMap::new(),
             cold_cursor: 0,
+            events,
+            is_quiet: false,
         }
     }
 
@@ -190,7 +199,7 @@ impl IndexState {
 
     /// Adds an entry, which the policy does not have yet.
     pub(crate) fn add_entry(&mut self, new: NewEntry<'_>) -> HeldEntry {
-        let NewEntry { namespace, model, parent, digest, lineage, block, disk, bytes } = new;
+        let NewEntry { namespace, model, parent, digest, lineage, block, disk, bytes, key } = new;
         let of_parent = parent.and_then(|parent| self.slots.find_entry_mut(parent));
         let position = of_parent.map_or(0, |parent| {
             parent.children += 1;
@@ -214,11 +223,13 @@ impl IndexState {
             block: None,
             disk,
             bytes,
+            key,
         });
         self.by_digest.insert(digest, entry);
         if let Some(block) = block {
             self.bring_block(entry, block);
         }
+        self.note_disk_change(entry, DiskState::Absent, disk);
         HeldEntry { entry, hold }
     }
 
@@ -245,6 +256,7 @@ impl IndexState {
         tenant.account.take_anyway(QuotaKind::CacheBytes, bytes);
         self.bytes += bytes;
         self.pool_entries += 1;
+        self.note_stored(number, BlockTier::Pool);
     }
 
     /// Takes an entry's block out of the pool. The entry stays.
@@ -268,6 +280,7 @@ impl IndexState {
                 tenant.policy.drop_gone(&self.slots);
             }
         }
+        self.note_removed(number, BlockTier::Pool);
         Some(block)
     }
 
@@ -277,6 +290,7 @@ impl IndexState {
         let before = std::mem::replace(&mut entry.disk, disk);
         self.disk_entries += usize::from(disk.disk_place().is_some());
         self.disk_entries -= usize::from(before.disk_place().is_some());
+        self.note_disk_change(number, before, disk);
     }
 
     /// Gives an entry, and those before it that it has not, to the policy: the last first, so that

@@ -5,6 +5,7 @@
 //! wrong without knowing where it came from. After each step every sequence is read back, the
 //! tables of the index are compared with one another, and the pool with all that can be reached.
 
+use super::events::Watcher;
 use super::harness::{Bench, Live, shape};
 use crate::{
     CacheLimits, DroppedBlocks, EvictionChoice, KeyChain, LeaseRequest, ModelUsage, PackedKeys,
@@ -92,6 +93,7 @@ struct HeldLease {
 
 struct World {
     bench: Bench,
+    watcher: Arc<Watcher>,
     /// Nothing is ever evicted or fails: what was published is found.
     roomy: bool,
     sequences: Vec<Sequence>,
@@ -342,6 +344,7 @@ impl World {
             assert!(index.match_prefixes(self.bench.model.id, &[chain])[0] >= lease.blocks);
         }
         let blocks = index.check_blocks();
+        self.watcher.check_picture(&self.bench);
         if self.in_flight.is_empty() {
             let mut live = Live::default();
             self.bench.store.all_entries().iter().for_each(|entry| live.add_entry(entry));
@@ -385,9 +388,12 @@ fn play(
     steps: &[Step],
 ) {
     let (block_tokens, sink, recent) = shape_of;
+    let watcher = Arc::<Watcher>::default();
+    let limits = CacheLimits { events: Some(watcher.clone()), ..limits };
     let bench = Bench::cached(capacity, shape(1, block_tokens, sink, recent), limits);
     let mut world = World {
         bench,
+        watcher,
         roomy,
         sequences: Vec::new(),
         in_flight: Vec::new(),

@@ -1,6 +1,7 @@
 //! Rules of blocks that are on disk: they leave the pool and come back as they were; what cannot be
 //! read is a shorter prefix.
 
+use super::events::Watcher;
 use super::harness::{Bench, shape};
 use super::prefixes::{PAGE, chain, keys, values};
 use crate::{
@@ -21,7 +22,7 @@ struct LayerRecord {
 
 /// Records by place.
 #[derive(Default)]
-struct Disk(BTreeMap<u64, Vec<LayerRecord>>);
+pub(super) struct Disk(BTreeMap<u64, Vec<LayerRecord>>);
 
 impl Disk {
     fn write(&mut self, b: &Bench, write: &BlockToWrite) -> DiskPlace {
@@ -73,7 +74,7 @@ impl Disk {
     }
 
     /// Brings a chain back to the pool; blocks that came.
-    fn promote(&self, b: &Bench, text: &str) -> usize {
+    pub(super) fn promote(&self, b: &Bench, text: &str) -> usize {
         let (index, mut came) = (b.store.prefix_index(), 0);
         let Some(plan) = plan(b, text) else { return 0 };
         for read in &plan.missing {
@@ -89,11 +90,11 @@ impl Disk {
     }
 }
 
-fn plan(b: &Bench, text: &str) -> Option<ReadPlan> {
+pub(super) fn plan(b: &Bench, text: &str) -> Option<ReadPlan> {
     b.store.prefix_index().plan_reads(b.model.id, &chain(&keys(text)), usize::MAX)
 }
 
-fn evict_all(b: &Bench) -> u64 {
+pub(super) fn evict_all(b: &Bench) -> u64 {
     let evict = || b.store.prefix_index().evict_block(None, Instant::now());
     let evicted = std::iter::repeat_with(evict).take_while(|evicted| *evicted).count() as u64;
     b.store.prefix_index().check_blocks();
@@ -112,6 +113,12 @@ fn written(texts: &[&str], limits: CacheLimits) -> (Bench, Disk) {
         b.store.close_sequence(b.ns(), id).unwrap();
     }
     (b, disk)
+}
+
+/// [`written`], told to a watcher.
+pub(super) fn written_and_watched(texts: &[&str], watcher: &Arc<Watcher>) -> (Bench, Disk) {
+    let limits = CacheLimits { events: Some(watcher.clone()), ..CacheLimits::default() };
+    written(texts, limits)
 }
 
 #[test]
@@ -293,7 +300,7 @@ fn dropped_blocks_say_which_records_go_too() {
 }
 
 /// Makes blocks of a text known that a shared store has, from `first` on.
-fn find_remotely(b: &Bench, text: &str, first: usize, count: u64) -> usize {
+pub(super) fn find_remotely(b: &Bench, text: &str, first: usize, count: u64) -> usize {
     let places: Vec<_> = (0..count).map(|number| RemotePlace([number; 4])).collect();
     let blocks = RemoteBlocks { first, places: &places, bytes: 100 };
     b.store.prefix_index().add_remote_blocks(b.ns(), b.model.id, &chain(&keys(text)), blocks)

@@ -6,6 +6,7 @@ mod cache_model;
 mod cache_threads;
 mod chunks;
 mod disk;
+mod events;
 mod forks;
 mod harness;
 mod model;

@@ -15,9 +15,9 @@ use crate::scan::{SegmentRef, read_verified};
 use crate::segment::RecordEntry;
 use crate::settings::DiskSettings;
 use crate::writer::PendingRecord;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::{self, File};
-use std::io::{self, BufWriter, Read, Write};
+use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 const SUFFIX: &str = "kvdr";
@@ -34,7 +34,8 @@ pub struct KeyHashes {
 /// Hashes keys as the index does. Implemented by who owns the index.
 pub trait KeyHasher {
     /// The hashes of a block's key under `seed`; `parent_lineage` is made with the same seed.
-    fn hash_key(&self, seed: u64, meta: &RecordMeta, parent_lineage: u128) -> KeyHashes;
+    /// None for a key that is none.
+    fn hash_key(&self, seed: u64, meta: &RecordMeta, parent_lineage: u128) -> Option<KeyHashes>;
 }
 
 /// Counts of moved records.
@@ -46,6 +47,10 @@ pub struct TransferReport {
     pub bytes: u64,
     /// Not moved: damaged, or an ancestor is missing.
     pub skipped: u64,
+    /// Not moved: records of an earlier kvd, which have no key to hash anew.
+    pub without_key: u64,
+    /// Not moved: they are there already.
+    pub existed: u64,
 }
 
 impl OfflineStore {
@@ -100,6 +105,10 @@ impl OfflineStore {
                 report.skipped += 1;
                 continue;
             };
+            if record.header.kind == RecordKind::Block && record.header.key_bytes == 0 {
+                report.without_key += 1;
+                continue;
+            }
             record.header.synced_to = 0;
             out.write_all(record.frame_at(&FramePlace::default()))?;
             report.records += 1;
@@ -119,31 +128,64 @@ impl OfflineStore {
     }
 }
 
-/// Writes the records of exported files into a folder, under hashes of its own seed.
+/// Writes the records of exported files into a folder, under hashes of its own seed. Each block is
+/// verified as a whole before it is written; one that is damaged is skipped, with all behind it.
 ///
 /// # Errors
 ///
-/// A file cannot be read or is cut off, the folder is in use, or cannot be written.
+/// A file is none, is cut off, or has blocks of another scope than `scope`: then nothing is
+/// imported. A file cannot be read; the folder is in use, or cannot be written.
 pub fn import_records(
     settings: DiskSettings,
     from: &Path,
+    scope: Option<ScopeId>,
     hasher: &dyn KeyHasher,
 ) -> Result<TransferReport, DiskError> {
     let path = settings.folder.clone();
     let failed = io_error(from, "cannot read exported records");
     let files = list_exported(from).map_err(&failed)?;
-    let mut import = RecordImport {
-        change: FolderChange::open_folder(settings)?,
-        hasher,
-        lineages: HashMap::new(),
-        report: TransferReport::default(),
-    };
-    for file in files {
-        import.read_file(&file).map_err(&failed)?;
+    for file in &files {
+        check_file(file, scope)?;
     }
+    let change = FolderChange::open_folder(settings)?;
+    let known = change.opened.found.records.iter();
+    let known = known.map(|record| (record.name.scope, record.name.digest)).collect();
+    let report = TransferReport::default();
+    let mut import = RecordImport { change, hasher, known, lineages: HashMap::new(), report };
+    // What was read before a failure is written as a whole.
+    let read = files.iter().try_for_each(|file| import.read_file(file));
     let report = import.report;
     import.change.close_folder(&path)?;
+    read.map_err(&failed)?;
     Ok(report)
+}
+
+/// Fails where a file is not one record after another, or not of a scope. Reads headers alone.
+fn check_file(path: &Path, scope: Option<ScopeId>) -> Result<(), DiskError> {
+    let failed = io_error(path, "cannot read exported records");
+    let bad = |record, what: String| DiskError::BadExport { file: path.to_owned(), record, what };
+    let mut file = File::open(path).map_err(&failed)?;
+    let (len, mut at, mut record) = (file.metadata().map_err(&failed)?.len(), 0, 0);
+    while at < len {
+        if len - at < BLOCK_BYTES as u64 {
+            return Err(bad(record, "the file is cut off".to_owned()));
+        }
+        let mut first = AlignedBytes::with_zeros(BLOCK_BYTES);
+        file.seek(SeekFrom::Start(at)).map_err(&failed)?;
+        file.read_exact(&mut first).map_err(&failed)?;
+        let header = RecordHeader::parse_at(&first, &FramePlace::default())
+            .map_err(|flaw| bad(record, flaw.to_string()))?;
+        if header.record_bytes > len - at {
+            return Err(bad(record, "the file is cut off".to_owned()));
+        }
+        let of = header.name.scope;
+        if header.kind == RecordKind::Block && scope.is_some_and(|scope| scope != of) {
+            return Err(bad(record, format!("it is of scope {of}")));
+        }
+        at += header.record_bytes;
+        record += 1;
+    }
+    Ok(())
 }
 
 fn list_exported(from: &Path) -> io::Result<Vec<PathBuf>> {
@@ -161,6 +203,8 @@ fn list_exported(from: &Path) -> io::Result<Vec<PathBuf>> {
 struct RecordImport<'a> {
     change: FolderChange,
     hasher: &'a dyn KeyHasher,
+    /// Blocks that are in the folder.
+    known: HashSet<(ScopeId, u128)>,
     /// Lineage of the exporting store to lineage of this one; as many as there are records.
     lineages: HashMap<(ScopeId, u128), u128>,
     report: TransferReport,
@@ -197,9 +241,19 @@ impl RecordImport<'_> {
             self.report.skipped += 1;
             return;
         }
-        if header.kind == RecordKind::Block && !self.rename_block(header) {
-            self.report.skipped += 1;
-            return;
+        if header.kind == RecordKind::Block {
+            if header.key_bytes == 0 {
+                self.report.without_key += 1;
+                return;
+            }
+            if !self.rename_block(header) {
+                self.report.skipped += 1;
+                return;
+            }
+            if !self.known.insert((header.name.scope, header.name.digest)) {
+                self.report.existed += 1;
+                return;
+            }
         }
         self.report.records += 1;
         self.report.bytes += header.record_bytes;
@@ -221,7 +275,7 @@ impl RecordImport<'_> {
         let key = header.key[..usize::from(header.key_bytes)].into();
         let meta = RecordMeta { name: old, key };
         let seed = self.change.opened.shared.identity.hash_seed;
-        let hashes = self.hasher.hash_key(seed, &meta, parent_lineage);
+        let Some(hashes) = self.hasher.hash_key(seed, &meta, parent_lineage) else { return false };
         self.lineages.insert((old.scope, old.lineage), hashes.lineage);
         header.name.digest = hashes.digest;
         header.name.lineage = hashes.lineage;

@@ -236,10 +236,40 @@ fn file_size_limit_fails_writes_and_reads_go_on() {
 struct SeededHasher;
 
 impl KeyHasher for SeededHasher {
-    fn hash_key(&self, seed: u64, meta: &RecordMeta, parent_lineage: u128) -> KeyHashes {
+    fn hash_key(&self, seed: u64, meta: &RecordMeta, parent_lineage: u128) -> Option<KeyHashes> {
         let mixed = meta.name.lineage ^ parent_lineage.rotate_left(7) ^ u128::from(seed);
-        KeyHashes { digest: meta.name.digest ^ u128::from(seed), lineage: mixed }
+        Some(KeyHashes { digest: meta.name.digest ^ u128::from(seed), lineage: mixed })
     }
+}
+
+/// A file that is cut off or none is refused whole; a block whose bytes are wrong is skipped, with
+/// all behind it.
+fn check_damaged_exports(exported: &Path) {
+    let file = fs::read_dir(exported).unwrap().map(|entry| entry.unwrap().path());
+    let file = file.filter(|path| !path.ends_with("descriptions.kvdr")).last().unwrap();
+    let sound = fs::read(&file).unwrap();
+    let import = || {
+        let folder = tempfile::tempdir().unwrap();
+        import_records(settings(folder.path()), exported, None, &SeededHasher)
+    };
+    for (bytes, why) in [
+        (sound[..sound.len() - 100].to_vec(), "the file is cut off"),
+        (sound[..sound.len() - 4096].to_vec(), "the file is cut off"),
+        (b"no records".repeat(1000), "record 0:"),
+    ] {
+        fs::write(&file, bytes).unwrap();
+        let refused = import().unwrap_err();
+        assert!(refused.to_string().contains(why), "{refused}");
+        assert_eq!(refused.exit_code(), 1);
+    }
+    // The second of four records, behind the first one's bytes.
+    let first = u64::from_le_bytes(sound[16..24].try_into().unwrap()) as usize;
+    let mut damaged = sound.clone();
+    damaged[first + 700] ^= 4;
+    fs::write(&file, damaged).unwrap();
+    let report = import().unwrap();
+    assert_eq!((report.records, report.skipped), (2, 3), "its description, and the first block");
+    fs::write(&file, sound).unwrap();
 }
 
 #[test]
@@ -266,8 +296,17 @@ fn offline_commands_list_verify_repair_move_and_shrink() {
     assert_eq!((moved.records, moved.skipped), (5, 0));
     drop(store);
     let other = tempfile::tempdir().unwrap();
-    let taken = import_records(settings(other.path()), exported.path(), &SeededHasher).unwrap();
+    let taken =
+        import_records(settings(other.path()), exported.path(), None, &SeededHasher).unwrap();
     assert_eq!((taken.records, taken.skipped, taken.bytes), (5, 0, moved.bytes));
+    // Again, it is there; of another scope, it is refused.
+    let import =
+        |scope| import_records(settings(other.path()), exported.path(), scope, &SeededHasher);
+    let again = import(Some(block_name(1, 0).scope)).unwrap();
+    assert_eq!((again.existed, again.skipped), (4, 0));
+    let refused = import(Some(ScopeId([9; 16]))).unwrap_err().to_string();
+    assert!(refused.contains("it is of scope") && refused.contains("nothing was"), "{refused}");
+    check_damaged_exports(exported.path());
     let (tier, found) = open(other.path());
     assert_eq!(found.counts.live, 4);
     for (position, record) in (0..).zip(&found.records) {

@@ -39,7 +39,7 @@ const fn of_daemon_operators(rpc: &'static str) -> RpcRights {
     RpcRights { rpc, roles: OPERATE, is_of_namespace: false, is_administrative: true }
 }
 
-static TABLE: [RpcRights; 39] = [
+static TABLE: [RpcRights; 40] = [
     of_daemon("GetServerInfo", ANY),
     of_daemon("ListCodecs", ANY),
     of_daemon("ListNamespaces", OPERATE),
@@ -72,8 +72,9 @@ static TABLE: [RpcRights; 39] = [
     of_operators("PinBlocks", USE),
     of_operators("UnpinBlocks", USE_OR_OPERATE),
     of_operators("DropBlocks", USE_OR_OPERATE),
-    // No rpcs: calls of regions, and pages of the admin port. An overview has what lists have, of the
-    // namespaces of its reader.
+    of_namespace("WatchBlocks", USE_OR_OPERATE),
+    // No rpcs: calls of regions, and pages of the admin port. An overview has what lists have, of
+    // the namespaces of its reader.
     of_namespace("OpenRegion", USE),
     of_namespace("AttendRegion", USE),
     of_namespace("StoreRegion", USE),

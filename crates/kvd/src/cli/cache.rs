@@ -4,6 +4,7 @@ use super::CliError;
 use super::ask_daemon::{DaemonArgs, format_bytes, json_text};
 use super::cache_change::{CacheDropArgs, CacheGcArgs, collect_folder, drop_model};
 use super::cache_folder::{CacheFolderArgs, list_scopes, verify_folder};
+use super::cache_transfer::{CacheExportArgs, CacheImportArgs, export_folder, import_folder};
 use super::help;
 use super::table::{TableColumn, render_table};
 use clap::{Args, Subcommand};
@@ -29,6 +30,12 @@ pub(super) enum CacheCommand {
     /// Shrink a folder that no daemon uses, or drop what it holds of a scope.
     #[command(after_help = help::CACHE_GC)]
     Gc(CacheGcArgs),
+    /// Write the blocks of a folder to files, for another machine.
+    #[command(after_help = help::CACHE_EXPORT)]
+    Export(CacheExportArgs),
+    /// Take exported blocks into a folder that no daemon uses.
+    #[command(after_help = help::CACHE_IMPORT)]
+    Import(CacheImportArgs),
     /// Drop all that a daemon has cached of a model, also on its disk.
     #[command(after_help = help::CACHE_DROP)]
     Drop(CacheDropArgs),
@@ -123,6 +130,8 @@ pub(super) async fn run_command(command: CacheCommand) -> Result<String, CliErro
         CacheCommand::Ls(args) => list_scopes(&args),
         CacheCommand::Verify(args) => verify_folder(&args),
         CacheCommand::Gc(args) => collect_folder(&args),
+        CacheCommand::Export(args) => export_folder(&args),
+        CacheCommand::Import(args) => import_folder(&args),
         CacheCommand::Drop(args) => drop_model(&args).await,
         CacheCommand::Simulate(args) => {
             let done = simulate_trace(&args.trace, &args.blocks)?;

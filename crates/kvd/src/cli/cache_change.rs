@@ -66,7 +66,7 @@ struct DroppedModel {
 }
 
 /// The one scope of a folder that begins with these digits.
-fn find_scope(store: &OfflineStore, digits: &str) -> Result<ScopeId, CliError> {
+pub(super) fn find_scope(store: &OfflineStore, digits: &str) -> Result<ScopeId, CliError> {
     let scopes = store.list_scopes().scopes;
     let digits = digits.to_ascii_lowercase();
     let mut fitting = scopes.iter().filter(|of| of.scope.to_string().starts_with(&digits));
@@ -79,7 +79,7 @@ fn find_scope(store: &OfflineStore, digits: &str) -> Result<ScopeId, CliError> {
     }
 }
 
-fn open_store(folder: &Path) -> Result<OfflineStore, CliError> {
+pub(super) fn open_store(folder: &Path) -> Result<OfflineStore, CliError> {
     let store = OfflineStore::open_folder(folder, OfflineAccess::Exclusive);
     Ok(store.map_err(BuildError::from)?)
 }

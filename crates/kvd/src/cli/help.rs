@@ -138,6 +138,21 @@ Examples:
   kvd cache gc --keep-bytes '8 GiB' /var/lib/kvd/cache
   kvd cache gc --scope 3f7a21c0 /var/lib/kvd/cache    as kvd cache ls shows it";
 
+pub(super) const CACHE_EXPORT: &str = "\
+Each block is verified before it is written. Files hold blocks under the engine's keys: a daemon
+that registers the model alike finds them.
+
+Examples:
+  kvd cache export /var/lib/kvd/cache /mnt/exported
+  kvd cache export --read-only --scope 3f7a21c0 /var/lib/kvd/cache /mnt/exported";
+
+pub(super) const CACHE_IMPORT: &str = "\
+Files that are cut off or no exports are refused before anything is written. Each block is verified;
+damaged ones are left out, and the exit code is 1. Take files from machines that you trust alone.
+
+Examples:
+  kvd cache import /var/lib/kvd/cache /mnt/exported";
+
 pub(super) const CACHE_DROP: &str = "\
 Examples:
   kvd cache drop my-model

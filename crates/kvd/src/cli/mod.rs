@@ -9,6 +9,7 @@ mod bench;
 mod cache;
 mod cache_change;
 mod cache_folder;
+mod cache_transfer;
 #[cfg(feature = "eval")]
 mod calibrate;
 mod codecs;

@@ -1,6 +1,6 @@
 //! Settings of the cache.
 
-use super::raw::{CacheSettings, DiskTierSettings};
+use super::raw::{CacheSettings, DiskTierSettings, EventSettings};
 use super::{ConfigError, RemoteCacheConfig, at_least};
 use kvd_store::EvictionChoice;
 use kvd_tier::{DirectChoice, DiskSettings};
@@ -30,6 +30,26 @@ pub struct CacheConfig {
     pub remote: Option<RemoteCacheConfig>,
     /// Limits of what comes back from either.
     pub promotion: PromotionLimits,
+    /// Limits of watches.
+    pub events: EventConfig,
+}
+
+/// Limits of watches of the cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EventConfig {
+    /// Events that are kept, of all watched namespaces; 0: there are no watches.
+    pub ring: usize,
+    /// Watches at a time.
+    pub watchers_max: usize,
+    /// How long they are kept of a namespace that nobody watches any more.
+    pub keep_time: Duration,
+}
+
+impl EventConfig {
+    fn from_raw(raw: &EventSettings) -> Self {
+        let EventSettings { ring, watchers_max, keep_ms } = *raw;
+        Self { ring, watchers_max, keep_time: Duration::from_millis(keep_ms.into()) }
+    }
 }
 
 /// Limits of blocks that come back to the pool.
@@ -149,6 +169,7 @@ impl CacheConfig {
                 time_max: Duration::from_millis(raw.disk.promote_ms_max.into()),
                 calls_max: at_least("cache.disk.promotions_max", raw.disk.promotions_max, 1)?,
             },
+            events: EventConfig::from_raw(&raw.events),
         })
     }
 

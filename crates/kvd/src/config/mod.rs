@@ -15,7 +15,7 @@ mod ring;
 mod size;
 
 pub(crate) use access::{AccessConfig, MetricsReaders, is_beyond_loopback};
-pub use cache::{CacheConfig, DiskCacheConfig, PromotionLimits};
+pub use cache::{CacheConfig, DiskCacheConfig, EventConfig, PromotionLimits};
 pub use kernel_cache::KernelCache;
 pub use namespaces::QuotaConfig;
 pub(crate) use namespaces::{find_quota, parse_amount};

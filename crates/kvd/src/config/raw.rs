@@ -163,6 +163,16 @@ pub struct CacheSettings {
     pub pinned_bytes_max: SizeSetting,
     pub disk: DiskTierSettings,
     pub remote: RemoteTierSettings,
+    pub events: EventSettings,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+#[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
+pub struct EventSettings {
+    pub ring: usize,
+    pub watchers_max: usize,
+    pub keep_ms: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]

@@ -39,7 +39,7 @@ pub const ALERT_CODES: [ErrorCode; 5] = [
 ];
 
 /// Names of calls in labels: those of the service, and those of regions.
-pub const RPCS: [&str; 35] = [
+pub const RPCS: [&str; 36] = [
     "GetServerInfo",
     "RegisterModel",
     "DescribeModel",
@@ -70,6 +70,7 @@ pub const RPCS: [&str; 35] = [
     "PinBlocks",
     "UnpinBlocks",
     "DropBlocks",
+    "WatchBlocks",
     "ListNamespaces",
     "SetNamespaceQuotas",
     "AttendRegion",

@@ -112,6 +112,9 @@ metrics! {
     EvictedBlocksTotal = "kvd_evicted_blocks_total", Counter, Device, "Cached blocks that went, by reason: room (the pool was full), limit (cache.pool_percent or cache.blocks_max), dropped (a client asked, or their model went).";
     EvictBlockedTotal = "kvd_evict_blocked_total", Counter, Device, "Reservations that were refused while blocks were cached, because all of them were held or too few could go.";
 
+    EventsTotal = "kvd_events_total", Counter, Daemon, "Changes of the cache that were kept for watchers, of namespaces that are watched.";
+    EventResetsTotal = "kvd_event_resets_total", Counter, Daemon, "Watches of the cache that were told all blocks anew, by reason: first (a new watch), gone (it asked for a number that is not there), behind (it read too slowly).";
+
     DiskEntries = "kvd_disk_entries", Gauge, Device, "Cached blocks that are on disk, those that are in the pool too included.";
     EvictedToDiskTotal = "kvd_evicted_to_disk_total", Counter, Device, "Of the cached blocks that went to make room, those that stay on disk.";
     PromotedBlocksTotal = "kvd_promoted_blocks_total", Counter, Daemon, "Blocks that came back from disk, or came from a shared store, for sequences that begin with them.";

@@ -79,6 +79,7 @@ pub(super) fn cache_limits(
         quotas,
         // Random at each start: nobody can choose keys whose hashes meet.
         seed: RandomState::new().hash_one(0),
+        events: None,
     }
 }
 
@@ -118,15 +119,28 @@ impl Service {
         let began = Instant::now();
         let found = self.models.find_model(&call.namespace, model)?;
         let chains = self.read_chains(&found, chains)?;
-        let shard = &self.shards[found.shard];
+        let reply = self.match_chains(call, &found, &chains, lease)?;
+        self.count_match(began.elapsed(), &chains, &reply);
+        Ok(reply)
+    }
+
+    /// [`Service::match_prefixes`] of chains that were read; counts nothing.
+    pub(super) fn match_chains(
+        &self,
+        call: &CallContext,
+        found: &RegisteredModel,
+        chains: &[KeyChain<'_>],
+        lease: Duration,
+    ) -> Result<MatchReply, ServiceError> {
+        let (shard, model) = (&self.shards[found.shard], found.shape.id);
         let (index, time) = (shard.store.prefix_index(), lease.min(self.config.cache.lease_max));
         let (blocks, lease) = if time.is_zero() {
-            (index.match_prefixes(model, &chains), None)
+            (index.match_prefixes(model, chains), None)
         } else {
-            let (id, now) = (shard.leases.next()?, began);
+            let (id, now) = (shard.leases.next()?, Instant::now());
             let namespace = &call.namespace;
             let request = LeaseRequest { id, namespace, model, now, ends: now + time };
-            let blocks = index.lease_prefixes(&request, &chains)?;
+            let blocks = index.lease_prefixes(&request, chains)?;
             let is_held = blocks.iter().any(|blocks| *blocks > 0);
             (blocks, is_held.then_some(id))
         };
@@ -140,14 +154,18 @@ impl Service {
         let tokens = as_tokens(&blocks);
         let pool_tokens = match self.tiers {
             None => tokens.clone(),
-            Some(_) => as_tokens(&index.count_in_pool(model, &chains, &blocks)),
+            Some(_) => as_tokens(&index.count_in_pool(model, chains, &blocks)),
         };
+        Ok(MatchReply { keys, tokens, pool_tokens, lease })
+    }
+
+    /// Counts a call that matched, and the time that the index took.
+    pub(super) fn count_match(&self, took: Duration, chains: &[KeyChain<'_>], reply: &MatchReply) {
         let asked: usize = chains.iter().map(|chain| chain.count_keys(chain.count_blocks())).sum();
-        let hit: u64 = tokens.iter().map(|tokens| u64::from(*tokens)).sum();
+        let hit: u64 = reply.tokens.iter().map(|tokens| u64::from(*tokens)).sum();
         self.metrics.counter(Metric::MatchKeysTotal, &[]).increment(asked as u64);
         self.metrics.counter(Metric::MatchHitTokensTotal, &[]).increment(hit);
-        self.metrics.histogram(Metric::MatchSeconds, &[]).record(began.elapsed().as_secs_f64());
-        Ok(MatchReply { keys, tokens, pool_tokens, lease })
+        self.metrics.histogram(Metric::MatchSeconds, &[]).record(took.as_secs_f64());
     }
 
     /// Ends a lease.

@@ -9,6 +9,7 @@ mod cache;
 mod calibrate;
 mod call;
 mod error;
+mod events;
 mod ids;
 pub(crate) mod jobs;
 mod launches;
@@ -43,6 +44,7 @@ pub use cache::{MatchReply, PinReply, PrefixOpening};
 pub use calibrate::CalibrationReply;
 pub use call::{CallContext, CallOwner};
 pub use error::ServiceError;
+pub(crate) use events::{BlockWatch, WatchAnswer, WatchStart, WatchedEvents, WatchedModel};
 pub(crate) use ids::draw_ids;
 pub use load::LoadPiece;
 pub use model::RegisteredModel;
@@ -113,6 +115,8 @@ pub struct Service {
     /// Lines of the log about full pools.
     pool_log: PoolLog,
     access: AccessControl,
+    /// Events of the cache, for watchers.
+    events: Arc<events::EventLogs>,
 }
 
 /// Creates the series that are there from the start.
@@ -136,6 +140,16 @@ fn describe_service(metrics: &Metrics, boot_id: &str, shards: &[DeviceShard]) {
     crate::door_files::describe_reloads(metrics);
 }
 
+fn store_limits(config: &Config) -> StoreLimits {
+    StoreLimits {
+        sequences_max: config.sequences_max as u64,
+        sequence_layers_max: config.sequence_layers_max,
+        sequence_views_max: config.sequence_views_max,
+        tokens_per_sequence_max: config.tokens_per_sequence_max,
+        ..StoreLimits::default()
+    }
+}
+
 /// State that outlives the daemon.
 pub(crate) struct KeptState {
     pub(crate) tiers: Option<CacheTiers>,
@@ -152,14 +166,9 @@ impl Service {
         kept: KeptState,
     ) -> Self {
         let (tiers, quotas) = (kept.tiers.map(Arc::new), Arc::new(kept.quotas));
+        let events = Arc::new(events::EventLogs::new(config.cache.events, &metrics));
         let quota_table = quotas.quota_table();
-        let limits = StoreLimits {
-            sequences_max: config.sequences_max as u64,
-            sequence_layers_max: config.sequence_layers_max,
-            sequence_views_max: config.sequence_views_max,
-            tokens_per_sequence_max: config.tokens_per_sequence_max,
-            ..StoreLimits::default()
-        };
+        let limits = store_limits(&config);
         let count = workers.len() as u64;
         let shard = |(index, worker): (u64, DeviceWorker)| {
             let pool = ArenaPool::new(worker.metrics().tier, worker.device_info().arena_bytes);
@@ -172,6 +181,7 @@ impl Service {
             if let Some(seed) = tiers.as_ref().and_then(|tiers| tiers.hash_seed()) {
                 cache.seed = seed;
             }
+            cache.events = Some(events.clone());
             let store = SequenceStore::new(pool, limits.clone(), sequences);
             let store = store.with_quotas(of_device).with_cache(cache);
             let leases = cache::lease_ids(&ids, index, count);
@@ -207,6 +217,7 @@ impl Service {
             tiers,
             pool_log: PoolLog::default(),
             access,
+            events,
             config,
             boot_id,
             ids,

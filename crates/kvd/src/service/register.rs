@@ -185,10 +185,16 @@ impl Service {
         let (index, shape) =
             (self.shards[model.shard].store.prefix_index().clone(), model.shape.clone());
         let blocks = found.len();
-        let restore = move || index.restore_blocks(&shape.namespace, shape.id, &found);
+        let (found, of_index) = (Arc::new(found), Arc::clone(&index));
+        let blocks_found = Arc::clone(&found);
+        let restore = move || index.restore_blocks(&shape.namespace, shape.id, &blocks_found);
         let restored = tokio::task::spawn_blocking(restore).await.unwrap_or(0);
         let name = &model.name;
         tracing::info!(model = name, blocks, restored, "cached blocks were found on disk");
+        if let Some(tiers) = self.tiers.clone() {
+            // Nobody waits for it.
+            tokio::task::spawn_blocking(move || tiers.learn_keys(&of_index, &found));
+        }
     }
 
     /// Waits for the right to build a codec, as long as the caller does.

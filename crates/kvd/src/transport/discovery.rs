@@ -15,7 +15,7 @@ use std::collections::HashMap;
 const PROTOCOL: u32 = 1;
 
 /// Additions to the first version of the protocol.
-const FEATURES: [&str; 9] = [
+const FEATURES: [&str; 10] = [
     "all_visible",
     "calibrate_model",
     "codec_list",
@@ -24,6 +24,7 @@ const FEATURES: [&str; 9] = [
     "region_control",
     "region_ring",
     "steps",
+    "watch_blocks",
     "windows",
 ];
 

@@ -4,13 +4,12 @@ use super::cache;
 use super::call::{find_meter, read_call};
 use super::convert;
 use super::discovery;
-use super::load::{OpenedPieces, send_pieces};
+use super::load::{OpenedPieces, piece_stream};
 use super::measure::{measure_answer, refuse_call};
 use super::session::{hold_stream, peer_name, sequence_page, session_list};
 use super::step;
-use super::stream::{
-    self, AnswerStream, OpenedStream, ReplyStream, StreamAnswer, StreamKind, StreamState,
-};
+use super::stream::{self, OpenedStream, ReplyStream, StreamAnswer, StreamKind, StreamState};
+use super::watch::{open_watch, watch_stream};
 use crate::metrics::OpenCount;
 use crate::service::{CallContext, PrefixOpening, Service, ServiceError};
 use kvd_core::{Coded, LayerIndex, ModelId, SequenceId, SessionId};
@@ -19,9 +18,7 @@ use kvd_proto::domain::{
 };
 use kvd_proto::v1::{self, kvd_server::Kvd};
 use std::sync::Arc;
-use tokio::sync::mpsc;
 use tonic::{Request, Response, Status, Streaming};
-use tracing::Instrument;
 
 /// The generated trait over a [`Service`].
 pub(super) struct GrpcService {
@@ -328,13 +325,8 @@ impl Kvd for GrpcService {
             self.service.load_pieces(&call, &range)
         })
         .await?;
-        // One piece ahead: decoding overlaps sending without piling up.
-        let (replies, receiver) = mpsc::channel(1);
-        let (service, open) = (self.service.clone(), OpenCount::new(&self.streams.loads));
-        let pieces = OpenedPieces { call, pieces, replies, _open: open };
-        let send = send_pieces(service, pieces);
-        tokio::spawn(send.in_current_span());
-        Ok(Response::new(Box::pin(AnswerStream { receiver, meter })))
+        let open = OpenCount::new(&self.streams.loads);
+        Ok(Response::new(piece_stream(&self.service, OpenedPieces { call, pieces, open }, meter)))
     }
 
     async fn sample_queries(
@@ -423,6 +415,19 @@ impl Kvd for GrpcService {
             cache::drop_blocks(&self.service, call, message)
         })
         .await
+    }
+
+    type WatchBlocksStream = ReplyStream<v1::WatchBlocksResponse>;
+
+    async fn watch_blocks(
+        &self,
+        request: Request<v1::WatchBlocksRequest>,
+    ) -> Result<Response<Self::WatchBlocksStream>, Status> {
+        let (caller, meter) = (read_call(&request), find_meter(&request));
+        let watch = self.answer_rpc("WatchBlocks", caller, async |call| {
+            open_watch(&self.service, call, request.into_inner())
+        });
+        Ok(watch.await?.map(|watch| watch_stream(watch, &self.streams, meter)))
     }
 
     async fn get_stats(

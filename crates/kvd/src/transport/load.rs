@@ -1,26 +1,44 @@
 //! The pieces of a `LoadBlocks` stream, read and sent one after another.
 
+use super::bytes::ByteMeter;
 use super::convert;
 use super::measure::measure_answer;
-use super::stream::StreamAnswer;
+use super::stream::{AnswerStream, ReplyStream, StreamAnswer};
 use crate::metrics::OpenCount;
 use crate::service::{CallContext, Service};
 use kvd_proto::domain::LoadRange;
 use kvd_proto::v1;
 use std::sync::Arc;
 use tokio::sync::mpsc;
+use tracing::Instrument;
 
 /// A stream whose pieces are known.
 pub(super) struct OpenedPieces {
     pub(super) call: CallContext,
     pub(super) pieces: Vec<LoadRange>,
-    pub(super) replies: mpsc::Sender<StreamAnswer<v1::LoadBlocksResponse>>,
-    pub(super) _open: OpenCount,
+    pub(super) open: OpenCount,
+}
+
+/// The stream of these pieces.
+pub(super) fn piece_stream(
+    service: &Arc<Service>,
+    opened: OpenedPieces,
+    meter: ByteMeter,
+) -> ReplyStream<v1::LoadBlocksResponse> {
+    // One piece ahead: decoding overlaps sending without piling up.
+    let (replies, receiver) = mpsc::channel(1);
+    let send = send_pieces(Arc::clone(service), opened, replies);
+    tokio::spawn(send.in_current_span());
+    Box::pin(AnswerStream { receiver, meter })
 }
 
 /// Sends pieces until the last, the first error, or the client's end.
-pub(super) async fn send_pieces(service: Arc<Service>, opened: OpenedPieces) {
-    let OpenedPieces { call, pieces, replies, _open } = opened;
+async fn send_pieces(
+    service: Arc<Service>,
+    opened: OpenedPieces,
+    replies: mpsc::Sender<StreamAnswer<v1::LoadBlocksResponse>>,
+) {
+    let OpenedPieces { call, pieces, open: _open } = opened;
     for piece in pieces {
         let mut held = None;
         let work = async {

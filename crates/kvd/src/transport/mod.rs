@@ -22,6 +22,7 @@ mod session;
 mod socket;
 mod step;
 mod stream;
+mod watch;
 
 pub use connection::ServerPhase;
 pub(crate) use server::connections_gauge;

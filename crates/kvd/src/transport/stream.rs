@@ -36,6 +36,7 @@ pub(super) struct StreamState {
     pub(super) attends: Gauge,
     pub(super) loads: Gauge,
     pub(super) holds: Gauge,
+    pub(super) watches: Gauge,
 }
 
 impl StreamState {
@@ -52,7 +53,8 @@ impl StreamState {
         };
         let (stores, attends) = (open("StoreBlocks"), open("AttendStream"));
         let (loads, holds) = (open("LoadBlocks"), open("HoldSession"));
-        Self { phase, refusals, stores, attends, loads, holds }
+        let watches = open("WatchBlocks");
+        Self { phase, refusals, stores, attends, loads, holds, watches }
     }
 }
 

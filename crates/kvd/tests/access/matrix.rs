@@ -76,7 +76,7 @@ async fn call_cell(channel: &Channel, cell: &Cell<'_>) -> Result<(), Status> {
 const OF_DAEMON: [&str; 4] =
     ["GetServerInfo", "ListCodecs", "ListNamespaces", "SetNamespaceQuotas"];
 /// Rpcs of who only operates, beside [`OF_DAEMON`].
-const OPERATED: [&str; 13] = [
+const OPERATED: [&str; 14] = [
     "GetStats",
     "DescribeModel",
     "ListModels",
@@ -88,6 +88,7 @@ const OPERATED: [&str; 13] = [
     "ListSessions",
     "UnpinBlocks",
     "DropBlocks",
+    "WatchBlocks",
     "ListNamespaces",
     "SetNamespaceQuotas",
 ];

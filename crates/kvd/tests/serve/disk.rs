@@ -30,7 +30,7 @@ pub(super) fn settings(folder: &Path) -> Vec<String> {
 }
 
 /// A daemon with its disk tier in a folder.
-fn start(folder: &Path, more: &[&str]) -> Process {
+pub(super) fn start(folder: &Path, more: &[&str]) -> Process {
     let settings = settings(folder);
     let mut flags: Vec<&str> = settings.iter().map(String::as_str).collect();
     flags.extend(more);

@@ -14,6 +14,9 @@ mod quotas;
 mod remote;
 mod restart;
 mod sessions;
+mod tables;
+mod transfer;
+mod watch;
 
 use kvd_client::{
     AttendBatch, AttendQuery, Client, DType, ErrorCode, Geometry, LayerIndex, LoadRange, ModelId,

@@ -33,9 +33,9 @@ pub(super) fn pool_panels() -> Vec<DashboardPanel> {
 
 pub(super) fn cache_panels() -> Vec<DashboardPanel> {
     use Metric::{
-        AttachedTokensTotal, CachedBytes, EvictBlockedTotal, EvictedBlocksTotal, IndexEntries,
-        Leases, MatchHitTokensTotal, MatchKeysTotal, MatchSeconds, PinnedBytes,
-        PublishedBlocksTotal,
+        AttachedTokensTotal, CachedBytes, EventResetsTotal, EventsTotal, EvictBlockedTotal,
+        EvictedBlocksTotal, IndexEntries, Leases, MatchHitTokensTotal, MatchKeysTotal,
+        MatchSeconds, PinnedBytes, PublishedBlocksTotal,
     };
     let found = [
         PanelQuery::new(rate(MatchHitTokensTotal, &[]), "found"),
@@ -63,5 +63,13 @@ pub(super) fn cache_panels() -> Vec<DashboardPanel> {
         lines("Evicted", "ops", [by(EvictedBlocksTotal, "reason")]).explained(EvictedBlocksTotal),
         lines("Refused for held blocks", "ops", [PanelQuery::rate(EvictBlockedTotal, DEVICE)])
             .explained(EvictBlockedTotal),
+        lines("Events for watchers", "ops", [PanelQuery::rate(EventsTotal, &["instance"])])
+            .explained(EventsTotal),
+        lines(
+            "Watches that began anew",
+            "ops",
+            [PanelQuery::rate(EventResetsTotal, &["instance", "reason"])],
+        )
+        .explained(EventResetsTotal),
     ]
 }

@@ -4,17 +4,18 @@ use crate::config::{Config, ConfigOverrides};
 use crate::device_worker::{DeviceWorker, WorkerLimits};
 use crate::metrics::Metrics;
 use crate::quotas::NamespaceQuotas;
+use crate::service::tiers::CacheTiers;
 use crate::service::{
     CallContext, CallOwner, KeptState, RegisteredModel, Service, ServiceError, StoreReply, draw_ids,
 };
 use bytes::Bytes;
-use kvd_codec::ModelCodec;
+use kvd_codec::{LayerPages, ModelCodec};
 use kvd_compute::{
     AppendSteps, AttendBackend, AttendTask, Attended, Backend, BackendError, CpuBackend,
-    CpuOptions, EncodeSource, EncodedPages, PageBackend, Stop,
+    CpuOptions, EncodeSource, EncodedPages, PageBackend, Stop, TransferBackend,
 };
 use kvd_core::{
-    DType, ErrorCode, Geometry, LayerIndex, ModelId, Namespace, RopePairing, SequenceId,
+    DType, ErrorCode, Extent, Geometry, LayerIndex, ModelId, Namespace, RopePairing, SequenceId,
 };
 use kvd_proto::domain::{ModelSpec, StoreChunk};
 use kvd_testkit::forward::{ForwardingBackend, InjectedFaults};
@@ -31,6 +32,8 @@ pub(super) struct Probe {
     /// Blocks of each call of `encode`.
     pub(super) encoded: Mutex<Vec<usize>>,
     pub(super) faults: InjectedFaults,
+    /// Whether blocks neither leave the device nor come back.
+    pub(super) refuse_transfers: Mutex<bool>,
     /// Calls of `attend_slice`.
     pub(super) slices: Mutex<usize>,
     /// The thread of the last of them.
@@ -59,6 +62,16 @@ struct Device {
 }
 
 mount_forwarding!(Device);
+
+impl Device {
+    fn check_transfer(&self) -> Result<(), BackendError> {
+        if *self.probe.refuse_transfers.lock() {
+            let message = "the copy engine does not answer".to_owned();
+            return Err(BackendError::Device { code: ErrorCode::DeviceFailed, message });
+        }
+        Ok(())
+    }
+}
 
 impl ForwardingBackend for Device {
     type Inner = CpuBackend;
@@ -124,6 +137,21 @@ impl ForwardingBackend for Device {
             SliceEvent::Wait(gate) => drop(gate.recv()),
         }
         self.inner.attend_slice(task, stop)
+    }
+
+    fn read_slot(&mut self, from: Extent, bytes: &mut [u8]) -> Result<(), BackendError> {
+        self.check_transfer()?;
+        self.inner.read_slot(from, bytes)
+    }
+
+    fn write_rows_slot(&mut self, bytes: &[u8], to: Extent) -> Result<(), BackendError> {
+        self.check_transfer()?;
+        self.inner.write_rows_slot(bytes, to)
+    }
+
+    fn write_pages_slot(&mut self, pages: LayerPages<'_>, to: Extent) -> Result<(), BackendError> {
+        self.check_transfer()?;
+        self.inner.write_pages_slot(pages, to)
     }
 }
 
@@ -194,7 +222,8 @@ pub(super) fn several(
     };
     let workers = probes.iter().map(start).collect();
     let ids = draw_ids().unwrap();
-    let kept = KeptState { tiers: None, quotas };
+    let tiers = CacheTiers::open_tiers(&config.cache, &metrics).unwrap();
+    let kept = KeptState { tiers, quotas };
     (Arc::new(Service::new(config.clone(), workers, metrics, ids, kept)), probes)
 }
 

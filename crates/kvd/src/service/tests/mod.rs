@@ -13,4 +13,5 @@ mod publish;
 mod queries;
 mod sessions;
 mod shares;
+mod tiers;
 mod unregister;

@@ -283,7 +283,8 @@ impl ExportedBlock {
         let forms: Vec<_> = self.layers.iter().zip(&self.images).map(form).collect();
         let shape =
             |form: &LayerForm| LayerShape { form: form.to_bytes(), bytes: form.layer_bytes() };
-        let meta = RecordMeta { name: name_of(scope, &write.digests), key: Box::default() };
+        let key = write.key.as_deref().map_or_else(Box::default, Box::from);
+        let meta = RecordMeta { name: name_of(scope, &write.digests), key };
         let tables = write_tables(&self.images);
         let shape = RecordShape { meta, tables, layers: forms.iter().map(shape).collect() };
         let mut draft = RecordDraft::new(&shape)

@@ -106,7 +106,10 @@ impl Service {
         let shard = &self.shards[model.shard];
         let index = shard.store.prefix_index();
         let blocks_max = self.config.tokens_per_sequence_max / model.shape.geometry.block_tokens;
-        self.find_remotely(call, &model, &chains).await;
+        if self.reads_remotely() {
+            let cached = index.match_prefixes(model.shape.id, &chains);
+            self.find_remotely(call, &model, &chains, &cached).await;
+        }
         let plan = index.plan_reads(model.shape.id, &chains[0], blocks_max as usize)?;
         let began = Instant::now();
         let own_end = began + cache.config.promotion.time_max;

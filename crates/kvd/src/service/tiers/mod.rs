@@ -24,12 +24,12 @@ use catalog::{DiskCatalog, name_of};
 use export::ExportLine;
 use kvd_core::{ModelId, Namespace};
 use kvd_store::{BlockDigests, DiskBlock, PrefixIndex};
-use kvd_tier::{DiskError, DiskTier, ScopeId, TierLevels};
+use kvd_tier::{DiskError, DiskLocation, DiskTier, ScopeId, TierLevels};
 use parking_lot::Mutex;
 use remote::RemoteCache;
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 use tokio::sync::{Notify, Semaphore, watch};
 
@@ -89,6 +89,8 @@ pub(crate) struct CacheTiers {
     promotions: Semaphore,
     /// Records that could not be marked as dropped.
     undropped: AtomicU64,
+    /// Set once the disk closes: nothing more is read for what can wait.
+    is_closing: AtomicBool,
 }
 
 /// Opens or makes the folder and finds what is in it.
@@ -142,6 +144,7 @@ impl CacheTiers {
             loading: Mutex::default(),
             promotions: Semaphore::new(config.promotion.calls_max),
             undropped: AtomicU64::new(0),
+            is_closing: AtomicBool::new(false),
         }))
     }
 
@@ -172,6 +175,24 @@ impl CacheTiers {
         let blocks = self.catalog.claim_scope(scope, index)?;
         index.set_scope(model, scope_word(scope));
         Some(blocks)
+    }
+
+    /// Reads the keys of restored blocks from their records, so that watchers are told of them.
+    /// Blocks the thread; one that cannot be read is found and not told of.
+    pub(super) fn learn_keys(&self, index: &PrefixIndex, blocks: &[DiskBlock]) {
+        let Some(disk) = self.disk.as_ref().filter(|_| self.config.events.ring > 0) else { return };
+        for block in blocks {
+            if self.is_closing.load(Relaxed) {
+                return;
+            }
+            let head = disk.read_head(&DiskLocation::from_words(block.place.0));
+            // The record may lie elsewhere by now, or be gone.
+            let Ok(head) = head else { continue };
+            let key = head.record_meta().key;
+            if !key.is_empty() {
+                index.learn_block_key(&block.digests, &key);
+            }
+        }
     }
 
     /// Takes back the scope of a model that is no more, with the blocks that are on disk.
@@ -249,6 +270,7 @@ impl CacheTiers {
 
     /// Ends the disk: what waits is written within `grace`. Waits for it.
     pub(crate) fn close_folder(&self, grace: Duration) {
+        self.is_closing.store(true, Relaxed);
         self.disk.iter().for_each(|disk| disk.close_tier(grace));
     }
 

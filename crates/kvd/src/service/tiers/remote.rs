@@ -89,38 +89,55 @@ impl Service {
         chains: &[BlockKeys],
         lease: Duration,
     ) -> Result<MatchReply, ServiceError> {
-        if self.reads_remotely() {
-            self.admit_call(call)?;
-            let found = self.models.find_model(&call.namespace, model)?;
-            let read = self.read_chains(&found, chains)?;
-            self.find_remotely(call, &found, &read).await;
+        if !self.reads_remotely() {
+            return self.match_prefixes(call, model, chains, lease);
         }
-        self.match_prefixes(call, model, chains, lease)
+        self.admit_call(call)?;
+        let began = Instant::now();
+        let found = self.models.find_model(&call.namespace, model)?;
+        let chains = self.read_chains(&found, chains)?;
+        let mut reply = self.match_chains(call, &found, &chains, lease)?;
+        let mut took = began.elapsed();
+        let block_tokens = found.shape.geometry.block_tokens;
+        let cached: Vec<_> =
+            reply.tokens.iter().map(|tokens| (*tokens / block_tokens) as usize).collect();
+        if self.find_remotely(call, &found, &chains, &cached).await > 0 {
+            let (first, began) = (reply.lease.take(), Instant::now());
+            reply = self.match_chains(call, &found, &chains, lease)?;
+            took += began.elapsed();
+            // Held until the longer one is. It may have ended by itself.
+            let _ended = first.map(|first| self.release_lease(call, first));
+        }
+        self.count_match(took, &chains, &reply);
+        Ok(reply)
     }
 
-    fn reads_remotely(&self) -> bool {
+    /// Whether blocks are looked for in a store that daemons share.
+    pub(super) fn reads_remotely(&self) -> bool {
         let remote = self.tiers.as_ref().and_then(|tiers| tiers.remote.as_ref());
         remote.is_some_and(|remote| remote.config.reads)
     }
 
-    /// Makes blocks of chains findable that a shared store has, behind what is cached here.
+    /// Makes blocks of chains findable that a shared store has, behind the blocks of each that are
+    /// cached here; how many.
     pub(super) async fn find_remotely(
         &self,
         call: &CallContext,
         model: &Arc<RegisteredModel>,
         chains: &[KeyChain<'_>],
-    ) {
+        cached: &[usize],
+    ) -> usize {
         let remote = self.tiers.as_ref().and_then(|tiers| tiers.remote.as_ref());
-        let Some(remote) = remote.filter(|remote| remote.config.reads) else { return };
-        let Some(scope) = model.scope else { return };
+        let Some(remote) = remote.filter(|remote| remote.config.reads) else { return 0 };
+        let Some(scope) = model.scope else { return 0 };
         let index = self.shards[model.shard].store.prefix_index();
         let (id, namespace) = (model.shape.id, &model.shape.namespace);
         let block_tokens = model.shape.geometry.block_tokens;
         let min_blocks = remote.config.min_prefix_tokens.div_ceil(block_tokens).max(1) as usize;
         let own_end = Instant::now() + remote.config.find_time_max();
         let end = call.deadline.map_or(own_end, |deadline| deadline.min(own_end));
-        let cached = index.match_prefixes(id, chains);
-        for (chain, first) in chains.iter().zip(cached) {
+        let mut added = 0;
+        for (chain, first) in chains.iter().zip(cached.iter().copied()) {
             let is_worth_it = chain.count_blocks() >= min_blocks;
             let Some(key) = chain.find_key(first).filter(|_| is_worth_it) else { continue };
             // Its parent does not matter to whether it is there.
@@ -131,11 +148,12 @@ impl Service {
             let found = remote.tier.find_blocks(&names, end).await;
             let places: Vec<_> = names[..found].iter().map(place_of_object).collect();
             let blocks = RemoteBlocks { first, places: &places, bytes: 0 };
-            let added = index.add_remote_blocks(namespace, id, chain, blocks);
-            if added > 0 {
-                tracing::debug!(model = model.name, added, "blocks were found in a shared store");
-            }
+            added += index.add_remote_blocks(namespace, id, chain, blocks);
         }
+        if added > 0 {
+            tracing::debug!(model = model.name, added, "blocks were found in a shared store");
+        }
+        added
     }
 
     /// Removes the objects of dropped chains, soon.
