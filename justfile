@@ -25,6 +25,6 @@ deep *parts:
 release out="target/release-archive":
     deploy/release.sh {{out}}
 
-# One engine's environment and tests: transformers, vllm, lmcache or sglang.
+# One engine's environment and tests: transformers, vllm, lmcache, sglang or candle.
 engines name:
     .ci/run --only {{name}}

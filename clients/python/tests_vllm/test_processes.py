@@ -20,7 +20,7 @@ SCRIPT = textwrap.dedent(
         llm = vllm.LLM(
             model=asked["model"], kv_transfer_config=asked["transfer"], skip_tokenizer_init=True,
             enforce_eager=True, dtype="float32", max_model_len=2048, block_size=asked["block"],
-            seed=0, max_num_batched_tokens=256, disable_log_stats=False,
+            seed=0, max_num_batched_tokens=256, disable_log_stats=False, **asked["engine"],
         )
         sampling = vllm.SamplingParams(
             temperature=0, max_tokens=24, ignore_eos=True, detokenize=False
@@ -40,14 +40,16 @@ SCRIPT = textwrap.dedent(
 )
 
 
-def run_vllm(tmp_path, folder, server, block, asked):
+def run_vllm(tmp_path, folder, server, block, asked, variables=None, engine=None):
     script = tmp_path / "serve.py"
     script.write_text(SCRIPT)
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    environment |= variables or {}
     question = {
         "model": folder,
         "transfer": kvd.vllm.transfer_settings(server.region),
         "block": block,
+        "engine": engine or {},
         "prompts": asked,
     }
     done = subprocess.run(
@@ -74,4 +76,20 @@ def test_two_processes_share_prefixes(tmp_path, model_folder, server, stock):
     assert second["metrics"]["vllm:kvd_loaded_tokens"] >= 2500
     assert second["metrics"]["vllm:kvd_load_failures"] == 0
     # vLLM tells its callers: whole pages, and never the last token.
+    assert second["cached"][:4] == [64, 320, 576, 1472]
+
+
+def test_attention_by_kvd_in_processes_that_share_prefixes(tmp_path, model_folder, server, stock):
+    """The plug-in's entry point is what vLLM's processes have; the package must be installed."""
+    attends = {
+        "variables": {"KVD_VLLM_ATTENTION": "1"},
+        "engine": {"enable_prefix_caching": False, "num_gpu_blocks_override": 128},
+    }
+    first = run_vllm(tmp_path, model_folder, server, 32, prompts(), **attends)
+    assert first["tokens"] == stock["cold"]
+    assert first["metrics"]["vllm:kvd_stored_tokens"] >= 3000
+    second = run_vllm(tmp_path, model_folder, server, 32, prompts(), **attends)
+    assert second["tokens"] == stock["cold"]
+    assert second["metrics"]["vllm:kvd_loaded_tokens"] >= 2500
+    assert second["metrics"]["vllm:kvd_attend_failures"] == 0
     assert second["cached"][:4] == [64, 320, 576, 1472]

@@ -15,6 +15,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backend import AttentionMetadataBuilder
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -27,6 +29,7 @@ from vllm.v1.request import Request
 
 import kvd
 import kvd.vllm
+from kvd.vllm import attention
 from kvd.vllm import plan as plans
 from kvd.vllm.cells import PagedCells
 from kvd.vllm.stats import KvdPromMetrics, KvdStats
@@ -231,6 +234,9 @@ def test_the_base_class_is_the_one_that_we_know():
         (lambda: kvd.vllm.KvdConnector, KVConnectorBase_V1),
         (lambda: KvdStats, KVConnectorStats),
         (lambda: KvdPromMetrics, KVConnectorPromMetrics),
+        (lambda: attention.KvdAttention, CPUAttentionBackend),
+        (lambda: attention.KvdAttentionImpl, CPUAttentionBackendImpl),
+        (lambda: attention.BatchBuilder, AttentionMetadataBuilder),
     ],
 )
 def test_overridden_methods_take_what_vllm_passes(ours, base):

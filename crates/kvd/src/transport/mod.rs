@@ -2,6 +2,7 @@
 //! daemon lives here.
 
 mod admission;
+mod authority;
 mod bytes;
 mod cache;
 mod call;

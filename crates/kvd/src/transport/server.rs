@@ -1,5 +1,6 @@
 //! Sockets: bind first, serve after, drain on request.
 
+use super::authority::NamedUnixStream;
 use super::connection::{ConnectionLimits, IncomingConnections, PeerInfo, ServerPhase};
 use super::grpc::GrpcService;
 use super::health::HealthOf;
@@ -145,6 +146,7 @@ impl GrpcServer {
             serving.spawn(router.serve_with_incoming_shutdown(incoming, drain));
         }
         if let Some(sockets) = self.unix {
+            let sockets = sockets.map(|socket| socket.map(NamedUnixStream::new));
             let router = server_builder(config).layer(requests).layer(refusals).add_routes(routes);
             let drain = ServerPhase::Draining.wait_until(phase.clone());
             let incoming = IncomingConnections::new(sockets, of_unix);

@@ -8,7 +8,6 @@ import builtins
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,7 +21,7 @@ from ..arrays import Array, DType
 from ..chunks import Chunk, ChunkCache, ChunkShape
 from ..errors import KvdError, Unsupported
 from ..options import STORE_OPTIONS, check_options, chunk_home
-from . import PLUGIN, TESTED_MINORS
+from . import PLUGIN, check_release
 
 logger = logging.getLogger("lmcache.kvd")
 T = TypeVar("T")
@@ -55,13 +54,7 @@ class KvdConnector(RemoteConnector):  # type: ignore[misc]
         that are none."""
         super().__init__(context.config, context.metadata)
         options = _read_options(context)
-        if version("lmcache").rpartition(".")[0] not in TESTED_MINORS and not options.get(
-            "untested_lmcache"
-        ):
-            raise Unsupported(
-                f"LMCache {version('lmcache')} is not tested with this package,"
-                f" {', '.join(TESTED_MINORS)} is; try it with untested_lmcache: true"
-            )
+        check_release(options)
         shape = _read_shape(context)
         metadata = context.metadata
         self._memory = context.local_cpu_backend

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ..errors import Internal
+from .attending import AttendingSide
 from .lookups import Lookups
 from .messages import StepOrders
 from .plan import make_plan
@@ -34,11 +35,13 @@ class KvdConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self.plan = make_plan(vllm_config, kv_cache_config)
         self.counters = Counters()
         self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self._worker: WorkerSide | AttendingSide | None = None
         if role is KVConnectorRole.SCHEDULER:
             client, model = self.plan.connect(_SCHEDULER_REGION_BYTES)
             lookups = Lookups(client, model, self.counters)
             self._scheduler = SchedulerSide(self.plan, lookups)
+        elif self.plan.attends:
+            self._worker = AttendingSide(self.plan, self.counters)
         else:
             self._worker = WorkerSide(self.plan, self.counters)
 
@@ -49,9 +52,16 @@ class KvdConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._scheduler
 
     @property
-    def worker(self) -> WorkerSide:
+    def worker(self) -> WorkerSide | AttendingSide:
         if self._worker is None:
             raise Internal("a scheduler's connector has no worker's side")
+        return self._worker
+
+    @property
+    def attending(self) -> AttendingSide:
+        """The worker's side where attention is kvd's."""
+        if not isinstance(self._worker, AttendingSide):
+            raise Internal("kvd's attention without a connector that was made for it")
         return self._worker
 
     @property
@@ -63,7 +73,7 @@ class KvdConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         tokens = self.scheduler.match(request, num_computed_tokens)
-        return tokens, bool(tokens)
+        return tokens, bool(tokens) and not self.plan.attends
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self.scheduler.order_load(request, blocks, num_external_tokens)
@@ -80,6 +90,12 @@ class KvdConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layers = self._vllm_config.compilation_config.static_forward_context
         self.worker.register(layers, kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        # Loads may begin behind a step's computation, which is too late for attention.
+        if isinstance(self._worker, AttendingSide):
+            self._worker.begin_step(self._orders())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self.worker.start_loads(self._orders())

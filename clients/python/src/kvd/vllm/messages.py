@@ -38,11 +38,30 @@ class StoreOrder:
     held_pages: int
 
 
+@dataclass(frozen=True)
+class AttendOrder:
+    """A request of a step whose older tokens kvd holds."""
+
+    request_id: str
+    life: int
+    # Tokens before this step's.
+    computed: int
+    # Blocks that take the request's first token and its last, which is no other request's.
+    first_block: int
+    last_block: int
+    # Keys of what it begins with, where it begins with what is cached.
+    prefix: Keys | None
+    lease_id: int
+    # Of the blocks of pages that this step fills.
+    keys: Keys
+
+
 @dataclass
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]
     """Of one step."""
 
     loads: list[LoadOrder] = field(default_factory=list)
     stores: list[StoreOrder] = field(default_factory=list)
+    attends: list[AttendOrder] = field(default_factory=list)
     # Requests that ended or were preempted.
     ended: list[str] = field(default_factory=list)

@@ -21,6 +21,7 @@ from ..errors import InvalidArgument, Unsupported
 from ..model import Geometry, Model
 from ..options import STORE_OPTIONS, check_options
 from . import TESTED_MINORS
+from .plugin import ATTENTION_VARIABLE, is_attention_asked
 
 # Tokens of a page where vLLM's blocks divide it.
 _PAGE_TOKENS = 64
@@ -51,6 +52,10 @@ class Plan:
     page_tokens: int
     loads: bool
     stores: bool
+    # Whether attention is kvd's, which then holds all keys and values.
+    attends: bool
+    # Whether vLLM computes again what is lost, instead of failing the request.
+    recomputes: bool
 
     @property
     def page_blocks(self) -> int:
@@ -90,8 +95,11 @@ def make_plan(vllm_config: Any, kv_cache_config: Any) -> Plan:
     options = check_options(
         "kv_connector_extra_config", transfer.kv_connector_extra_config, _OPTIONS
     )
-    _check_engine(vllm_config, options)
-    names, spec = _checked_layers(kv_cache_config)
+    attends = is_attention_asked()
+    _check_engine(vllm_config, options, attends)
+    if attends:
+        _check_attending(vllm_config)
+    names, spec = _checked_layers(kv_cache_config, attends)
     geometry = Geometry(
         layers=len(names),
         kv_heads=spec.num_kv_heads,
@@ -124,10 +132,12 @@ def make_plan(vllm_config: Any, kv_cache_config: Any) -> Plan:
         page_tokens=geometry.block_tokens,
         loads=transfer.is_kv_consumer,
         stores=transfer.is_kv_producer,
+        attends=attends,
+        recomputes=transfer.kv_load_failure_policy == "recompute",
     )
 
 
-def _check_engine(vllm_config: Any, options: dict[str, Any]) -> None:
+def _check_engine(vllm_config: Any, options: dict[str, Any], attends: bool) -> None:
     minor = ".".join(vllm.__version__.split(".")[:2])
     if minor not in TESTED_MINORS and not options.get("untested_vllm"):
         raise Unsupported(
@@ -135,7 +145,7 @@ def _check_engine(vllm_config: Any, options: dict[str, Any]) -> None:
             ' is; try it with "untested_vllm": true in kv_connector_extra_config'
         )
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-    if transfer.kv_load_failure_policy != "recompute":
+    if transfer.kv_load_failure_policy != "recompute" and not attends:
         raise InvalidArgument(
             'set kv_load_failure_policy to "recompute" (kvd.vllm.transfer_config does): with'
             f" {transfer.kv_load_failure_policy!r} requests end empty when the daemon goes away"
@@ -159,7 +169,26 @@ def _check_engine(vllm_config: Any, options: dict[str, Any]) -> None:
         raise Unsupported(f"KV caches on {device}: this version is tested on vLLM's CPU platform")
 
 
-def _checked_layers(kv_cache_config: Any) -> tuple[tuple[str, ...], Any]:
+def _check_attending(vllm_config: Any) -> None:
+    """What kvd's attention needs of vLLM beyond what the connector does."""
+    cache = vllm_config.cache_config
+    if cache.enable_prefix_caching:
+        raise InvalidArgument(
+            "set enable_prefix_caching=False: with kvd's attention vLLM's blocks hold nothing, and"
+            " prefixes are found in kvd"
+        )
+    if vllm_config.scheduler_config.async_scheduling:
+        raise InvalidArgument(
+            "set async_scheduling=False: a step after one that lost its rows must not have begun"
+        )
+    if cache.num_gpu_blocks_override is None:
+        raise InvalidArgument(
+            "set num_gpu_blocks_override: vLLM runs as many tokens as it has blocks, and kvd's pool"
+            " must hold them"
+        )
+
+
+def _checked_layers(kv_cache_config: Any, attends: bool) -> tuple[tuple[str, ...], Any]:
     """The attention layers in their order, and what they all have in common."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
@@ -171,8 +200,15 @@ def _checked_layers(kv_cache_config: Any) -> tuple[tuple[str, ...], Any]:
         )
     if spec.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise Unsupported(f"a KV cache of {spec.dtype}: leave kv_cache_dtype alone, kvd compresses")
-    if spec.tokens_per_state != 1 or spec.num_heads != spec.num_kv_heads:
+    if attends and spec.num_head_slots != 1:
+        raise Unsupported(
+            f"{ATTENTION_VARIABLE} is set and vLLM's layers have another attention: it must be set"
+            " before vLLM starts, and VLLM_PLUGINS must not leave kvd out"
+        )
+    if spec.tokens_per_state != 1 or (spec.num_heads != spec.num_kv_heads and not attends):
         raise Unsupported("packed KV caches")
+    if attends and spec.head_size != spec.head_size_v:
+        raise Unsupported("kvd's attention in vLLM with values of another width than keys")
     hashed = kv_cache_config.hash_block_size or spec.block_size
     if hashed != spec.block_size:
         raise Unsupported(f"keys of {hashed} tokens beside blocks of {spec.block_size}")

@@ -7,9 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import Internal
 from ..keys import Keys
 from .lookups import Lookup, Lookups
-from .messages import LoadOrder, StepOrders, StoreOrder
+from .messages import AttendOrder, LoadOrder, StepOrders, StoreOrder
 from .plan import Plan
 
 
@@ -26,6 +27,8 @@ class _Request:
     lease_id: int = 0
     # Whether a load was ordered: after one that failed nothing is asked again.
     was_loaded: bool = False
+    # Whether the worker was told of it, where attention is kvd's.
+    is_begun: bool = False
     # Pages of which the worker has been told.
     told_pages: int = 0
 
@@ -55,13 +58,17 @@ class SchedulerSide:
             return None
         known.found_tokens, known.lease_id = found.tokens, found.lease_id
         # The last token is computed in any case, for its logits.
-        block = self.plan.block_tokens
-        usable: int = min(found.tokens, (request.num_tokens - 1) // block * block)
+        unit = self.plan.page_tokens if self.plan.attends else self.plan.block_tokens
+        usable: int = min(found.tokens, (request.num_tokens - 1) // unit * unit)
         return max(0, usable - local_tokens)
 
     def order_load(self, request: Any, blocks: Any, tokens: int) -> None:
         """Blocks are allocated for a request, `tokens` of them to be loaded."""
         known = self._follow(request)
+        if self.plan.attends and tokens:
+            # Nothing is loaded: the request's first step attends what is cached.
+            known.was_loaded = True
+            return
         lease_id, known.lease_id = known.lease_id, 0
         if tokens:
             size = self.plan.block_tokens
@@ -85,15 +92,45 @@ class SchedulerSide:
         orders, self._orders = self._orders, StepOrders()
         for request_id in scheduled.preempted_req_ids or ():
             orders.ended.append(request_id)
-        if self.plan.stores:
+        order = self._order_attend if self.plan.attends else self._order_store
+        if self.plan.attends or self.plan.stores:
             for new in scheduled.scheduled_new_reqs:
-                self._order_store(orders, scheduled, new.req_id, new.num_computed_tokens)
+                order(orders, scheduled, new.req_id, new.num_computed_tokens)
             cached = scheduled.scheduled_cached_reqs
             for request_id, computed in zip(
                 cached.req_ids, cached.num_computed_tokens, strict=True
             ):
-                self._order_store(orders, scheduled, request_id, computed)
+                order(orders, scheduled, request_id, computed)
         return orders
+
+    def _order_attend(
+        self, orders: StepOrders, scheduled: Any, request_id: str, computed: int
+    ) -> None:
+        known = self._requests.get(request_id)
+        if known is None:
+            raise Internal(f"a request that was not announced, {request_id}")
+        request, plan = known.request, self.plan
+        known = self._follow(request)
+        tokens = computed + scheduled.num_scheduled_tokens[request_id]
+        table = scheduled.kv_connector_block_state.get_block_ids(request_id)[0]
+        size, page = plan.page_blocks, plan.page_tokens
+        # A block has a key once all its tokens are decided.
+        pages = min(tokens, len(request.block_hashes) * plan.block_tokens) // page
+        pages = pages if plan.stores else 0
+        keys = self._keys(request, pages * size)
+        begins = known.was_loaded and not known.is_begun
+        order = AttendOrder(
+            request_id=request_id,
+            life=known.life,
+            computed=computed,
+            first_block=table[0],
+            last_block=table[(tokens - 1) // plan.block_tokens],
+            prefix=self._keys(request, computed // plan.block_tokens) if begins else None,
+            lease_id=known.lease_id if begins else 0,
+            keys=keys.cut(computed // page * size, pages * size),
+        )
+        known.lease_id, known.is_begun = 0, True
+        orders.attends.append(order)
 
     def _order_store(
         self, orders: StepOrders, scheduled: Any, request_id: str, computed: int
@@ -133,7 +170,7 @@ class SchedulerSide:
             return
         if known.lease_id:
             self.lookups.release(known.lease_id)
-        if known.told_pages or known.was_loaded:
+        if known.told_pages or known.was_loaded or known.is_begun:
             self._orders.ended.append(request.request_id)
 
     def _follow(self, request: Any) -> _Request:

@@ -23,6 +23,7 @@ _MEANINGS = {
     "published_pages": "Pages that others find from now on.",
     "store_failures": "Stores that failed or found the daemon away.",
     "store_seconds": "Seconds that stores took, beside the engine.",
+    "attend_failures": "Requests whose keys and values were lost: vLLM computes or fails them.",
     "copy_seconds": "Seconds in which the engine waited for rows to be copied out.",
 }
 
