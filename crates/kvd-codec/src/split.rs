@@ -287,7 +287,7 @@ pub struct RatedCodec<'a> {
     pub calibration: &'a Calibration,
 }
 
-/// What a calibration has of one side.
+/// A calibration's grid of one side.
 struct GridPart<'a> {
     grid: &'a GridTensors,
     split: &'a [f32],

@@ -260,7 +260,7 @@ struct ChosenSplit {
     verdict: SplitVerdict,
 }
 
-/// What errors cost under one codec's even split.
+/// Costs of errors under one codec's even split.
 struct ProbedCodec {
     spec: CodecSpec,
     calibration: Calibration,
