@@ -59,9 +59,9 @@ pub trait AttendBackend {
         false
     }
 
-    /// Scores of a plan up to which whoever asks for it answers it sooner than another thread wakes.
-    /// Such a plan may be asked for on any thread, while no other call runs. 0 where all calls are
-    /// to come from one thread.
+    /// Scores of a plan up to which whoever asks for it answers it sooner than another thread
+    /// wakes. Such a plan may be asked for on any thread, while no other call runs. 0 where all
+    /// calls are to come from one thread.
     fn small_plan_scores(&self) -> u64 {
         0
     }
