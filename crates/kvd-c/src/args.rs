@@ -284,7 +284,7 @@ impl QueryArgs {
 
 impl RowsArgs {
     /// Rows that count from `base` on.
-    pub(crate) fn from_base(self, base: u64) -> Result<RingRows, FailedCall> {
+    pub(crate) fn place_rows(self, base: u64) -> Result<RingRows, FailedCall> {
         let Self { offset, token_stride, head_stride } = self;
         Ok(RingRows { offset: add_base(base, offset)?, token_stride, head_stride })
     }

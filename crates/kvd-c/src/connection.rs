@@ -303,8 +303,8 @@ impl OpenConnection {
         let base = self.places.memory;
         let at = RingLayout {
             queries: self.places.lists + u64::from(slot) * self.places.list_bytes,
-            q: args.q.from_base(base)?,
-            out: args.out.from_base(base)?,
+            q: args.q.place_rows(base)?,
+            out: args.out.place_rows(base)?,
             lse: add_base(base, args.lse)?,
             query_errors: 0,
             end: 0,

@@ -118,7 +118,7 @@ fn arguments_that_cannot_be_are_refused_with_a_reason() {
     let unaligned = (&raw const plain).wrapping_byte_add(1);
     assert_eq!(refused_connect(unaligned), invalid("kvd_options is not aligned to 8 bytes"));
     let short = ConnectArgs { struct_bytes: 8, ..options() };
-    let said = "kvd_options.struct_bytes is 8; it is 64 in the header of this library";
+    let said = "kvd_options.struct_bytes is 8; it is 56 in the header of this library";
     assert_eq!(refused_connect(&raw const short), invalid(said));
     let nowhere = ConnectArgs { region_path: null(), ..options() };
     let said = "kvd_options.region_path is NULL";
