@@ -81,6 +81,7 @@ impl v1::kvd_server::Kvd for Fake {
     type AttendStreamStream = Replies<v1::AttendResponse>;
     type LoadBlocksStream = Replies<v1::LoadBlocksResponse>;
     type HoldSessionStream = Replies<v1::HoldSessionResponse>;
+    type WatchBlocksStream = Replies<v1::WatchBlocksResponse>;
 
     /// The boot id is the namespace that arrived; the version is the deadline that arrived.
     async fn get_server_info(
@@ -338,6 +339,13 @@ impl v1::kvd_server::Kvd for Fake {
         &self,
         _: Request<v1::DropBlocksRequest>,
     ) -> Result<Response<v1::DropBlocksResponse>, Status> {
+        unimplemented()
+    }
+
+    async fn watch_blocks(
+        &self,
+        _: Request<v1::WatchBlocksRequest>,
+    ) -> Result<Response<Self::WatchBlocksStream>, Status> {
         unimplemented()
     }
 

@@ -157,6 +157,7 @@ impl v1::kvd_server::Kvd for StandIn {
     type AttendStreamStream = Replies<v1::AttendResponse>;
     type LoadBlocksStream = Replies<v1::LoadBlocksResponse>;
     type HoldSessionStream = Replies<v1::HoldSessionResponse>;
+    type WatchBlocksStream = Replies<v1::WatchBlocksResponse>;
 
     async fn get_server_info(
         &self,
@@ -433,6 +434,13 @@ impl v1::kvd_server::Kvd for StandIn {
         &self,
         _: Request<v1::UnpinBlocksRequest>,
     ) -> Result<Response<v1::UnpinBlocksResponse>, Status> {
+        Err(Status::unimplemented("not part of the stand-in"))
+    }
+
+    async fn watch_blocks(
+        &self,
+        _: Request<v1::WatchBlocksRequest>,
+    ) -> Result<Response<Self::WatchBlocksStream>, Status> {
         Err(Status::unimplemented("not part of the stand-in"))
     }
 

@@ -9,10 +9,13 @@ use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// A watcher that draws a picture: the parent of each block, by place and key.
+/// The parent of each block, by place and key.
+type Picture = BTreeMap<(BlockTier, Vec<u8>), Option<Vec<u8>>>;
+
+/// A watcher that draws a picture.
 #[derive(Debug, Default)]
 pub(super) struct Watcher {
-    picture: Mutex<BTreeMap<(BlockTier, Vec<u8>), Option<Vec<u8>>>>,
+    picture: Mutex<Picture>,
 }
 
 impl EventSink for Watcher {
@@ -44,7 +47,7 @@ fn picture_of(block: PlacedBlock) -> ((BlockTier, Vec<u8>), Option<Vec<u8>>) {
 impl Watcher {
     /// Fails where the picture is not what the index has.
     pub(super) fn check_picture(&self, bench: &Bench) {
-        let (mut cursor, mut listed) = (ListCursor::default(), BTreeMap::new());
+        let (mut cursor, mut listed) = (ListCursor::default(), Picture::default());
         while let Some(placed) = bench.store.prefix_index().list_placed(bench.ns(), &mut cursor) {
             listed.extend(placed.into_iter().map(picture_of));
         }
