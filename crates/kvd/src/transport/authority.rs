@@ -95,6 +95,8 @@ const PRIORITY: u8 = 0x20;
 const PRIORITY_BYTES: u32 = 5;
 /// The index of `:authority` in the static table of header names.
 const AUTHORITY_INDEX: u32 = 1;
+/// gRPC's C core spells it out.
+const AUTHORITY_NAME: &[u8] = b":authority";
 
 /// Follows the bytes of an HTTP/2 client, however they are cut, and mends authorities in place.
 struct AuthorityMender {
@@ -161,9 +163,12 @@ enum BlockField {
 /// A string of a header field.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum FieldText {
-    Name,
+    /// The first bytes of it are those of `:authority`; `None` where one is another.
+    Name {
+        known: Option<usize>,
+    },
     Value,
-    /// The value of an authority: at its first byte, and further on where it is a path.
+    /// The value of an authority, and the rest of one that is a path.
     Authority,
     PathAuthority,
 }
@@ -283,7 +288,7 @@ impl BlockField {
 
     fn begin_field(byte: u8) -> Self {
         let with_name = |mask: u8| match u32::from(byte & mask) {
-            0 => Self::Length { of: FieldText::Name },
+            0 => Self::Length { of: FieldText::Name { known: Some(0) } },
             AUTHORITY_INDEX => Self::Length { of: FieldText::Authority },
             index if index == u32::from(mask) => Self::NameNumber,
             _ => Self::Length { of: FieldText::Value },
@@ -301,13 +306,21 @@ impl BlockField {
     }
 
     fn begin_text(of: FieldText, is_coded: bool, left: u32) -> Self {
-        let of = if is_coded && of == FieldText::Authority { FieldText::Value } else { of };
+        let of = match of {
+            FieldText::Name { .. } if is_coded => FieldText::Name { known: None },
+            FieldText::Authority if is_coded => FieldText::Value,
+            of => of,
+        };
         Self::Bytes { of, left }.unless_ended()
     }
 
     fn unless_ended(self) -> Self {
         match self {
-            Self::Bytes { of: FieldText::Name, left: 0 } => Self::Length { of: FieldText::Value },
+            Self::Bytes { of: FieldText::Name { known }, left: 0 } => {
+                let is_authority = known == Some(AUTHORITY_NAME.len());
+                let of = if is_authority { FieldText::Authority } else { FieldText::Value };
+                Self::Length { of }
+            }
             Self::Bytes { left: 0, .. } => Self::Begin,
             // Longer than any frame: a peer that means no harm sends none.
             Self::Bytes { left, .. } if left > 1 << 24 => Self::Unknown,
@@ -320,9 +333,12 @@ impl FieldText {
     /// Mends a byte of it; what it is from there on.
     fn mend_byte(self, byte: &mut u8) -> Self {
         let of = match self {
-            // A name has neither in front.
+            Self::Name { known } => {
+                let known = known.filter(|at| AUTHORITY_NAME.get(*at) == Some(byte));
+                return Self::Name { known: known.map(|at| at + 1) };
+            }
+            // A name has neither.
             Self::Authority if matches!(*byte, b'/' | b'%') => Self::PathAuthority,
-            Self::Authority => Self::Value,
             of => of,
         };
         if of == Self::PathAuthority && !matches!(*byte, b'.' | b'_' | b'~' | b'-') {
@@ -361,11 +377,16 @@ mod tests {
     }
 
     /// `:method POST`, `:path`, an authority, a header with a name of its own, one of a long index.
-    fn block(authority: &[u8]) -> Vec<u8> {
+    /// The authority's name is by index or spelled out.
+    fn block(authority: &[u8], is_spelled: bool) -> Vec<u8> {
         let mut bytes = vec![0x83, 0x44];
         bytes.extend(text(b"/kvd.v1.Kvd/Attend"));
-        bytes.push(0x41);
+        bytes.push(if is_spelled { 0x40 } else { 0x41 });
+        bytes.extend(if is_spelled { text(b":authority") } else { Vec::new() });
         bytes.extend(text(authority));
+        bytes.push(0x40);
+        bytes.extend(text(b":authoritative"));
+        bytes.extend(text(b"/a"));
         bytes.push(0x40);
         bytes.extend(text(b"kvd-namespace"));
         bytes.extend(text(b"a/b%2F"));
@@ -388,11 +409,11 @@ mod tests {
     /// A client with an authority: headers in one frame, data that looks like headers, and
     /// headers that are padded and have a priority, and headers that are cut within the authority.
     fn client_bytes(authority: &[u8]) -> Vec<u8> {
-        let block = block(authority);
+        let block = block(authority, false);
         let mut bytes = PREFACE.to_vec();
         bytes.extend(frame(4, 0, &[]));
         bytes.extend(frame(HEADERS, END_HEADERS, &block));
-        bytes.extend(frame(0, 0, &self::block(b"/never/mended")));
+        bytes.extend(frame(0, 0, &self::block(b"/never/mended", false)));
         let mut padded = vec![3, 0, 0, 0, 0, 7];
         padded.extend(&block);
         padded.extend(*b"///");
@@ -401,7 +422,7 @@ mod tests {
         bytes.extend(frame(HEADERS, 0, first));
         bytes.extend(frame(CONTINUATION, 0, &[]));
         bytes.extend(frame(CONTINUATION, END_HEADERS, rest));
-        bytes.extend(frame(HEADERS, END_HEADERS, &block));
+        bytes.extend(frame(HEADERS, END_HEADERS, &self::block(authority, true)));
         bytes
     }
 
@@ -412,6 +433,7 @@ mod tests {
         for (path, name) in [
             (b"/run/kvd/a b:1.sock".as_slice(), b"-run-kvd-a-b-1.sock".as_slice()),
             (b"%2Frun%2Fkvd.sock", b"-2Frun-2Fkvd.sock"),
+            (b"run%2Fkvd.sock", b"run-2Fkvd.sock"),
             (&long, &long_name),
         ] {
             let (sent, wanted) = (client_bytes(path), client_bytes(name));
@@ -426,7 +448,9 @@ mod tests {
 
     #[test]
     fn all_else_stays_as_it_is() {
-        for authority in [b"localhost".as_slice(), b"127.0.0.1:7070", b"[::1]:7070", b"", b"a/b"] {
+        for authority in
+            [b"localhost".as_slice(), b"127.0.0.1:7070", b"[::1]:7070", b"", b"kvd.sock"]
+        {
             let sent = client_bytes(authority);
             assert!(mended(&sent, 5) == sent);
         }
@@ -448,8 +472,8 @@ mod tests {
         // Numbers without an end, and paddings that are longer than their frames.
         let endless = frame(HEADERS, END_HEADERS, &[[0x41, 0x7f].as_slice(), &[0xff; 40]].concat());
         let padded = frame(HEADERS, END_HEADERS | PADDED, &[9, 0x41, 1, b'/']);
-        let sent = [PREFACE, &endless, &padded, &frame(HEADERS, 0, &block(b"/a"))].concat();
-        let wanted = [PREFACE, &endless, &padded, &frame(HEADERS, 0, &block(b"-a"))].concat();
+        let sent = [PREFACE, &endless, &padded, &frame(HEADERS, 0, &block(b"/a", true))].concat();
+        let wanted = [PREFACE, &endless, &padded, &frame(HEADERS, 0, &block(b"-a", true))].concat();
         assert!(mended(&sent, 1) == wanted);
     }
 }
