@@ -77,7 +77,7 @@ fn costs(geometry: &Geometry, cost: impl Fn(u32, Side, u32) -> f64) -> Vec<Group
     costs
 }
 
-/// What the samples' own pages take.
+/// Sizes of the samples' own pages.
 struct PageUse {
     /// Bits per value.
     bits: f64,

@@ -72,8 +72,8 @@ static TABLE: [RpcRights; 39] = [
     of_operators("PinBlocks", USE),
     of_operators("UnpinBlocks", USE_OR_OPERATE),
     of_operators("DropBlocks", USE_OR_OPERATE),
-    // No rpcs: calls of regions, and pages of the admin port. An overview has what lists have, of the
-    // namespaces of its reader.
+    // No rpcs: calls of regions, and pages of the admin port. An overview has what lists have, of
+    // the namespaces of its reader.
     of_namespace("OpenRegion", USE),
     of_namespace("AttendRegion", USE),
     of_namespace("StoreRegion", USE),

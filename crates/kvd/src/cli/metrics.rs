@@ -43,7 +43,7 @@ impl MetricRow {
     }
 }
 
-/// What the command prints.
+/// The text that the command prints.
 pub(super) fn metrics_text(args: &MetricsArgs) -> Result<String, CliError> {
     let named = Metric::ALL.iter().filter(|metric| metric.name().contains(&args.part));
     let rows: Vec<MetricRow> = named.map(|metric| MetricRow::of_metric(*metric)).collect();
