@@ -3,9 +3,8 @@
 #
 # Without PROGRAM the program is built first, against glibc 2.28 by `cargo zigbuild`
 # (`pip install ziglang cargo-zigbuild`). OUT gets kvd-VERSION-linux-ARCH.tar.gz, where there is
-# dpkg-deb a Debian package, where there is `cargo cyclonedx` (`cargo install cargo-cyclonedx`) a list
-# of what the program is made of, and SHA256SUMS. All are the same, byte by byte, for the same
-# program and commit.
+# dpkg-deb a Debian package, and SHA256SUMS. Both are the same, byte by byte, for the same program
+# and commit.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?deploy/release.sh OUT [PROGRAM]}
@@ -79,27 +78,6 @@ EOF
     SOURCE_DATE_EPOCH=$date dpkg-deb --root-owner-group -Zxz --build "$deb" \
         "$out/kvd_${version}_$debian.deb" >/dev/null
     made+=("kvd_${version}_$debian.deb")
-fi
-
-# The crates in the program, as CycloneDX. The tool writes beside every Cargo.toml, so of a copy.
-if cargo cyclonedx --version >/dev/null 2>&1; then
-    mkdir "$work/source"
-    git archive HEAD | tar -x -C "$work/source"
-    SOURCE_DATE_EPOCH=$date cargo cyclonedx --manifest-path "$work/source/crates/kvd/Cargo.toml" \
-        --format json --spec-version 1.5 --no-build-deps --no-default-features --features remote \
-        --target "$arch-unknown-linux-gnu" --override-filename sbom --quiet
-    # Its serial number is drawn at random, and paths are those of the copy.
-    python3 - "$work/source" "$out/$name.cdx.json" <<'EOF'
-import json, pathlib, sys
-source, out = sys.argv[1:]
-text = pathlib.Path(source, "crates/kvd/sbom.json").read_text().replace(f"{source}/", "")
-bill = json.loads(text)
-bill.pop("serialNumber", None)
-pathlib.Path(out).write_text(json.dumps(bill, indent=1, sort_keys=True) + "\n")
-EOF
-    made+=("$name.cdx.json")
-else
-    echo "no list of crates: cargo cyclonedx is not installed" >&2
 fi
 (cd "$out" && sha256sum "${made[@]}" >SHA256SUMS)
 echo "$out: ${made[*]}; needs ${needs:-no glibc}"
