@@ -193,7 +193,7 @@ impl GridValues {
         self.magnitude
     }
 
-    /// Loss by rounding of all weights of a row together.
+    /// The part that rounding took from all weights of a row together.
     pub(crate) fn joint_residual(&self, row: usize) -> f32 {
         self.lost[row]
     }

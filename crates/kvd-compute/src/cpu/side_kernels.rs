@@ -240,8 +240,8 @@ impl ValueKernel {
         }
     }
 
-    /// Loss by rounding of all weights of a row together: equal weights round equally. Times
-    /// [`ValueKernel::largest_value`] it is the largest error of a sum that comes of it.
+    /// The part that rounding took from all weights of a row together: equal weights round equally.
+    /// Times [`ValueKernel::largest_value`] it is the largest error of a sum that comes of it.
     pub(super) fn joint_residual(&self, row: usize) -> f32 {
         match self {
             Self::Vq(values) => values.joint_residual(row),

@@ -201,7 +201,7 @@ impl VqValues {
         Some(Self { book, spread: Vec::new(), parts: IntOperands::of_weights(config), lost })
     }
 
-    /// Loss by rounding of all weights of a row together.
+    /// The part that rounding took from all weights of a row together.
     pub(crate) fn joint_residual(&self, row: usize) -> f32 {
         self.lost[row]
     }

@@ -404,7 +404,7 @@ impl BitAllocValues {
         factors.fold(0f32, f32::max) * self.lookup.largest_value() as f32
     }
 
-    /// Loss by rounding of all weights of a row together.
+    /// The part that rounding took from all weights of a row together.
     pub(crate) fn joint_residual(&self, row: usize) -> f32 {
         self.lost[row]
     }

@@ -79,5 +79,5 @@ fn a_unit_of_many_rows_is_short() {
         .with_job(&plan, |job| Ok(attend::units_of(job).iter().map(|unit| unit.parts.len()).max()))
         .unwrap();
     // 128 rows and a token's decoding, of 64 tokens a part, in 2^18.
-    assert!(parts.unwrap() <= 25, "{parts:?}");
+    assert!(parts.unwrap() <= 28, "{parts:?}");
 }

@@ -156,7 +156,7 @@ impl UniformValues {
         self.magnitude
     }
 
-    /// Loss by rounding of all weights of a row together, beside what was put back.
+    /// The part that rounding took from all weights of a row together, beside what was put back.
     pub(crate) fn joint_residual(&self, row: usize) -> f32 {
         self.lost[row]
     }
