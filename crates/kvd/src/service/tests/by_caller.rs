@@ -9,8 +9,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Tokens of a context over which one query token is small, and query tokens that are too many.
-const TOKENS: u32 = 64;
-const MANY: u32 = 1 << 10;
+const TOKENS: u32 = 256;
+const MANY: u32 = 128;
 
 async fn bench_with(settings: &[(&str, &str)]) -> (Bench, (ModelId, SequenceId)) {
     let bench = Bench::new(1 << 20, settings);
