@@ -227,9 +227,9 @@ mod tests {
 
     #[test]
     fn a_few_bad_positions_show_in_the_tail_and_not_in_the_median() {
-        let mut sums = QualitySums::default();
-        sums.kl = (1..=1000).map(|rank| f64::from(rank) / 1000.0).rev().collect();
-        sums.kl[0] = 100.0;
+        let mut kl: Vec<f64> = (1..=1000).map(|rank| f64::from(rank) / 1000.0).rev().collect();
+        kl[0] = 100.0;
+        let sums = QualitySums { kl, ..QualitySums::default() };
         let quality = sums.mean_quality();
         assert_eq!((quality.kl_median_nats, quality.kl_p999_nats), (0.5, 0.999));
         assert_eq!(value_at(&[1.0, 7.0], 0.999), 7.0);
