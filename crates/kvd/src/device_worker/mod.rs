@@ -262,6 +262,13 @@ impl DeviceWorker {
         self.handles.shared.failed.load(Ordering::Acquire)
     }
 
+    /// Whether nothing waits and nobody has the device.
+    #[cfg(test)]
+    pub(crate) fn is_idle(&self) -> bool {
+        let queue = self.handles.shared.queue.lock();
+        queue.device.is_some() && queue.jobs.waiting_jobs() == [0, 0]
+    }
+
     /// Jobs that wait: accepted and not begun, or paused.
     #[must_use]
     pub fn queued_jobs(&self) -> usize {

@@ -24,6 +24,7 @@ use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::sync::{Arc, mpsc};
 use std::thread::{self, ThreadId};
+use std::time::Duration;
 
 /// State of a device that tests see and change.
 #[derive(Default)]
@@ -274,9 +275,14 @@ impl Bench {
         }
     }
 
-    /// Returns when the device has nothing left to do.
+    /// Returns when the device has nothing left to do and nobody has it.
     pub(super) async fn idle(&self) {
-        self.service.first_worker().run_closure(&call(), |_| Ok(())).await.unwrap();
+        let worker = self.service.first_worker();
+        worker.run_closure(&call(), |_| Ok(())).await.unwrap();
+        // An answer comes before the thread gives the device back.
+        while !worker.is_idle() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
     }
 
     /// Ids that callers can find, and whether the device knows exactly those.

@@ -15,6 +15,7 @@ const MANY: u32 = 128;
 async fn bench_with(settings: &[(&str, &str)]) -> (Bench, (ModelId, SequenceId)) {
     let bench = Bench::new(1 << 20, settings);
     let of = stored_tokens(&bench, TOKENS).await;
+    bench.idle().await;
     (bench, of)
 }
 
