@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 
-from conftest import prompts
+from conftest import SHARED, prompts
 
 import kvd.vllm
 
@@ -70,7 +70,7 @@ def test_two_processes_share_prefixes(tmp_path, model_folder, server, stock):
     first = run_vllm(tmp_path, model_folder, server, 32, prompts())
     assert first["tokens"] == stock["cold"]
     assert first["metrics"]["vllm:kvd_stored_tokens"] >= 2500
-    assert first["metrics"]["vllm:kvd_loaded_tokens"] == 0
+    assert first["metrics"]["vllm:kvd_loaded_tokens"] in (0, SHARED)
     second = run_vllm(tmp_path, model_folder, server, 32, prompts())
     assert second["tokens"] == stock["cold"]
     assert second["metrics"]["vllm:kvd_loaded_tokens"] >= 2500

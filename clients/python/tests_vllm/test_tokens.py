@@ -1,14 +1,14 @@
 """With `raw` every greedy token is that of vLLM without the connector."""
 
 import numpy as np
-from conftest import answer_without, prompts, save_model
+from conftest import SHARED, answer_without, prompts, save_model
 
 
 def test_prefixes_come_back(engine, stock):
     one = engine()
     cold, did = one.counted(stock["asked"])
     assert cold == stock["cold"]
-    assert did["stored_tokens"] >= 2500 and did["loaded_tokens"] == 0
+    assert did["stored_tokens"] >= 2500 and did["loaded_tokens"] in (0, SHARED)
     again, did = one.counted(stock["asked"])
     assert again == stock["cold"]
     assert did["loaded_tokens"] == 0, "vLLM had them itself"
@@ -94,7 +94,7 @@ def test_namespaces_are_apart(engine, stock):
     other = engine(options={"namespace": "other"})
     tokens, did = other.counted(stock["asked"])
     assert tokens == stock["cold"]
-    assert did["matched_tokens"] == 0 and did["lookups"] >= 6
+    assert did["matched_tokens"] in (0, SHARED) and did["lookups"] >= 6
 
 
 def test_weights_are_apart(engine, stock, tmp_path):
@@ -104,7 +104,7 @@ def test_weights_are_apart(engine, stock, tmp_path):
     engine().counted(stock["asked"])
     tokens, did = engine(folder).counted(stock["asked"])
     assert tokens == expected
-    assert did["matched_tokens"] == 0 and did["lookups"] >= 6
+    assert did["matched_tokens"] in (0, SHARED) and did["lookups"] >= 6
 
 
 def test_windowed_layers_beside_others_are_kept_whole(engine, tmp_path):
@@ -129,7 +129,7 @@ def test_a_reset_of_the_connector_drops_what_kvd_has(engine, stock):
     assert one.llm.reset_prefix_cache(reset_connector=True)
     tokens, did = one.counted(stock["asked"])
     assert tokens == stock["cold"]
-    assert did["matched_tokens"] == 0 and did["stored_tokens"] >= 2500
+    assert did["matched_tokens"] in (0, SHARED) and did["stored_tokens"] >= 2500
 
 
 def test_rows_in_bf16_come_back_bit_by_bit(engine, stock, monkeypatch):
