@@ -183,7 +183,8 @@ typedef struct kvd_connection kvd_connection;
 /* KVD_ABI_VERSION of the library. */
 uint32_t kvd_abi_version(void);
 
-/* Connects, and holds a session that is closed soon after the connection, however it ends. */
+/* Connects, and holds a session that is closed soon after the connection, however it ends.
+ * `*connection` is NULL after a failure. */
 int32_t kvd_connect(const kvd_options *options, kvd_connection **connection, kvd_error *error);
 
 /* Ends a connection and unmaps its memory; of NULL nothing. */
@@ -216,11 +217,14 @@ int32_t kvd_sequence_length(kvd_connection *connection, uint64_t sequence, uint3
 /* Closes a sequence and frees what only it held. */
 int32_t kvd_close_sequence(kvd_connection *connection, uint64_t sequence, kvd_error *error);
 
-/* Stores rows; `length`, which may be NULL, is that of the layer then. */
+/* Stores rows; `length`, which may be NULL, is that of the layer then. After
+ * KVD_DEADLINE_EXCEEDED the daemon may go on: leave the rows as they are until the next call that
+ * is not about attends has been answered; it waits for this one first. */
 int32_t kvd_store(kvd_connection *connection, const kvd_store_rows *rows, uint32_t *length,
                   kvd_error *error);
 
-/* One attend from end to end. */
+/* One attend from end to end. After KVD_DEADLINE_EXCEEDED the daemon may still write `out` and
+ * `lse`: give them to nothing else on this connection. */
 int32_t kvd_attend(kvd_connection *connection, const kvd_attend_batch *batch, kvd_error *error);
 
 /* Begins an attend; `tag` comes back with its end. KVD_QUEUE_FULL while ring_entries of them have

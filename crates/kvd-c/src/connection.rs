@@ -5,8 +5,8 @@ use crate::failure::FailedCall;
 use bytes::Bytes;
 use kvd_client::{
     AttendBatch, AttendRing, ControlCalls, DType, ErrorCode, LayerIndex, ModelId, ModelSpec,
-    Namespace, RegionClient, RegionOptions, RegionSlice, RingLayout, RingOptions, SequenceFork,
-    SequenceId, SessionId, SessionOptions, StoreChunk,
+    Namespace, RegionClient, RegionOptions, RegionSlice, RingLayout, RingOptions, RingReply,
+    SequenceFork, SequenceId, SessionId, SessionOptions, StoreChunk,
 };
 use kvd_shm::CompletionRecord;
 use kvd_shm::ring::{RingPlace, RingQuery};
@@ -296,6 +296,16 @@ impl OpenConnection {
             let message = format!("{count} queries, over kvd_options.queries_max = {most}");
             return Err(FailedCall::new(ErrorCode::LimitExceeded, message));
         }
+        if self.free_slots.is_empty() {
+            // Ends of attends that were given up may have come meanwhile.
+            while let Some(reply) = self.ring.read_reply()? {
+                if let EndedSlot { owner: SlotOwner::Tagged(tag), result, .. } =
+                    self.take_end(reply)?
+                {
+                    self.ended.push_back(TaggedEnd { tag, result });
+                }
+            }
+        }
         let Some(slot) = self.free_slots.last().copied() else {
             let message = format!("{} attends are under way", self.slots.len());
             return Err(FailedCall::new(ErrorCode::QueueFull, message));
@@ -325,6 +335,11 @@ impl OpenConnection {
     /// Waits for the next end, whosever it is.
     fn read_end(&mut self) -> Result<EndedSlot, FailedCall> {
         let reply = self.ring.wait_reply()?;
+        self.take_end(reply)
+    }
+
+    /// Frees the place of an attend that has ended.
+    fn take_end(&mut self, reply: RingReply) -> Result<EndedSlot, FailedCall> {
         let slot = reply.tag as u32;
         let Some(place) = self.slots.get_mut(slot as usize) else {
             let message = format!("the end of an attend with tag {}, which is no place", reply.tag);

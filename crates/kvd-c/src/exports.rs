@@ -92,6 +92,8 @@ pub unsafe extern "C" fn kvd_connect(
 ) -> i32 {
     let call = || {
         check_place(connection, "connection")?;
+        // SAFETY: tested above, and a place for one as the caller promises. NULL after a failure.
+        unsafe { connection.write(std::ptr::null_mut()) };
         // SAFETY: as the caller promises.
         let args = unsafe { read_sized(options)? };
         // SAFETY: the same.

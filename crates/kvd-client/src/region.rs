@@ -17,11 +17,12 @@ use kvd_shm::{
     CallOutcome, CallRefusal, CompletionRecord, RegionMemory, receive_files, send_files,
 };
 use prost::Message;
+use std::collections::BTreeSet;
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 pub use kvd_proto::v1::{RegionKind, RegionSlice};
@@ -43,6 +44,8 @@ pub struct RegionClient {
     opened: v1::OpenRegionResponse,
     timeout: Option<Duration>,
     say_launched: bool,
+    /// Completion records of calls that were given up and have not ended: the daemon's still.
+    given_up: Mutex<BTreeSet<u64>>,
 }
 
 /// How far a call is.
@@ -88,7 +91,8 @@ impl RegionClient {
         };
         let (timeout, say_launched) = (options.timeout, options.say_launched);
         let opened = v1::OpenRegionResponse::default();
-        let mut region = Self { stream, memory, opened, timeout, say_launched };
+        let mut region =
+            Self { stream, memory, opened, timeout, say_launched, given_up: Mutex::default() };
         let files = [Some(region.memory.file()), file.map(|file| file.as_fd())];
         region.send_message(&request, files.into_iter().flatten().collect())?;
         let end = Instant::now() + OPEN_TIME;
@@ -262,6 +266,7 @@ impl RegionClient {
                 return Ok(if launch { CallProgress::Launched } else { CallProgress::Ended });
             }
             if let (Some(timeout), Some(Duration::ZERO)) = (self.timeout, left) {
+                self.records_given_up().insert(done);
                 return Err(ClientError::deadline_exceeded(timeout));
             }
             self.read_notice()?;
@@ -289,9 +294,11 @@ impl RegionClient {
             let left = end.map(|end| end.saturating_duration_since(Instant::now()));
             let time = left.map_or(LOOK_INTERVAL, |left| left.min(LOOK_INTERVAL));
             if let Some(outcome) = record.wait_end(time).map_err(|error| region_error(&error))? {
+                self.records_given_up().remove(&done);
                 return Ok(outcome);
             }
             if let (Some(timeout), Some(Duration::ZERO)) = (self.timeout, left) {
+                self.records_given_up().insert(done);
                 return Err(ClientError::deadline_exceeded(timeout));
             }
             // A daemon that is gone wakes no one. What it said before may be in the record by now.
@@ -305,6 +312,22 @@ impl RegionClient {
                 };
             }
         }
+    }
+
+    /// Waits for the end of a call that was given up with this record. The end is the old call's,
+    /// and would be taken for that of the next one.
+    ///
+    /// # Errors
+    /// `DEADLINE_EXCEEDED` where it does not end in time; a lost connection.
+    pub(crate) fn settle_record(&self, done: u64) -> Result<(), ClientError> {
+        if self.records_given_up().contains(&done) {
+            self.wait_outcome(done)?;
+        }
+        Ok(())
+    }
+
+    fn records_given_up(&self) -> MutexGuard<'_, BTreeSet<u64>> {
+        self.given_up.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The error of a call that was refused.
@@ -391,6 +414,7 @@ impl RegionClient {
         done: u64,
         call: v1::region_call::Call,
     ) -> Result<(), ClientError> {
+        self.settle_record(done)?;
         let record = CompletionRecord::from_offset(&self.memory, done)
             .map_err(|error| region_error(&error))?;
         record.clear().map_err(|error| region_error(&error))?;
@@ -467,4 +491,45 @@ fn of_text(text: &str) -> ClientError {
 
 fn lost_connection(error: &io::Error) -> ClientError {
     ClientError::lost_connection(format!("region: {error}"))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test may fail")]
+mod tests {
+    use super::*;
+    use std::io::Read;
+
+    fn begin_store(region: &RegionClient) -> Result<(), ClientError> {
+        region.send_call(0, v1::region_call::Call::Store(v1::StoreBlocksRequest::default()))
+    }
+
+    #[test]
+    fn the_late_end_of_a_call_is_not_taken_for_that_of_the_next() {
+        let (stream, daemon) = UnixStream::pair().unwrap();
+        stream.set_nonblocking(true).unwrap();
+        daemon.set_nonblocking(true).unwrap();
+        let region = RegionClient {
+            stream,
+            memory: Arc::new(RegionMemory::create_memory(4096).unwrap()),
+            opened: v1::OpenRegionResponse::default(),
+            timeout: Some(Duration::from_millis(5)),
+            say_launched: false,
+            given_up: Mutex::default(),
+        };
+        let is_late = |error: ClientError| error.code == Some(ErrorCode::DeadlineExceeded);
+        let mut sent = [0; 4096];
+        begin_store(&region).unwrap();
+        assert!(is_late(region.wait_call(0).unwrap_err()));
+        let first = (&daemon).read(&mut sent).unwrap();
+        // The record is the old call's: the next one is not sent.
+        assert!(is_late(begin_store(&region).unwrap_err()));
+        assert!((&daemon).read(&mut sent).is_err());
+        let record = CompletionRecord::from_offset(&region.memory, 0).unwrap();
+        record.end_call(&CallOutcome::Done([7, 0, 0])).unwrap();
+        begin_store(&region).unwrap();
+        assert_eq!((&daemon).read(&mut sent).unwrap(), first);
+        assert!(is_late(region.wait_call(0).unwrap_err()));
+        record.end_call(&CallOutcome::Done([8, 0, 0])).unwrap();
+        assert_eq!(region.wait_call(0).unwrap(), [8, 0, 0]);
+    }
 }

@@ -67,6 +67,8 @@ impl ControlCalls<'_> {
         request: &impl Message,
     ) -> Result<Answer, ClientError> {
         let Self { region, done, room } = *self;
+        // An answer that comes late would spoil a request in the same room.
+        region.settle_record(done)?;
         let encoded = request.encode_to_vec();
         let request = if encoded.len() <= INLINE_BYTES_MAX {
             inline_payload(encoded.into())

@@ -380,6 +380,18 @@ impl<J> JobScheduler<J> {
         Some(next)
     }
 
+    /// Forgets who had attends, where none waits. An attend that never waits would else leave a
+    /// trace of its connection.
+    pub(crate) fn forget_served(&mut self) {
+        self.attends.namespaces.forget_served();
+    }
+
+    /// Connections that are remembered for what their attends took.
+    #[cfg(test)]
+    pub(crate) fn count_remembered(&self) -> usize {
+        self.attends.namespaces.iter().map(|(_, of)| of.iter().count()).sum()
+    }
+
     /// A job, or a slice of it, took so long.
     pub(crate) fn note_run(&mut self, ticket: &JobTicket, took: Duration) {
         let JobTicket { kind, owner, .. } = ticket;

@@ -80,6 +80,13 @@ impl<K: Clone + Eq + Hash, V: WaitingWork + Default> TimeShares<K, V> {
         Some(key.clone())
     }
 
+    /// Forgets who was served, where nobody waits: nobody has had too much.
+    pub(crate) fn forget_served(&mut self) {
+        if self.is_empty() {
+            self.members.clear();
+        }
+    }
+
     /// A member of that weight was served for so long.
     pub(crate) fn charge_time(&mut self, key: &K, took: Duration, weight: u32) {
         let now = self.now;

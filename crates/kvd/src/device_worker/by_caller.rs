@@ -114,6 +114,7 @@ impl DeviceWorker {
         }
         let backend = queue.device.take()?;
         queue.is_lent = true;
+        queue.jobs.forget_served();
         let (owner, is_counted) = (Self::owner_of(call), !call.waits_for_queue);
         let ticket = queue.jobs.make_ticket(work.job_kind(), owner, is_counted);
         Some(TakenDevice { backend, ticket })

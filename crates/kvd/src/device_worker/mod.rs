@@ -269,6 +269,12 @@ impl DeviceWorker {
         queue.device.is_some() && queue.jobs.waiting_jobs() == [0, 0]
     }
 
+    /// Connections that the queue remembers for what their attends took.
+    #[cfg(test)]
+    pub(crate) fn count_remembered(&self) -> usize {
+        self.handles.shared.queue.lock().jobs.count_remembered()
+    }
+
     /// Jobs that wait: accepted and not begun, or paused.
     #[must_use]
     pub fn queued_jobs(&self) -> usize {

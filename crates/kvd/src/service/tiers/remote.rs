@@ -103,10 +103,11 @@ impl Service {
             reply.tokens.iter().map(|tokens| (*tokens / block_tokens) as usize).collect();
         if self.find_remotely(call, &found, &chains, &cached).await > 0 {
             let (first, began) = (reply.lease.take(), Instant::now());
-            reply = self.match_chains(call, &found, &chains, lease)?;
+            let longer = self.match_chains(call, &found, &chains, lease);
             took += began.elapsed();
-            // Held until the longer one is. It may have ended by itself.
+            // Held until the longer one is, or is refused. It may have ended by itself.
             let _ended = first.map(|first| self.release_lease(call, first));
+            reply = longer?;
         }
         self.count_match(took, &chains, &reply);
         Ok(reply)
