@@ -16,13 +16,14 @@ use kvd_proto::v1;
 use kvd_shm::{
     CallOutcome, CallRefusal, CompletionRecord, RegionMemory, receive_files, send_files,
 };
+use parking_lot::Mutex;
 use prost::Message;
 use std::collections::BTreeSet;
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use kvd_proto::v1::{RegionKind, RegionSlice};
@@ -266,7 +267,7 @@ impl RegionClient {
                 return Ok(if launch { CallProgress::Launched } else { CallProgress::Ended });
             }
             if let (Some(timeout), Some(Duration::ZERO)) = (self.timeout, left) {
-                self.records_given_up().insert(done);
+                self.given_up.lock().insert(done);
                 return Err(ClientError::deadline_exceeded(timeout));
             }
             self.read_notice()?;
@@ -294,11 +295,11 @@ impl RegionClient {
             let left = end.map(|end| end.saturating_duration_since(Instant::now()));
             let time = left.map_or(LOOK_INTERVAL, |left| left.min(LOOK_INTERVAL));
             if let Some(outcome) = record.wait_end(time).map_err(|error| region_error(&error))? {
-                self.records_given_up().remove(&done);
+                self.given_up.lock().remove(&done);
                 return Ok(outcome);
             }
             if let (Some(timeout), Some(Duration::ZERO)) = (self.timeout, left) {
-                self.records_given_up().insert(done);
+                self.given_up.lock().insert(done);
                 return Err(ClientError::deadline_exceeded(timeout));
             }
             // A daemon that is gone wakes no one. What it said before may be in the record by now.
@@ -320,14 +321,10 @@ impl RegionClient {
     /// # Errors
     /// `DEADLINE_EXCEEDED` where it does not end in time; a lost connection.
     pub(crate) fn settle_record(&self, done: u64) -> Result<(), ClientError> {
-        if self.records_given_up().contains(&done) {
+        if self.given_up.lock().contains(&done) {
             self.wait_outcome(done)?;
         }
         Ok(())
-    }
-
-    fn records_given_up(&self) -> MutexGuard<'_, BTreeSet<u64>> {
-        self.given_up.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The error of a call that was refused.
