@@ -29,7 +29,7 @@ type SpeedError = Box<dyn std::error::Error>;
 /// A way to a daemon.
 enum SpeedWay {
     Unary(Box<Client>),
-    Region(RegionClient),
+    Region(Box<RegionClient>),
     Ring(Box<RingWay>),
 }
 
@@ -54,7 +54,7 @@ async fn main() -> Result<(), SpeedError> {
     for way in ways {
         let opened = match way.as_str() {
             "unary" => SpeedWay::Unary(Box::new(client.clone())),
-            "region" => SpeedWay::Region(RegionClient::open_region(socket, &options)?),
+            "region" => SpeedWay::Region(Box::new(RegionClient::open_region(socket, &options)?)),
             "ring" => {
                 let region = Arc::new(RegionClient::open_region(socket, &options)?);
                 let spin = Duration::from_micros(spin.parse()?);
