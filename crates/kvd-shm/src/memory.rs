@@ -97,7 +97,7 @@ impl RegionMemory {
     }
 
     /// Where it begins in this process, for callers of other languages; the mapping ends with this.
-    /// What the peer writes there changes at any time.
+    /// The peer may write there at any time.
     #[must_use]
     pub fn start_address(&self) -> *mut u8 {
         self.mapping.bytes().as_ptr().cast_mut().cast()

@@ -112,6 +112,18 @@ impl EventLogs {
         over.iter().for_each(|namespace| table.drop_log(namespace));
     }
 
+    /// Makes room for one more log among as many as there may be watches: the one goes that nobody
+    /// has watched for longest.
+    fn drop_oldest(&self, table: &mut LogTable) {
+        while table.logs.len() >= self.config.watchers_max {
+            let unwatched =
+                table.logs.iter().filter_map(|(name, log)| Some((log.unwatched_since?, name)));
+            // A watch is free, so at least one log of so many has none.
+            let Some(oldest) = unwatched.min().map(|(_, name)| name.clone()) else { return };
+            table.drop_log(&oldest);
+        }
+    }
+
     /// Begins a watch of a namespace after a number, if its events are there; else anew.
     fn open_watch(self: &Arc<Self>, namespace: &Namespace) -> Result<WatchPlace, ServiceError> {
         let mut table = self.table.lock();
@@ -125,6 +137,9 @@ impl EventLogs {
             return Err(ServiceError::new(ErrorCode::LimitExceeded, message));
         }
         self.drop_idle(&mut table);
+        if !table.logs.contains_key(namespace) {
+            self.drop_oldest(&mut table);
+        }
         let fresh = self.fresh_number();
         let log = table.logs.entry(namespace.clone()).or_insert_with(|| NamespaceLog {
             events: VecDeque::new(),
@@ -456,6 +471,18 @@ mod tests {
         drop(places);
         assert_eq!(logs.table.lock().watchers, 0);
         assert!(logs.is_watched(&name("a")), "for who comes back");
+    }
+
+    #[test]
+    fn logs_are_as_many_as_watches_may_be_and_those_that_are_watched_stay() {
+        let logs = logs(8, 2, 60_000);
+        let has = |of: &str| logs.is_watched(&name(of));
+        let watch_once = |of: &str| drop(logs.open_watch(&name(of)).unwrap());
+        ["a", "b", "c"].into_iter().for_each(watch_once);
+        assert_eq!(["a", "b", "c"].map(has), [false, true, true]);
+        let _place = logs.open_watch(&name("b")).unwrap();
+        ["d", "e"].into_iter().for_each(watch_once);
+        assert_eq!(["b", "c", "d", "e"].map(has), [true, false, false, true]);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use kvd_client::{Client, LayerIndex, ModelId, StoreChunk};
 const BOOTS: u64 = 24;
 
 /// Values whose distribution is the text's own, so that its tables are too.
-fn rows(text: u64, layer: u32) -> Vec<u8> {
+fn skewed_rows(text: u64, layer: u32) -> Vec<u8> {
     let small = 0.04 * (text % BOOTS) as f32;
     let values = (0..TOKENS * 64).map(|at| {
         let bits = (u64::from(at) + text * 7_919 + u64::from(layer) * 104_729)
@@ -24,7 +24,7 @@ fn rows(text: u64, layer: u32) -> Vec<u8> {
 async fn publish(client: &Client, model: ModelId, text: u64) {
     let sequence = client.open_sequence(model).await.expect("open");
     for layer in 0..LAYERS {
-        let rows = rows(text, layer);
+        let rows = skewed_rows(text, layer);
         let (k, v) = (rows.clone().into(), rows.into());
         let layer = LayerIndex(layer);
         let chunk = StoreChunk { sequence, layer, start: 0, tokens: TOKENS, k, v };
