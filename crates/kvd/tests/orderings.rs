@@ -7,11 +7,11 @@ mod support;
 
 use kvd_eval::eval::{self, EvalCodec, EvalOptions, WindowChoice};
 
-/// The claim that the fixture does not bear out, by how it begins; decision 7 says why.
-const FAILS: &str = "polar 4+4 keys are near";
+/// The claims that the fixture does not bear out, by how they begin: `docs/orderings.md` says why.
+const FAILS: [&str; 2] = ["polar 4+4 keys are near", "kvd-2-fast: 2.2 bits"];
 
 #[tokio::test(flavor = "multi_thread")]
-#[ignore = "takes minutes: 27 codecs on two passages of 2048 tokens, with calibrations"]
+#[ignore = "takes minutes: 31 codecs on two passages of 2048 tokens, with calibrations"]
 async fn what_the_papers_order_is_ordered_so_and_our_goals_hold() {
     let running =
         support::start(&[("device.pool_bytes", "256 MiB"), ("device.threads", "2")]).await;
@@ -23,8 +23,9 @@ async fn what_the_papers_order_is_ordered_so_and_our_goals_hold() {
     running.drain().await;
     let found = eval::check_orderings(&report.blocks[0]);
     let ours = found.iter().filter(|ordering| ordering.source == "ours").count();
-    assert!(ours == 10 && found.len() > 15, "{found:#?}");
-    for ordering in found.iter().filter(|ordering| !ordering.claim.starts_with(FAILS)) {
-        assert_eq!(ordering.holds, Some(true), "{ordering:#?}");
+    assert!(ours == 12 && found.len() > 15, "{found:#?}");
+    for ordering in &found {
+        let fails = FAILS.iter().any(|claim| ordering.claim.starts_with(claim));
+        assert_eq!(ordering.holds, Some(!fails), "{ordering:#?}");
     }
 }
