@@ -6,6 +6,7 @@ os.environ.update(LMCACHE_TRACK_USAGE="false", LMCACHE_LOG_LEVEL="WARNING")
 
 import itertools
 import signal
+import threading
 import time
 
 import pytest
@@ -115,6 +116,22 @@ class Engine:
         before = self.chunks.counters.stored
         self.engine.store(tokens)
         await_true(lambda: self.chunks.counters.stored == before + chunks)
+
+    def store_settled(self, tokens):
+        """Stores, and waits until each chunk is kept or refused: LMCache counts no batched put."""
+        is_settled, put = threading.Event(), self.chunks.put
+
+        def put_and_note(chunks):
+            self.chunks.put = put
+            assert len(chunks) == FULL
+            try:
+                return put(chunks)
+            finally:
+                is_settled.set()
+
+        self.chunks.put = put_and_note
+        self.engine.store(tokens)
+        assert is_settled.wait(PATIENCE)
 
     def retrieve(self, tokens):
         """Rows as they come back into memory that held none, and how many."""

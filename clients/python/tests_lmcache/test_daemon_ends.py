@@ -157,8 +157,7 @@ def test_full_pool_keeps_what_it_can(engine, tokens):
         for seed in range(3):
             asked = (tokens + 7 * seed) % 499
             kept[seed] = (asked, one.fill(seed))
-            one.engine.store(asked)
-            await_true(lambda: not one.backend.put_tasks)
+            one.store_settled(asked)
         total = 0
         for asked, rows in kept.values():
             back, count = one.retrieve(asked)
