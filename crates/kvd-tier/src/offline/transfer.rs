@@ -11,6 +11,7 @@ use crate::error::DiskError;
 use crate::identity::io_error;
 use crate::name::{BlockName, DiskLocation, RecordKind, RecordMeta, ScopeId};
 use crate::record::{FramePlace, RecordHeader};
+use crate::recover::DescriptionKey;
 use crate::scan::{SegmentRef, read_verified};
 use crate::segment::RecordEntry;
 use crate::settings::DiskSettings;
@@ -150,8 +151,9 @@ pub fn import_records(
     let change = FolderChange::open_folder(settings)?;
     let known = change.opened.found.records.iter();
     let known = known.map(|record| (record.name.scope, record.name.digest)).collect();
-    let report = TransferReport::default();
-    let mut import = RecordImport { change, hasher, known, lineages: HashMap::new(), report };
+    let described = change.opened.shared.descriptions.lock().keys().copied().collect();
+    let (lineages, report) = (HashMap::new(), TransferReport::default());
+    let mut import = RecordImport { change, hasher, known, described, lineages, report };
     // What was read before a failure is written as a whole.
     let read = files.iter().try_for_each(|file| import.read_file(file));
     let report = import.report;
@@ -205,6 +207,8 @@ struct RecordImport<'a> {
     hasher: &'a dyn KeyHasher,
     /// Blocks that are in the folder.
     known: HashSet<(ScopeId, u128)>,
+    /// Descriptions and calibrations that are in the folder.
+    described: HashSet<DescriptionKey>,
     /// Lineage of the exporting store to lineage of this one; as many as there are records.
     lineages: HashMap<(ScopeId, u128), u128>,
     report: TransferReport,
@@ -250,15 +254,24 @@ impl RecordImport<'_> {
                 self.report.skipped += 1;
                 return;
             }
-            if !self.known.insert((header.name.scope, header.name.digest)) {
-                self.report.existed += 1;
-                return;
-            }
+        }
+        if !self.note_known(header.kind, &header.name) {
+            self.report.existed += 1;
+            return;
         }
         self.report.records += 1;
         self.report.bytes += header.record_bytes;
         self.change
             .push_pending(|completion, ticket| PendingRecord::new(record, completion, ticket));
+    }
+
+    /// Notes a record as one that the folder has; false where it has it.
+    fn note_known(&mut self, kind: RecordKind, name: &BlockName) -> bool {
+        let (scope, digest) = (name.scope, name.digest);
+        match kind {
+            RecordKind::Block => self.known.insert((scope, digest)),
+            _ => self.described.insert(DescriptionKey { kind, scope, digest }),
+        }
     }
 
     /// Gives a block its names under this store's seed. False if its parent did not come before.

@@ -268,7 +268,7 @@ fn check_damaged_exports(exported: &Path) {
     damaged[first + 700] ^= 4;
     fs::write(&file, damaged).unwrap();
     let report = import().unwrap();
-    assert_eq!((report.records, report.skipped), (2, 3), "its description, and the first block");
+    assert_eq!((report.records, report.skipped), (3, 3), "descriptions, and the first block");
     fs::write(&file, sound).unwrap();
 }
 
@@ -277,6 +277,7 @@ fn offline_commands_list_verify_repair_move_and_shrink() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open(folder.path());
     tier.write_scope(ScopeId([5; 16]), b"{}", Box::new(|_| {})).unwrap();
+    tier.write_calibration([8; 32], &[9; 5000], Box::new(|_| {})).unwrap();
     let mut last = write(&tier, 1, 0).unwrap();
     for position in 1..4 {
         last = write(&tier, 1, position).unwrap();
@@ -289,21 +290,22 @@ fn offline_commands_list_verify_repair_move_and_shrink() {
     assert_eq!((scope.blocks, scope.depth_max), (4, 4));
     assert_eq!(scope.description, b"{}");
     let report = store.verify_records();
-    assert_eq!((report.sound, report.damaged.len()), (5, 0));
+    assert_eq!((report.sound, report.damaged.len()), (6, 0));
 
     let exported = tempfile::tempdir().unwrap();
     let moved = store.export_records(exported.path(), None).unwrap();
-    assert_eq!((moved.records, moved.skipped), (5, 0));
+    assert_eq!((moved.records, moved.skipped), (6, 0));
     drop(store);
     let other = tempfile::tempdir().unwrap();
     let taken =
         import_records(settings(other.path()), exported.path(), None, &SeededHasher).unwrap();
-    assert_eq!((taken.records, taken.skipped, taken.bytes), (5, 0, moved.bytes));
-    // Again, it is there; of another scope, it is refused.
+    assert_eq!((taken.records, taken.skipped, taken.bytes), (6, 0, moved.bytes));
+    // Again, all of it is there, and nothing is written; of another scope, it is refused.
     let import =
         |scope| import_records(settings(other.path()), exported.path(), scope, &SeededHasher);
     let again = import(Some(block_name(1, 0).scope)).unwrap();
-    assert_eq!((again.existed, again.skipped), (4, 0));
+    assert_eq!((again.existed, again.skipped), (6, 0));
+    assert_eq!((again.records, again.bytes), (0, 0));
     let refused = import(Some(ScopeId([9; 16]))).unwrap_err().to_string();
     assert!(refused.contains("it is of scope") && refused.contains("nothing was"), "{refused}");
     check_damaged_exports(exported.path());
@@ -325,9 +327,9 @@ fn offline_commands_list_verify_repair_move_and_shrink() {
     file.read_exact_at(&mut byte, at).unwrap();
     file.write_all_at(&[byte[0] ^ 4], at).unwrap();
     let report = repair_folder(settings(folder.path())).unwrap();
-    assert_eq!((report.sound, report.damaged.len()), (4, 1));
+    assert_eq!((report.sound, report.damaged.len()), (5, 1));
     let report = repair_folder(settings(folder.path())).unwrap();
-    assert_eq!((report.sound, report.damaged.len()), (4, 0));
+    assert_eq!((report.sound, report.damaged.len()), (5, 0));
 
     collect_garbage(settings(folder.path()), GarbageRule::Scope(ScopeId([5; 16]))).unwrap();
     let store = OfflineStore::open_folder(folder.path(), OfflineAccess::Exclusive).unwrap();
