@@ -102,7 +102,7 @@ declare_calls! {
     read model_bytes(model: ModelId) -> Result<ModelBytes, BackendError>;
     read check(model: ModelId, rows: &IncomingRows) -> Result<(), BackendError>;
     read shares_pages() -> bool;
-    read small_plan_scores() -> u64;
+    read is_small_plan(plan: &AttendPlan) -> bool;
     read launches() -> Launches;
     write register(model: ModelId, codec: ModelCodec);
     write unregister(model: ModelId);
@@ -194,7 +194,7 @@ macro_rules! mount_forwarding {
 
             impl$(<$parameter: $bound>)? AttendBackend for $type {
                 $crate::forward_calls! { read shares_pages() -> bool;
-                    read small_plan_scores() -> u64;
+                    read is_small_plan(plan: &AttendPlan) -> bool;
                     read launches() -> Launches;
                     write attend(plan: &AttendPlan) -> Result<Attended, BackendError>;
                     write attend_slice(task: &mut AttendTask, stop: &Stop)

@@ -59,11 +59,11 @@ pub trait AttendBackend {
         false
     }
 
-    /// Scores of a plan up to which whoever asks for it answers it sooner than another thread
-    /// wakes. Such a plan may be asked for on any thread, while no other call runs. 0 where all
-    /// calls are to come from one thread.
-    fn small_plan_scores(&self) -> u64 {
-        0
+    /// Whether whoever asks for a plan answers it sooner than another thread wakes: it takes the
+    /// caller some 200 us at most. Such a plan may be asked for on any thread, while no other call
+    /// runs. `false` of all plans where calls are to come from one thread.
+    fn is_small_plan(&self, _: &AttendPlan) -> bool {
+        false
     }
 
     /// How the device was given its attention kernels so far.

@@ -3,7 +3,7 @@
 //! leave it and come back.
 //!
 //! One thread at a time calls a backend: its worker's, or whoever asks for a plan that is small
-//! ([`AttendBackend::small_plan_scores`]). A backend may use more threads inside a call.
+//! ([`AttendBackend::is_small_plan`]). A backend may use more threads inside a call.
 //! The worker promises that extents it passes are reserved (to write) or pinned (to read) for the
 //! length of the call; those of an attend in slices ([`AttendBackend::attend_slice`]) until it is
 //! answered or given up.

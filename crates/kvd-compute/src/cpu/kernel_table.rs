@@ -41,6 +41,19 @@ impl KernelTarget {
     fn wants_bytes(self) -> bool {
         self.set.wants_bytes(self.rows)
     }
+
+    /// The vector registers of its instruction set.
+    pub(super) fn vector_set(self) -> InstructionSet {
+        self.set.vector_set()
+    }
+
+    /// Whether pages of a side are multiplied as they are; else their rows are decoded.
+    pub(super) fn has_kernel(self, head: &HeadCodec, side: Side) -> bool {
+        match side {
+            Side::Key => find_row(KEY_KERNELS, self, head).is_some(),
+            Side::Value => find_row(VALUE_KERNELS, self, head).is_some(),
+        }
+    }
 }
 
 /// Kernels of keys.

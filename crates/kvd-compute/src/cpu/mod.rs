@@ -79,6 +79,7 @@ mod simd;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod simd_vector;
 mod slices;
+mod small_plans;
 mod softmax;
 mod span_scores;
 #[cfg(test)]
@@ -324,7 +325,7 @@ impl CpuBackend {
             q,
             dropped,
             threads: self.threads.current_num_threads(),
-            is_small: plan.scores() <= self.small_scores(),
+            is_small: self.is_small(plan),
             stop,
         })
     }
@@ -515,8 +516,8 @@ impl AttendBackend for CpuBackend {
         true
     }
 
-    fn small_plan_scores(&self) -> u64 {
-        self.small_scores()
+    fn is_small_plan(&self, plan: &AttendPlan) -> bool {
+        self.is_small(plan)
     }
 }
 

@@ -1,18 +1,9 @@
 //! Attends in slices: what a processor keeps of one between two of them.
 
 use super::attend::AttendProgress;
-use super::simd::Simd;
 use super::{AskedPlan, CpuBackend, first_non_finite};
 use crate::{AttendPlan, AttendTask, Attended, BackendError, Stop};
 use std::any::Any;
-use std::sync::LazyLock;
-
-/// Scores of a plan that one thread computes in less time than it takes to wake others for it: 256
-/// tokens by 32 heads.
-const SMALL_SCORES: u64 = 1 << 13;
-
-/// The best instruction set of this machine.
-static WIDEST: LazyLock<Simd> = LazyLock::new(Simd::detect_widest);
 
 /// An attend between two slices.
 struct UnderWay {
@@ -60,14 +51,6 @@ pub(super) fn attend_slice(
     let attended = go_on(backend, asked, &mut under_way, stop)?;
     task.under_way = under_way.map(|kept| Box::new(kept) as Box<dyn Any + Send>);
     Ok(attended)
-}
-
-impl CpuBackend {
-    /// Scores up to which a plan is done sooner by one thread than others wake. Only the backend's
-    /// threads know of a limit of the instruction set.
-    pub(super) fn small_scores(&self) -> u64 {
-        if self.simd == *WIDEST { SMALL_SCORES } else { 0 }
-    }
 }
 
 /// Goes on with a plan, whose queries are widened first.

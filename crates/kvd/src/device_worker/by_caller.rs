@@ -101,7 +101,7 @@ impl DeviceWorker {
 
     /// Takes the device for small work, if nobody has it and nothing waits for it.
     fn take_device<W: DeviceWork>(&self, call: &CallContext, work: &W) -> Option<TakenDevice> {
-        work.asked_scores().filter(|scores| *scores <= self.small_scores)?;
+        let plan = work.caller_plan().filter(|_| self.takes_callers)?;
         // A namespace that may have none waiting has none running either.
         self.check_quota(call, || 0).ok()?;
         let shared = &self.handles.shared;
@@ -112,6 +112,7 @@ impl DeviceWorker {
         if !is_open || queue.jobs.waiting_jobs() != [0, 0] {
             return None;
         }
+        queue.device.as_ref().filter(|backend| backend.is_small_plan(plan))?;
         let backend = queue.device.take()?;
         queue.is_lent = true;
         queue.jobs.forget_served();

@@ -7,7 +7,7 @@ use crate::service::jobs::{
     PublishJob, ReadRegion, RegisterJob, StoreInPlace, StoreJob, StoreStepJob, UnregisterJob,
     WriteRegion,
 };
-use kvd_compute::{Backend, Stop};
+use kvd_compute::{AttendPlan, Backend, Stop};
 use std::any::Any;
 use tokio::sync::oneshot;
 
@@ -19,9 +19,8 @@ pub(crate) trait DeviceWork: Send {
     /// Kind by which it is scheduled.
     fn job_kind(&self) -> JobKind;
 
-    /// Scores that an attend computes at most, where any thread may give it to the device; none of
-    /// other work.
-    fn asked_scores(&self) -> Option<u64> {
+    /// The question of an attend that any thread may give to the device; none of other work.
+    fn caller_plan(&self) -> Option<&AttendPlan> {
         None
     }
 

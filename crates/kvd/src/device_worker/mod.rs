@@ -70,8 +70,8 @@ pub struct DeviceWorker {
     quotas: Arc<QuotaTable>,
     info: DeviceInfo,
     metrics: Arc<DeviceMetrics>,
-    /// Scores up to which an attend may run on the thread that asks for it.
-    small_scores: u64,
+    /// Whether small attends may run on the thread that asks for them.
+    takes_callers: bool,
 }
 
 /// All handles on a thread, which ends after the last of them.
@@ -210,7 +210,6 @@ impl DeviceWorker {
         let MergeLimits { attends_max, wait } = limits.merging;
         // Where attends are held back for others to come, all go through the queue.
         let holds_back = attends_max > 1 && !wait.is_zero();
-        let small_scores = if holds_back { 0 } else { backend.small_plan_scores() };
         let queue = JobQueue {
             jobs: JobScheduler::new(limits.weights),
             device: Some(backend),
@@ -233,7 +232,7 @@ impl DeviceWorker {
             quotas: limits.quotas,
             info,
             metrics: Arc::new(metrics.add_device(tier)),
-            small_scores,
+            takes_callers: !holds_back,
         };
         let thread = thread::ThreadPlan {
             merging: limits.merging,

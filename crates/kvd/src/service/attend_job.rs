@@ -77,8 +77,8 @@ impl DeviceWork for AttendJob {
         JobKind::Attend
     }
 
-    fn asked_scores(&self) -> Option<u64> {
-        Some(self.asked_plan().scores())
+    fn caller_plan(&self) -> Option<&AttendPlan> {
+        Some(self.asked_plan())
     }
 
     fn run_slice(
