@@ -17,8 +17,8 @@ use std::sync::Arc;
 /// A key as its engine gave it.
 pub type BlockKey = Arc<[u8]>;
 
-/// Numbers of entries that a call of [`PrefixIndex::list_placed`] looks at.
-const LISTED_AT_A_TIME: usize = 4096;
+/// Entries that a call of [`PrefixIndex::list_placed`] looks at.
+const LISTED_AT_A_TIME: usize = 1024;
 
 /// Where a block is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -66,9 +66,10 @@ pub trait EventSink: Debug + Send + Sync {
     fn note_event(&self, namespace: &Namespace, event: BlockEvent);
 }
 
-/// A place in a list of all blocks.
+/// A place in the list of a namespace's blocks, which is read from its end. Where so many entries
+/// are left; none before the first is read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ListCursor(usize);
+pub struct ListCursor(Option<usize>);
 
 impl IndexState {
     fn place_block(&self, entry: &IndexEntry, tier: BlockTier) -> Option<PlacedBlock> {
@@ -152,7 +153,7 @@ impl PrefixIndex {
     }
 
     /// Blocks of a namespace and where they are, some at a time, in no order; none after the last.
-    /// A block that changes meanwhile may be in the list as it was or as it is.
+    /// A block that changes meanwhile may be in the list as it was or as it is, or twice.
     #[must_use]
     pub fn list_placed(
         &self,
@@ -160,16 +161,16 @@ impl PrefixIndex {
         cursor: &mut ListCursor,
     ) -> Option<Vec<PlacedBlock>> {
         let state = self.state.read();
-        let (first, count) = (cursor.0, state.slots.count_numbers());
-        if first >= count {
+        let listed = state.slots.list_namespace(namespace);
+        let end = cursor.0.map_or(listed.len(), |left| left.min(listed.len()));
+        if end == 0 {
             return None;
         }
-        let end = count.min(first + LISTED_AT_A_TIME);
-        cursor.0 = end;
+        let first = end.saturating_sub(LISTED_AT_A_TIME);
+        cursor.0 = Some(first);
         let mut placed = Vec::new();
-        for number in first..end {
-            let entry = state.slots.find_entry(number as u32);
-            let Some(entry) = entry.filter(|entry| entry.namespace == *namespace) else { continue };
+        for number in &listed[first..end] {
+            let Some(entry) = state.slots.find_entry(*number) else { continue };
             let places = [
                 entry.block.as_ref().map(|_| BlockTier::Pool),
                 entry.disk.disk_place().map(|_| BlockTier::Disk),

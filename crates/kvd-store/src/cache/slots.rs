@@ -1,7 +1,8 @@
 //! The entries of the index by number, and the marks in which their uses are noted.
 //!
 //! Owns [`EntrySlots`]. Marks lie side by side, apart from the entries: a hit on thousands of
-//! blocks writes to few cache lines. No locks: the index's lock guards it.
+//! blocks writes to few cache lines. Each namespace has a list of its entries, so that to list them
+//! takes as long as they are many. No locks: the index's lock guards it.
 
 use super::block::{CachedBlock, EntryHold, HeldEntry};
 use super::events::BlockKey;
@@ -9,6 +10,7 @@ use super::key::{KeyDigest, KeyLineage};
 use super::place::DiskState;
 use super::policy::{EntryFate, EntryLookup, QueuedEntry};
 use kvd_core::{ModelId, Namespace};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
@@ -71,6 +73,10 @@ impl IndexEntry {
 pub(crate) struct EntrySlots {
     entries: Vec<Option<IndexEntry>>,
     marks: Vec<AtomicU64>,
+    /// Where each entry stands in the list of its namespace.
+    places: Vec<u32>,
+    /// Entries of each namespace that has some. One that goes is replaced by the last.
+    by_namespace: HashMap<Namespace, Vec<u32>>,
     free: Vec<u32>,
     serials: u64,
 }
@@ -84,6 +90,12 @@ impl EntrySlots {
     /// Numbers that entries have or had.
     pub(crate) fn count_numbers(&self) -> usize {
         self.entries.len()
+    }
+
+    /// The entries of a namespace. New ones come last, and the last takes the place of one that
+    /// goes: whoever reads them from the end misses none that is there all the while.
+    pub(crate) fn list_namespace(&self, namespace: &Namespace) -> &[u32] {
+        self.by_namespace.get(namespace).map_or(&[], Vec::as_slice)
     }
 
     /// The entry of that number, if there is one.
@@ -103,7 +115,8 @@ impl EntrySlots {
 
     /// Adds an entry and says its number.
     pub(crate) fn add_entry(&mut self, entry: IndexEntry) -> u32 {
-        match self.free.pop() {
+        let namespace = entry.namespace.clone();
+        let number = match self.free.pop() {
             Some(number) => {
                 *self.marks[number as usize].get_mut() = 0;
                 self.entries[number as usize] = Some(entry);
@@ -111,16 +124,31 @@ impl EntrySlots {
             }
             None => {
                 self.marks.push(AtomicU64::new(0));
+                self.places.push(0);
                 self.entries.push(Some(entry));
                 (self.entries.len() - 1) as u32
             }
-        }
+        };
+        let list = self.by_namespace.entry(namespace).or_default();
+        self.places[number as usize] = list.len() as u32;
+        list.push(number);
+        number
     }
 
     /// Takes an entry out.
     pub(crate) fn take_entry(&mut self, number: u32) -> Option<IndexEntry> {
         let entry = self.entries.get_mut(number as usize)?.take()?;
         self.free.push(number);
+        let place = self.places[number as usize];
+        if let Some(list) = self.by_namespace.get_mut(&entry.namespace) {
+            list.swap_remove(place as usize);
+            if let Some(moved) = list.get(place as usize) {
+                self.places[*moved as usize] = place;
+            }
+            if list.is_empty() {
+                self.by_namespace.remove(&entry.namespace);
+            }
+        }
         Some(entry)
     }
 
@@ -139,6 +167,21 @@ impl EntrySlots {
     /// All entries.
     pub(crate) fn list_entries(&self) -> impl Iterator<Item = (u32, &IndexEntry)> + Clone {
         (0..).zip(&self.entries).filter_map(|(number, entry)| Some((number, entry.as_ref()?)))
+    }
+
+    /// Fails where the lists of namespaces are not those of the entries.
+    #[cfg(test)]
+    pub(crate) fn check_lists(&self) {
+        let mut listed = 0;
+        for (namespace, list) in &self.by_namespace {
+            assert!(!list.is_empty());
+            for (place, number) in (0..).zip(list) {
+                let entry = self.find_entry(*number).expect("what is listed is there");
+                assert_eq!((&entry.namespace, self.places[*number as usize]), (namespace, place));
+                listed += 1;
+            }
+        }
+        assert_eq!(listed, self.count_entries());
     }
 
     /// The mark of an entry.

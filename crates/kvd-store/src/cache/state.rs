@@ -385,6 +385,7 @@ impl IndexState {
     /// Fails where the tables do not fit together.
     #[cfg(test)]
     pub(crate) fn check_tables(&self) {
+        self.slots.check_lists();
         let mut children: HashMap<u32, [u32; 2]> = HashMap::new();
         let (mut bytes, mut count, mut in_pool, mut on_disk) = (0, 0, 0, 0);
         for (number, entry) in self.slots.list_entries() {

@@ -1,13 +1,14 @@
 //! Events of the cache: a picture drawn from them is what the index has.
 
 use super::disk::{evict_all, find_remotely, plan, written_and_watched};
-use super::harness::Bench;
-use super::prefixes::{chain, keys};
+use super::harness::{Bench, namespace, shape};
+use super::prefixes::{PAGE, chain, keys};
 use crate::{BlockEvent, BlockTier, EventSink, ListCursor, PlacedBlock};
 use kvd_core::Namespace;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// The parent of each block, by place and key.
 type Picture = BTreeMap<(BlockTier, Vec<u8>), Option<Vec<u8>>>;
@@ -106,4 +107,59 @@ fn a_restored_block_is_told_of_once_its_key_is_known() {
     b.publish_text("abc");
     assert_eq!(watcher.count_in(BlockTier::Disk), 3);
     watcher.check_picture(&b);
+}
+
+/// A bench whose cache has chains of four blocks, so many, that share what they have in common.
+fn cached_chains(chains: u32) -> Bench {
+    let bench = Bench::new(16 << 20, shape(1, PAGE, 0, 0));
+    (0..chains).for_each(|number| bench.cache(&format!("{number:04}")));
+    bench
+}
+
+/// All blocks of the bench's namespace.
+fn list_all(bench: &Bench) -> Picture {
+    let (mut listed, mut cursor) = (Picture::default(), ListCursor::default());
+    while let Some(placed) = bench.store.prefix_index().list_placed(bench.ns(), &mut cursor) {
+        listed.extend(placed.into_iter().map(picture_of));
+    }
+    listed
+}
+
+#[test]
+fn a_namespace_is_listed_in_as_many_looks_as_it_has_blocks_whatever_others_have() {
+    let bench = cached_chains(3000);
+    let index = bench.store.prefix_index();
+    let mut cursor = ListCursor::default();
+    assert!(index.list_placed(&namespace("other"), &mut cursor).is_none(), "no look at others");
+    let (mut looks, mut cursor) = (0, ListCursor::default());
+    while let Some(placed) = index.list_placed(bench.ns(), &mut cursor) {
+        looks += 1;
+        assert!(placed.len() <= 1024);
+    }
+    // 3000 last blocks, and those before them.
+    let entries: usize = 3000 + 300 + 30 + 3;
+    assert_eq!((list_all(&bench).len(), looks), (entries, entries.div_ceil(1024)));
+    index.check_blocks();
+}
+
+#[test]
+fn a_list_misses_no_block_that_stays_while_others_come_and_go() {
+    let bench = cached_chains(2000);
+    let index = bench.store.prefix_index();
+    let mut stays = list_all(&bench);
+    let (mut listed, mut cursor) = (Picture::default(), ListCursor::default());
+    let mut step = 0;
+    while let Some(placed) = index.list_placed(bench.ns(), &mut cursor) {
+        listed.extend(placed.into_iter().map(picture_of));
+        // Some go that are listed or not, and one comes.
+        (0..200).for_each(|_| assert!(index.evict_block(None, Instant::now())));
+        bench.cache(&format!("new{step}"));
+        step += 1;
+    }
+    let now = list_all(&bench);
+    stays.retain(|place, _| now.contains_key(place));
+    assert!(stays.len() > 1000 && stays.len() < 2223, "{}", stays.len());
+    let missed = stays.keys().filter(|place| !listed.contains_key(*place)).count();
+    assert_eq!(missed, 0);
+    index.check_blocks();
 }

@@ -13,17 +13,27 @@ use kvd_store::{BlockEvent, EventSink, ListCursor, PlacedBlock};
 use parking_lot::Mutex;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::time::Instant;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
+use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
 /// Events of one answer.
 const EVENTS_PER_ANSWER: usize = 1024;
-/// Bytes that an event takes in an answer, beside its keys.
-const EVENT_BYTES: usize = 96;
+/// Bytes that an event takes in an answer at most, beside its keys and the name of its model: twice
+/// its message, because a list grows by doubling, and what allocators keep of each.
+const EVENT_BYTES: usize = 320;
+/// When a watch whose place was taken may ask for another.
+const PLACE_RETRY: Duration = Duration::from_secs(1);
 
 /// Why a watch begins anew, as the label `reason` has it.
 pub(crate) const RESET_REASONS: [&str; 3] = ["first", "gone", "behind"];
+
+/// One of the places that watches have.
+#[derive(Debug, Default)]
+struct WatchSeat {
+    /// Whether another namespace has it now.
+    is_taken: AtomicBool,
+}
 
 /// The last events of a namespace.
 #[derive(Debug)]
@@ -31,7 +41,8 @@ struct NamespaceLog {
     events: VecDeque<BlockEvent>,
     /// Number of the next event.
     next: u64,
-    watchers: usize,
+    /// Places of its watches, the newest last.
+    seats: Vec<Arc<WatchSeat>>,
     /// When the last watcher left; none while there are some.
     unwatched_since: Option<Instant>,
     /// Told of each event.
@@ -66,6 +77,19 @@ impl LogTable {
         if most.is_some_and(|log| log.events.pop_front().is_some()) {
             self.kept -= 1;
         }
+    }
+
+    /// Takes the newest place of the namespace that has most, if that has at least two more than
+    /// this one; whether it did. That namespace keeps at least one.
+    fn take_seat(&mut self, namespace: &Namespace) -> bool {
+        let own = self.logs.get(namespace).map_or(0, |log| log.seats.len());
+        let most = self.logs.values_mut().max_by_key(|log| log.seats.len());
+        let Some(log) = most.filter(|log| log.seats.len() >= own + 2) else { return false };
+        let Some(seat) = log.seats.pop() else { return false };
+        seat.is_taken.store(true, Relaxed);
+        log.grown.notify_waiters();
+        self.watchers -= 1;
+        true
     }
 }
 
@@ -127,14 +151,16 @@ impl EventLogs {
     /// Begins a watch of a namespace after a number, if its events are there; else anew.
     fn open_watch(self: &Arc<Self>, namespace: &Namespace) -> Result<WatchPlace, ServiceError> {
         let mut table = self.table.lock();
-        let max = self.config.watchers_max;
-        if table.watchers >= max || self.config.ring == 0 {
-            let (limit, max) = match self.config.ring {
-                0 => ("cache.events.ring", 0),
-                _ => ("cache.events.watchers_max", max),
-            };
+        let refuse = |limit: &str, max: usize| {
             let message = format!("no more watches of the cache: {limit} is {max}");
-            return Err(ServiceError::new(ErrorCode::LimitExceeded, message));
+            Err(ServiceError::new(ErrorCode::LimitExceeded, message))
+        };
+        if self.config.ring == 0 {
+            return refuse("cache.events.ring", 0);
+        }
+        let max = self.config.watchers_max;
+        if table.watchers >= max && !table.take_seat(namespace) {
+            return refuse("cache.events.watchers_max", max);
         }
         self.drop_idle(&mut table);
         if !table.logs.contains_key(namespace) {
@@ -144,16 +170,17 @@ impl EventLogs {
         let log = table.logs.entry(namespace.clone()).or_insert_with(|| NamespaceLog {
             events: VecDeque::new(),
             next: fresh,
-            watchers: 0,
+            seats: Vec::new(),
             unwatched_since: None,
             grown: Arc::default(),
         });
-        log.watchers += 1;
+        let seat = Arc::<WatchSeat>::default();
+        log.seats.push(Arc::clone(&seat));
         log.unwatched_since = None;
         let grown = Arc::clone(&log.grown);
         table.watchers += 1;
         self.log_count.store(table.logs.len(), Relaxed);
-        Ok(WatchPlace { logs: Arc::clone(self), namespace: namespace.clone(), grown })
+        Ok(WatchPlace { logs: Arc::clone(self), namespace: namespace.clone(), grown, seat })
     }
 
     /// Number of the newest event of a watched namespace.
@@ -204,16 +231,35 @@ struct WatchPlace {
     logs: Arc<EventLogs>,
     namespace: Namespace,
     grown: Arc<Notify>,
+    seat: Arc<WatchSeat>,
+}
+
+impl WatchPlace {
+    /// Whether it is still this watch's.
+    fn check_seat(&self) -> Result<(), ServiceError> {
+        if !self.seat.is_taken.load(Relaxed) {
+            return Ok(());
+        }
+        let max = self.logs.config.watchers_max;
+        let message = format!(
+            "a watch of another namespace has this one's place, because this namespace had most \
+             of the {max} (cache.events.watchers_max); watch again later"
+        );
+        Err(ServiceError::new(ErrorCode::QueueFull, message).retry_after(PLACE_RETRY))
+    }
 }
 
 impl Drop for WatchPlace {
     fn drop(&mut self) {
         let mut table = self.logs.table.lock();
+        let Some(log) = table.logs.get_mut(&self.namespace) else { return };
+        // One that was taken is counted no more.
+        let Some(at) = log.seats.iter().position(|seat| Arc::ptr_eq(seat, &self.seat)) else {
+            return;
+        };
+        log.seats.remove(at);
+        log.unwatched_since = log.seats.is_empty().then(Instant::now);
         table.watchers -= 1;
-        if let Some(log) = table.logs.get_mut(&self.namespace) {
-            log.watchers -= 1;
-            log.unwatched_since = (log.watchers == 0).then(Instant::now);
-        }
     }
 }
 
@@ -255,13 +301,27 @@ pub(crate) struct WatchAnswer {
 }
 
 impl WatchedEvents {
-    /// Bytes of an answer with them, about.
-    fn answer_bytes(&self) -> u64 {
-        let bytes = |event: &BlockEvent| match event {
-            BlockEvent::Stored(block) | BlockEvent::Removed(block) => EVENT_BYTES + block.key.len(),
-            BlockEvent::Cleared(_) => EVENT_BYTES,
-        };
-        self.events.iter().map(bytes).sum::<usize>() as u64
+    /// Bytes that an answer with them holds at most until it is sent, where models have names of so
+    /// many bytes.
+    pub(crate) fn answer_bytes(&self, name_bytes: impl Fn(ModelId) -> usize) -> u64 {
+        let (mut bytes, mut last) = (0, None);
+        for event in &self.events {
+            let (model, keys) = match event {
+                BlockEvent::Stored(block) | BlockEvent::Removed(block) => {
+                    let parent = block.parent.as_ref().map_or(0, |parent| parent.len());
+                    // Keys of a chain are one list, which grows by doubling.
+                    (block.model, 2 * block.key.len() + parent)
+                }
+                BlockEvent::Cleared(model) => (*model, 0),
+            };
+            let name = match last {
+                Some((of, name)) if of == model => name,
+                _ => name_bytes(model),
+            };
+            last = Some((model, name));
+            bytes += EVENT_BYTES + keys + name;
+        }
+        bytes as u64
     }
 }
 
@@ -329,16 +389,17 @@ impl BlockWatch {
     /// The next part, and its share of the budgets of bytes; waits for one.
     ///
     /// # Errors
-    /// `QUEUE_FULL` where the budgets had no room for a while.
+    /// `QUEUE_FULL` where the budgets had no room for a while, or another namespace has its place.
     pub(crate) async fn next_answer(&mut self) -> Result<WatchAnswer, ServiceError> {
         let told = loop {
+            self.place.check_seat()?;
             match &mut self.phase {
                 WatchPhase::Reset(reason) => {
                     let reason = *reason;
-                    break self.begin_list(reason);
+                    break self.begin_list(reason).await;
                 }
                 WatchPhase::Listing(listing) => {
-                    let told = listing.take_part(&self.service, &self.call.namespace);
+                    let told = listing.take_part(&self.service, &self.call.namespace).await;
                     if told.number != 0 {
                         self.phase = WatchPhase::Following { number: told.number };
                     }
@@ -346,24 +407,25 @@ impl BlockWatch {
                 }
                 WatchPhase::Following { number } => {
                     let number = *number;
-                    if let Some(told) = self.follow_log(number).await {
+                    if let Some(told) = self.follow_log(number).await? {
                         break told;
                     }
                     self.phase = WatchPhase::Reset("behind");
                 }
             }
         };
-        let held = self.service.admit_answer(&self.call, told.answer_bytes()).await?;
+        let bytes = told.answer_bytes(|model| self.describe_model(model).name.len());
+        let held = self.service.admit_answer(&self.call, bytes).await?;
         Ok(WatchAnswer { told, held })
     }
 
-    fn begin_list(&mut self, reason: &'static str) -> WatchedEvents {
+    async fn begin_list(&mut self, reason: &'static str) -> WatchedEvents {
         let service = &self.service;
         service.metrics.counter(Metric::EventResetsTotal, &[("reason", reason)]).increment(1);
         // Events from here on are told after the list, which may have seen them or not.
         let number = self.place.logs.last_number(&self.place.namespace);
         let mut listing = BlockListing { number, ..BlockListing::default() };
-        let told = listing.take_part(service, &self.call.namespace);
+        let told = listing.take_part(service, &self.call.namespace).await;
         self.phase = match told.number {
             0 => WatchPhase::Listing(listing),
             number => WatchPhase::Following { number },
@@ -372,20 +434,21 @@ impl BlockWatch {
     }
 
     /// Waits for events after a number; none where they are gone.
-    async fn follow_log(&mut self, number: u64) -> Option<WatchedEvents> {
-        let WatchPlace { logs, namespace, grown } = &self.place;
+    async fn follow_log(&mut self, number: u64) -> Result<Option<WatchedEvents>, ServiceError> {
+        let WatchPlace { logs, namespace, grown, .. } = &self.place;
         loop {
             let mut more = std::pin::pin!(grown.notified());
             // From here on no event is missed.
             more.as_mut().enable();
-            let events = logs.read_after(namespace, number)?;
+            self.place.check_seat()?;
+            let Some(events) = logs.read_after(namespace, number) else { return Ok(None) };
             if events.is_empty() {
                 more.await;
                 continue;
             }
             let number = number + events.len() as u64;
             self.phase = WatchPhase::Following { number };
-            return Some(WatchedEvents { number, is_reset: false, events });
+            return Ok(Some(WatchedEvents { number, is_reset: false, events }));
         }
     }
 }
@@ -402,8 +465,9 @@ struct BlockListing {
 }
 
 impl BlockListing {
-    /// The next part; the last has the number from which to follow.
-    fn take_part(&mut self, service: &Service, namespace: &Namespace) -> WatchedEvents {
+    /// The next part; the last has the number from which to follow. Others have the thread between
+    /// looks at the index: a list may have none of its blocks to tell.
+    async fn take_part(&mut self, service: &Service, namespace: &Namespace) -> WatchedEvents {
         while self.left.len() < EVENTS_PER_ANSWER {
             let Some(shard) = service.shards.get(self.shard) else { break };
             match shard.store.prefix_index().list_placed(namespace, &mut self.cursor) {
@@ -414,6 +478,7 @@ impl BlockListing {
                 }
                 None => (self.shard, self.cursor) = (self.shard + 1, ListCursor::default()),
             }
+            tokio::task::yield_now().await;
         }
         let count = self.left.len().min(EVENTS_PER_ANSWER);
         let events = self.left.drain(..count).map(BlockEvent::Stored).collect();
@@ -495,6 +560,32 @@ mod tests {
         let _place = logs.open_watch(&name("a")).unwrap();
         assert!(logs.last_number(&name("a")) > before);
         assert_eq!(read(&logs, "a", before), None);
+    }
+
+    #[test]
+    fn a_namespace_that_has_no_place_takes_one_of_who_has_most() {
+        let logs = logs(8, 4, 60_000);
+        let mut ours: Vec<_> = (0..4).map(|_| logs.open_watch(&name("a")).unwrap()).collect();
+        assert!(logs.open_watch(&name("a")).is_err(), "it takes none of its own");
+        let of_b = logs.open_watch(&name("b")).unwrap();
+        let lost = ours.pop().unwrap();
+        let error = lost.check_seat().unwrap_err();
+        assert_eq!(error.code(), ErrorCode::QueueFull);
+        assert!(error.to_string().contains("cache.events.watchers_max"), "{error}");
+        assert!(ours.iter().all(|place| place.check_seat().is_ok()));
+        // Two each; then neither has more than the other.
+        let second = logs.open_watch(&name("b")).unwrap();
+        assert!(ours.pop().unwrap().check_seat().is_err());
+        for of in ["a", "b"] {
+            assert!(logs.open_watch(&name(of)).is_err());
+        }
+        // A third namespace has one of them, and what ends is counted once.
+        let of_c = logs.open_watch(&name("c")).unwrap();
+        let left = [&ours[0], &ours[1], &of_b, &second, &of_c];
+        assert_eq!(left.iter().filter(|place| place.check_seat().is_ok()).count(), 4);
+        assert_eq!(logs.table.lock().watchers, 4);
+        drop((lost, ours, of_b, second, of_c));
+        assert_eq!(logs.table.lock().watchers, 0);
     }
 
     #[test]

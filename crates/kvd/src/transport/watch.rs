@@ -115,6 +115,16 @@ fn watch_response(
     told: WatchedEvents,
 ) -> v1::WatchBlocksResponse {
     let WatchedEvents { number, is_reset: reset, events: told } = told;
+    let events = join_events(told, models, |model| watch.describe_model(model));
+    v1::WatchBlocksResponse { boot_id: watch.boot_id().to_owned(), number, reset, events }
+}
+
+/// Events as messages, those of chains joined.
+fn join_events(
+    told: Vec<BlockEvent>,
+    models: &mut HashMap<ModelId, WatchedModel>,
+    describe_model: impl Fn(ModelId) -> WatchedModel,
+) -> Vec<v1::BlockEvent> {
     let (mut events, mut open) = (Vec::new(), None::<JoinedEvent>);
     for event in told {
         let (change, block) = match event {
@@ -122,7 +132,7 @@ fn watch_response(
             BlockEvent::Removed(block) => (v1::BlockChange::Removed, block),
             BlockEvent::Cleared(model) => {
                 events.extend(open.take().map(JoinedEvent::into_event));
-                let found = models.remove(&model).unwrap_or_else(|| watch.describe_model(model));
+                let found = models.remove(&model).unwrap_or_else(|| describe_model(model));
                 events.push(v1::BlockEvent {
                     change: v1::BlockChange::Cleared.into(),
                     model_id: model.0,
@@ -136,12 +146,12 @@ fn watch_response(
             continue;
         }
         events.extend(open.take().map(JoinedEvent::into_event));
-        let describe = || watch.describe_model(block.model);
+        let describe = || describe_model(block.model);
         let model = models.entry(block.model).or_insert_with(describe).clone();
         open = Some(JoinedEvent::new(change, block, model));
     }
     events.extend(open.map(JoinedEvent::into_event));
-    v1::WatchBlocksResponse { boot_id: watch.boot_id().to_owned(), number, reset, events }
+    events
 }
 
 fn wire_tier(tier: BlockTier) -> v1::BlockTier {
@@ -182,5 +192,37 @@ mod tests {
         assert!(event.join_block(stored, &next));
         let keys = event.into_event().keys.unwrap();
         assert_eq!((&keys.keys[..], keys.key_bytes, keys.key_tokens), (&b"aabbcc"[..], 2, 64));
+    }
+
+    /// Bytes of messages in memory, about: what allocators keep of each is guessed.
+    fn memory_of(events: &Vec<v1::BlockEvent>) -> usize {
+        const ALLOCATION: usize = 16;
+        let of_event = |event: &v1::BlockEvent| {
+            let keys = event.keys.as_ref().map_or(0, |keys| keys.keys.len() + ALLOCATION);
+            event.model.capacity() + keys + event.parent_key.len() + 2 * ALLOCATION
+        };
+        let lists = events.capacity() * size_of::<v1::BlockEvent>() + ALLOCATION;
+        lists + events.iter().map(of_event).sum::<usize>()
+    }
+
+    #[test]
+    fn an_answer_holds_no_more_bytes_than_it_is_counted_with() {
+        let describe = |_| WatchedModel { name: "m".repeat(128), block_tokens: 64 };
+        let (key, parent) = ("k".repeat(64), "p".repeat(64));
+        let apart = block(BlockTier::Pool, &key, Some(&parent));
+        let chained = block(BlockTier::Pool, &key, Some(&key));
+        // One more than a power of two: a list has grown to twice its length.
+        for (event, count) in [
+            (BlockEvent::Stored(apart.clone()), 1),
+            (BlockEvent::Stored(apart), 513),
+            (BlockEvent::Stored(chained), 513),
+            (BlockEvent::Cleared(ModelId(1)), 513),
+        ] {
+            let told = WatchedEvents { events: vec![event; count], ..WatchedEvents::default() };
+            let counted = told.answer_bytes(|model| describe(model).name.len());
+            let joined = join_events(told.events, &mut HashMap::new(), describe);
+            let held = memory_of(&joined);
+            assert!(held as u64 <= counted, "{count}: {held} bytes, counted as {counted}");
+        }
     }
 }
