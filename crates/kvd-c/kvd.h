@@ -194,7 +194,9 @@ void kvd_disconnect(kvd_connection *connection);
  * page and stays where it is until kvd_disconnect. */
 void *kvd_memory(const kvd_connection *connection, uint64_t *bytes);
 
-/* Registers a model; the same content again gives the same id. */
+/* Registers a model; the same content again gives the same id. A calibration of more than 128 KiB
+ * goes through a second region for as long as the call takes (`limits.regions_max`); it may be as
+ * large as the daemon takes it by gRPC (`server.message_bytes_max`, `limits.calibration_bytes_max`). */
 int32_t kvd_register_model(kvd_connection *connection, const kvd_model *model, uint64_t *id,
                            kvd_error *error);
 

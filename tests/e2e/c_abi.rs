@@ -7,8 +7,9 @@ use kvd_client::{
     AttendBatch, AttendQuery, DType, Geometry, LayerIndex, ModelSpec, RopePairing, SequenceFilter,
     StoreChunk,
 };
+use kvd_tests::codec::fit_calibration;
 use kvd_tests::wait::eventually;
-use kvd_tests::{TestDaemon, daemon};
+use kvd_tests::{LayerRows, ModelShape, TestDaemon, TestRng, daemon};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -159,5 +160,54 @@ async fn what_a_program_must_not_do_is_refused_with_its_code() {
     let ended = ended.expect("a program");
     let said = String::from_utf8_lossy(&ended.stderr);
     assert!(ended.status.success(), "{}: {said}", ended.status);
+    daemon.assert_serves().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_calibration_of_any_size_is_registered_as_by_grpc() {
+    const CODEC: &str = "k=mean+pca/uniform(b=4,axis=token); v=mean+pca/uniform(b=4,axis=token)";
+    let (daemon, dir, path) = start().await;
+    // That of register.c.
+    let shape = ModelShape {
+        layers: 5,
+        kv_heads: 8,
+        group: 1,
+        head_dim_k: DIM,
+        head_dim_v: DIM,
+        block_tokens: 64,
+        dtype: DType::F16,
+    };
+    let mut rng = TestRng::new(5);
+    let rows = |_| LayerRows::random_rows(&shape, 512, &mut rng);
+    let rows: Vec<LayerRows> = (0..shape.layers).map(rows).collect();
+    let calibration = fit_calibration(CODEC, &shape, &rows, 1);
+    assert!(calibration.len() > 1 << 20, "{} bytes fit a message of a region", calibration.len());
+    let (geometry, codec) = (shape.geometry(), CODEC.to_owned());
+    let spec = ModelSpec { name: "large".to_owned(), geometry, codec, calibration };
+    let client = daemon.client().await;
+    let registered = client.register_model(spec.clone()).await.expect("register").model;
+
+    let (file, library) = (dir.path().join("calibration"), library_folder());
+    let source = example("../tests/register.c");
+    let Some(program) = compile(&source, dir.path()) else { return };
+    let register = |name: &str| {
+        let mut command = Command::new(&program);
+        command.arg(&path).args([name, CODEC]).arg(&file).env("LD_LIBRARY_PATH", &library);
+        run(&mut command).expect("a program")
+    };
+    std::fs::write(&file, &spec.calibration).expect("a file");
+    // The same content has the same id, and another name another.
+    let [same, other] = ["large", "other"].map(register).map(|output| {
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{said}");
+        String::from_utf8_lossy(&output.stdout).trim().parse::<u64>().expect("an id")
+    });
+    assert_eq!(same, registered.0);
+    assert_ne!(other, registered.0);
+    // What is no calibration is refused by what it is.
+    std::fs::write(&file, &spec.calibration[1..]).expect("a file");
+    let refused = register("third");
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("calibration"), "{said}");
     daemon.assert_serves().await;
 }

@@ -17,6 +17,11 @@ use std::time::{Duration, SystemTime};
 
 /// Room for answers of control calls: a description of thousands of layers.
 const ROOM_BYTES: u64 = 64 << 10;
+/// Texts and bytes of a model that a call has room for itself; more go through a region of their
+/// own, which ends with the call.
+const MODEL_BYTES_MAX: u64 = 128 << 10;
+/// Bytes of a registration beside those.
+const MODEL_FIELDS_BYTES: u64 = 4096;
 /// Memory of callers begins on a page.
 const PAGE_BYTES: u64 = 4096;
 const CACHE_LINE: u64 = 64;
@@ -65,6 +70,9 @@ pub(crate) struct TaggedEnd {
 
 pub(crate) struct OpenConnection {
     ring: AttendRing,
+    /// Where the daemon is, and as whom it is asked.
+    path: String,
+    options: RegionOptions,
     session: SessionId,
     places: RegionPlaces,
     memory_bytes: u64,
@@ -127,6 +135,8 @@ impl ConnectPlan {
         let session = control.hold_session(SessionOptions::new(name))?.id;
         Ok(OpenConnection {
             ring,
+            path: self.path,
+            options,
             session,
             places,
             memory_bytes: self.memory_bytes,
@@ -179,7 +189,19 @@ impl OpenConnection {
     }
 
     pub(crate) fn register_model(&self, spec: ModelSpec) -> Result<u64, FailedCall> {
-        Ok(self.control_calls().register_model(spec)?.model.0)
+        let lengths = [spec.name.len(), spec.codec.len(), spec.calibration.len()];
+        let bytes: u64 = lengths.into_iter().map(|length| length as u64).sum();
+        if bytes <= MODEL_BYTES_MAX {
+            return Ok(self.control_calls().register_model(spec)?.model.0);
+        }
+        // What it registers stays when it ends: models are of no region.
+        let room =
+            RegionSlice { offset: CompletionRecord::BYTES, bytes: bytes + MODEL_FIELDS_BYTES };
+        let region_bytes = (room.offset + room.bytes).next_multiple_of(PAGE_BYTES);
+        let boot_id = self.ring.shared_region().boot_id();
+        let options = self.options.clone().with_bytes(region_bytes).with_boot_id(boot_id);
+        let region = RegionClient::open_region(&self.path, &options)?;
+        Ok(region.control_calls(0, room).register_model(spec)?.model.0)
     }
 
     pub(crate) fn open_sequence(&self, model: u64) -> Result<u64, FailedCall> {
