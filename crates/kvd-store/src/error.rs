@@ -1,7 +1,7 @@
 //! Why the store refuses, with the numbers needed to act. Values only, no locks.
 
 use crate::cache::KeyError;
-use crate::pool::{PoolFull, ReserveError};
+use crate::pool::{PoolFull, ReserveError, SlotsUsedUp};
 use crate::quota::QuotaExceeded;
 use kvd_core::{
     Coded, ErrorCode, GeometryError, IdsExhausted, LayerIndex, LeaseId, SequenceId, SessionId,
@@ -143,6 +143,9 @@ pub enum StoreError {
     /// Page memory is used up.
     #[error(transparent)]
     PoolFull(#[from] PoolFull),
+    /// Page memory has as many extents as it may.
+    #[error(transparent)]
+    SlotsUsedUp(#[from] SlotsUsedUp),
     /// The namespace has as much as it may.
     #[error(transparent)]
     Quota(#[from] QuotaExceeded),
@@ -152,6 +155,7 @@ impl From<ReserveError> for StoreError {
     fn from(error: ReserveError) -> Self {
         match error {
             ReserveError::PoolFull(full) => Self::PoolFull(full),
+            ReserveError::SlotsUsedUp(used_up) => Self::SlotsUsedUp(used_up),
             ReserveError::Quota(exceeded) => Self::Quota(exceeded),
         }
     }
@@ -175,7 +179,7 @@ impl Coded for StoreError {
             Self::UnknownLease { .. } => ErrorCode::UnknownLease,
             Self::PublishGap { .. } => ErrorCode::RangeGap,
             Self::IdsExhausted(error) => error.code(),
-            Self::PoolFull(_) => ErrorCode::PoolFull,
+            Self::PoolFull(_) | Self::SlotsUsedUp(_) => ErrorCode::PoolFull,
             Self::Quota(error) => error.code(),
         }
     }

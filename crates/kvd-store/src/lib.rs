@@ -64,7 +64,7 @@ pub use kvd_core::{PackedBytes, StoredBytes};
 pub use layer_block::{PackedPages, RawSlot, RowExtent, RowExtentRef, RowForm, RowFormRef};
 pub use ledger::ModelUsage;
 pub use pinned::{PinnedRange, PinnedRows};
-pub use pool::{ArenaPool, PoolFull, PoolSlot, PoolUsage, ReserveError, ReservedSlot};
+pub use pool::{ArenaPool, PoolFull, PoolSlot, PoolUsage, ReserveError, ReservedSlot, SlotsUsedUp};
 pub use publish::PublishTicket;
 pub use quota::{
     DeviceQuotas, NamespaceAccount, QuotaExceeded, QuotaKind, QuotaLimits, QuotaShare, QuotaTable,

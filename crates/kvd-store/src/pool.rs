@@ -19,6 +19,8 @@ use std::time::Instant;
 /// One arena's memory, handed out in extents.
 pub struct ArenaPool {
     tier: &'static str,
+    /// Extents at a time, whatever their length: each takes book-keeping beside the arena.
+    slots_max: u64,
     allocator: Mutex<ArenaAllocator>,
     reclaim: Arc<ReclaimQueue>,
     /// Cached blocks, which make room. Weak: they hold slots of this pool.
@@ -70,12 +72,28 @@ pub struct PoolFull {
     pub reserved: u64,
 }
 
+/// As many extents are handed out as there may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "pool {tier} has {slots_max} rows and pages of blocks, its most (device.pool_slots_max); close \
+     or truncate sequences and try again, or store blocks of more tokens"
+)]
+pub struct SlotsUsedUp {
+    /// Name of the tier.
+    pub tier: &'static str,
+    /// The most.
+    pub slots_max: u64,
+}
+
 /// Why bytes could not be had.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReserveError {
     /// The pool has none.
     #[error(transparent)]
     PoolFull(#[from] PoolFull),
+    /// The pool has no extent for them.
+    #[error(transparent)]
+    SlotsUsedUp(#[from] SlotsUsedUp),
     /// The namespace may have no more.
     #[error(transparent)]
     Quota(#[from] QuotaExceeded),
@@ -84,6 +102,7 @@ pub enum ReserveError {
 /// The lack that a reservation met, before anything was done about it.
 enum PoolShortage {
     Pool(PoolFull),
+    Slots(SlotsUsedUp),
     Quota(Arc<NamespaceAccount>),
 }
 
@@ -98,9 +117,15 @@ impl ArenaPool {
     /// A pool over an arena of `capacity_bytes` bytes, rounded down to 64-byte granules.
     #[must_use]
     pub fn new(tier: &'static str, capacity_bytes: u64) -> Arc<Self> {
+        Self::with_slots(tier, capacity_bytes, u64::MAX)
+    }
+
+    /// [`ArenaPool::new`] that hands out so many extents at a time, at most.
+    #[must_use]
+    pub fn with_slots(tier: &'static str, capacity_bytes: u64, slots_max: u64) -> Arc<Self> {
         let allocator = Mutex::new(ArenaAllocator::new(capacity_bytes));
         let (cache, quotas) = (OnceLock::new(), OnceLock::new());
-        Arc::new(Self { tier, allocator, reclaim: Arc::default(), cache, quotas })
+        Arc::new(Self { tier, slots_max, allocator, reclaim: Arc::default(), cache, quotas })
     }
 
     /// Takes `len_bytes` bytes for pages, for the caller alone.
@@ -205,6 +230,10 @@ impl ArenaPool {
         let device = quotas.map_or(0, |quotas| quotas.device);
         let reserving = quotas.map(|quotas| quotas.table.list_reserving());
         let mut allocator = self.allocator.lock();
+        if allocator.count_slots() >= self.slots_max {
+            let (tier, slots_max) = (self.tier, self.slots_max);
+            return Err(PoolShortage::Slots(SlotsUsedUp { tier, slots_max }));
+        }
         let free = allocator.capacity_bytes() - allocator.used_bytes();
         let is_other =
             |of: &&Arc<NamespaceAccount>| account.is_none_or(|own| !Arc::ptr_eq(own, of));
@@ -274,6 +303,7 @@ impl PoolShortage {
     fn refuse_bytes(self, len_bytes: u64) -> ReserveError {
         match self {
             Self::Pool(full) => full.into(),
+            Self::Slots(used_up) => used_up.into(),
             Self::Quota(account) => {
                 let needed = taken_bytes(len_bytes).unwrap_or(u64::MAX);
                 account.refuse_amount(QuotaKind::PoolBytes, needed).into()
@@ -428,6 +458,18 @@ mod tests {
         drop(pin);
         assert_eq!(pool.read_usage().used_bytes, 0);
         assert_eq!(pool.read_usage().largest_free_bytes, 1024);
+    }
+
+    #[test]
+    fn extents_have_a_limit_of_their_own() {
+        let pool = ArenaPool::with_slots("host", 1024, 2);
+        let held = [64, 128].map(|len| pool.reserve_pages(len).unwrap());
+        let error = pool.reserve_in(SlotRegion::Rows, 64).unwrap_err();
+        let used_up = SlotsUsedUp { tier: "host", slots_max: 2 };
+        assert_eq!(error, ReserveError::SlotsUsedUp(used_up));
+        assert!(error.to_string().contains("device.pool_slots_max"), "{error}");
+        drop(held);
+        pool.reserve_in(SlotRegion::Rows, 64).unwrap();
     }
 
     #[test]

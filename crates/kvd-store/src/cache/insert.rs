@@ -34,7 +34,7 @@ impl PublishStop {
     /// The end where packing found no memory.
     pub(crate) fn of_reserve(error: &ReserveError) -> Self {
         match error {
-            ReserveError::PoolFull(_) => Self::PoolFull,
+            ReserveError::PoolFull(_) | ReserveError::SlotsUsedUp(_) => Self::PoolFull,
             ReserveError::Quota(_) => Self::QuotaExceeded,
         }
     }

@@ -79,6 +79,8 @@ pub struct Config {
     pub devices: Vec<DeviceChoice>,
     /// Page memory.
     pub pool_bytes: u64,
+    /// Rows and pages of blocks in it at a time; 0 for as many as its bytes say.
+    pub pool_slots_max: u64,
     /// GPU memory for tables of layers.
     pub table_bytes: u64,
     /// Touch the page memory at start.
@@ -226,6 +228,7 @@ impl Config {
             grace_period: Duration::from_millis(server.grace_period_ms),
             devices: parse_devices(&device.device)?,
             pool_bytes: at_least("device.pool_bytes", device.pool_bytes.as_u64(), 1 << 20)?,
+            pool_slots_max: device.pool_slots_max,
             table_bytes: at_least("device.table_bytes", device.table_bytes.as_u64(), 1 << 20)?,
             prefault: device.prefault,
             threads: at_most("device.threads", device.threads, CpuOptions::THREADS_MAX)?,

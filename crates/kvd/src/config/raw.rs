@@ -111,6 +111,7 @@ pub struct AccessSettings {
 pub struct DeviceSettings {
     pub device: String,
     pub pool_bytes: SizeSetting,
+    pub pool_slots_max: u64,
     pub table_bytes: SizeSetting,
     pub prefault: bool,
     pub threads: usize,

@@ -140,6 +140,19 @@ fn describe_service(metrics: &Metrics, boot_id: &str, shards: &[DeviceShard]) {
     crate::door_files::describe_reloads(metrics);
 }
 
+/// Bytes of a pool for each of its rows and pages of blocks, and how many there may be of these in
+/// a small one.
+const SLOT_BYTES: u64 = 2 << 10;
+const SLOTS_LEAST: u64 = 1 << 16;
+
+/// Rows and pages of blocks that a pool has at a time, at most.
+fn pool_slots_max(config: &Config, pool_bytes: u64) -> u64 {
+    match config.pool_slots_max {
+        0 => (pool_bytes / SLOT_BYTES).max(SLOTS_LEAST),
+        given => given,
+    }
+}
+
 fn store_limits(config: &Config) -> StoreLimits {
     StoreLimits {
         sequences_max: config.sequences_max as u64,
@@ -171,9 +184,9 @@ impl Service {
         let limits = store_limits(&config);
         let count = workers.len() as u64;
         let shard = |(index, worker): (u64, DeviceWorker)| {
-            let pool = ArenaPool::new(worker.metrics().tier, worker.device_info().arena_bytes);
+            let (tier, pool_bytes) = (worker.metrics().tier, worker.device_info().arena_bytes);
+            let pool = ArenaPool::with_slots(tier, pool_bytes, pool_slots_max(&config, pool_bytes));
             let sequences = ids.sequence_counter(index, count);
-            let pool_bytes = worker.device_info().arena_bytes;
             let of_device = DeviceQuotas { table: quota_table.clone(), device: index as usize };
             let of_cache = of_device.clone();
             let (settings, weights) = (&config.cache, &config.weights);

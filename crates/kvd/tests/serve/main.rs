@@ -1,5 +1,6 @@
 //! The daemon as an operator has it: the real binary, its exit codes, its sockets, its signals.
 
+mod attacks;
 mod audit;
 mod cache;
 mod chaos;
