@@ -469,7 +469,7 @@ mod tests {
         assert_eq!(error, ReserveError::SlotsUsedUp(used_up));
         assert!(error.to_string().contains("device.pool_slots_max"), "{error}");
         drop(held);
-        pool.reserve_in(SlotRegion::Rows, 64).unwrap();
+        drop(pool.reserve_in(SlotRegion::Rows, 64).unwrap());
     }
 
     #[test]
