@@ -14,8 +14,8 @@ use std::sync::LazyLock;
 /// four-bit pages. The numbers below are of one thread of a Sapphire Rapids, rounded up.
 const SMALL_PICOS: u64 = 200_000_000;
 
-/// A unit of a KV head before its first token: queries folded, answers unfolded. Of each side, where
-/// tables of entropy-coded or bit-allocated pages are set up, [`CODED_SIDE_PICOS`] beside.
+/// A unit of a KV head before its first token: queries folded, answers unfolded. For each side of
+/// entropy-coded or bit-allocated pages, whose tables are set up, [`CODED_SIDE_PICOS`] beside.
 const UNIT_PICOS: u64 = 5_000_000;
 const CODED_SIDE_PICOS: u64 = 5_000_000;
 /// A part of a unit: its page opened, its header read.

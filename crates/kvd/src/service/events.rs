@@ -22,6 +22,8 @@ const EVENTS_PER_ANSWER: usize = 1024;
 /// Bytes that an event takes in an answer at most, beside its keys and the name of its model: twice
 /// its message, because a list grows by doubling, and what allocators keep of each.
 const EVENT_BYTES: usize = 320;
+/// Bytes of an answer beside its events, and of room that a list has at least.
+const ANSWER_BYTES: usize = 1024;
 /// When a watch whose place was taken may ask for another.
 const PLACE_RETRY: Duration = Duration::from_secs(1);
 
@@ -304,7 +306,7 @@ impl WatchedEvents {
     /// Bytes that an answer with them holds at most until it is sent, where models have names of so
     /// many bytes.
     pub(crate) fn answer_bytes(&self, name_bytes: impl Fn(ModelId) -> usize) -> u64 {
-        let (mut bytes, mut last) = (0, None);
+        let (mut bytes, mut last) = (ANSWER_BYTES, None);
         for event in &self.events {
             let (model, keys) = match event {
                 BlockEvent::Stored(block) | BlockEvent::Removed(block) => {

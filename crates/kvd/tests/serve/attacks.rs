@@ -1,4 +1,4 @@
-//! What clients can make the daemon's memory grow to, with the real daemon: half-sent messages,
+//! Attacks on the daemon's memory, with the real daemon: half-sent messages,
 //! lengths of messages that never come, answers that nobody reads, forks, and blocks of one token.
 //! Its resident bytes stay below those of its pool and its limits and a constant, and others are
 //! served meanwhile.
@@ -32,7 +32,7 @@ const MESSAGE: u64 = 8 * MIB;
 const CONNECTION: u64 = 32 * MIB;
 const INFLIGHT: u64 = 128 * MIB;
 const VIEWS: u64 = 1 << 20;
-/// What 0 of `device.pool_slots_max` comes to.
+/// As many as 0 of `device.pool_slots_max` stands for.
 const SLOTS: u64 = 1 << 16;
 /// Connections of one attack, and streams of each.
 const CONNECTIONS: usize = 8;

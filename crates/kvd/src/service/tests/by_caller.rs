@@ -8,9 +8,11 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Tokens of a context over which one query token is small, and query tokens that are too many.
+/// Tokens of a context over which one query token is small, and query tokens and heads that are too
+/// many.
 const TOKENS: u32 = 256;
 const MANY: u32 = 128;
+const MANY_HEADS: u32 = 64;
 
 async fn bench_with(settings: &[(&str, &str)]) -> (Bench, (ModelId, SequenceId)) {
     let bench = Bench::new(1 << 20, settings);
@@ -43,7 +45,9 @@ async fn a_small_attend_runs_on_the_thread_that_asks_and_is_counted_as_any() {
         assert!(line.rsplit(' ').next().unwrap().parse::<f64>().unwrap() > 0.0, "{line}");
     }
     // A larger one is worth a thread of its own.
-    bench.service.attend_batch(&call(), batch(of, MANY, None)).await.unwrap();
+    let mut large = batch(of, MANY, None);
+    (large.q_heads, large.q) = (MANY_HEADS, large.q.repeat(MANY_HEADS as usize).into());
+    bench.service.attend_batch(&call(), large).await.unwrap();
     assert!(!ran_here(&bench));
 }
 
