@@ -34,8 +34,8 @@ const INFLIGHT: u64 = 128 * MIB;
 const VIEWS: u64 = 1 << 20;
 /// As many as 0 of `device.pool_slots_max` stands for.
 const SLOTS: u64 = 1 << 16;
-/// Connections of one attack, and streams of each.
-const CONNECTIONS: usize = 8;
+/// Connections of one attack, whose shares leave some bytes to others, and streams of each.
+const CONNECTIONS: usize = 3;
 const STREAMS: usize = 24;
 
 /// The least number that all of it stays below.
