@@ -7,6 +7,7 @@ mod commands;
 mod disk;
 mod doors;
 mod drains;
+mod layers;
 mod log;
 mod notify;
 mod process;

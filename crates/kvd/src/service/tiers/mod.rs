@@ -5,6 +5,7 @@
 //! read. The only module that knows store, device and tiers. The index's locks are taken without
 //! any of its own.
 
+mod arrive;
 mod catalog;
 mod export;
 mod image;
@@ -13,6 +14,7 @@ mod levels;
 mod remote;
 mod scope;
 
+pub(crate) use arrive::{FillJob, OpenedLayers};
 pub(crate) use export::{ExportJob, ExportSource, PublishedKeys};
 pub(crate) use import::ImportJob;
 pub(crate) use levels::refresh_tier;
@@ -86,7 +88,7 @@ pub(crate) struct CacheTiers {
     /// Why the last block that was not written was not.
     last_failure: Mutex<&'static str>,
     loading: Mutex<HashMap<LoadKey, watch::Receiver<()>>>,
-    promotions: Semaphore,
+    promotions: Arc<Semaphore>,
     /// Records that could not be marked as dropped.
     undropped: AtomicU64,
     /// Set once the disk closes: nothing more is read for what can wait.
@@ -142,7 +144,7 @@ impl CacheTiers {
             written: Notify::new(),
             last_failure: Mutex::new("DISK_ERROR"),
             loading: Mutex::default(),
-            promotions: Semaphore::new(config.promotion.calls_max),
+            promotions: Arc::new(Semaphore::new(config.promotion.calls_max)),
             undropped: AtomicU64::new(0),
             is_closing: AtomicBool::new(false),
         }))
