@@ -245,7 +245,7 @@ impl WorkerThread {
             cancelled: entry.cancelled.clone(),
             shutting_down: self.shared.stopped.clone(),
             deadline: entry.deadline,
-            slice: Some(Slice { ends: began + SLICE, waiting: self.shared.waiting.clone() }),
+            slice: Some(self.shared.slice_of(ticket.kind, began)),
             pause: None,
         };
         let Some(backend) = self.backend.as_deref_mut() else { return false };

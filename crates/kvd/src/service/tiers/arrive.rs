@@ -450,11 +450,11 @@ impl DeviceWork for FillJob {
     fn run_slice(
         &mut self,
         backend: &mut dyn Backend,
-        _: &Stop,
+        stop: &Stop,
     ) -> Result<Option<FillResult>, ServiceError> {
         let mut slice = SliceUse::begin_slice();
         while let Some(at) = self.next {
-            if slice.is_spent() {
+            if slice.is_spent(stop) {
                 return Ok(None);
             }
             let FilledBlock { images, slots } = &mut self.blocks[at.block];

@@ -439,11 +439,11 @@ impl DeviceWork for ImportJob {
     fn run_slice(
         &mut self,
         backend: &mut dyn Backend,
-        _: &Stop,
+        stop: &Stop,
     ) -> Result<Option<ImportResult>, ServiceError> {
         let mut slice = SliceUse::begin_slice();
         while self.layers.len() < self.images.len() {
-            if slice.is_spent() {
+            if slice.is_spent(stop) {
                 return Ok(None);
             }
             let number = self.layers.len();

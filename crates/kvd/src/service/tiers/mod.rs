@@ -24,6 +24,7 @@ use crate::config::{CacheConfig, ConfigError};
 use crate::metrics::Metrics;
 use catalog::{DiskCatalog, name_of};
 use export::ExportLine;
+use kvd_compute::Stop;
 use kvd_core::{ModelId, Namespace};
 use kvd_store::{BlockDigests, DiskBlock, PrefixIndex};
 use kvd_tier::{DiskError, DiskLocation, DiskTier, ScopeId, TierLevels};
@@ -50,8 +51,11 @@ impl SliceUse {
         Self { began: Instant::now(), bytes: 0 }
     }
 
-    fn is_spent(&self) -> bool {
-        self.bytes >= TRANSFER_BYTES || self.began.elapsed() >= TRANSFER_TIME
+    /// Whether others have their turn: soon where any wait that go first.
+    fn is_spent(&self, stop: &Stop) -> bool {
+        self.bytes >= TRANSFER_BYTES
+            || self.began.elapsed() >= TRANSFER_TIME
+            || stop.slice_is_over()
     }
 }
 
