@@ -63,7 +63,7 @@ pub(crate) struct SequenceEntry {
     cut_count: AtomicU64,
     /// Taken after the layers' mutexes and before the cache's lock.
     published: Mutex<PublishedChain>,
-    /// Of one that began before its prefix had come.
+    /// Set where it began before its prefix had come.
     arrival: Option<Arc<LayerArrival>>,
 }
 
@@ -113,8 +113,8 @@ impl SequenceEntry {
         }
     }
 
-    /// What it waits for, or waited.
-    pub(crate) fn arrival(&self) -> Option<&Arc<LayerArrival>> {
+    /// The arrival that it waits for, or waited.
+    pub(crate) fn prefix_arrival(&self) -> Option<&Arc<LayerArrival>> {
         self.arrival.as_ref()
     }
 

@@ -129,12 +129,12 @@ impl SequenceStore {
         came
     }
 
-    /// What a sequence waits for; none where all its layers may be read.
+    /// The arrival that a sequence waits for; none where all its layers may be read.
     #[must_use]
     pub fn find_arrival(&self, ns: &Namespace, id: SequenceId) -> Option<Arc<LayerArrival>> {
         if self.arrivals.load(Relaxed) == 0 {
             return None;
         }
-        self.find_entry(ns, id).ok()?.arrival().cloned()
+        self.find_entry(ns, id).ok()?.prefix_arrival().cloned()
     }
 }

@@ -23,7 +23,7 @@ use crate::scheduler::{JobKind, JobScheduler, OwnerKey, WaitingJob};
 use crate::service::{CallContext, ServiceError};
 use by_caller::{BegunJob, CallerStep};
 use job::CustomJob;
-use kvd_compute::{Backend, DeviceInfo, Slice};
+use kvd_compute::{Backend, DeviceInfo};
 use kvd_core::{ErrorCode, Namespace};
 use kvd_store::{QuotaKind, QuotaTable};
 use merged::MergedAttends;
@@ -188,21 +188,11 @@ impl WorkerState {
         ServiceError::new(ErrorCode::ShuttingDown, message)
     }
 
-    /// The slice of a job that begins now.
-    fn slice_of(&self, kind: JobKind, began: Instant) -> Slice {
-        match kind {
-            JobKind::Transfer => {
-                Slice { ends: began + TRANSFER_SLICE, waiting: self.waiting_first.clone() }
-            }
-            _ => Slice { ends: began + SLICE, waiting: self.waiting.clone() },
-        }
-    }
-
     /// Says how many jobs wait, to those that run.
     fn count_waiting(&self, queue: &JobQueue) {
-        let waiting: usize = queue.jobs.waiting_jobs().iter().sum();
-        self.waiting.store(waiting, Ordering::Release);
-        self.waiting_first.store(waiting - queue.jobs.waiting_transfers(), Ordering::Release);
+        let all: usize = queue.jobs.waiting_jobs().iter().sum();
+        self.waiting.store(all, Ordering::Release);
+        self.waiting_first.store(all - queue.jobs.waiting_transfers(), Ordering::Release);
     }
 }
 

@@ -11,11 +11,9 @@ use super::step;
 use super::stream::{self, OpenedStream, ReplyStream, StreamAnswer, StreamKind, StreamState};
 use super::watch::{open_watch, watch_stream};
 use crate::metrics::OpenCount;
-use crate::service::{CallContext, OpenedLayers, PrefixOpening, Service, ServiceError};
+use crate::service::{CallContext, Service, ServiceError};
 use kvd_core::{Coded, LayerIndex, ModelId, SequenceId, SessionId};
-use kvd_proto::domain::{
-    AnswerForm, AttendBatch, LoadRange, ModelSpec, SequenceFork, StoreChunk, session_from_wire,
-};
+use kvd_proto::domain::{AnswerForm, AttendBatch, LoadRange, ModelSpec, SequenceFork, StoreChunk};
 use kvd_proto::v1::{self, kvd_server::Kvd};
 use std::sync::Arc;
 use tonic::{Request, Response, Status, Streaming};
@@ -125,23 +123,7 @@ impl Kvd for GrpcService {
     ) -> Result<Response<v1::OpenSequenceResponse>, Status> {
         let (caller, message) = (read_call(&request), request.into_inner());
         self.answer_rpc("OpenSequence", caller, async |call| {
-            let (model, lease) =
-                (ModelId(message.model_id), cache::lease_from_wire(message.lease_id));
-            let session = session_from_wire(message.session_id);
-            if message.prefix.is_none() && lease.is_none() {
-                let sequence_id = self.service.open_sequence_in(call, model, session)?.0;
-                return Ok(v1::OpenSequenceResponse { sequence_id, ..Default::default() });
-            }
-            let prefix = message.prefix.unwrap_or_default().into();
-            let opening = PrefixOpening { model, session, prefix, lease };
-            let ready = message.ready_layers;
-            let OpenedLayers { opened, ready } =
-                self.service.open_by_layers(call, &opening, ready).await?;
-            Ok(v1::OpenSequenceResponse {
-                sequence_id: opened.id.0,
-                length: opened.length,
-                ready_layers: ready,
-            })
+            cache::open_sequence(&self.service, call, message).await
         })
         .await
     }

@@ -35,12 +35,12 @@ struct DiskDaemon {
     call: CallContext,
 }
 
-fn failed<E: std::fmt::Display>(step: &'static str) -> impl FnOnce(E) -> BenchError {
+fn step_failed<E: std::fmt::Display>(step: &'static str) -> impl FnOnce(E) -> BenchError {
     BenchError::failed_step(step)
 }
 
 /// Keys of a prefix.
-fn chain(number: usize) -> BlockKeys {
+fn chain_keys(number: usize) -> BlockKeys {
     let key = |block: u32| {
         let mut key = [0; KEY_BYTES as usize];
         key[..8].copy_from_slice(&(number as u64 + 1).to_le_bytes());
@@ -65,7 +65,7 @@ fn noise_rows(layer: u32) -> Vec<u8> {
 }
 
 impl DiskDaemon {
-    fn start(folder: &Path) -> Result<Self, BenchError> {
+    fn start_daemon(folder: &Path) -> Result<Self, BenchError> {
         let text = folder.display().to_string();
         let flags = [
             ("server.listen_tcp", "127.0.0.1:0"),
@@ -79,14 +79,14 @@ impl DiskDaemon {
         ];
         let flags = flags.map(|(name, value)| (name.to_owned(), value.to_owned())).to_vec();
         let overrides = ConfigOverrides { file: None, environment: false, flags };
-        let config = Config::load(&overrides).map_err(failed("configuration"))?;
-        let runtime = Runtime::new().map_err(failed("runtime"))?;
-        let daemon = runtime.block_on(Daemon::build(config)).map_err(failed("daemon"))?;
+        let config = Config::load(&overrides).map_err(step_failed("configuration"))?;
+        let runtime = Runtime::new().map_err(step_failed("runtime"))?;
+        let daemon = runtime.block_on(Daemon::build(config)).map_err(step_failed("daemon"))?;
         let daemon = {
             let _inside = runtime.enter();
             daemon.spawn()
         };
-        let call = CallContext::new(Namespace::new("default").map_err(failed("namespace"))?);
+        let call = CallContext::new(Namespace::new("default").map_err(step_failed("namespace"))?);
         let spec = ModelSpec {
             name: "bench".to_owned(),
             geometry: GEOMETRY,
@@ -95,22 +95,22 @@ impl DiskDaemon {
         };
         let weights = ModelIdentity { weights: "bench".into(), ..ModelIdentity::default() };
         let registered = daemon.service().register_identified(&call, spec, &weights);
-        let model = runtime.block_on(registered).map_err(failed("model"))?.shape.id;
+        let model = runtime.block_on(registered).map_err(step_failed("model"))?.shape.id;
         Ok(Self { runtime, daemon, model, call })
     }
 
-    fn service(&self) -> &Arc<Service> {
+    fn called_service(&self) -> &Arc<Service> {
         self.daemon.service()
     }
 
-    fn stop(self) {
+    fn stop_daemon(self) {
         let Self { runtime, daemon, .. } = self;
         runtime.block_on(daemon.drain());
     }
 
     /// Stores a prefix and publishes it; how long the publish took until all was durable.
-    fn publish(&self, number: usize) -> Result<Duration, BenchError> {
-        let (service, call) = (self.service(), &self.call);
+    fn publish_prefix(&self, number: usize) -> Result<Duration, BenchError> {
+        let (service, call) = (self.called_service(), &self.call);
         let publish = async {
             let sequence = service.open_sequence(call, self.model)?;
             let tokens = BLOCKS * GEOMETRY.block_tokens;
@@ -120,20 +120,20 @@ impl DiskDaemon {
                 let chunk = StoreChunk { sequence, layer, start: 0, tokens, k, v };
                 service.store_chunk(call, chunk).await?;
             }
-            let (keys, began) = (chain(number), Instant::now());
+            let (keys, began) = (chain_keys(number), Instant::now());
             let done = service.publish_in_mode(call, sequence, 0, &keys, DURABLY).await?;
             let took = began.elapsed();
             service.close_sequence(call, sequence)?;
             Ok::<_, ServiceError>((done.durable_length == tokens).then_some(took))
         };
-        let took = self.runtime.block_on(publish).map_err(failed("publish"))?;
-        took.ok_or_else(|| failed("publish")("not all of it is durable"))
+        let took = self.runtime.block_on(publish).map_err(step_failed("publish"))?;
+        took.ok_or_else(|| step_failed("publish")("not all of it is durable"))
     }
 
     /// Opens on a prefix; when the first layers were there, and when all were.
-    fn open(&self, number: usize, ready: u32) -> Result<OpenTimes, BenchError> {
-        let (service, call) = (self.service(), &self.call);
-        let prefix = chain(number);
+    fn open_prefix(&self, number: usize, ready: u32) -> Result<OpenTimes, BenchError> {
+        let (service, call) = (self.called_service(), &self.call);
+        let prefix = chain_keys(number);
         let opening = PrefixOpening { model: self.model, session: None, prefix, lease: None };
         let open = async {
             let began = Instant::now();
@@ -145,8 +145,8 @@ impl DiskDaemon {
             let is_whole = opened.opened.length == BLOCKS * GEOMETRY.block_tokens;
             Ok::<_, ServiceError>(is_whole.then_some(times))
         };
-        let times = self.runtime.block_on(open).map_err(failed("open"))?;
-        times.ok_or_else(|| failed("open")("some of it did not come back"))
+        let times = self.runtime.block_on(open).map_err(step_failed("open"))?;
+        times.ok_or_else(|| step_failed("open")("some of it did not come back"))
     }
 }
 
@@ -155,7 +155,7 @@ struct OpenTimes {
     all: Duration,
 }
 
-fn row(case: &str, mut times: Vec<Duration>) -> CacheRow {
+fn times_row(case: &str, mut times: Vec<Duration>) -> CacheRow {
     times.sort_unstable();
     let at = |part: usize| {
         let index = (times.len() * part / 100).min(times.len().saturating_sub(1));
@@ -169,30 +169,30 @@ fn row(case: &str, mut times: Vec<Duration>) -> CacheRow {
 /// a start in turns: one layer by layer, the other at once.
 pub(super) fn measure_disk(folder: &Path, rounds: usize) -> Result<Vec<CacheRow>, BenchError> {
     let folder = folder.join(format!("kvd-bench-{}", std::process::id()));
-    std::fs::create_dir_all(&folder).map_err(failed("folder"))?;
+    std::fs::create_dir_all(&folder).map_err(step_failed("folder"))?;
     let rows = measure_in(&folder, rounds);
-    std::fs::remove_dir_all(&folder).map_err(failed("folder"))?;
+    std::fs::remove_dir_all(&folder).map_err(step_failed("folder"))?;
     rows
 }
 
 fn measure_in(folder: &Path, rounds: usize) -> Result<Vec<CacheRow>, BenchError> {
-    let daemon = DiskDaemon::start(folder)?;
-    let publish = |number| daemon.publish(number);
+    let daemon = DiskDaemon::start_daemon(folder)?;
+    let publish = |number| daemon.publish_prefix(number);
     let published = (0..2 * rounds).map(publish).collect::<Result<Vec<_>, _>>()?;
-    daemon.stop();
-    let daemon = DiskDaemon::start(folder)?;
+    daemon.stop_daemon();
+    let daemon = DiskDaemon::start_daemon(folder)?;
     let (mut first, mut layered, mut whole) = (Vec::new(), Vec::new(), Vec::new());
     for round in 0..rounds {
-        let by_layers = daemon.open(2 * round, 1)?;
+        let by_layers = daemon.open_prefix(2 * round, 1)?;
         first.push(by_layers.first);
         layered.push(by_layers.all);
-        whole.push(daemon.open(2 * round + 1, 0)?.all);
+        whole.push(daemon.open_prefix(2 * round + 1, 0)?.all);
     }
-    daemon.stop();
+    daemon.stop_daemon();
     Ok(vec![
-        row("publish to durable", published),
-        row("back from disk: first layer", first),
-        row("back from disk: all layers, by layers", layered),
-        row("back from disk: all layers at once", whole),
+        times_row("publish to durable", published),
+        times_row("back from disk: first layer", first),
+        times_row("back from disk: all layers, by layers", layered),
+        times_row("back from disk: all layers at once", whole),
     ])
 }

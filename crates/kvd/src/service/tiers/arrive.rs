@@ -48,7 +48,7 @@ pub(crate) struct OpenedLayers {
 }
 
 /// A read under way.
-type Flight<T> = oneshot::Receiver<Result<T, BlockReadError>>;
+type PartFlight<T> = oneshot::Receiver<Result<T, BlockReadError>>;
 
 /// Names and forms of a block, from its record's head.
 struct BlockHead {
@@ -266,7 +266,7 @@ impl PrefixPromotion {
         read: &BlockToRead,
         record: &ArrivingRecord,
         layers: &Range<u32>,
-    ) -> Flight<Vec<LayerImage>> {
+    ) -> PartFlight<Vec<LayerImage>> {
         let (head, layers) = (Arc::clone(&record.head), layers.clone());
         let request =
             ReadRequest::Layers { head: Arc::clone(&head.record), layers: layers.clone() };
@@ -281,7 +281,7 @@ impl PrefixPromotion {
         read: &BlockToRead,
         request: ReadRequest,
         make: impl FnOnce(&RecordPart, &BlockImages<'_>) -> Option<T> + Send + 'static,
-    ) -> Flight<T> {
+    ) -> PartFlight<T> {
         let (reply, answer) = oneshot::channel();
         let (RecordPlace::Disk(place), Some(disk)) = (read.place, &self.cache.disk) else {
             // Its tier is not there: whoever waits is told so.
@@ -310,7 +310,7 @@ impl PrefixPromotion {
     async fn end_flight<T>(
         &self,
         read: &BlockToRead,
-        flight: Flight<T>,
+        flight: PartFlight<T>,
     ) -> Result<T, RefusalReason> {
         let Ok(answer) = timeout_at(self.end.into(), flight).await else { return Err("timeout") };
         let answer = answer.map_err(|_| "closed")?;
@@ -373,12 +373,12 @@ impl PrefixPromotion {
 /// Reads for blocks in order, a few under way at a time.
 struct ReadLine<T, F> {
     begin: F,
-    flights: VecDeque<Flight<T>>,
+    flights: VecDeque<PartFlight<T>>,
     next: usize,
     count: usize,
 }
 
-impl<T, F: FnMut(usize) -> Flight<T>> ReadLine<T, F> {
+impl<T, F: FnMut(usize) -> PartFlight<T>> ReadLine<T, F> {
     fn new(count: usize, begin: F) -> Self {
         Self { begin, flights: VecDeque::new(), next: 0, count }
     }
@@ -391,7 +391,7 @@ impl<T, F: FnMut(usize) -> Flight<T>> ReadLine<T, F> {
     }
 
     /// The next read, to be waited for; others go on beside it.
-    fn take_next(&mut self) -> Option<Flight<T>> {
+    fn take_next(&mut self) -> Option<PartFlight<T>> {
         self.fill_up();
         let next = self.flights.pop_front();
         self.fill_up();
@@ -399,7 +399,7 @@ impl<T, F: FnMut(usize) -> Flight<T>> ReadLine<T, F> {
     }
 
     /// The next read, if its answer is there.
-    fn take_ready(&mut self) -> Option<Flight<T>> {
+    fn take_ready(&mut self) -> Option<PartFlight<T>> {
         let is_there = self.flights.front().is_some_and(|flight| !flight.is_empty());
         if is_there { self.take_next() } else { None }
     }
@@ -427,17 +427,11 @@ struct ImagePlace {
     layer: usize,
 }
 
-/// Outcome of that.
+/// Outcome of that; of the block that is named a table has no version left, or bytes are damaged.
 pub(crate) enum FillResult {
     Filled,
-    /// A table of this block has no version left.
-    TablesFull {
-        block: usize,
-    },
-    /// A page or rows of this block are not what was written.
-    Damaged {
-        block: usize,
-    },
+    TablesFull { block: usize },
+    Damaged { block: usize },
 }
 
 impl DeviceWork for FillJob {
