@@ -27,6 +27,20 @@ pub struct OpenedPrefix {
     pub sequence: SequenceId,
     /// Tokens that it has from the cache; the next one to store has this position.
     pub length: u32,
+    /// First layers of them that may be read at once: calls that need others wait for these.
+    pub ready_layers: u32,
+}
+
+/// Terms of an opening on a chain.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OpeningTerms {
+    /// The session that is to own the sequence.
+    pub session: Option<SessionId>,
+    /// A lease that ends with it.
+    pub lease: Option<LeaseId>,
+    /// The answer may come once so many first layers of what is on disk are in the pool; 0: once
+    /// all are. What does not come later is `RANGE_NOT_STORED` of the calls that need it.
+    pub ready_layers: u32,
 }
 
 fn to_millis(time: Duration) -> u32 {
@@ -96,15 +110,31 @@ impl Client {
         session: Option<SessionId>,
         lease: Option<LeaseId>,
     ) -> Result<OpenedPrefix, ClientError> {
+        let terms = OpeningTerms { session, lease, ready_layers: 0 };
+        self.open_on_terms(model, prefix, terms).await
+    }
+
+    /// [`Client::open_on_prefix`], answered as early as the terms allow.
+    ///
+    /// # Errors
+    /// As that.
+    pub async fn open_on_terms(
+        &self,
+        model: ModelId,
+        prefix: BlockKeys,
+        terms: OpeningTerms,
+    ) -> Result<OpenedPrefix, ClientError> {
+        let OpeningTerms { session, lease, ready_layers } = terms;
         let request = self.sized_request(v1::OpenSequenceRequest {
             model_id: model.0,
             session_id: session.map_or(0, |session| session.0),
             prefix: Some(prefix.into()),
             lease_id: lease.map_or(0, |lease| lease.0),
+            ready_layers,
         })?;
         let response = self.call_rpc(self.rpc.clone().open_sequence(request)).await?;
-        let v1::OpenSequenceResponse { sequence_id, length } = response;
-        Ok(OpenedPrefix { sequence: SequenceId(sequence_id), length })
+        let v1::OpenSequenceResponse { sequence_id, length, ready_layers } = response;
+        Ok(OpenedPrefix { sequence: SequenceId(sequence_id), length, ready_layers })
     }
 
     /// Makes whole pages of a sequence findable from token `start` on.

@@ -72,7 +72,7 @@ mod session;
 mod stream;
 mod watch;
 
-pub use cache::{MatchedPrefixes, OpenedPrefix};
+pub use cache::{MatchedPrefixes, OpenedPrefix, OpeningTerms};
 pub use client::{Client, LoadedRows};
 pub use connect::ClientOptions;
 pub use endpoint::{Endpoint, EndpointError};

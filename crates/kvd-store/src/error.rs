@@ -121,6 +121,27 @@ pub enum StoreError {
         /// The id asked for.
         id: LeaseId,
     },
+    /// A layer of a prefix that comes back from disk has not come yet.
+    #[error("layer {layer} of the prefix of sequence {id} is on its way from disk; try again soon")]
+    LayerOnItsWay {
+        /// The sequence.
+        id: SequenceId,
+        /// The last layer that was asked for.
+        layer: u32,
+    },
+    /// The rest of a prefix did not come back from disk.
+    #[error(
+        "the prefix of sequence {id} came back on its first {layers} layers alone ({reason}); \
+         close the sequence, open another on the prefix, and store what it lacks"
+    )]
+    PrefixLost {
+        /// The sequence.
+        id: SequenceId,
+        /// Layers that came.
+        layers: u32,
+        /// Why the others did not, as the label `reason` of `kvd_import_refused_total`.
+        reason: &'static str,
+    },
     /// Keys that cannot be read.
     #[error(transparent)]
     Keys(#[from] KeyError),
@@ -173,8 +194,11 @@ impl Coded for StoreError {
             Self::RangeGap { .. } => ErrorCode::RangeGap,
             Self::RangeOverlap { .. } => ErrorCode::RangeOverlap,
             Self::RangeConflict { .. } => ErrorCode::RangeConflict,
-            Self::RangeNotStored { .. } => ErrorCode::RangeNotStored,
-            Self::SequenceBusy { .. } | Self::NotIdle { .. } => ErrorCode::SequenceBusy,
+            // To who reads, what did not come back is not there.
+            Self::RangeNotStored { .. } | Self::PrefixLost { .. } => ErrorCode::RangeNotStored,
+            Self::SequenceBusy { .. } | Self::NotIdle { .. } | Self::LayerOnItsWay { .. } => {
+                ErrorCode::SequenceBusy
+            }
             Self::SessionEnded { .. } => ErrorCode::UnknownSession,
             Self::UnknownLease { .. } => ErrorCode::UnknownLease,
             Self::PublishGap { .. } => ErrorCode::RangeGap,

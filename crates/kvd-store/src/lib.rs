@@ -29,6 +29,7 @@
 mod allocator;
 mod append;
 mod append_plan;
+mod arrival;
 mod cache;
 mod error;
 mod free_ranges;
@@ -51,6 +52,7 @@ mod view_list;
 
 pub use allocator::SlotRegion;
 pub use append::{AppendClaim, AppendTicket, BegunAppend, PackBatch, PackTask, RowCopy, RowWrite};
+pub use arrival::LayerArrival;
 pub use cache::{
     BlockDigests, BlockEvent, BlockKey, BlockTier, BlockToRead, BlockToWrite, CacheLimits,
     CacheSimulator, CacheUsage, ChainResidency, DiskBlock, DiskPlace, DroppedBlocks, EventSink,
@@ -72,4 +74,7 @@ pub use quota::{
 pub use sequence::SequenceUsage;
 pub use session_sequences::SessionSequences;
 pub use shape::{ModelShape, StoreLimits};
-pub use store::{AttachedSequence, ForkedSequence, SequenceQuery, SequenceStore, SequenceSummary};
+pub use store::{
+    ArrivingPrefix, AttachedSequence, FilledPrefix, ForkedSequence, PoolPart, SequenceQuery,
+    SequenceStore, SequenceSummary,
+};

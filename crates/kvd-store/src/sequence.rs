@@ -8,7 +8,9 @@
 //! holder keeps the entry alive by `Arc`: closing only takes it off the map, and the last holder's
 //! drop gives the bytes back.
 
+use crate::arrival::LayerArrival;
 use crate::cache::{CachedBlock, ChainOrigin, HeldEntry, PrefixIndex};
+use crate::error::StoreError;
 use crate::layer::SequenceLayer;
 use crate::ledger::ModelLedger;
 use crate::pool::ArenaPool;
@@ -61,6 +63,8 @@ pub(crate) struct SequenceEntry {
     cut_count: AtomicU64,
     /// Taken after the layers' mutexes and before the cache's lock.
     published: Mutex<PublishedChain>,
+    /// Set where it began before its prefix had come.
+    arrival: Option<Arc<LayerArrival>>,
 }
 
 /// Where a sequence takes its bytes from.
@@ -78,6 +82,7 @@ pub(crate) struct NewSequence {
     pub(crate) ledger: Arc<ModelLedger>,
     pub(crate) layers: Vec<SequenceLayer>,
     pub(crate) published: PublishedChain,
+    pub(crate) arrival: Option<Arc<LayerArrival>>,
 }
 
 /// The first blocks of a sequence, as far as they are cached under keys.
@@ -92,7 +97,7 @@ pub(crate) struct PublishedChain {
 impl SequenceEntry {
     pub(crate) fn new(new: NewSequence, memory: SequenceMemory) -> Self {
         let entry = |layer| LayerEntry { layer: Mutex::new(layer), busy: AtomicBool::new(false) };
-        let NewSequence { id, model, ledger, layers, published } = new;
+        let NewSequence { id, model, ledger, layers, published, arrival } = new;
         Self {
             id,
             model,
@@ -104,7 +109,24 @@ impl SequenceEntry {
             memory,
             cut_count: AtomicU64::new(0),
             published: Mutex::new(published),
+            arrival,
         }
+    }
+
+    /// The arrival that it waits for, or waited.
+    pub(crate) fn prefix_arrival(&self) -> Option<&Arc<LayerArrival>> {
+        self.arrival.as_ref()
+    }
+
+    /// Whether a layer of its prefix may be read.
+    pub(crate) fn check_layer(&self, layer: LayerIndex) -> Result<(), StoreError> {
+        self.arrival.as_ref().map_or(Ok(()), |arrival| arrival.check_layers(self.id, layer.0 + 1))
+    }
+
+    /// Whether all of them may.
+    pub(crate) fn check_arrived(&self) -> Result<(), StoreError> {
+        let check = |of: &Arc<LayerArrival>| of.check_layers(self.id, of.count_layers());
+        self.arrival.as_ref().map_or(Ok(()), check)
     }
 
     /// The pool and the cache.

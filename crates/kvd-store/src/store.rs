@@ -4,11 +4,13 @@
 //! go before a layer's mutex is taken; no shard lock is held while anything else is locked
 //! or while an entry drops.
 
+mod arriving;
 mod listing;
 mod opening;
 mod prefixes;
 mod reads;
 
+pub use arriving::{ArrivingPrefix, FilledPrefix, PoolPart};
 pub use listing::{SequenceQuery, SequenceSummary};
 pub use opening::ForkedSequence;
 pub use prefixes::AttachedSequence;
@@ -47,6 +49,8 @@ pub struct SequenceStore {
     open_layers: AtomicU64,
     /// Views of all sequences: the lists count themselves.
     view_count: Arc<AtomicU64>,
+    /// Prefixes that come back layer by layer.
+    arrivals: Arc<AtomicU64>,
     sequences: DashMap<SequenceId, Arc<SequenceEntry>>,
     ledgers: DashMap<ModelId, Arc<ModelLedger>>,
 }
@@ -64,6 +68,7 @@ impl SequenceStore {
             open: AtomicU64::new(0),
             open_layers: AtomicU64::new(0),
             view_count: Arc::default(),
+            arrivals: Arc::default(),
             sequences: DashMap::new(),
             ledgers: DashMap::new(),
         }
@@ -103,7 +108,8 @@ impl SequenceStore {
     ///
     /// # Errors
     /// [`StoreError::UnknownSequence`], [`StoreError::RangeNotStored`] when a layer is shorter
-    /// than `length`, [`StoreError::SequenceBusy`] while an append is in flight.
+    /// than `length`, [`StoreError::SequenceBusy`] while an append is in flight, and as
+    /// [`SequenceStore::pin_range`] before every layer of a prefix has come.
     pub fn truncate_sequence(
         &self,
         ns: &Namespace,
@@ -111,6 +117,7 @@ impl SequenceStore {
         length: u32,
     ) -> Result<(), StoreError> {
         let entry = self.find_entry(ns, id)?;
+        entry.check_arrived()?;
         let mut gone = DiscardedViews::default();
         {
             let _alone = entry.cuts.write();
@@ -281,6 +288,7 @@ impl SequenceStore {
         if layer.0 >= layers {
             return Err(StoreError::LayerOutOfRange { layer, layers });
         }
+        entry.check_layer(layer)?;
         Ok(EntryLayer { entry, layer: layer.0 as usize })
     }
 

@@ -13,6 +13,10 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+/// A batch ends when for this part of its longest time no record came: whoever waits for the last
+/// of a publish waits for no others.
+const PAUSE_PART: u32 = 8;
+
 /// Longest pause between batches, when a rate is kept.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
@@ -176,9 +180,10 @@ pub(crate) fn run_writer(mut writer: SegmentWriter, queue: &WriteQueue) {
     while let Some(first) = queue.take_record(None) {
         let begin = Instant::now();
         let deadline = begin + Duration::from_millis(settings.sync_ms);
+        let pause = Duration::from_millis(settings.sync_ms) / PAUSE_PART;
         let mut bytes = write_taken(&mut writer, first);
         while bytes < settings.sync_bytes
-            && let Some(next) = queue.take_record(Some(deadline))
+            && let Some(next) = queue.take_record(Some(deadline.min(Instant::now() + pause)))
         {
             bytes += write_taken(&mut writer, next);
         }

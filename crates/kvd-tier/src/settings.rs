@@ -25,7 +25,8 @@ pub struct DiskSettings {
     pub segment_bytes: u64,
     /// A batch ends at this many bytes. Default 8 MiB.
     pub sync_bytes: u64,
-    /// A batch ends this long after its first record. Default 20 ms.
+    /// A batch ends this long after its first record, and sooner when for an eighth of it none
+    /// came. Default 20 ms.
     pub sync_ms: u64,
     /// Most bytes of records that wait to be written. Default 256 MiB.
     pub queue_bytes_max: u64,

@@ -242,6 +242,11 @@ impl<J> JobScheduler<J> {
         [self.attends.waiting, others]
     }
 
+    /// Those of the others that are transfers.
+    pub(crate) fn waiting_transfers(&self) -> usize {
+        self.transfers.len()
+    }
+
     /// Jobs that have a place, attends and others.
     pub(crate) fn counted_jobs(&self) -> [usize; 2] {
         let after_all = self.after_all.iter().chain(&self.transfers);

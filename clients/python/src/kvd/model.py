@@ -130,9 +130,13 @@ class Model:
         """Hash of geometry, codec and calibration."""
         return self._register(self.client.link()).fingerprint
 
-    def open(self, prefix: Keys | None = None, *, lease_id: int = 0) -> Sequence:
+    def open(
+        self, prefix: Keys | None = None, *, lease_id: int = 0, ready_layers: int = 0
+    ) -> Sequence:
         """A new sequence, which ends with this client's session. It begins with the longest cached
-        prefix of these keys: look at its `length`. A lease of `match` ends with that."""
+        prefix of these keys: look at its `length`. A lease of `match` ends with that. With
+        `ready_layers` it may be there once so many first layers have come from disk: calls that
+        need others wait for these, and fail where they do not come."""
         link = self.client.link()
         model_id = self._register(link).model_id
         with link.watched():
@@ -142,6 +146,7 @@ class Model:
                 session_id=link.session_id,
                 prefix=prefix.as_fields() if prefix else None,
                 lease_id=lease_id or None,
+                ready_layers=ready_layers or None,
             )
         lengths = [answer.length] * self.geometry.layers
         return Sequence(self, answer.sequence_id, link.boot_id, lengths)

@@ -116,7 +116,7 @@ impl v1::kvd_server::Kvd for Fake {
         request: Request<v1::OpenSequenceRequest>,
     ) -> Result<Response<v1::OpenSequenceResponse>, Status> {
         let sequence_id = request.into_inner().model_id + 1;
-        Ok(Response::new(v1::OpenSequenceResponse { sequence_id, length: 0 }))
+        Ok(Response::new(v1::OpenSequenceResponse { sequence_id, ..Default::default() }))
     }
 
     async fn fork_sequence(

@@ -225,7 +225,7 @@ impl v1::kvd_server::Kvd for StandIn {
         let layers = state.models.get(&model).ok_or_else(unknown)?.1.layers as usize;
         let layers = vec![Default::default(); layers];
         state.sequences.insert(id, Sequence { model, layers });
-        Ok(Response::new(v1::OpenSequenceResponse { sequence_id: id, length: 0 }))
+        Ok(Response::new(v1::OpenSequenceResponse { sequence_id: id, ..Default::default() }))
     }
 
     async fn close_sequence(

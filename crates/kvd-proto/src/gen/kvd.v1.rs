@@ -195,6 +195,10 @@ pub struct OpenSequenceRequest {
     /// A lease that this call ends; one that has ended already is UNKNOWN_LEASE, and nothing is opened.
     #[prost(uint64, tag = "41")]
     pub lease_id: u64,
+    /// The answer may come once so many first layers of what is on disk are in the pool; calls that
+    /// need others wait for these. 0: it comes once all are.
+    #[prost(uint32, tag = "42")]
+    pub ready_layers: u32,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct OpenSequenceResponse {
@@ -204,6 +208,9 @@ pub struct OpenSequenceResponse {
     /// read from pages, also those in the window.
     #[prost(uint32, tag = "40")]
     pub length: u32,
+    /// First layers of a prefix that may be read at once.
+    #[prost(uint32, tag = "41")]
+    pub ready_layers: u32,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct ForkSequenceRequest {

@@ -1,17 +1,17 @@
-//! Blocks that are on disk, in the pool, or both: what is to be written, what comes back, what is
-//! gone.
+//! Blocks that are on disk, in the pool, or both: what is to be written, what is there after a
+//! restart, what is gone.
 //!
 //! The index knows where a record lies and nothing of files: a [`DiskPlace`] is words of whoever
 //! wrote it. All that is on disk alone lies behind what is in the pool: in the pool a parent
 //! outlives its children. Everything here runs under the index's lock, and frees without it.
 
+use super::PrefixIndex;
 use super::block::{CachedBlock, HeldEntry, StoredLayer};
 use super::events::BlockKey;
-use super::insert::{InsertWork, NeededRoom};
 use super::key::{KeyChain, KeyDigest, KeyLineage};
 use super::place::{DiskPlace, DiskState, RecordPlace, RemotePlace};
-use super::state::{ChainOrigin, IndexState, NewEntry};
-use super::{PrefixIndex, free_blocks};
+use super::reads::BlockToRead;
+use super::state::{IndexState, NewEntry};
 use kvd_core::{ModelId, Namespace};
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -83,27 +83,6 @@ impl BlockToWrite {
 /// A prefix that is held: none of its blocks goes.
 #[derive(Clone, Debug)]
 pub struct HeldChain(pub(crate) HeldEntry);
-
-/// A block on disk that is to come back to the pool; its entry stays while this lives.
-#[derive(Clone, Debug)]
-pub struct BlockToRead {
-    held: HeldEntry,
-    /// Its name.
-    pub digests: BlockDigests,
-    /// Where its record lies.
-    pub place: RecordPlace,
-}
-
-/// A prefix that is to be in the pool.
-#[derive(Debug)]
-pub struct ReadPlan {
-    /// Keeps the whole prefix.
-    pub chain: HeldChain,
-    /// Its blocks that are on disk alone, in order.
-    pub missing: Vec<BlockToRead>,
-    /// All its blocks.
-    pub blocks: usize,
-}
 
 /// Blocks of a prefix by where they are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -350,86 +329,6 @@ impl PrefixIndex {
             Some(blocks.saturating_sub(cold))
         };
         chains.iter().zip(blocks).map(|pair| count(pair).unwrap_or(0)).collect()
-    }
-
-    /// Holds the longest prefix of a chain, of `blocks_max` blocks at most, and says which of them
-    /// are on disk alone; none where all of it is in the pool.
-    #[must_use]
-    pub fn plan_reads(
-        &self,
-        model: ModelId,
-        chain: &KeyChain<'_>,
-        blocks_max: usize,
-    ) -> Option<ReadPlan> {
-        let state = self.state.read();
-        let found = state.find_prefix(self.hasher, model, KeyLineage::default(), chain)?;
-        let blocks = found.blocks.min(blocks_max);
-        let mut walk = state.slots.walk_up(found.last).skip(found.blocks - blocks).peekable();
-        let last = walk.peek().map(|(number, _)| *number)?;
-        let mut missing = Vec::new();
-        for (number, entry) in walk.take_while(|(_, entry)| entry.block.is_none()) {
-            let held = state.hold_entry(number)?;
-            let place = entry.disk.record_place()?;
-            missing.push(BlockToRead { held, digests: state.digests_of(number), place });
-        }
-        missing.reverse();
-        let chain = HeldChain(state.hold_entry(last)?);
-        (!missing.is_empty()).then_some(ReadPlan { chain, missing, blocks })
-    }
-
-    /// Whether a block that was to be read is in the pool, or cannot come there: its entry or the
-    /// block before it went.
-    #[must_use]
-    pub fn is_read(&self, read: &BlockToRead) -> Option<bool> {
-        let state = self.state.read();
-        let entry = state.slots.find_entry(read.held.entry)?;
-        state.slots.is_there(&read.held).then_some(entry.block.is_some())
-    }
-
-    /// Brings a block into the pool that was read; whether it is there now. Another may have been
-    /// faster; there may be no room; the block before it may be gone.
-    pub(crate) fn bring_read(
-        &self,
-        namespace: &Namespace,
-        read: &BlockToRead,
-        block: CachedBlock,
-    ) -> bool {
-        let (block, mut work) = (Arc::new(block), InsertWork::default());
-        let mut state = self.state.write();
-        let room = NeededRoom { entries: 0, bytes: block.bytes };
-        let number = read.held.entry;
-        let is_there = state.slots.is_there(&read.held);
-        let entry = state.slots.find_entry(number).filter(|_| is_there);
-        let cold = entry.is_some_and(|entry| entry.block.is_none());
-        let parent = entry.and_then(|entry| entry.parent);
-        let parent_is_in_pool = parent.is_none_or(|parent| {
-            state.slots.find_entry(parent).is_some_and(|parent| parent.block.is_some())
-        });
-        let mut brought = is_there && !cold;
-        if cold && parent_is_in_pool && work.make_room(self, &mut state, namespace, room).is_none()
-        {
-            state.bring_block(number, Arc::clone(&block));
-            self.counters.brought_back.fetch_add(1, Relaxed);
-            brought = true;
-        }
-        drop(state);
-        self.count_evictions(work.evictions);
-        work.gone.push(block);
-        free_blocks(work.gone);
-        brought
-    }
-
-    /// Lets go of a prefix whose blocks were read: from now on they go by their turn.
-    pub fn settle_reads(&self, plan: ReadPlan) {
-        let mut state = self.state.write();
-        let is_in_pool = |read: &BlockToRead| {
-            let entry = state.slots.find_entry(read.held.entry);
-            state.slots.is_there(&read.held) && entry.is_some_and(|entry| entry.block.is_some())
-        };
-        let last = plan.missing.iter().rev().find(|read| is_in_pool(read));
-        if let Some(number) = last.map(|read| read.held.entry) {
-            state.queue_chain(number, ChainOrigin::Stored);
-        }
     }
 
     /// Removes a block whose record cannot be read, and all behind it; how many went.

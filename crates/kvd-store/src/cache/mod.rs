@@ -18,6 +18,7 @@ mod key;
 mod lease;
 mod place;
 mod policy;
+mod reads;
 mod remote;
 mod simulate;
 mod slots;
@@ -26,8 +27,7 @@ mod state;
 pub use block::StoredLayer;
 pub(crate) use block::{CachedBlock, HeldEntry};
 pub use disk::{
-    BlockDigests, BlockToRead, BlockToWrite, ChainResidency, DiskBlock, HeldChain, ReadPlan,
-    RecordUse, WriteTarget,
+    BlockDigests, BlockToWrite, ChainResidency, DiskBlock, HeldChain, RecordUse, WriteTarget,
 };
 pub use events::{BlockEvent, BlockKey, BlockTier, EventSink, ListCursor, PlacedBlock};
 pub use holds::{LeaseRequest, PinRequest, PinnedPrefixes};
@@ -37,6 +37,7 @@ pub use key::{KEY_BYTES_MAX, KeyChain, KeyError, KeyHashes, PackedKeys};
 pub(crate) use key::{KeyHasher, KeyLineage};
 pub use place::{DiskPlace, RecordPlace, RemotePlace};
 pub use policy::EvictionChoice;
+pub use reads::{BlockToRead, ReadPlan};
 pub use remote::RemoteBlocks;
 pub use simulate::CacheSimulator;
 

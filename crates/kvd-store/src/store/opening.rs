@@ -41,7 +41,8 @@ impl SequenceStore {
             (0..model.geometry.layers).map(|_| SequenceLayer::new(&self.view_count)).collect();
         let ledger = Arc::clone(&self.ledgers.entry(model.id).or_default());
         let published = PublishedChain::default();
-        self.insert_sequence(NewSequence { id, model, ledger, layers, published }, session)
+        let new = NewSequence { id, model, ledger, layers, published, arrival: None };
+        self.insert_sequence(new, session)
     }
 
     /// Opens a sequence that shares the first `length` tokens of `id`, or all that it has on
@@ -68,6 +69,7 @@ impl SequenceStore {
         session: Option<Arc<SessionSequences>>,
     ) -> Result<ForkedSequence, StoreError> {
         let parent = self.find_entry(ns, id)?;
+        parent.check_arrived()?;
         // Appends go on: what they add lies behind what is shared.
         let no_cut = parent.cuts.read();
         let stored = common_length(parent.layer_mutexes().map(|layer| layer.lock().length));
@@ -85,7 +87,7 @@ impl SequenceStore {
         drop(no_cut);
         let (model, ledger) = (Arc::clone(&parent.model), Arc::clone(&parent.ledger));
         let session = session.or_else(|| parent.session.clone());
-        let new = NewSequence { id: forked, model, ledger, layers, published };
+        let new = NewSequence { id: forked, model, ledger, layers, published, arrival: None };
         let id = self.insert_sequence(new, session)?;
         Ok(ForkedSequence { id, length })
     }

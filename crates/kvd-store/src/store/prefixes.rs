@@ -46,6 +46,7 @@ impl SequenceStore {
         chain: &KeyChain<'_>,
     ) -> Result<PublishTicket, StoreError> {
         let entry = self.find_entry(ns, id)?;
+        entry.check_arrived()?;
         let block_tokens = entry.model.block_tokens();
         let no_cut = entry.cuts.read();
         let published = entry.published_chain();
@@ -108,7 +109,7 @@ impl SequenceStore {
         let ledger = Arc::clone(&self.ledgers.entry(model.id).or_default());
         let published =
             PublishedChain { blocks, tail: Some(found.held), origin: ChainOrigin::Found };
-        let new = NewSequence { id, model, ledger, layers, published };
+        let new = NewSequence { id, model, ledger, layers, published, arrival: None };
         Ok(AttachedSequence { id: self.insert_sequence(new, session)?, length })
     }
 
@@ -162,6 +163,16 @@ impl SequenceStore {
         read: &BlockToRead,
         layers: Vec<StoredLayer>,
     ) -> bool {
+        let Some(block) = self.adopt_layers(model, layers) else { return false };
+        self.cache.bring_read(&model.namespace, read, Arc::new(block))
+    }
+
+    /// A block of slots that count as the model's from now on.
+    pub(super) fn adopt_layers(
+        &self,
+        model: &ModelShape,
+        layers: Vec<StoredLayer>,
+    ) -> Option<CachedBlock> {
         let ledger = Arc::clone(&self.ledgers.entry(model.id).or_default());
         let values_per_row = model.geometry.values_per_token();
         for StoredLayer { rows, pages } in &layers {
@@ -179,7 +190,6 @@ impl SequenceStore {
                 });
             }
         }
-        let Some(block) = CachedBlock::from_layers(layers) else { return false };
-        self.cache.bring_read(&model.namespace, read, block)
+        CachedBlock::from_layers(layers)
     }
 }

@@ -13,7 +13,8 @@ impl SequenceStore {
     ///
     /// # Errors
     /// [`StoreError::RangeNotStored`] when `length` or `range` reaches past what is stored,
-    /// [`StoreError::InvalidRange`] when `range` ends before it starts.
+    /// [`StoreError::InvalidRange`] when `range` ends before it starts;
+    /// [`StoreError::LayerOnItsWay`] or [`StoreError::PrefixLost`] of a prefix that comes back.
     pub fn pin_range(
         &self,
         ns: &Namespace,

@@ -51,7 +51,7 @@ impl Disk {
         writes.len()
     }
 
-    fn read(&self, b: &Bench, read: &BlockToRead) -> Option<Vec<StoredLayer>> {
+    pub(super) fn read(&self, b: &Bench, read: &BlockToRead) -> Option<Vec<StoredLayer>> {
         let RecordPlace::Disk(place) = read.place else { return None };
         let layers = self.0.get(&place.0[0])?;
         let fill = |slot: crate::ReservedSlot, from: &[u8]| {
@@ -102,7 +102,7 @@ pub(super) fn evict_all(b: &Bench) -> u64 {
 }
 
 /// A bench whose cache has some texts, all on disk, and those closed.
-fn written(texts: &[&str], limits: CacheLimits) -> (Bench, Disk) {
+pub(super) fn written(texts: &[&str], limits: CacheLimits) -> (Bench, Disk) {
     let b = Bench::cached(1 << 20, shape(1, PAGE, 2, 4), limits);
     let mut disk = Disk::default();
     for text in texts {

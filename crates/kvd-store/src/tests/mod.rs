@@ -2,6 +2,7 @@
 //! threads.
 
 mod append;
+mod arriving;
 mod cache_model;
 mod cache_threads;
 mod chunks;

@@ -1,6 +1,7 @@
 //! `kvd bench`: arguments in, a table or JSON out.
 
 mod cache;
+mod cache_layers;
 #[cfg(feature = "eval")]
 mod daemon;
 #[cfg(feature = "eval")]

@@ -3,9 +3,9 @@
 use crate::scheduler::JobKind;
 use crate::service::ServiceError;
 use crate::service::jobs::{
-    AttendInPlace, AttendJob, CloseRegion, ExportJob, ImportJob, LoadJob, LoadStepJob, OpenRegion,
-    PublishJob, ReadRegion, RegisterJob, StoreInPlace, StoreJob, StoreStepJob, UnregisterJob,
-    WriteRegion,
+    AttendInPlace, AttendJob, CloseRegion, ExportJob, FillJob, ImportJob, LoadJob, LoadStepJob,
+    OpenRegion, PublishJob, ReadRegion, RegisterJob, StoreInPlace, StoreJob, StoreStepJob,
+    UnregisterJob, WriteRegion,
 };
 use kvd_compute::{AttendPlan, Backend, Stop};
 use std::any::Any;
@@ -137,6 +137,7 @@ jobs! {
     Publish: PublishJob;
     Export: ExportJob;
     Import: ImportJob;
+    Fill: FillJob;
     OpenRegion: OpenRegion;
     CloseRegion: CloseRegion;
     ReadRegion: ReadRegion;

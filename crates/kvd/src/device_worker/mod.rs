@@ -37,6 +37,9 @@ use tokio::sync::oneshot;
 /// How long an attend has the device while others wait for it.
 pub const SLICE: Duration = Duration::from_millis(2);
 
+/// How long a transfer has the device while others than transfers wait for it.
+const TRANSFER_SLICE: Duration = Duration::from_micros(250);
+
 /// The least and the most that a caller is told to wait before it asks again.
 const RETRY_AFTER: [Duration; 2] = [Duration::from_millis(10), Duration::from_secs(5)];
 
@@ -93,6 +96,8 @@ struct WorkerState {
     changed: Condvar,
     /// Jobs that wait: what a running attend looks at.
     waiting: Arc<AtomicUsize>,
+    /// Those of them that are no transfers: what a running transfer looks at.
+    waiting_first: Arc<AtomicUsize>,
     /// Set when a caller leaves: what merged attends look at.
     left: Arc<AtomicBool>,
     failed: AtomicBool,
@@ -185,7 +190,9 @@ impl WorkerState {
 
     /// Says how many jobs wait, to those that run.
     fn count_waiting(&self, queue: &JobQueue) {
-        self.waiting.store(queue.jobs.waiting_jobs().iter().sum(), Ordering::Release);
+        let all: usize = queue.jobs.waiting_jobs().iter().sum();
+        self.waiting.store(all, Ordering::Release);
+        self.waiting_first.store(all - queue.jobs.waiting_transfers(), Ordering::Release);
     }
 }
 
@@ -221,6 +228,7 @@ impl DeviceWorker {
             queue: Mutex::new(queue),
             changed: Condvar::new(),
             waiting: Arc::default(),
+            waiting_first: Arc::default(),
             left: Arc::default(),
             failed: AtomicBool::new(false),
             stopped: Arc::default(),

@@ -254,3 +254,24 @@ async fn a_panic_ends_the_device_and_answers_those_that_wait() {
     assert_eq!(late.code(), ErrorCode::DeviceFailed);
     assert!(thread.join_thread(PATIENCE));
 }
+
+#[tokio::test]
+async fn a_transfer_gives_way_to_others_and_not_to_transfers() {
+    let (worker, thread) = start();
+    let go = hold(&worker).await;
+    let shared = worker.handles.shared.clone();
+    let began = Instant::now();
+    let slice_of = |kind| shared.slice_of(kind, began);
+    let waiting = |kind| slice_of(kind).waiting.load(Ordering::Acquire);
+    let transfer = spawn(&worker, JobKind::Transfer, call(), || ());
+    queued(&worker, 1).await;
+    assert_eq!([waiting(JobKind::Transfer), waiting(JobKind::Attend)], [0, 1]);
+    let attend = spawn(&worker, JobKind::Attend, call(), || ());
+    queued(&worker, 2).await;
+    assert_eq!([waiting(JobKind::Transfer), waiting(JobKind::Attend)], [1, 2]);
+    assert!(slice_of(JobKind::Transfer).ends < slice_of(JobKind::Attend).ends);
+    drop(go);
+    attend.await.unwrap().unwrap();
+    transfer.await.unwrap().unwrap();
+    assert!(thread.join_thread(PATIENCE));
+}

@@ -3,9 +3,9 @@
 
 use super::job::JobStep;
 use super::merged::{MergedStep, merge_jobs, mergeable_plan};
-use super::{JobQueue, MergeLimits, QueuedJob, QueuedWork, SLICE, WorkerState};
+use super::{JobQueue, MergeLimits, QueuedJob, QueuedWork, SLICE, TRANSFER_SLICE, WorkerState};
 use crate::metrics::DeviceMetrics;
-use crate::scheduler::{JobTicket, WaitingJob};
+use crate::scheduler::{JobKind, JobTicket, WaitingJob};
 use kvd_compute::{AttendPlan, Backend, Slice, Stop, WantedPause, first_non_finite, shares_most};
 use parking_lot::MutexGuard;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -72,6 +72,17 @@ impl ThreadPlan {
             drop(end);
         })?;
         Ok(DeviceWorkerThread { ended, shared: weak })
+    }
+}
+
+impl WorkerState {
+    /// The slice of a job that begins now.
+    pub(super) fn slice_of(&self, kind: JobKind, began: Instant) -> Slice {
+        let (time, waiting) = match kind {
+            JobKind::Transfer => (TRANSFER_SLICE, &self.waiting_first),
+            _ => (SLICE, &self.waiting),
+        };
+        Slice { ends: began + time, waiting: waiting.clone() }
     }
 }
 
@@ -245,7 +256,7 @@ impl WorkerThread {
             cancelled: entry.cancelled.clone(),
             shutting_down: self.shared.stopped.clone(),
             deadline: entry.deadline,
-            slice: Some(Slice { ends: began + SLICE, waiting: self.shared.waiting.clone() }),
+            slice: Some(self.shared.slice_of(ticket.kind, began)),
             pause: None,
         };
         let Some(backend) = self.backend.as_deref_mut() else { return false };

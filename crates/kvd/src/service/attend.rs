@@ -100,6 +100,7 @@ impl Service {
         call: &CallContext,
         batch: AttendBatch,
     ) -> Result<AttendReply, ServiceError> {
+        self.wait_for_batch(call, &batch).await;
         let BegunAttend { mut prepared, reply_bytes } = self.begin_attend(call, batch)?;
         if let Some(reply) = prepared.take_empty() {
             return Ok(reply);
@@ -170,6 +171,7 @@ impl Service {
         self.admit_call(call)?;
         let model = self.batch_model(call, &batch)?;
         batch.check_shape_of(&model.shape.geometry, in_place.q_bytes)?;
+        self.wait_for_batch(call, &batch).await;
         // The limit of an answer that is carried: one batch does not hold the device for longer.
         self.check_reply_size(&batch, &model.shape.geometry)?;
         let rows = u64::from(batch.query_rows()) * u64::from(batch.q_heads);

@@ -7,7 +7,7 @@ use kvd_core::{ErrorCode, IdCounter, IdSpace, LeaseId, ModelId, SequenceId, Sess
 use kvd_proto::domain::BlockKeys;
 use kvd_store::{
     AttachedSequence, CacheLimits, CacheUsage, DeviceQuotas, DroppedBlocks, KeyChain, LeaseRequest,
-    PackedKeys, PinRequest, PinnedPrefixes,
+    ModelShape, PackedKeys, PinRequest, PinnedPrefixes, SequenceStore, SessionSequences,
 };
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
@@ -189,15 +189,32 @@ impl Service {
         call: &CallContext,
         opening: &PrefixOpening,
     ) -> Result<AttachedSequence, ServiceError> {
+        let chains = std::slice::from_ref(&opening.prefix);
+        self.open_by(call, opening, |store, shape, session| {
+            let found = self.models.find_model(&call.namespace, shape.id)?;
+            let chains = self.read_chains(&found, chains)?;
+            Ok(store.open_with_prefix(shape, &chains[0], session)?)
+        })
+    }
+
+    /// Opens a sequence by `open`, and ends the lease of its opening.
+    pub(super) fn open_by(
+        &self,
+        call: &CallContext,
+        opening: &PrefixOpening,
+        open: impl FnOnce(
+            &SequenceStore,
+            Arc<ModelShape>,
+            Option<&Arc<SessionSequences>>,
+        ) -> Result<AttachedSequence, ServiceError>,
+    ) -> Result<AttachedSequence, ServiceError> {
         self.admit_call(call)?;
-        let PrefixOpening { model, session, prefix, lease } = opening;
+        let PrefixOpening { model, session, lease, .. } = opening;
         let find = |id| self.sessions.find_session(&call.namespace, id, Instant::now());
         let session = session.map(find).transpose()?;
         let found = self.models.find_model(&call.namespace, *model)?;
-        let chains = self.read_chains(&found, std::slice::from_ref(prefix))?;
         let store = &self.shards[found.shard].store;
-        let shape = found.shape.clone();
-        let opened = store.open_with_prefix(shape, &chains[0], session.as_ref())?;
+        let opened = open(store, found.shape.clone(), session.as_ref())?;
         // The model may have been unregistered meanwhile: then it would be a sequence of none.
         let still_there = self.models.find_model(&call.namespace, *model).map(drop);
         let released = lease.map_or(Ok(()), |lease| self.release_lease(call, lease));

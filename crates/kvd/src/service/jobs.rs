@@ -7,4 +7,4 @@ pub(crate) use super::region::{CloseRegion, OpenRegion, ReadRegion, WriteRegion}
 pub(crate) use super::register::{RegisterJob, UnregisterJob};
 pub(crate) use super::step::{LoadStepJob, StoreStepJob};
 pub(crate) use super::store::{StoreInPlace, StoreJob};
-pub(crate) use super::tiers::{ExportJob, ImportJob};
+pub(crate) use super::tiers::{ExportJob, FillJob, ImportJob};

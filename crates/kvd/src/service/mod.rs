@@ -2,6 +2,7 @@
 //! No bytes are touched here; they travel as `Bytes` to the device worker.
 
 mod answer_form;
+mod arrival;
 mod attend;
 mod attend_job;
 mod budget;
@@ -59,6 +60,7 @@ pub(crate) use stats::DevicePool;
 pub use stats::{ModelStats, PoolStats};
 pub(crate) use step::{LoadedStep, RefusedPart};
 pub use store::StoreReply;
+pub(crate) use tiers::OpenedLayers;
 
 use crate::access::{AccessControl, AuditLog, PrincipalTable};
 use crate::config::Config;

@@ -50,6 +50,7 @@ impl Service {
     ) -> Result<PublishReply, ServiceError> {
         let change: fn(PublishTicket) -> PublishTicket =
             if mode.settles { PublishTicket::with_settling } else { |ticket| ticket };
+        self.wait_for_prefix(call, sequence).await;
         let published = self.publish_by(call, sequence, start, keys, change).await?;
         let mut reply = PublishReply { published, durable_length: 0, not_durable: None };
         let shard = self.shard_of(sequence)?;

@@ -42,6 +42,7 @@ impl Service {
         call: &CallContext,
         chunk: StoreChunk,
     ) -> Result<StoreReply, ServiceError> {
+        self.wait_for_layer(call, chunk.sequence, chunk.layer).await;
         let stored = self.store_rows(call, chunk).await;
         if let Err(error) = &stored {
             self.warn_of_refusal(error.code(), Instant::now());

@@ -1,8 +1,10 @@
 //! Calls of the cache between the wire and the service.
 
-use crate::service::{CallContext, DeviceCache, PublishMode, Service, ServiceError};
+use crate::service::{
+    CallContext, DeviceCache, OpenedLayers, PrefixOpening, PublishMode, Service, ServiceError,
+};
 use kvd_core::{ErrorCode, LeaseId, ModelId, SequenceId};
-use kvd_proto::domain::BlockKeys;
+use kvd_proto::domain::{BlockKeys, session_from_wire};
 use kvd_proto::v1;
 use kvd_store::PublishStop;
 use std::time::Duration;
@@ -14,6 +16,26 @@ pub(super) fn lease_from_wire(id: u64) -> Option<LeaseId> {
 
 fn read_keys(chains: Vec<v1::BlockKeys>) -> Vec<BlockKeys> {
     chains.into_iter().map(BlockKeys::from).collect()
+}
+
+/// `OpenSequence`: empty, or on a prefix.
+pub(super) async fn open_sequence(
+    service: &Service,
+    call: &CallContext,
+    message: v1::OpenSequenceRequest,
+) -> Result<v1::OpenSequenceResponse, ServiceError> {
+    let (model, lease) = (ModelId(message.model_id), lease_from_wire(message.lease_id));
+    let session = session_from_wire(message.session_id);
+    if message.prefix.is_none() && lease.is_none() {
+        let sequence_id = service.open_sequence_in(call, model, session)?.0;
+        return Ok(v1::OpenSequenceResponse { sequence_id, ..Default::default() });
+    }
+    let prefix = message.prefix.unwrap_or_default().into();
+    let opening = PrefixOpening { model, session, prefix, lease };
+    let opened = service.open_by_layers(call, &opening, message.ready_layers).await?;
+    let OpenedLayers { opened, ready } = opened;
+    let (sequence_id, length, ready_layers) = (opened.id.0, opened.length, ready);
+    Ok(v1::OpenSequenceResponse { sequence_id, length, ready_layers })
 }
 
 /// `CloseSequence`: at once, or if it is idle; with what it published, or without.

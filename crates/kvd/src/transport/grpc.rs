@@ -11,11 +11,9 @@ use super::step;
 use super::stream::{self, OpenedStream, ReplyStream, StreamAnswer, StreamKind, StreamState};
 use super::watch::{open_watch, watch_stream};
 use crate::metrics::OpenCount;
-use crate::service::{CallContext, PrefixOpening, Service, ServiceError};
+use crate::service::{CallContext, Service, ServiceError};
 use kvd_core::{Coded, LayerIndex, ModelId, SequenceId, SessionId};
-use kvd_proto::domain::{
-    AnswerForm, AttendBatch, LoadRange, ModelSpec, StoreChunk, session_from_wire,
-};
+use kvd_proto::domain::{AnswerForm, AttendBatch, LoadRange, ModelSpec, SequenceFork, StoreChunk};
 use kvd_proto::v1::{self, kvd_server::Kvd};
 use std::sync::Arc;
 use tonic::{Request, Response, Status, Streaming};
@@ -125,20 +123,7 @@ impl Kvd for GrpcService {
     ) -> Result<Response<v1::OpenSequenceResponse>, Status> {
         let (caller, message) = (read_call(&request), request.into_inner());
         self.answer_rpc("OpenSequence", caller, async |call| {
-            let (model, lease) =
-                (ModelId(message.model_id), cache::lease_from_wire(message.lease_id));
-            let session = session_from_wire(message.session_id);
-            let (sequence_id, length) = if message.prefix.is_some() || lease.is_some() {
-                let prefix = message.prefix.unwrap_or_default().into();
-                let opening = PrefixOpening { model, session, prefix, lease };
-                // Kept until the prefix is attached.
-                let _brought = self.service.bring_prefix(call, &opening).await;
-                let opened = self.service.open_on_prefix(call, &opening)?;
-                (opened.id.0, opened.length)
-            } else {
-                (self.service.open_sequence_in(call, model, session)?.0, 0)
-            };
-            Ok(v1::OpenSequenceResponse { sequence_id, length })
+            cache::open_sequence(&self.service, call, message).await
         })
         .await
     }
@@ -147,8 +132,9 @@ impl Kvd for GrpcService {
         &self,
         request: Request<v1::ForkSequenceRequest>,
     ) -> Result<Response<v1::ForkSequenceResponse>, Status> {
-        let fork = (*request.get_ref()).into();
+        let fork = SequenceFork::from(*request.get_ref());
         self.answer_rpc("ForkSequence", read_call(&request), async |call| {
+            self.service.wait_for_prefix(call, fork.sequence).await;
             let forked = self.service.fork_sequence_in(call, fork)?;
             Ok(v1::ForkSequenceResponse { sequence_id: forked.id.0, length: forked.length })
         })
@@ -161,6 +147,7 @@ impl Kvd for GrpcService {
     ) -> Result<Response<v1::TruncateSequenceResponse>, Status> {
         let v1::TruncateSequenceRequest { sequence_id, length } = *request.get_ref();
         self.answer_rpc("TruncateSequence", read_call(&request), async |call| {
+            self.service.wait_for_prefix(call, SequenceId(sequence_id)).await;
             self.service.truncate_sequence(call, SequenceId(sequence_id), length)?;
             Ok(v1::TruncateSequenceResponse {})
         })
@@ -322,6 +309,7 @@ impl Kvd for GrpcService {
         let message = request.into_inner();
         let pieces = measure_answer(self.service.metrics(), "LoadBlocks", &call, async {
             let range: LoadRange = to_domain(message)?;
+            self.service.wait_for_layer(&call, range.sequence, range.layer).await;
             self.service.load_pieces(&call, &range)
         })
         .await?;

@@ -8,6 +8,7 @@ mod commands;
 mod disk;
 mod doors;
 mod drains;
+mod layers;
 mod log;
 mod notify;
 mod process;

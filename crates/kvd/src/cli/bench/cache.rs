@@ -2,9 +2,11 @@
 
 use super::super::CliError;
 use super::super::table::{TableColumn, render_table};
+use super::cache_layers::measure_disk;
 use super::flags::count_up_to;
 use clap::Args;
 use kvd_bench::{CacheBench, CacheRow};
+use std::path::PathBuf;
 
 /// Entries of the largest index.
 const ENTRIES_MAX: usize = 1 << 24;
@@ -23,6 +25,9 @@ pub(in crate::cli) struct CacheBenchArgs {
     /// Runs of each case.
     #[arg(long, default_value_t = 101, value_parser = count_up_to(ROUNDS_MAX))]
     rounds: usize,
+    /// Measure prefixes on disk in this folder instead: published, and back after a start.
+    #[arg(long, value_name = "FOLDER")]
+    disk: Option<PathBuf>,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -30,8 +35,11 @@ pub(in crate::cli) struct CacheBenchArgs {
 
 /// Measures; the table or JSON.
 pub(super) fn run_cache(args: &CacheBenchArgs) -> Result<String, CliError> {
-    let CacheBenchArgs { entries, keys, rounds, json } = *args;
-    let rows = CacheBench { entries, keys, rounds }.measure_all()?;
+    let CacheBenchArgs { entries, keys, rounds, ref disk, json } = *args;
+    let rows = match disk {
+        Some(folder) => measure_disk(folder, rounds)?,
+        None => CacheBench { entries, keys, rounds }.measure_all()?,
+    };
     if json {
         let text = serde_json::to_string_pretty(&rows).map_err(anyhow::Error::from)?;
         return Ok(text + "\n");
@@ -50,8 +58,20 @@ mod tests {
     use super::*;
 
     #[test]
+    fn prefixes_come_back_from_a_folder_that_is_left_empty() {
+        let folder = tempfile::tempdir().unwrap();
+        let disk = Some(folder.path().to_path_buf());
+        let args = CacheBenchArgs { entries: 1, keys: 1, rounds: 1, disk, json: false };
+        let table = run_cache(&args).unwrap();
+        for case in ["publish to durable", "first layer", "by layers", "at once"] {
+            assert!(table.contains(case), "{table}");
+        }
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
     fn a_small_index_is_measured_beside_a_map() {
-        let args = CacheBenchArgs { entries: 64, keys: 8, rounds: 3, json: true };
+        let args = CacheBenchArgs { entries: 64, keys: 8, rounds: 3, disk: None, json: true };
         let rows: serde_json::Value = serde_json::from_str(&run_cache(&args).unwrap()).unwrap();
         let rows = rows.as_array().unwrap();
         assert_eq!(rows.len(), 6);

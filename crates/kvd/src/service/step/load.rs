@@ -74,6 +74,7 @@ impl Service {
         region: Option<Arc<RegionMemory>>,
     ) -> Result<LoadedStep, ServiceError> {
         let model = self.step_model(call, step.model)?;
+        self.wait_for_parts(call, &step.parts).await;
         let (memory, held) = self.load_memory(call, step.memory_bytes, region)?;
         let geometry = &model.shape.geometry;
         let dtype = step.dtype.unwrap_or(geometry.dtype);

@@ -62,6 +62,7 @@ impl Service {
         region: Option<Arc<RegionMemory>>,
     ) -> Result<Vec<StoredPart>, ServiceError> {
         let model = self.step_model(call, step.model)?;
+        self.wait_for_parts(call, &step.parts).await;
         let stored = self.store_parts(call, model.clone(), step, region).await;
         self.tell_deferred(&model);
         if let Err(error) = &stored {

@@ -29,6 +29,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use tokio::runtime::Handle;
+use tokio::task::JoinHandle;
 
 /// Blocks of one device that wait to be exported.
 #[derive(Default)]
@@ -127,27 +128,40 @@ impl CacheTiers {
         }
     }
 
-    /// Exports what waits, until nothing does.
+    /// Exports what waits, until nothing does: a block while the record of the one before it is
+    /// made, which is queued first.
     async fn work_off(self: Arc<Self>, shard: usize) {
+        let mut before: Option<JoinHandle<()>> = None;
         loop {
             let next = {
                 let mut lines = self.exports.lock();
                 let Some(line) = lines.get_mut(shard) else { return };
                 let next = line.waiting.pop_front();
-                line.is_worked_off = next.is_some();
+                // Until the last is queued nobody else begins.
+                line.is_worked_off = next.is_some() || before.is_some();
                 next
             };
-            let Some(block) = next else { return };
-            self.write_block(block).await;
+            let exported = match next {
+                Some(block) => self.export_block(block).await,
+                None if before.is_none() => return,
+                None => None,
+            };
+            if let Some(before) = before.take() {
+                // A panic in it is on stderr; its block's end was dropped with it.
+                drop(before.await);
+            }
+            before = exported.map(|exported| tokio::task::spawn_blocking(|| exported.write_down()));
         }
     }
 
-    async fn write_block(self: &Arc<Self>, block: QueuedBlock) {
+    /// Copies a block out of the device; none where it is not to be written or does not leave it.
+    async fn export_block(self: &Arc<Self>, block: QueuedBlock) -> Option<RecordToWrite> {
         let QueuedBlock { write, bytes, scope, model, worker, index, object } = block;
         let end = WriteEnd { cache: Arc::clone(self), index, write, bytes };
         if object.is_none() && !self.writes_to_disk() {
             // Its key came with another publish: it stays in the pool alone.
-            return end.note_outcome(Err(None));
+            end.note_outcome(Err(None));
+            return None;
         }
         let job = ExportJob {
             layers: end.write.list_layers(),
@@ -158,21 +172,40 @@ impl CacheTiers {
             waits_for_queue: true,
             ..CallContext::new(model.shape.namespace.clone())
         };
-        let exported = worker.ask_device(&call, job).await;
-        let draft = exported.and_then(|exported| exported.into_draft(scope, &end.write));
-        let draft = match draft {
-            Ok(draft) => draft,
+        match worker.ask_device(&call, job).await {
+            Ok(block) => Some(RecordToWrite { block, scope, object, end }),
             Err(error) => {
-                tracing::warn!(%error, "a block is not written");
-                return end.note_outcome(Err(Some("DISK_ERROR")));
+                end.note_failure(&error);
+                None
             }
+        }
+    }
+}
+
+/// A block outside the device, and what its record needs.
+struct RecordToWrite {
+    block: ExportedBlock,
+    scope: ScopeId,
+    object: Option<ObjectKey>,
+    end: WriteEnd,
+}
+
+impl RecordToWrite {
+    /// Makes the record and hands it to the tiers. Hashes and copies megabytes: not for a thread
+    /// that serves calls.
+    fn write_down(self) {
+        let Self { block, scope, object, end } = self;
+        let draft = match block.into_draft(scope, &end.write) {
+            Ok(draft) => draft,
+            Err(error) => return end.note_failure(&error),
         };
-        let upload = object.zip(self.remote.as_ref()).map(|(ObjectKey { name, key }, remote)| {
+        let cache = Arc::clone(&end.cache);
+        let upload = object.zip(cache.remote.as_ref()).map(|(ObjectKey { name, key }, remote)| {
             let bytes = remote.tier.make_object(&draft, &name, &key);
             ObjectUpload { tier: remote.tier.clone(), name, bytes }
         });
-        match (&self.disk, upload) {
-            (Some(disk), upload) if self.writes_to_disk() => {
+        match (&cache.disk, upload) {
+            (Some(disk), upload) if cache.writes_to_disk() => {
                 write_to_disk(disk, draft, end, upload);
             }
             (_, Some(upload)) => upload.queue_alone(end),
@@ -190,6 +223,12 @@ struct WriteEnd {
 }
 
 impl WriteEnd {
+    /// Notes that a block's record could not be made.
+    fn note_failure(self, error: &ServiceError) {
+        tracing::warn!(%error, "a block is not written");
+        self.note_outcome(Err(Some("DISK_ERROR")));
+    }
+
     /// Notes the outcome; a failure without a reason follows from an earlier one.
     fn note_outcome(self, done: Result<RecordPlace, Option<&'static str>>) {
         let Self { cache, index, write, bytes } = self;
@@ -322,11 +361,11 @@ impl DeviceWork for ExportJob {
     fn run_slice(
         &mut self,
         backend: &mut dyn Backend,
-        _: &Stop,
+        stop: &Stop,
     ) -> Result<Option<ExportedBlock>, ServiceError> {
         let mut slice = SliceUse::begin_slice();
         while let Some(layer) = self.layers.get(self.images.len()) {
-            if slice.is_spent() {
+            if slice.is_spent(stop) {
                 return Ok(None);
             }
             let index = LayerIndex(self.images.len() as u32);

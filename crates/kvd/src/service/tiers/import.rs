@@ -6,25 +6,26 @@
 //! what is not there then is a shorter prefix.
 
 use super::export::slots_of;
-use super::image::{LayerForm, read_tables};
+use super::image::{LayerForm, LayerTable, read_tables};
 use super::remote::object_of_place;
 use super::{CacheTiers, LoadKey, SliceUse};
 use crate::device_worker::{DeviceWork, DeviceWorker};
-use crate::metrics::Metric;
+use crate::metrics::{Metric, Metrics};
 use crate::scheduler::JobKind;
 use crate::service::{
     CallContext, DeviceShard, PrefixOpening, RegisteredModel, Service, ServiceError,
 };
 use kvd_codec::Page;
 use kvd_compute::{Backend, ImportOutcome, LayerImage, Stop, import_layer};
-use kvd_core::{ErrorCode, Extent, LayerIndex};
+use kvd_core::{ErrorCode, Extent, LayerIndex, Namespace};
 use kvd_remote::ReadFailure;
 use kvd_store::{
-    BlockToRead, PackedPages, PrefixIndex, RawSlot, ReadPlan, RecordPlace, ReservedSlot,
+    ArenaPool, BlockToRead, ModelShape, PackedPages, PrefixIndex, RawSlot, ReadPlan, RecordPlace,
     SequenceStore, StoredLayer,
 };
 use kvd_tier::{DiskLocation, ReadError, ReadRequest, RecordPart, ScopeId};
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::{oneshot, watch};
@@ -48,7 +49,7 @@ impl Drop for BroughtPrefix {
 }
 
 /// Why a block did not come, as the label `reason` has it.
-type RefusalReason = &'static str;
+pub(super) type RefusalReason = &'static str;
 
 /// A read under way.
 enum ReadFlight {
@@ -62,13 +63,15 @@ enum ReadFlight {
 
 /// Why a record was not read.
 #[derive(Clone, Copy, Debug)]
-enum BlockReadError {
+pub(super) enum BlockReadError {
     Disk(ReadError),
     Remote(ReadFailure),
+    /// It is whole, and no block of this model.
+    Foreign,
 }
 
 /// The right to bring a block; others wait for its end.
-struct LoadClaim {
+pub(super) struct LoadClaim {
     cache: Arc<CacheTiers>,
     key: LoadKey,
     _ends: watch::Sender<()>,
@@ -81,13 +84,23 @@ impl Drop for LoadClaim {
 }
 
 /// Who brings blocks.
-struct PrefixPromotion<'a> {
-    cache: &'a Arc<CacheTiers>,
-    shard: &'a DeviceShard,
-    shard_index: usize,
-    model: &'a Arc<RegisteredModel>,
+#[derive(Clone)]
+pub(super) struct PrefixPromotion {
+    pub(super) cache: Arc<CacheTiers>,
+    pub(super) store: Arc<SequenceStore>,
+    pub(super) worker: DeviceWorker,
+    pub(super) shard_index: usize,
+    pub(super) model: Arc<RegisteredModel>,
     scope: ScopeId,
-    end: Instant,
+    pub(super) metrics: Arc<Metrics>,
+    pub(super) began: Instant,
+    pub(super) end: Instant,
+}
+
+/// A promotion, and what it is to bring.
+pub(super) struct PlannedPromotion {
+    pub(super) promotion: PrefixPromotion,
+    pub(super) plan: ReadPlan,
 }
 
 impl Service {
@@ -98,13 +111,28 @@ impl Service {
         call: &CallContext,
         opening: &PrefixOpening,
     ) -> Option<BroughtPrefix> {
-        let cache = self.tiers.as_ref()?;
+        let PlannedPromotion { promotion, plan } = self.plan_promotion(call, opening).await?;
+        let index = Arc::clone(promotion.store.prefix_index());
+        let brought = BroughtPrefix { index, plan: Some(plan) };
+        let missing = brought.plan.as_ref().map_or(&[][..], |plan| &plan.missing);
+        let (came, refusal) = promotion.bring_blocks(missing).await;
+        promotion.count_blocks(came, refusal);
+        Some(brought)
+    }
+
+    /// Finds what a prefix has below the pool; none where nothing is missing.
+    pub(super) async fn plan_promotion(
+        &self,
+        call: &CallContext,
+        opening: &PrefixOpening,
+    ) -> Option<PlannedPromotion> {
+        let cache = Arc::clone(self.tiers.as_ref()?);
         self.admit_call(call).ok()?;
         let model = self.models.find_model(&call.namespace, opening.model).ok()?;
         let scope = model.scope?;
         let chains = self.read_chains(&model, std::slice::from_ref(&opening.prefix)).ok()?;
-        let shard = &self.shards[model.shard];
-        let index = shard.store.prefix_index();
+        let DeviceShard { store, worker, .. } = &self.shards[model.shard];
+        let index = store.prefix_index();
         let blocks_max = self.config.tokens_per_sequence_max / model.shape.geometry.block_tokens;
         if self.reads_remotely() {
             let cached = index.match_prefixes(model.shape.id, &chains);
@@ -114,22 +142,48 @@ impl Service {
         let began = Instant::now();
         let own_end = began + cache.config.promotion.time_max;
         let end = call.deadline.map_or(own_end, |deadline| deadline.min(own_end));
-        let brought = BroughtPrefix { index: Arc::clone(index), plan: Some(plan) };
-        let shard_index = model.shard;
-        let promotion = PrefixPromotion { cache, shard, shard_index, model: &model, scope, end };
-        let missing = brought.plan.as_ref().map_or(&[][..], |plan| &plan.missing);
-        let (came, refusal) = promotion.bring_blocks(missing).await;
-        self.metrics.counter(Metric::PromotedBlocksTotal, &[]).increment(came);
-        self.metrics.histogram(Metric::PromoteSeconds, &[]).record(began.elapsed().as_secs_f64());
-        if let Some(reason) = refusal {
-            self.metrics.counter(Metric::ImportRefusedTotal, &[("reason", reason)]).increment(1);
-            tracing::debug!(model = model.name, reason, came, "a prefix is shorter than matched");
-        }
-        Some(brought)
+        let promotion = PrefixPromotion {
+            cache,
+            store: Arc::clone(store),
+            worker: worker.clone(),
+            shard_index: model.shard,
+            scope,
+            metrics: self.metrics.clone(),
+            model,
+            began,
+            end,
+        };
+        Some(PlannedPromotion { promotion, plan })
     }
 }
 
-impl PrefixPromotion<'_> {
+impl PrefixPromotion {
+    /// Counts blocks that came to the pool, and why no more did.
+    pub(super) fn count_blocks(&self, came: u64, refusal: Option<RefusalReason>) {
+        let metrics = &self.metrics;
+        metrics.counter(Metric::PromotedBlocksTotal, &[]).increment(came);
+        metrics.histogram(Metric::PromoteSeconds, &[]).record(self.began.elapsed().as_secs_f64());
+        refusal.into_iter().for_each(|reason| self.count_refusal(reason));
+    }
+
+    /// Counts why a block did not come.
+    pub(super) fn count_refusal(&self, reason: RefusalReason) {
+        self.metrics.counter(Metric::ImportRefusedTotal, &[("reason", reason)]).increment(1);
+        tracing::debug!(model = self.model.name, reason, "a prefix is shorter than matched");
+    }
+
+    /// The right to bring a block, or the end of whoever has it.
+    pub(super) fn claim_block(&self, read: &BlockToRead) -> Result<LoadClaim, watch::Receiver<()>> {
+        let key = LoadKey { shard: self.shard_index, lineage: read.digests.lineage };
+        let mut loading = self.cache.loading.lock();
+        if let Some(other) = loading.get(&key) {
+            return Err(other.clone());
+        }
+        let (ends, ended) = watch::channel(());
+        loading.insert(key, ended);
+        Ok(LoadClaim { cache: Arc::clone(&self.cache), key, _ends: ends })
+    }
+
     /// Brings blocks in order until one cannot be; how many came, and why no more.
     async fn bring_blocks(&self, missing: &[BlockToRead]) -> (u64, Option<RefusalReason>) {
         let Ok(turn) = timeout_at(self.end.into(), self.cache.promotions.acquire()).await else {
@@ -152,15 +206,9 @@ impl PrefixPromotion<'_> {
     }
 
     fn begin_read(&self, read: &BlockToRead) -> ReadFlight {
-        let key = LoadKey { shard: self.shard_index, lineage: read.digests.lineage };
-        let claim = {
-            let mut loading = self.cache.loading.lock();
-            if let Some(other) = loading.get(&key) {
-                return ReadFlight::Other(other.clone());
-            }
-            let (ends, ended) = watch::channel(());
-            loading.insert(key, ended);
-            LoadClaim { cache: Arc::clone(self.cache), key, _ends: ends }
+        let claim = match self.claim_block(read) {
+            Ok(claim) => claim,
+            Err(other) => return ReadFlight::Other(other),
         };
         let (reply, answer) = oneshot::channel();
         // Who asked may be gone.
@@ -195,7 +243,7 @@ impl PrefixPromotion<'_> {
             ReadFlight::Other(mut ended) => {
                 // It changes never, and closes when the other is done.
                 let waited = timeout_at(self.end.into(), ended.changed()).await;
-                let is_there = self.shard.store.prefix_index().is_read(read) == Some(true);
+                let is_there = self.store.prefix_index().is_read(read) == Some(true);
                 return if is_there { Ok(()) } else { Err(waited.map_or("timeout", |_| "other")) };
             }
             ReadFlight::Refused(error) => {
@@ -214,8 +262,7 @@ impl PrefixPromotion<'_> {
             deadline: Some(self.end),
             ..CallContext::new(self.model.shape.namespace.clone())
         };
-        let worker: &DeviceWorker = &self.shard.worker;
-        match worker.ask_device(&call, job).await {
+        match self.worker.ask_device(&call, job).await {
             Ok(ImportResult::InPool) => Ok(()),
             Ok(ImportResult::TablesFull) => Err("tables_full"),
             Ok(ImportResult::NoRoom) => Err("no_room"),
@@ -230,7 +277,7 @@ impl PrefixPromotion<'_> {
 
     /// A read that gave nothing: what is gone or damaged is forgotten, with all behind it, and so
     /// is what a shared store does not give: it is found again when it can be.
-    fn refuse_read(&self, read: &BlockToRead, error: BlockReadError) -> RefusalReason {
+    pub(super) fn refuse_read(&self, read: &BlockToRead, error: BlockReadError) -> RefusalReason {
         let reason = match error {
             BlockReadError::Disk(ReadError::Corrupt { .. })
             | BlockReadError::Remote(ReadFailure::Corrupt) => return self.forget_damaged(read),
@@ -239,13 +286,14 @@ impl PrefixPromotion<'_> {
             BlockReadError::Disk(other) => return other.reason_label(),
             BlockReadError::Remote(ReadFailure::TimedOut) => "timeout",
             BlockReadError::Remote(ReadFailure::Unavailable) => "remote",
+            BlockReadError::Foreign => return self.refuse_damaged(read),
         };
-        self.shard.store.prefix_index().remove_unreadable(read);
+        self.store.prefix_index().remove_unreadable(read);
         reason
     }
 
     /// A record that is whole and yet no block of this model.
-    fn refuse_damaged(&self, read: &BlockToRead) -> RefusalReason {
+    pub(super) fn refuse_damaged(&self, read: &BlockToRead) -> RefusalReason {
         if let (RecordPlace::Remote(place), Some(remote)) = (read.place, &self.cache.remote) {
             remote.tier.refuse_block(&object_of_place(self.scope, &read.digests, &place));
         }
@@ -253,7 +301,7 @@ impl PrefixPromotion<'_> {
     }
 
     fn forget_damaged(&self, read: &BlockToRead) -> RefusalReason {
-        let gone = self.shard.store.prefix_index().remove_unreadable(read);
+        let gone = self.store.prefix_index().remove_unreadable(read);
         let (position, is_remote) =
             (read.digests.position, matches!(read.place, RecordPlace::Remote(_)));
         tracing::warn!(position, gone, is_remote, "a record is damaged: its prefix is shorter now");
@@ -265,35 +313,64 @@ impl PrefixPromotion<'_> {
 
     /// The job that imports a record; none where the record is not one of this model's blocks.
     fn plan_import(&self, read: &BlockToRead, part: &RecordPart) -> Option<ImportJob> {
-        let shape = &self.model.shape;
-        let block_tokens = shape.geometry.block_tokens;
-        let start = u64::from(read.digests.position) * u64::from(block_tokens);
-        let sink = u64::from(shape.sink).saturating_sub(start).min(block_tokens.into()) as u32;
-        let layers = shape.geometry.layers;
+        let layers = 0..self.model.shape.geometry.layers;
         let tables = read_tables(part.table_bytes())?;
-        let mut images = Vec::with_capacity(layers as usize);
-        for layer in 0..layers {
-            let form = LayerForm::from_bytes(part.layer_form(layer)?)?;
-            let rows_bytes =
-                if sink == 0 { 0 } else { shape.geometry.raw_layout(sink).size_bytes() };
-            let pages = if sink == block_tokens { 0 } else { 2 * shape.geometry.kv_heads };
-            let fits = form.rows == sink
-                && form.rows_bytes == rows_bytes
-                && form.page_ends.len() == pages as usize;
-            let of_layer = tables.iter().filter(|of| of.layer == LayerIndex(layer));
-            let of_layer = of_layer.map(|of| of.table.clone()).collect();
-            let image = form.read_image(part.layer_bytes(layer)?, of_layer).filter(|_| fits)?;
-            // Their other fields are tested once their tables are known.
-            has_tokens(&image, block_tokens - sink).then_some(())?;
-            images.push(PlannedLayer { form, image });
-        }
+        let form = |layer| LayerForm::from_bytes(part.layer_form(layer)?);
+        let forms = layers.clone().map(form).collect::<Option<Vec<_>>>()?;
+        let block = BlockImages { shape: &self.model.shape, position: read.digests.position };
+        let images = block.read_layers(part, &forms, &tables, layers)?;
+        let images = forms.into_iter().zip(images);
+        let images = images.map(|(form, image)| PlannedLayer { form, image }).collect();
         Some(ImportJob {
-            model: Arc::clone(self.model),
-            store: Arc::clone(&self.shard.store),
+            model: Arc::clone(&self.model),
+            store: Arc::clone(&self.store),
             read: read.clone(),
             images,
             layers: Vec::new(),
         })
+    }
+}
+
+/// A block of a model, by whose shape records are read.
+pub(super) struct BlockImages<'a> {
+    pub(super) shape: &'a ModelShape,
+    pub(super) position: u32,
+}
+
+impl BlockImages<'_> {
+    /// Rows of the block that stay raw.
+    fn count_sink(&self) -> u32 {
+        let block_tokens = self.shape.geometry.block_tokens;
+        let start = u64::from(self.position) * u64::from(block_tokens);
+        u64::from(self.shape.sink).saturating_sub(start).min(block_tokens.into()) as u32
+    }
+
+    /// Whether a layer's form is that of such a block.
+    pub(super) fn fits_form(&self, form: &LayerForm) -> bool {
+        let (geometry, sink) = (&self.shape.geometry, self.count_sink());
+        let rows_bytes = if sink == 0 { 0 } else { geometry.raw_layout(sink).size_bytes() };
+        let pages = if sink == geometry.block_tokens { 0 } else { 2 * geometry.kv_heads };
+        form.rows == sink && form.rows_bytes == rows_bytes && form.page_ends.len() == pages as usize
+    }
+
+    /// Reads layers out of a part that has them; none where they are no layers of such a block.
+    pub(super) fn read_layers(
+        &self,
+        part: &RecordPart,
+        forms: &[LayerForm],
+        tables: &[LayerTable],
+        layers: Range<u32>,
+    ) -> Option<Vec<LayerImage>> {
+        let tokens = self.shape.geometry.block_tokens - self.count_sink();
+        let read = |layer: u32| {
+            let form = forms.get(layer as usize).filter(|form| self.fits_form(form))?;
+            let of_layer = tables.iter().filter(|of| of.layer == LayerIndex(layer));
+            let of_layer = of_layer.map(|of| of.table.clone()).collect();
+            let image = form.read_image(part.layer_bytes(layer)?, of_layer)?;
+            // Their other fields are tested once their tables are known.
+            has_tokens(&image, tokens).then_some(image)
+        };
+        layers.map(read).collect()
     }
 }
 
@@ -333,31 +410,23 @@ pub(crate) struct ImportJob {
     layers: Vec<StoredLayer>,
 }
 
-/// Slots of a layer, reserved.
-struct ReservedLayer {
-    rows: Option<ReservedSlot>,
-    pages: Option<ReservedSlot>,
-}
-
-impl ImportJob {
-    fn reserve_layer(&self, form: &LayerForm) -> Option<ReservedLayer> {
-        let (pool, namespace) = (self.store.pool(), &self.model.shape.namespace);
-        let rows = (form.rows_bytes > 0).then(|| pool.reserve_rows_for(namespace, form.rows_bytes));
-        let end = form.page_ends.last().copied().map(u64::from);
-        let pages = end.map(|bytes| pool.reserve_pages_for(namespace, bytes));
-        Some(ReservedLayer { rows: rows.transpose().ok()?, pages: pages.transpose().ok()? })
-    }
-}
-
-/// A reservation as a layer in the pool, once it is filled.
-fn seal_layer(reserved: ReservedLayer, form: &LayerForm) -> StoredLayer {
-    let ReservedLayer { rows, pages } = reserved;
-    StoredLayer {
+/// Takes slots for a layer of this form, which nobody may read before they are filled; none where
+/// the pool or the namespace has no room.
+pub(super) fn reserve_layer(
+    pool: &Arc<ArenaPool>,
+    namespace: &Namespace,
+    form: &LayerForm,
+) -> Option<StoredLayer> {
+    let rows = (form.rows_bytes > 0).then(|| pool.reserve_rows_for(namespace, form.rows_bytes));
+    let end = form.page_ends.last().copied().map(u64::from);
+    let pages = end.map(|bytes| pool.reserve_pages_for(namespace, bytes));
+    let (rows, pages) = (rows.transpose().ok()?, pages.transpose().ok()?);
+    Some(StoredLayer {
         rows: rows.map(|slot| RawSlot::new(slot.seal_slot(), form.rows)),
         pages: pages.map(|slot| {
             PackedPages::new(slot.seal_slot(), form.page_ends.clone().into(), form.packed)
         }),
-    }
+    })
 }
 
 impl DeviceWork for ImportJob {
@@ -370,21 +439,21 @@ impl DeviceWork for ImportJob {
     fn run_slice(
         &mut self,
         backend: &mut dyn Backend,
-        _: &Stop,
+        stop: &Stop,
     ) -> Result<Option<ImportResult>, ServiceError> {
         let mut slice = SliceUse::begin_slice();
         while self.layers.len() < self.images.len() {
-            if slice.is_spent() {
+            if slice.is_spent(stop) {
                 return Ok(None);
             }
             let number = self.layers.len();
-            let Some(reserved) = self.reserve_layer(&self.images[number].form) else {
-                return Ok(Some(ImportResult::NoRoom));
-            };
             let PlannedLayer { form, image } = &mut self.images[number];
             slice.bytes += form.layer_bytes();
+            let (pool, namespace) = (self.store.pool(), &self.model.shape.namespace);
             // Nobody reads the slots before the block is in the index.
-            let layer = seal_layer(reserved, form);
+            let Some(layer) = reserve_layer(pool, namespace, form) else {
+                return Ok(Some(ImportResult::NoRoom));
+            };
             let slots = slots_of(&layer);
             debug_assert!(slots.rows.is_none_or(|rows: Extent| rows.len == form.rows_bytes));
             let index = LayerIndex(number as u32);

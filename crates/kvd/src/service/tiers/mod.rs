@@ -5,6 +5,7 @@
 //! read. The only module that knows store, device and tiers. The index's locks are taken without
 //! any of its own.
 
+mod arrive;
 mod catalog;
 mod export;
 mod image;
@@ -13,6 +14,7 @@ mod levels;
 mod remote;
 mod scope;
 
+pub(crate) use arrive::{FillJob, OpenedLayers};
 pub(crate) use export::{ExportJob, ExportSource, PublishedKeys};
 pub(crate) use import::ImportJob;
 pub(crate) use levels::refresh_tier;
@@ -22,6 +24,7 @@ use crate::config::{CacheConfig, ConfigError};
 use crate::metrics::Metrics;
 use catalog::{DiskCatalog, name_of};
 use export::ExportLine;
+use kvd_compute::Stop;
 use kvd_core::{ModelId, Namespace};
 use kvd_store::{BlockDigests, DiskBlock, PrefixIndex};
 use kvd_tier::{DiskError, DiskLocation, DiskTier, ScopeId, TierLevels};
@@ -48,8 +51,11 @@ impl SliceUse {
         Self { began: Instant::now(), bytes: 0 }
     }
 
-    fn is_spent(&self) -> bool {
-        self.bytes >= TRANSFER_BYTES || self.began.elapsed() >= TRANSFER_TIME
+    /// Whether others have their turn: soon where any wait that go first.
+    fn is_spent(&self, stop: &Stop) -> bool {
+        self.bytes >= TRANSFER_BYTES
+            || self.began.elapsed() >= TRANSFER_TIME
+            || stop.slice_is_over()
     }
 }
 
@@ -86,7 +92,7 @@ pub(crate) struct CacheTiers {
     /// Why the last block that was not written was not.
     last_failure: Mutex<&'static str>,
     loading: Mutex<HashMap<LoadKey, watch::Receiver<()>>>,
-    promotions: Semaphore,
+    promotions: Arc<Semaphore>,
     /// Records that could not be marked as dropped.
     undropped: AtomicU64,
     /// Set once the disk closes: nothing more is read for what can wait.
@@ -142,7 +148,7 @@ impl CacheTiers {
             written: Notify::new(),
             last_failure: Mutex::new("DISK_ERROR"),
             loading: Mutex::default(),
-            promotions: Semaphore::new(config.promotion.calls_max),
+            promotions: Arc::new(Semaphore::new(config.promotion.calls_max)),
             undropped: AtomicU64::new(0),
             is_closing: AtomicBool::new(false),
         }))
