@@ -128,7 +128,7 @@ fn rows_far_beyond_all_others_change_no_fit() {
     }
 }
 
-/// The same fits, byte by byte: so padding costs no bit either.
+/// Fits are equal byte by byte: so padding costs no bit either.
 #[test]
 fn rows_of_zeros_change_no_fit() {
     for (number, text) in fitted_presets().enumerate() {

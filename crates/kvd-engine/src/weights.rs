@@ -53,7 +53,7 @@ impl WeightFiles {
     }
 }
 
-/// What to do with weights that are there and not read.
+/// Advice where weights are there that are not read.
 fn other_weights(folder: &Path) -> Option<String> {
     let entries = folder.read_dir().ok()?.flatten();
     let mut names: Vec<_> =

@@ -26,7 +26,7 @@ pub use size::SizeSetting;
 
 use crate::device_worker::MergeLimits;
 use crate::service::PART_BYTES;
-use address::parse_address;
+use address::{check_socket_paths, parse_address};
 use kernel_cache::kernel_cache;
 use kvd_compute::{CpuOptions, Precision};
 use kvd_core::Namespace;
@@ -187,9 +187,6 @@ impl AllowedNamespaces {
     }
 }
 
-/// Bytes of a Unix socket's path, beside the zero that ends it in `sockaddr_un`.
-const SOCKET_PATH_BYTES_MAX: usize = 107;
-
 impl Config {
     /// Defaults, then `overrides` in their order of precedence.
     ///
@@ -282,27 +279,7 @@ impl Config {
             let reason = "set this or server.listen_unix: nobody could reach the daemon";
             return Err(ConfigError::new("server.listen_tcp", reason));
         }
-        let sockets = [
-            ("server.listen_unix", &self.listen_unix),
-            ("server.listen_region", &self.listen_region),
-        ];
-        for (key, path) in sockets {
-            let bytes = path.as_ref().map_or(0, |path| path.as_os_str().len());
-            if bytes > SOCKET_PATH_BYTES_MAX {
-                let reason = format!(
-                    "the path has {bytes} bytes; that of a Unix socket has at most \
-                     {SOCKET_PATH_BYTES_MAX}"
-                );
-                return Err(ConfigError::new(key, reason));
-            }
-        }
-        // Components leave out what a path says twice.
-        let components = |path: &PathBuf| path.components().collect::<PathBuf>();
-        let [unix, region] = sockets.map(|(_, path)| path.as_ref().map(components));
-        if unix.is_some() && unix == region {
-            let reason = "is the same path as server.listen_unix; each needs its own";
-            return Err(ConfigError::new("server.listen_region", reason));
-        }
+        check_socket_paths(self.listen_unix.as_deref(), self.listen_region.as_deref())?;
         self.access.check_tcp(self.listen_tcp)
     }
 
