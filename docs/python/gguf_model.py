@@ -11,7 +11,9 @@ is carried over (rope base and scaling, head sizes, biases, norms) or refused by
 
 import argparse
 import json
+import math
 import pathlib
+import struct
 import sys
 
 PACKAGES = "gguf safetensors tokenizers"
@@ -121,6 +123,8 @@ class Metadata:
         """Refuses every key of the architecture that is not known to change nothing."""
         for name, value in self.fields.items():
             key = name.removeprefix(self.prefix)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise Refused(f"{name}: expected a finite number, found {value}")
             if key == name or key in READ:
                 continue
             if key not in NEUTRAL or value != NEUTRAL[key]:
@@ -158,7 +162,13 @@ def weights(np, dequantize, tensors, metadata, heads, kv_heads):
         if tensor.name == ROPE_DIVISORS:
             continue
         name = folder_name(tensor.name)
-        rows = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        try:
+            rows = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        except NotImplementedError:
+            kind = tensor.tensor_type.name
+            raise Refused(f"tensor {tensor.name}: weights of type {kind} are not read") from None
+        if not np.isfinite(rows).all():
+            raise Refused(f"tensor {tensor.name}: holds NaN or infinity; is the file damaged?")
         if metadata.architecture == "llama" and ".self_attn.q_proj." in name:
             rows = rotate_half(rows, heads)
         if metadata.architecture == "llama" and ".self_attn.k_proj." in name:
@@ -261,6 +271,15 @@ def tokenizer(metadata, tools):
     pre = metadata.general("tokenizer.ggml.pre")
     vocabulary = {token: i for i, token in enumerate(tokens)}
     whole_words = pre in ("llama-bpe", "llama3", "llama-v3")
+    odd = [" ".join(merge) for merge in merges if len(merge) != 2]
+    if odd:
+        raise Refused(f"tokenizer.ggml.merges: {odd[0]!r} is no pair of tokens")
+    if len(vocabulary) != len(tokens):
+        raise Refused("tokenizer.ggml.tokens: a token is there twice")
+    parts = (part for merge in merges for part in (*merge, "".join(merge)))
+    unknown = [part for part in parts if part not in vocabulary]
+    if unknown:
+        raise Refused(f"tokenizer.ggml.merges: {unknown[0]!r} is not in tokenizer.ggml.tokens")
     made = tools.Tokenizer(
         tools.models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole_words)
     )
@@ -282,6 +301,8 @@ def convert(source, folder):
     from safetensors.numpy import save_file
 
     reader = gguf.GGUFReader(source)
+    if reader.endianess != gguf.GGUFEndian.LITTLE:
+        raise Refused("the file is big-endian; convert it to little-endian first")
     metadata = Metadata({key: field.contents() for key, field in reader.fields.items()})
     metadata.check()
     heads = metadata.count("attention.head_count")
@@ -291,6 +312,8 @@ def convert(source, folder):
         raise Refused("tensor token_embd.weight: the file has no such tensor")
     divisors = [t for t in reader.tensors if t.name == ROPE_DIVISORS]
     divisors = [float(x) for x in divisors[0].data.reshape(-1)] if divisors else None
+    if divisors and not all(math.isfinite(x) and x > 0 for x in divisors):
+        raise Refused(f"tensor {ROPE_DIVISORS}: divisors must be finite and above 0")
     made = config(metadata, tensors, divisors)
     words = tokenizer(metadata, tokenizers)
     folder = pathlib.Path(folder)
@@ -315,7 +338,7 @@ def main():
         sys.exit(f"gguf_model.py: no package {missing.name}; pip install {PACKAGES}")
     except Refused as reason:
         sys.exit(f"gguf_model.py: {reason}")
-    except (ValueError, IndexError, OverflowError) as error:
+    except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
         sys.exit(f"gguf_model.py: {arguments.source} cannot be read: {error}")
 
 

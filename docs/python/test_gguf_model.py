@@ -244,6 +244,24 @@ class GgufModel(unittest.TestCase):
 
         self.refused("llama", "llama.rope.scaling.type", change=longrope)
 
+    def test_broken_values_are_refused_by_their_key(self):
+        for key, value in (
+            ("llama.rope.scaling.factor", float("nan")),
+            ("llama.rope.scale_linear", float("inf")),
+        ):
+            self.refused("llama", key, change=lambda w, k=key, v=value: w.add_float32(k, v))
+        for merges in (["c a", "b"], ["c zz"]):
+            def change(writer, merges=merges):
+                writer.kv_data[0]["tokenizer.ggml.merges"].value = merges
+
+            self.refused("llama", "tokenizer.ggml.merges", change=change)
+        self.refused("llama", "rope_freqs.weight", divisors=[0.0] * 4)
+        for rows, said in ((np.ones((4, 4), np.int32), "I32"), (np.full(4, np.nan, "f4"), "NaN")):
+            def extra(writer, rows=rows):
+                writer.add_tensor("blk.0.attn_q.bias", rows)
+
+            self.refused("llama", said, change=extra)
+
     def test_neutral_values_are_read(self):
         def change(writer):
             writer.add_uint32("llama.attention.sliding_window", 0)

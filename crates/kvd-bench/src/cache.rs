@@ -5,7 +5,8 @@
 
 use super::BenchError;
 use kvd_core::{
-    BootId, DType, Geometry, IdSpace, LayerIndex, ModelId, Namespace, RopePairing, SequenceId,
+    BootId, DType, Geometry, IdSpace, LayerIndex, ModelId, Namespace, ProgressLines, RopePairing,
+    SequenceId,
 };
 use kvd_store::{
     ArenaPool, BegunAppend, CacheLimits, KeyChain, ModelShape, PackedBytes, PackedKeys,
@@ -64,9 +65,13 @@ impl CacheBench {
         let filled = IndexStore::new(u64::MAX >> 1)?;
         let chains = (self.entries / self.keys).max(1) as u64;
         let texts: Vec<_> = (0..chains).map(|seed| make_keys(seed, self.keys)).collect();
+        let progress = ProgressLines::on_stderr();
+        progress.begin_task("bench cache, filling the index", texts.len() as u64);
         for text in &texts {
             filled.publish_text(text)?;
+            progress.add_steps(1);
         }
+        progress.begin_task("bench cache", 0);
         let mut rows = self.time_matches(&filled, &texts);
         rows.push(self.time_map(&texts));
         rows.push(self.time_opens(&filled, &texts)?);

@@ -1,5 +1,6 @@
 //! Whether samples are enough to fit a codec to.
 
+use crate::outliers::count_full_rows;
 use crate::{CodecSpec, SampleKind, Samples, Transform};
 use kvd_core::{LayerIndex, Side};
 
@@ -52,7 +53,7 @@ pub enum SampleShortage {
     },
 }
 
-/// Fewest queries of a KV head, of all layers: where, and how many.
+/// Fewest queries of a KV head, of all layers: where, and how many, zeros left out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct FewestQueries {
     layer: u32,
@@ -65,14 +66,14 @@ impl Samples {
         let dim = geometry.head_dim(Side::Key);
         let heads = (0..geometry.layers).flat_map(|layer| {
             (0..geometry.kv_heads as usize).map(move |head| {
-                let found = self.queries(LayerIndex(layer), head).len() / dim;
+                let found = count_full_rows(self.queries(LayerIndex(layer), head), dim);
                 FewestQueries { layer, found }
             })
         });
         heads.min_by_key(|of| of.found)
     }
 
-    /// Queries of the KV head that has the fewest.
+    /// Queries of the KV head that has the fewest, zeros left out.
     #[must_use]
     pub fn queries_per_head(&self) -> usize {
         self.fewest_queries().map_or(0, |fewest| fewest.found)
@@ -97,7 +98,7 @@ impl Samples {
                 let missing = SampleShortage::TooFewQueries { layer, found, needed, channels };
                 return Err(if found == 0 { SampleShortage::NoQueries } else { missing });
             }
-            let found = self.rows(LayerIndex(0), side, 0).len() / channels;
+            let found = count_full_rows(self.rows(LayerIndex(0), side, 0), channels);
             // Factors and entries follow single rows where there are fewer rows than channels.
             let fits = variants.iter().any(|variant| variant.needs_calibration());
             let needed = match (has(Transform::is_matrix), fits) {

@@ -4,6 +4,9 @@
 //!
 //! How far a row may be is told by the 95th percentiles of lengths and magnitudes, which no row in
 //! twenty can move.
+//!
+//! Rows of zeros, as padding leaves them, tell nothing of the others and take next to no bits; a
+//! fit that counted them would give ordinary rows more bits than were asked for.
 
 use std::borrow::Cow;
 
@@ -22,18 +25,28 @@ const LARGEST: f32 = 4.0;
 pub(crate) struct InlierRows<'a> {
     /// `[rows, dim]`; as they were given where none was far.
     pub(crate) rows: Cow<'a, [f32]>,
-    /// Rows that are left out.
+    /// Rows of zeros among others, which are left out.
+    pub(crate) zeros: usize,
+    /// Rows far beyond the others, which are left out.
     pub(crate) left_out: usize,
     /// Rows with clipped values.
     pub(crate) clipped: usize,
-    /// Length of the longest row given, in 95th percentiles of all lengths.
+    /// Length of the longest row given, in 95th percentiles of all lengths but zeros.
     pub(crate) longest: f64,
 }
 
 impl<'a> InlierRows<'a> {
-    /// Measures `rows` (`[n, dim]`) and leaves out or shortens those far beyond the others.
+    /// Measures `rows` (`[n, dim]`), leaves out zeros and what is far beyond the others, and
+    /// shortens what is less far.
     pub(crate) fn new(rows: &'a [f32], dim: usize) -> Self {
-        let mut inliers = Self { rows: Cow::Borrowed(rows), left_out: 0, clipped: 0, longest: 1.0 };
+        let full = drop_zero_rows(rows, dim);
+        let zeros = (rows.len() - full.len()) / dim;
+        Self { zeros, ..Self::of_full_rows(full, dim) }
+    }
+
+    fn of_full_rows(full: Cow<'a, [f32]>, dim: usize) -> Self {
+        let mut inliers = Self { rows: full, zeros: 0, left_out: 0, clipped: 0, longest: 1.0 };
+        let rows = &*inliers.rows;
         let lengths: Vec<f64> = rows.chunks_exact(dim).map(row_length).collect();
         let usual = percentile_95(&mut lengths.clone(), f64::total_cmp).unwrap_or(0.0);
         if lengths.len() < ROWS_MIN || usual <= 0.0 || !usual.is_finite() {
@@ -64,6 +77,25 @@ impl<'a> InlierRows<'a> {
         inliers.rows = Cow::Owned(kept);
         inliers
     }
+}
+
+/// How many rows have anything but zeros.
+pub(crate) fn count_full_rows(rows: &[f32], dim: usize) -> usize {
+    rows.chunks_exact(dim).filter(|row| !is_zero(row)).count()
+}
+
+/// Rows with anything but zeros; all of them where none has.
+fn drop_zero_rows(rows: &[f32], dim: usize) -> Cow<'_, [f32]> {
+    let full = count_full_rows(rows, dim);
+    if full == 0 || full == rows.len() / dim {
+        return Cow::Borrowed(rows);
+    }
+    let kept = rows.chunks_exact(dim).filter(|row| !is_zero(row));
+    Cow::Owned(kept.flatten().copied().collect())
+}
+
+fn is_zero(row: &[f32]) -> bool {
+    row.iter().all(|x| *x == 0.0)
 }
 
 fn row_length(row: &[f32]) -> f64 {
@@ -116,6 +148,21 @@ mod tests {
         // Zeros, a few rows and no rows keep everything too.
         for few in [&[0.0; 64 * DIM][..], &rows[..19 * DIM], &[]] {
             assert_eq!(InlierRows::new(few, DIM).rows, few);
+        }
+    }
+
+    #[test]
+    fn rows_of_zeros_are_left_out_where_there_are_others() {
+        let ordinary = rows();
+        for every in [2, 3, 50] {
+            let mut rows = ordinary.clone();
+            let padded = rows.chunks_exact_mut(DIM).step_by(every);
+            let zeros = padded.map(|row| row.fill(0.0)).count();
+            let inliers = InlierRows::new(&rows, DIM);
+            assert_eq!((inliers.zeros, inliers.left_out, inliers.clipped), (zeros, 0, 0));
+            assert_eq!(inliers.rows.len(), ordinary.len() - zeros * DIM);
+            assert_eq!(count_full_rows(&rows, DIM), 200 - zeros);
+            assert_eq!(count_full_rows(&inliers.rows, DIM), 200 - zeros);
         }
     }
 

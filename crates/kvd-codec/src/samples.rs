@@ -25,7 +25,7 @@ impl std::fmt::Display for SampleKind {
     }
 }
 
-/// Rows of a layer that fits leave out or clip, because they are far beyond all others of their
+/// Rows of a layer that fits leave out or clip: zeros, and what is far beyond all others of its
 /// head.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SetAside {
@@ -35,7 +35,9 @@ pub struct SetAside {
     pub kind: SampleKind,
     /// Rows of all heads.
     pub rows: usize,
-    /// Those that are left out.
+    /// Rows of zeros, which are left out.
+    pub zeros: usize,
+    /// Rows far beyond the others, which are left out.
     pub left_out: usize,
     /// Rows with clipped values.
     pub clipped: usize,
@@ -150,11 +152,12 @@ impl Samples {
         let layers = (0..self.geometry.layers).map(LayerIndex);
         let kinds = [SampleKind::Keys, SampleKind::Values, SampleKind::Queries];
         let all = layers.flat_map(|layer| kinds.map(|kind| self.set_aside_of(layer, kind)));
-        all.filter(|found| found.left_out + found.clipped > 0).collect()
+        all.filter(|found| found.zeros + found.left_out + found.clipped > 0).collect()
     }
 
     fn set_aside_of(&self, layer: LayerIndex, kind: SampleKind) -> SetAside {
-        let mut found = SetAside { layer, kind, rows: 0, left_out: 0, clipped: 0, longest: 1.0 };
+        let (rows, zeros, left_out, clipped) = (0, 0, 0, 0);
+        let mut found = SetAside { layer, kind, rows, zeros, left_out, clipped, longest: 1.0 };
         for head in 0..self.geometry.kv_heads as usize {
             let (rows, side) = match kind {
                 SampleKind::Keys => (self.rows(layer, Side::Key, head), Side::Key),
@@ -164,6 +167,7 @@ impl Samples {
             let dim = self.geometry.head_dim(side);
             let inliers = InlierRows::new(rows, dim);
             found.rows += rows.len() / dim;
+            found.zeros += inliers.zeros;
             found.left_out += inliers.left_out;
             found.clipped += inliers.clipped;
             found.longest = found.longest.max(inliers.longest);

@@ -42,6 +42,15 @@ enum Far {
     OfAll(f32),
     /// One channel of one row of each kind.
     Channel(f32),
+    /// Zeros behind every `every`th row, as many rows more: padding.
+    Padding {
+        every: usize,
+    },
+}
+
+fn pad_rows(rows: &[f32], every: usize) -> Vec<f32> {
+    let chunks = rows.chunks(every * DIM);
+    chunks.flat_map(|rows| [rows, &[0.0; DIM]]).flatten().copied().collect()
 }
 
 fn samples(far: Far) -> Samples {
@@ -59,6 +68,7 @@ fn samples(far: Far) -> Samples {
                         rows[..10 * DIM].iter_mut().for_each(|x| *x *= factor);
                     }
                     Far::Channel(factor) => rows[9] *= factor,
+                    Far::Padding { every } => rows = pad_rows(&rows, every),
                     _ => {}
                 }
                 rows
@@ -116,6 +126,22 @@ fn rows_far_beyond_all_others_change_no_fit() {
             }
         }
     }
+}
+
+/// Fits are equal byte by byte: so padding costs no bit either.
+#[test]
+fn rows_of_zeros_change_no_fit() {
+    for (number, text) in fitted_presets().enumerate() {
+        let every = [1, 3, 25][number % 3];
+        let [usual, found] = [Far::None, Far::Padding { every }].map(|far| {
+            let (geometry, spec) = (geometry(DIM as u32, DType::F32), resolve_spec(text).unwrap());
+            fit_calibration(&geometry, &spec, &samples(far), 7, &mut |_| {}).unwrap().to_bytes()
+        });
+        assert!(usual == found, "{text}: other bytes with zeros behind every {every}th row");
+    }
+    let set_aside = samples(Far::Padding { every: 2 }).set_aside();
+    assert_eq!(set_aside.len(), 3 * LAYERS as usize);
+    assert!(set_aside.iter().all(|of| of.zeros == HEADS * ROWS / 2 && of.left_out == 0));
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Where the model comes from: a directory, or the fixture compiled into the program.
 
 use crate::error::ModelError;
-use crate::weights::WeightFiles;
+use crate::weights::{WeightFiles, read_file};
 use anyhow::{Result, bail, ensure};
 use std::borrow::Cow;
 use std::path::Path;
@@ -55,11 +55,7 @@ impl ModelAssets {
     /// # Errors
     /// [`ModelError`] when a file is missing or does not parse; the message names it.
     pub fn from_dir(dir: &Path) -> Result<Self> {
-        let read = |file: &str| {
-            let path = dir.join(file);
-            let unread = |error| ModelError::file_error(&path, format!("cannot be read: {error}"));
-            std::fs::read(&path).map_err(unread)
-        };
+        let read = |file: &str| read_file(&dir.join(file));
         let wrong = |file: &str, reason: String| ModelError::file_error(&dir.join(file), reason);
         let config = Cow::Owned(read("config.json")?);
         let weights = WeightFiles::find_files(dir)?;

@@ -29,11 +29,7 @@ impl WeightFiles {
         if folder.join(ONE_FILE).exists() || folder.join(INDEX).exists() {
             return Ok(Self::Folder(folder.to_owned()));
         }
-        let other = ["pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5"];
-        let other = other.into_iter().find(|file| folder.join(file).exists());
-        let hint = other.map_or_else(String::new, |file| {
-            format!("; {file} is not read: write the folder anew with safe_serialization")
-        });
+        let hint = other_weights(folder).map_or_else(String::new, |hint| format!("; {hint}"));
         Err(ModelError::file_error(folder, format!("has neither {ONE_FILE} nor {INDEX}{hint}")))
     }
 
@@ -57,7 +53,34 @@ impl WeightFiles {
     }
 }
 
-fn read_file(path: &Path) -> Result<Vec<u8>> {
+/// Advice where weights are there that are not read.
+fn other_weights(folder: &Path) -> Option<String> {
+    let entries = folder.read_dir().ok()?.flatten();
+    let mut names: Vec<_> =
+        entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+    names.sort();
+    let ends = |end: &str| names.iter().find(|name| name.ends_with(end));
+    if let Some(file) = ends(".safetensors") {
+        return Some(format!(
+            "{file} is a part that only {INDEX} makes readable, or of another layout: fetch the \
+             folder again, whole, in the layout of transformers"
+        ));
+    }
+    if let Some(file) = ends(".gguf") {
+        return Some(format!("{file} is read by docs/python/gguf_model.py, which makes a folder"));
+    }
+    let old = |name: &&String| {
+        name.starts_with("pytorch_model") || name.ends_with(".h5") || name.ends_with(".pth")
+    };
+    let file = names.iter().find(old)?;
+    Some(format!("{file} is not read: write the folder anew with safe_serialization"))
+}
+
+/// Reads a file of a model. A pipe or a device has no end that could be waited for.
+pub(crate) fn read_file(path: &Path) -> Result<Vec<u8>> {
+    if path.metadata().is_ok_and(|found| !found.is_file() && !found.is_dir()) {
+        return Err(ModelError::file_error(path, "is a pipe, socket or device, and no file"));
+    }
     std::fs::read(path)
         .map_err(|error| ModelError::file_error(path, format!("cannot be read: {error}")))
 }
@@ -107,8 +130,11 @@ impl UnusedTensors {
         bytes: &[u8],
         listed: Option<&HashSet<String>>,
     ) -> Result<()> {
-        let wrong =
-            |error| ModelError::file_error(path, format!("is not a safetensors file: {error}"));
+        let wrong = |error| {
+            let pointer = bytes.starts_with(b"version https://git-lfs");
+            let hint = if pointer { " (it is a pointer of Git LFS: run git lfs pull)" } else { "" };
+            ModelError::file_error(path, format!("is not a safetensors file: {error}{hint}"))
+        };
         let file = SafeTensors::deserialize(bytes).map_err(wrong)?;
         for (name, view) in file.tensors() {
             if listed.is_some_and(|listed| !listed.contains(&name)) {

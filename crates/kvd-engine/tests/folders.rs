@@ -129,6 +129,36 @@ fn tensors_that_are_missing_or_unknown_are_named() {
 }
 
 #[test]
+fn weights_that_are_not_read_are_named_with_what_to_do() {
+    for (file, wanted) in [
+        ("model-00001-of-00002.safetensors", "model.safetensors.index.json makes readable"),
+        ("consolidated.safetensors", "another layout"),
+        ("model.Q4_K_M.gguf", "gguf_model.py"),
+        ("pytorch_model-00001-of-00002.bin", "safe_serialization"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join(file), "x").unwrap();
+        let error = WeightFiles::find_files(dir.path()).unwrap_err().to_string();
+        assert!(error.contains(file) && error.contains(wanted), "{error}");
+    }
+}
+
+/// It would be waited for, or read without end.
+#[cfg(unix)]
+#[test]
+fn weights_that_are_no_file_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let weights = dir.path().join("model.safetensors");
+    std::os::unix::fs::symlink("/dev/zero", &weights).unwrap();
+    let error = refusal(load(&config("llama"), dir.path()));
+    assert!(error.to_string().contains("no file"), "{error}");
+    std::fs::remove_file(&weights).unwrap();
+    std::fs::write(&weights, "version https://git-lfs.github.com/spec/v1\n").unwrap();
+    let error = refusal(load(&config("llama"), dir.path()));
+    assert!(error.to_string().contains("git lfs pull"), "{error}");
+}
+
+#[test]
 fn some_biases_of_qwen2_are_not_enough() {
     let mut tensors = tensors("qwen2");
     tensors.remove("model.layers.1.self_attn.v_proj.bias").unwrap();

@@ -62,7 +62,24 @@ pub fn to_status(code: ErrorCode, message: &str, retry_after: Option<Duration>) 
     if let Some(hint) = given.or(default) {
         details.set_retry_info(Some(hint));
     }
-    Status::with_error_details(grpc_code(code), message, details)
+    Status::with_error_details(grpc_code(code), bounded_text(message), details)
+}
+
+/// Longest message of a status. It travels twice in the trailers, plainly and in the details, which
+/// are larger by a third; clients take no trailers of more than 8 KiB.
+const MESSAGE_BYTES_MAX: usize = 2048;
+
+/// A message that quotes what a client sent may be as long as that: it is cut in the middle, so
+/// that it is not lost with its code.
+fn bounded_text(message: &str) -> std::borrow::Cow<'_, str> {
+    const MARK: &str = " [...] ";
+    if message.len() <= MESSAGE_BYTES_MAX {
+        return message.into();
+    }
+    let part = (MESSAGE_BYTES_MAX - MARK.len()) / 2;
+    let head = &message[..message.floor_char_boundary(part)];
+    let tail = &message[message.ceil_char_boundary(message.len() - part)..];
+    format!("{head}{MARK}{tail}").into()
 }
 
 /// An id of another boot of the daemon, as an error tells of it.
@@ -126,6 +143,16 @@ mod tests {
             let status = to_status(code, "because", None);
             assert_eq!(retry_after(&status).is_some(), code.is_retryable(), "{code}");
         }
+    }
+
+    #[test]
+    fn a_long_message_keeps_its_code_its_beginning_and_its_end() {
+        let long = format!("codec \"{}\" is no preset", "\u{e9}".repeat(50_000));
+        let status = to_status(ErrorCode::InvalidCodec, &long, None);
+        assert!(status.message().len() <= MESSAGE_BYTES_MAX, "{}", status.message().len());
+        assert!(status.message().starts_with("codec \"") && status.message().ends_with("preset"));
+        assert_eq!(error_code(&status), Some(ErrorCode::InvalidCodec));
+        assert_eq!(to_status(ErrorCode::InvalidCodec, "short", None).message(), "short");
     }
 
     #[test]

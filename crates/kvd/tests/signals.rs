@@ -68,6 +68,28 @@ fn a_second_signal_ends_a_drain_at_once() {
     }
 }
 
+/// A socket may be bound some time before the daemon serves.
+#[test]
+fn a_signal_before_the_daemon_serves_leaves_no_socket() {
+    let dir = tempfile::tempdir().expect("a folder");
+    for wait_ms in (0..40).step_by(2) {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvd"));
+        command.args(["serve", "--listen", "", "--admin", "", "--pool", "1 MiB", "--unix"]);
+        let mut process = Process(
+            command.arg(dir.path().join("kvd.sock")).stderr(Stdio::null()).spawn().expect("kvd"),
+        );
+        std::thread::sleep(Duration::from_millis(wait_ms));
+        process.signal("TERM");
+        let status = process.ends_within(Duration::from_secs(20)).expect("it ends");
+        // Without a code it had not yet come to say what a signal does.
+        if let Some(code) = status.code() {
+            assert_eq!(code, 0, "after {wait_ms} ms");
+            let left: Vec<_> = dir.path().read_dir().expect("a folder").collect();
+            assert!(left.is_empty(), "{left:?} after {wait_ms} ms");
+        }
+    }
+}
+
 /// Whoever reads the exit code must not take a table that never came for one that did.
 #[cfg(feature = "eval")]
 #[test]

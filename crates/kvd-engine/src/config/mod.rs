@@ -148,7 +148,7 @@ impl ModelConfig {
     pub fn parse_json(json: &[u8]) -> Result<Self> {
         let file = |reason: String| ModelError::File { file: "config.json".into(), reason };
         let value: Value =
-            serde_json::from_slice(json).map_err(|error| file(format!("is not JSON: {error}")))?;
+            serde_json::from_slice(json).map_err(|error| file(not_json(json, &error)))?;
         let Value::Object(map) = value else {
             return Err(file("is not a JSON object".to_owned()));
         };
@@ -264,6 +264,20 @@ impl ModelConfig {
         geometry.validate_fields()?;
         Ok(geometry)
     }
+}
+
+/// Why a text is not JSON, with the text at that place: it has the key.
+fn not_json(json: &[u8], error: &serde_json::Error) -> String {
+    const SHOWN_BYTES: usize = 60;
+    if json.starts_with(b"\xef\xbb\xbf") {
+        return "begins with a byte order mark: write it as UTF-8 without one".to_owned();
+    }
+    let line = json.split(|byte| *byte == b'\n').nth(error.line().saturating_sub(1));
+    let line = line.unwrap_or_default();
+    // The place is that behind what was read last.
+    let end = (error.column() + SHOWN_BYTES / 3).min(line.len());
+    let shown = &line[end.saturating_sub(SHOWN_BYTES)..end];
+    format!("is not JSON: {error}, in {:?}", String::from_utf8_lossy(shown.trim_ascii()))
 }
 
 /// The layout, which `model_type` and `architectures` must agree on.

@@ -354,6 +354,13 @@ fn what_is_no_json_object_is_refused() {
         let error = ModelConfig::parse_json(text.as_bytes()).unwrap_err();
         assert!(matches!(error, ModelError::File { .. }), "{text}: {error}");
     }
+    let error = |text: &str| ModelConfig::parse_json(text.as_bytes()).unwrap_err().to_string();
+    let long = format!("{{\"hidden_size\": {}64, \"rms_norm_eps\": Infinity}}", " ".repeat(500));
+    for text in ["{\n  \"hidden_size\": 64,\n  \"rms_norm_eps\": NaN\n}", &long] {
+        let message = error(text);
+        assert!(message.contains("rms_norm_eps") && message.len() < 200, "{message}");
+    }
+    assert!(error("\u{feff}{}").contains("byte order mark"));
     let deep = "[".repeat(100_000);
     assert!(ModelConfig::parse_json(deep.as_bytes()).is_err());
 }

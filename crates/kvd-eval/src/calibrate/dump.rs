@@ -155,7 +155,8 @@ impl KvDump {
     /// When the bytes are no safetensors file, or a tensor is missing or has another shape than
     /// its layer and model ask for.
     pub fn from_bytes(bytes: &[u8], block_tokens: u32) -> Result<Self, String> {
-        let (_, header) = SafeTensors::read_metadata(bytes).map_err(|e| e.to_string())?;
+        let (_, header) = SafeTensors::read_metadata(bytes)
+            .map_err(|error| format!("is not a safetensors file: {error}"))?;
         let rope = header.metadata().as_ref().and_then(|keys| keys.get("rope"));
         let rope_pairing = match rope.map(String::as_str) {
             None | Some("rotate_half") => RopePairing::Half,

@@ -87,7 +87,7 @@ impl DaemonArgs {
     pub(super) async fn connect_client(&self) -> Result<Client, CliError> {
         let options = self.secrets.client_options()?;
         let client = Client::connect_with(self.endpoint.clone(), &options).await;
-        let client = client.map_err(anyhow::Error::from)?;
+        let client = client.map_err(CliError::of_connection)?;
         Ok(client.with_namespace(&self.namespace).with_timeout(CALL_TIME))
     }
 }

@@ -3,6 +3,7 @@
 use super::CliError;
 use super::ask_daemon::{DaemonArgs, format_bytes, json_text};
 use super::models::find_description;
+use super::text_args::parse_size;
 use crate::daemon::BuildError;
 use bytesize::ByteSize;
 use clap::Args;
@@ -31,7 +32,7 @@ pub(super) struct CacheGcArgs {
 #[group(required = true, multiple = false)]
 struct GcRuleArgs {
     /// Drop the oldest segments until the files take at most so many bytes.
-    #[arg(long, value_name = "BYTES")]
+    #[arg(long, value_name = "BYTES", value_parser = parse_size)]
     keep_bytes: Option<ByteSize>,
     /// Drop the blocks of a scope; its first digits will do. Their room is used again by and by.
     #[arg(long, value_name = "SCOPE")]

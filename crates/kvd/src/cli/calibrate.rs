@@ -182,11 +182,21 @@ fn query_counts(made: &CalibrationRun) -> String {
     }
 }
 
-/// One line on rows that a fit did not follow.
+/// One line for each reason why a fit did not follow rows.
 fn left_out(rows: &SetAside) -> String {
-    format!(
-        "warning: layer {}: {} of {} rows of {} left out, {} clipped: the longest is {:.1} times \
-         as long as the 95th percentile of its head",
-        rows.layer, rows.left_out, rows.rows, rows.kind, rows.clipped, rows.longest
-    )
+    let SetAside { layer, kind, zeros, left_out, clipped, longest, .. } = *rows;
+    let of_all = format!("of {} rows of {kind}", rows.rows);
+    let mut lines = Vec::new();
+    if zeros > 0 {
+        lines.push(format!(
+            "warning: layer {layer}: {zeros} {of_all} left out: all zeros, as padding is"
+        ));
+    }
+    if left_out + clipped > 0 {
+        lines.push(format!(
+            "warning: layer {layer}: {left_out} {of_all} left out, {clipped} clipped: the longest \
+             is {longest:.1} times as long as the 95th percentile of its head"
+        ));
+    }
+    lines.join("\n")
 }

@@ -5,7 +5,7 @@ use super::codecs::GEOMETRY;
 use super::table::{TableColumn, render_table, wrap_text};
 use kvd_bench::fit_codec;
 use kvd_compute::{CpuBackend, KernelChoice, Precision, list_kernels};
-use kvd_core::{LayerIndex, Side};
+use kvd_core::{LayerIndex, ProgressLines, Side};
 use std::collections::BTreeMap;
 
 /// Query rows of a unit: one token of four query heads that share a KV head.
@@ -24,6 +24,9 @@ struct KernelLine {
 pub(super) fn kernels_text<'a>(
     codecs: impl IntoIterator<Item = &'a str>,
 ) -> Result<String, CliError> {
+    let codecs: Vec<_> = codecs.into_iter().collect();
+    let progress = ProgressLines::on_stderr();
+    progress.begin_task("kernels of codecs", codecs.len() as u64);
     let mut lines = Vec::new();
     for codec in codecs {
         let bound = fit_codec(&GEOMETRY, codec)?;
@@ -31,6 +34,7 @@ pub(super) fn kernels_text<'a>(
         for side in Side::BOTH {
             add_lines(codec, side, &choices, &mut lines);
         }
+        progress.add_steps(1);
     }
     let cells = |cell: &dyn Fn(&KernelLine) -> String| lines.iter().map(cell).collect::<Vec<_>>();
     let mut text = render_table(&[

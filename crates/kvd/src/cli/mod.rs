@@ -223,7 +223,7 @@ enum CliError {
     /// `kvd health`: it drains, or a device failed.
     #[error("the daemon does not serve: it drains, or a device failed")]
     NotServing,
-    /// `kvd health`: nobody answered.
+    /// Nobody answered.
     #[error("no daemon answers: {0}")]
     Unreachable(kvd_client::ClientError),
     /// A signal ended a command that had not done its work.
@@ -235,6 +235,12 @@ enum CliError {
 }
 
 impl CliError {
+    /// Why there is no connection: nobody answers, or a daemon that does not let the caller in.
+    fn of_connection(error: kvd_client::ClientError) -> Self {
+        let unanswered = error.code.is_none() && error.is_retryable();
+        if unanswered { Self::Unreachable(error) } else { Self::Other(error.into()) }
+    }
+
     /// Ends the process with this error, whatever its threads do.
     #[cfg(feature = "eval")]
     fn end_process(&self) -> ! {

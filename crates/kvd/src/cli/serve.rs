@@ -6,7 +6,9 @@ use crate::config::Config;
 use crate::daemon::Daemon;
 use crate::descriptors;
 use crate::telemetry;
+use rustix::process::Signal as SignalNumber;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::Notify;
 
@@ -18,12 +20,15 @@ pub(super) async fn run_daemon(config: Config) -> Result<(), CliError> {
     let mut signals = StopSignals::new().map_err(anyhow::Error::from)?;
     let reload = Arc::new(ReloadSlot::default());
     outlive_other_signals(reload.clone()).map_err(anyhow::Error::from)?;
-    let building = tokio::spawn(Daemon::build(config));
+    let mut building = tokio::spawn(Daemon::build(config));
     let running = tokio::select! {
-        built = building => built.map_err(anyhow::Error::from)??.spawn(),
+        built = &mut building => built.map_err(anyhow::Error::from)??.spawn(),
         _ = signals.next() => {
             tracing::info!("a signal before the daemon served: exit");
-            // Returning would wait for the device to be opened.
+            building.abort();
+            // What is bound takes its socket files along. A device that is being opened is not
+            // waited for, as returning would.
+            let _ = tokio::time::timeout(UNBIND_TIME, building).await;
             std::process::exit(0)
         }
     };
@@ -44,40 +49,61 @@ pub(super) async fn run_daemon(config: Config) -> Result<(), CliError> {
     }
 }
 
+/// How long a daemon that never served may take to remove its sockets.
+const UNBIND_TIME: Duration = Duration::from_millis(500);
+
 /// Where SIGHUP finds the daemon once it serves.
 type ReloadSlot = OnceLock<Arc<Notify>>;
 
 /// Keeps signals that end a process by default from ending the daemon, and with it all that it
-/// holds: SIGHUP of a closed terminal or of a reload, SIGUSR1 and SIGUSR2 of a mistaken sender.
-/// SIGHUP has the files of doors read anew.
+/// holds: SIGHUP of a closed terminal or of a reload, SIGUSR1, SIGUSR2, timers and SIGIO of a
+/// mistaken sender, SIGXFSZ of a file that reached its limit, whose write fails by itself. SIGHUP
+/// has the files of doors read anew.
 fn outlive_other_signals(reload: Arc<ReloadSlot>) -> std::io::Result<()> {
     let mut hangup = signal(SignalKind::hangup())?;
-    let mut users = (signal(SignalKind::user_defined1())?, signal(SignalKind::user_defined2())?);
+    for (name, kind) in [
+        ("SIGUSR1", SignalKind::user_defined1()),
+        ("SIGUSR2", SignalKind::user_defined2()),
+        ("SIGALRM", SignalKind::alarm()),
+        ("SIGVTALRM", raw_kind(SignalNumber::VTALARM)),
+        ("SIGPROF", raw_kind(SignalNumber::PROF)),
+        ("SIGIO", SignalKind::io()),
+        ("SIGXFSZ", raw_kind(SignalNumber::XFSZ)),
+    ] {
+        let mut ignored = signal(kind)?;
+        tokio::spawn(async move {
+            while ignored.recv().await.is_some() {
+                tracing::debug!("{name} is ignored");
+            }
+        });
+    }
     tokio::spawn(async move {
         loop {
-            tokio::select! {
-                _ = hangup.recv() => {
-                    tracing::info!(
-                        "SIGHUP: certificates and principals are read anew; the rest of the \
-                         configuration stays as it was at the start"
-                    );
-                    if let Some(reload) = reload.get() {
-                        reload.notify_one();
-                    }
-                }
-                _ = users.0.recv() => tracing::debug!("SIGUSR1 is ignored"),
-                _ = users.1.recv() => tracing::debug!("SIGUSR2 is ignored"),
+            hangup.recv().await;
+            tracing::info!(
+                "SIGHUP: certificates and principals are read anew; the rest of the configuration \
+                 stays as it was at the start"
+            );
+            if let Some(reload) = reload.get() {
+                reload.notify_one();
             }
         }
     });
     Ok(())
 }
 
-/// SIGTERM from a supervisor, SIGINT and SIGQUIT from a terminal.
+fn raw_kind(number: SignalNumber) -> SignalKind {
+    SignalKind::from_raw(number.as_raw())
+}
+
+/// SIGTERM from a supervisor, SIGINT and SIGQUIT from a terminal, SIGPWR from a container's host
+/// or a power supply, SIGXCPU where the processor time runs out.
 struct StopSignals {
     terminate: Signal,
     interrupt: Signal,
     quit: Signal,
+    power: Signal,
+    cpu_time: Signal,
 }
 
 impl StopSignals {
@@ -86,6 +112,8 @@ impl StopSignals {
             terminate: signal(SignalKind::terminate())?,
             interrupt: signal(SignalKind::interrupt())?,
             quit: signal(SignalKind::quit())?,
+            power: signal(raw_kind(SignalNumber::POWER))?,
+            cpu_time: signal(raw_kind(SignalNumber::XCPU))?,
         })
     }
 
@@ -95,6 +123,8 @@ impl StopSignals {
             _ = self.terminate.recv() => SignalKind::terminate(),
             _ = self.interrupt.recv() => SignalKind::interrupt(),
             _ = self.quit.recv() => SignalKind::quit(),
+            _ = self.power.recv() => raw_kind(SignalNumber::POWER),
+            _ = self.cpu_time.recv() => raw_kind(SignalNumber::XCPU),
         };
         kind.as_raw_value()
     }

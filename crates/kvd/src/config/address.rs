@@ -1,10 +1,39 @@
-//! Where a listener listens: an address, or a host's name with a port.
+//! Where a listener listens: an address, a host's name with a port, or the path of a socket.
 
 use super::ConfigError;
 use std::net::{SocketAddr, ToSocketAddrs};
+use std::path::{Path, PathBuf};
 
 /// Longest list of addresses in a message.
 const NAMED_MAX: usize = 8;
+
+/// Bytes of a Unix socket's path, beside the zero that ends it in `sockaddr_un`.
+const SOCKET_PATH_BYTES_MAX: usize = 107;
+
+/// Refuses paths that are too long, and one path for two sockets.
+pub(super) fn check_socket_paths(
+    unix: Option<&Path>,
+    region: Option<&Path>,
+) -> Result<(), ConfigError> {
+    let sockets = [("server.listen_unix", unix), ("server.listen_region", region)];
+    for (key, path) in sockets {
+        let bytes = path.map_or(0, |path| path.as_os_str().len());
+        if bytes > SOCKET_PATH_BYTES_MAX {
+            let reason = format!(
+                "the path has {bytes} bytes; that of a Unix socket has at most \
+                 {SOCKET_PATH_BYTES_MAX}"
+            );
+            return Err(ConfigError::new(key, reason));
+        }
+    }
+    // Components leave out what a path says twice.
+    let [unix, region] = sockets.map(|(_, path)| Some(path?.components().collect::<PathBuf>()));
+    if unix.is_some() && unix == region {
+        let reason = "is the same path as server.listen_unix; each needs its own";
+        return Err(ConfigError::new("server.listen_region", reason));
+    }
+    Ok(())
+}
 
 /// The address of a setting; an empty text is none. A host's name is looked up, once: of an IPv4
 /// and an IPv6 address the first is taken, of several of a kind none.

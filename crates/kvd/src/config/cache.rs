@@ -116,7 +116,11 @@ impl DiskCacheConfig {
             is_direct: read_choice("cache.disk.direct", &raw.direct, "auto")?,
         };
         let checked = config.tier_settings().check_limits();
-        checked.map_err(|error| ConfigError::new("cache.disk", error.to_string()))?;
+        checked.map_err(|error| {
+            let reason = error.to_string();
+            let reason = reason.strip_prefix("cache.disk: ").unwrap_or(&reason);
+            ConfigError::new("cache.disk", reason)
+        })?;
         Ok((!raw.path.is_empty()).then_some(config))
     }
 

@@ -26,7 +26,7 @@ pub use size::SizeSetting;
 
 use crate::device_worker::MergeLimits;
 use crate::service::PART_BYTES;
-use address::parse_address;
+use address::{check_socket_paths, parse_address};
 use kernel_cache::kernel_cache;
 use kvd_compute::{CpuOptions, Precision};
 use kvd_core::Namespace;
@@ -282,6 +282,7 @@ impl Config {
             let reason = "set this or server.listen_unix: nobody could reach the daemon";
             return Err(ConfigError::new("server.listen_tcp", reason));
         }
+        check_socket_paths(self.listen_unix.as_deref(), self.listen_region.as_deref())?;
         self.access.check_tcp(self.listen_tcp)
     }
 

@@ -291,6 +291,7 @@ impl RawConfig {
             figment = figment.merge(file);
         }
         if overrides.environment {
+            refuse_single_underscores(&known)?;
             let environment = read_environment();
             if let Some((key, _)) =
                 environment.iter().find(|(key, _)| !is_known(&known, key.as_str()))
@@ -334,6 +335,21 @@ fn read_environment() -> Env {
         key.contains('.') && (MAY_BE_EMPTY.contains(&key.as_str()) || !is_empty())
     };
     Env::prefixed(PREFIX).filter(move |key| is_setting(key.as_str())).split("__")
+}
+
+/// Refuses `KVD_SERVER_LISTEN_TCP`: without two underscores nothing would read it.
+fn refuse_single_underscores(defaults: &Dict) -> Result<(), ConfigError> {
+    let keys = defaults.iter().flat_map(|(section, value)| list_keys(section, value));
+    for key in keys {
+        let single = format!("{PREFIX}{}", key.replace('.', "_")).to_uppercase();
+        let given =
+            |name: &std::ffi::OsStr| name.to_str().is_some_and(|n| n.eq_ignore_ascii_case(&single));
+        if std::env::vars_os().any(|(name, _)| given(&name)) {
+            let reason = format!("is read by nothing; write {}", variable_name(&key));
+            return Err(ConfigError::new(format!("environment {single}"), reason));
+        }
+    }
+    Ok(())
 }
 
 /// Settings whose empty text says something.

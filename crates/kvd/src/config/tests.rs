@@ -168,6 +168,28 @@ fn errors_name_the_variable() {
 }
 
 #[test]
+fn a_setting_with_one_underscore_is_told_to_have_two() {
+    for (name, right) in [
+        ("KVD_SERVER_LISTEN_TCP", "KVD_SERVER__LISTEN_TCP"),
+        ("KVD_DEVICE_POOL_BYTES", "KVD_DEVICE__POOL_BYTES"),
+        ("KVD_CACHE_DISK_PATH", "KVD_CACHE__DISK__PATH"),
+    ] {
+        let answer = with_environment(&[(name, "x")]);
+        assert!(answer.contains(name) && answer.contains(right), "{answer}");
+    }
+}
+
+#[test]
+fn one_path_is_not_two_sockets() {
+    let both = "[server]\nlisten_unix = \"/run/kvd/a\"\nlisten_region = \"/run/kvd/./a\"\n";
+    let error = load(both, &[]).unwrap_err().to_string();
+    assert!(error.contains("server.listen_region") && error.contains("same path"), "{error}");
+    let long = format!("[server]\nlisten_unix = \"/run/{}\"\n", "a".repeat(103));
+    let error = load(&long, &[]).unwrap_err().to_string();
+    assert!(error.contains("108 bytes") && error.contains("at most 107"), "{error}");
+}
+
+#[test]
 fn a_star_lets_any_namespace_in() {
     let config = load("[namespaces]\nallowed = [\"*\"]\n", &[]).unwrap();
     assert!(config.namespaces.allow_namespace(&Namespace::new("anyone").unwrap()));

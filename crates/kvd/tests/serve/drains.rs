@@ -144,7 +144,7 @@ async fn signals_that_are_no_stop_end_nothing_and_sigquit_drains() {
     let mut daemon = Process::start(&["--set", "log.filter=kvd=debug"]);
     let client = daemon.client().await;
     let (model, sequence) = assert_serves(&client).await;
-    for signal in ["HUP", "USR1", "USR2", "HUP", "PIPE"] {
+    for signal in ["HUP", "USR1", "USR2", "HUP", "PIPE", "ALRM", "VTALRM", "PROF", "IO", "XFSZ"] {
         daemon.signal(signal);
         std::thread::sleep(Duration::from_millis(50));
         assert!(daemon.is_alive(), "SIG{signal} ended it");
@@ -156,7 +156,18 @@ async fn signals_that_are_no_stop_end_nothing_and_sigquit_drains() {
     assert_eq!(ended.code, Some(0), "{}", ended.log);
     assert!(ended.log.contains("\"drained\":\"Clean\""), "{}", ended.log);
     assert_eq!(ended.log.matches("SIGHUP").count(), 2, "{}", ended.log);
-    for line in ["SIGUSR1 is ignored", "SIGUSR2 is ignored"] {
+    for line in ["SIGUSR1 is ignored", "SIGUSR2 is ignored", "SIGXFSZ is ignored"] {
         assert_eq!(ended.log.matches(line).count(), 1, "{}", ended.log);
+    }
+}
+
+#[test]
+fn loss_of_power_and_of_processor_time_drain() {
+    for signal in ["PWR", "XCPU"] {
+        let daemon = Process::start(&[]);
+        daemon.signal(signal);
+        let ended = daemon.wait();
+        assert_eq!(ended.code, Some(0), "SIG{signal}: {}", ended.log);
+        assert!(ended.log.contains("\"drained\":\"Clean\""), "{}", ended.log);
     }
 }
