@@ -111,6 +111,17 @@ def test_blocks_of_an_engine_are_stored_and_loaded_whole(region_client, rng):
         got.load(sequence, 32)
         assert np.array_equal(got.cells, expected[:, 2:])
         got.free()
+        # A layer from its third block on, and one not at all.
+        some = BlockRows(model, region_client.link(), 4, BLOCK)
+        some.cells[:] = -1
+        some.load(sequence, 32, [2, 4])
+        assert np.array_equal(some.cells[0, 2:], expected[0, 4:])
+        assert (some.cells[0, :2] == -1).all() and (some.cells[1] == -1).all()
+        some.load(sequence, 32, [4, 4])
+        some.load(sequence, 32, [1, 3])
+        assert np.array_equal(some.cells[0, 1:], expected[0, 3:])
+        assert np.array_equal(some.cells[1, 3:], expected[1, 5:])
+        some.free()
         late = BlockRows(model, region_client.link(), 4, BLOCK)
         with pytest.raises(kvd.RangeNotStored):
             late.load(sequence, 48)

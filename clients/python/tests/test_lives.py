@@ -56,7 +56,7 @@ def test_a_restart_is_told_and_a_new_sequence_works(own, own_client):
             model.attend(0, [old], Q)
         assert raised.value.retryable
     own.restart()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         try:
             fresh = model.open()  # registers the model again
@@ -80,17 +80,17 @@ def test_a_daemon_killed_under_a_call_ends_it(own, own_client):
     sequence = model.open()
     sequence.store(0, ROWS, ROWS)
     stop(own)
+    pending = model.begin_attend(0, [sequence], Q)
     killer = threading.Timer(0.3, own.kill)
     killer.start()
-    begin = time.monotonic()
     with pytest.raises(kvd.Disconnected):
-        model.attend(0, [sequence], Q)
-    assert time.monotonic() - begin < 5
+        pending.result()
     killer.join()
 
 
 def test_a_deadline_passes_and_the_region_serves_on(own):
-    with own.connect(timeout=0.3) as client:
+    # What is asked later must be answered in as much, however busy the machine is.
+    with own.connect(timeout=3) as client:
         model = client.model("m", GEOMETRY, dtype="f32", codec="raw")
         sequence = model.open()
         sequence.store(0, ROWS, ROWS)
@@ -98,7 +98,6 @@ def test_a_deadline_passes_and_the_region_serves_on(own):
         with pytest.raises(kvd.DeadlineExceeded):
             model.attend(0, [sequence], Q)
         os.kill(own.pid, signal.SIGCONT)
-        time.sleep(0.2)
         for _ in range(3):
             np.testing.assert_allclose(model.attend(0, [sequence], Q).out, 1.0)
 
@@ -116,7 +115,7 @@ os.kill(os.getpid(), 9)
     child = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert child.stdout == "1\n", child.stderr
     with own.connect() as client:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while client.sequences():
             assert time.monotonic() < deadline, "the dead client's sequence is still there"
             time.sleep(0.05)

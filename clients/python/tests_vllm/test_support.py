@@ -9,7 +9,12 @@ import pytest
 import torch
 from conftest import save_model
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorTransferResults,
+    SupportsHMA,
+    supports_hma,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -17,8 +22,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -32,6 +39,7 @@ import kvd.vllm
 from kvd.vllm import attention
 from kvd.vllm import plan as plans
 from kvd.vllm.cells import PagedCells
+from kvd.vllm.messages import NULL_BLOCK
 from kvd.vllm.stats import KvdPromMetrics, KvdStats
 
 REGION = "/run/kvd/region.sock"
@@ -73,6 +81,7 @@ def test_a_plan_says_what_goes_where(settings):
     assert plan.layer_names == ("layers.2.attn", "layers.10.attn")
     assert plan.geometry == kvd.Geometry(2, 2, 64, 64, 64)
     assert (plan.block_tokens, plan.page_tokens, plan.page_blocks) == (32, 64, 2)
+    assert plan.layer_groups == (0, 0) and not plan.is_windowed
     assert plan.codec == "raw" and plan.loads and plan.stores
     assert plan == plan_of(settings, cache)
     wide = groups(FullAttentionSpec(**{**SPEC, "block_size": 128}))
@@ -119,7 +128,15 @@ def test_what_is_not_known_to_be_right_is_refused(settings, change, words):
     ("specs", "words"),
     [
         ([FullAttentionSpec(**SPEC), FullAttentionSpec(**SPEC)], "2 groups"),
-        ([SlidingWindowSpec(**SPEC, sliding_window=96)], "SlidingWindowSpec"),
+        ([SlidingWindowSpec(**SPEC, sliding_window=63)], "63 tokens.*disable-hybrid"),
+        (
+            [
+                FullAttentionSpec(**SPEC),
+                SlidingWindowSpec(**{**SPEC, "block_size": 64}, sliding_window=96),
+            ],
+            "differ",
+        ),
+        ([ChunkedLocalAttentionSpec(**SPEC, attention_chunk_size=96)], "ChunkedLocal"),
         ([MLAAttentionSpec(**{**SPEC, "num_kv_heads": 1})], "MLAAttentionSpec"),
         ([FullAttentionSpec(**{**SPEC, "dtype": torch.uint8})], "uint8"),
     ],
@@ -183,16 +200,16 @@ def test_cells_hold_rows_as_the_backend_wrote_them(dtype, isa):
     cache = torch.zeros(5, 2, 32, 128, dtype=getattr(torch, dtype))
     key, value = (torch.randn(32, 2, 64).to(cache.dtype) for _ in range(2))
     impl.do_kv_cache_update(layer, key, value, cache, torch.arange(96, 128))
-    cells = PagedCells([layer], [cache])
+    cells = PagedCells([layer], [cache], [0])
     kind = kvd.DType.of(dtype).numpy
     rows = torch.empty(1, 1, 2, 32 * 128, dtype=cache.dtype)
     numbers = rows.view(torch.int16 if dtype == "bfloat16" else torch.int32).numpy().view(kind)
-    cells.read([3], numbers)
+    cells.read(([3],), numbers)
     assert torch.equal(rows[0, 0, :, : 32 * 64].view(2, 32, 64), key.transpose(0, 1))
     assert torch.equal(rows[0, 0, :, 32 * 64 :].view(2, 32, 64), value.transpose(0, 1))
     before = cache.clone()
     cache.zero_()
-    cells.write([3], numbers)
+    cells.write(([3],), numbers)
     assert torch.equal(cache, before)
 
 
@@ -203,7 +220,7 @@ def test_a_backend_that_changes_values_is_refused():
 
     layer = types.SimpleNamespace(impl=Rounding(), head_size=64)
     with pytest.raises(kvd.Unsupported, match="as they came"):
-        PagedCells([layer], [torch.zeros(5, 2, 32, 128)])
+        PagedCells([layer], [torch.zeros(5, 2, 32, 128)], [0])
 
 
 # What vLLM's base class has: an addition may be something that a connector must do.
@@ -226,6 +243,15 @@ def test_the_base_class_is_the_one_that_we_know():
     public = {name for name in vars(KVConnectorBase_V1) if not name.startswith("_")}
     assert public == set(KNOWN_METHODS.split())
     assert not kvd.vllm.KvdConnector.__abstractmethods__
+
+
+def test_what_the_hybrid_manager_demands_is_what_we_know():
+    public = {name for name in vars(SupportsHMA) if not name.startswith("_")}
+    assert public == {"request_finished_all_groups"}
+    assert supports_hma(kvd.vllm.KvdConnector)
+    fields = {field.name for field in dataclasses.fields(KVConnectorTransferResults)}
+    assert fields == {"finished_sending", "finished_recving", "failed_recving"}
+    assert BlockPool(4, True, 32).null_block.block_id == NULL_BLOCK
 
 
 @pytest.mark.parametrize(

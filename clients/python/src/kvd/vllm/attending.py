@@ -194,6 +194,10 @@ class AttendingSide:
         """Requests whose loads have ended: none is waited for."""
         return set()
 
+    def take_failed_requests(self) -> set[str]:
+        """Requests whose loads failed as a whole: none is loaded."""
+        return set()
+
     def take_failed_blocks(self) -> set[int]:
         """A block of each request that was computed without its older tokens, so that vLLM drops
         the step's token and computes the request again, or fails it."""

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from ..arrays import Array
-from ..errors import Unsupported
+from ..errors import Internal, Unsupported
+from .messages import NULL_BLOCK, GroupBlocks
 
 # Digits of positions while an order is found: bf16 has whole numbers up to 256.
 _BASE = 200
@@ -22,8 +23,13 @@ _BITS = {4: torch.int32, 2: torch.int16}
 class PagedCells:
     """The caches of all layers as [blocks, kv_heads, values], and the order of the values."""
 
-    def __init__(self, layers: SequenceOf[Any], caches: SequenceOf[torch.Tensor]) -> None:
-        """Attention layers of vLLM and their caches.
+    def __init__(
+        self,
+        layers: SequenceOf[Any],
+        caches: SequenceOf[torch.Tensor],
+        groups: SequenceOf[int],
+    ) -> None:
+        """Attention layers of vLLM, their caches, and the group of each, which has its own blocks.
 
         Raises `Unsupported` where keys and values cannot be found in them.
         """
@@ -34,20 +40,24 @@ class PagedCells:
         self._inverse: Array = np.argsort(self._order)
         self._is_plain = bool((self._order == np.arange(len(self._order))).all())
         self._caches = [_as_numbers(cache) for cache in caches]
+        self._groups = tuple(groups)
 
-    def read(self, blocks: SequenceOf[int], cells: Array) -> None:
+    def read(self, blocks: GroupBlocks, cells: Array) -> None:
         """Copies blocks of all layers to [layers, blocks, kv_heads, values], K before V."""
         target = cells.view(self._caches[0].dtype)
         for layer, cache in enumerate(self._caches):
-            for at, block in enumerate(blocks):
+            for at, block in enumerate(blocks[self._groups[layer]]):
+                if block == NULL_BLOCK:
+                    raise Internal("rows of a window that vLLM has moved on")
                 self._copy(cache[block], self._order, target[layer, at])
 
-    def write(self, blocks: SequenceOf[int], cells: Array) -> None:
-        """Copies them back."""
+    def write(self, blocks: GroupBlocks, cells: Array) -> None:
+        """Copies them back, where vLLM has a block for them."""
         source = cells.view(self._caches[0].dtype)
         for layer, cache in enumerate(self._caches):
-            for at, block in enumerate(blocks):
-                self._copy(source[layer, at], self._inverse, cache[block])
+            for at, block in enumerate(blocks[self._groups[layer]]):
+                if block != NULL_BLOCK:
+                    self._copy(source[layer, at], self._inverse, cache[block])
 
     def _copy(self, source: Array, order: Array, target: Array) -> None:
         if self._is_plain:

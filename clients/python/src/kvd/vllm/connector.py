@@ -9,6 +9,8 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
 )
 
 from ..errors import Internal
@@ -24,10 +26,11 @@ from .worker import WorkerSide
 _SCHEDULER_REGION_BYTES = 16 << 20
 
 
-class KvdConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Keeps prefixes in kvd and loads them back.
 
-    It is no `SupportsHMA`: vLLM then keeps all tokens of windowed layers too, in one group.
+    vLLM may keep only the windows of windowed layers (`SupportsHMA`): kvd has all tokens of all
+    layers, since a page is stored before a window moves on.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -87,6 +90,12 @@ class KvdConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self.scheduler.end_request(request)
         return False, None
 
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self.scheduler.end_request(request)
+        return False, None
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layers = self._vllm_config.compilation_config.static_forward_context
         self.worker.register(layers, kv_caches)
@@ -113,6 +122,11 @@ class KvdConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, self.worker.take_loaded() or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving = self.worker.take_failed_requests()
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker.take_failed_blocks()

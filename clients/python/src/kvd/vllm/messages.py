@@ -8,6 +8,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 from ..keys import Keys
 
+# Blocks of consecutive tokens for each group of layers, of equal length. A windowed group has
+# `NULL_BLOCK` where its layers need no rows any more.
+GroupBlocks = tuple[list[int], ...]
+NULL_BLOCK = 0
+
 
 @dataclass(frozen=True)
 class LoadOrder:
@@ -19,9 +24,9 @@ class LoadOrder:
     # All of the request so far.
     keys: Keys
     lease_id: int
-    # First token, and the blocks of vLLM for it and those after it.
+    # First token, and the blocks of vLLM for it and those after it, by group of layers.
     start: int
-    blocks: list[int]
+    blocks: GroupBlocks
 
 
 @dataclass(frozen=True)
@@ -33,9 +38,11 @@ class StoreOrder:
     # Of the blocks from `first_page` on, which follow those of earlier orders.
     first_page: int
     keys: Keys
-    blocks: list[int]
+    blocks: GroupBlocks
     # Pages that the daemon had when it was asked: they need not be stored.
     held_pages: int
+    # First page that vLLM's blocks still hold; 0 without windowed layers.
+    readable_from: int
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import vllm
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from ..arrays import DType
 from ..client import Client, connect
@@ -47,6 +47,10 @@ class Plan:
     dtype: DType
     # In the order of kvd's layers.
     layer_names: tuple[str, ...]
+    # The group of each layer: those of one have the same block ids.
+    layer_groups: tuple[int, ...]
+    # Whether vLLM frees blocks of some group while a request runs.
+    is_windowed: bool
     # Tokens of vLLM's block, which has one key.
     block_tokens: int
     page_tokens: int
@@ -99,14 +103,16 @@ def make_plan(vllm_config: Any, kv_cache_config: Any) -> Plan:
     _check_engine(vllm_config, options, attends)
     if attends:
         _check_attending(vllm_config)
-    names, spec = _checked_layers(kv_cache_config, attends)
+    layers = _checked_layers(kv_cache_config, attends)
+    spec = layers.spec
     geometry = Geometry(
-        layers=len(names),
+        layers=len(layers.groups),
         kv_heads=spec.num_kv_heads,
         head_dim_k=spec.head_size,
         head_dim_v=spec.head_size_v,
         block_tokens=math.lcm(_PAGE_TOKENS, spec.block_size),
     )
+    _check_windows(kv_cache_config, geometry.block_tokens)
     dtype = DType.of(str(spec.dtype))
     codec = options.get("codec", "raw")
     path = options.get("calibration")
@@ -127,7 +133,9 @@ def make_plan(vllm_config: Any, kv_cache_config: Any) -> Plan:
         weights=weights,
         geometry=geometry,
         dtype=dtype,
-        layer_names=names,
+        layer_names=tuple(layers.groups),
+        layer_groups=tuple(layers.groups.values()),
+        is_windowed=layers.is_windowed,
         block_tokens=spec.block_size,
         page_tokens=geometry.block_tokens,
         loads=transfer.is_kv_consumer,
@@ -188,15 +196,42 @@ def _check_attending(vllm_config: Any) -> None:
         )
 
 
-def _checked_layers(kv_cache_config: Any, attends: bool) -> tuple[tuple[str, ...], Any]:
-    """The attention layers in their order, and what they all have in common."""
+@dataclass(frozen=True)
+class _Layers:
+    """vLLM's attention layers: the group of each by name, in their order."""
+
+    groups: dict[str, int]
+    # Of the first group: the others' is equal but for windows.
+    spec: Any
+    is_windowed: bool
+
+
+def _checked_layers(kv_cache_config: Any, attends: bool) -> _Layers:
+    """The attention layers, which have all but windows in common."""
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise Unsupported(f"{len(groups)} groups of KV caches: this version serves one")
-    spec = groups[0].kv_cache_spec
-    if type(spec) is not FullAttentionSpec or spec.non_causal:
+    spec, by_name = groups[0].kv_cache_spec, {}
+    for at, group in enumerate(groups):
+        _check_spec(group.kv_cache_spec, kv_cache_config, attends)
+        if _describe_rows(group.kv_cache_spec) != _describe_rows(spec):
+            raise Unsupported("layers whose keys and values differ in shape, type or block size")
+        by_name.update(dict.fromkeys(group.layer_names, at))
+    is_windowed = any(type(group.kv_cache_spec) is SlidingWindowSpec for group in groups)
+    if len(groups) != 1 and not is_windowed:
+        raise Unsupported(f"{len(groups)} groups of layers without a window")
+    in_order = {name: by_name[name] for name in sorted(by_name, key=_natural)}
+    return _Layers(in_order, spec, is_windowed)
+
+
+def _describe_rows(spec: Any) -> tuple[Any, ...]:
+    return (spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.dtype, spec.block_size)
+
+
+def _check_spec(spec: Any, kv_cache_config: Any, attends: bool) -> None:
+    kinds = (FullAttentionSpec,) if attends else (FullAttentionSpec, SlidingWindowSpec)
+    if type(spec) not in kinds or getattr(spec, "non_causal", False):
         raise Unsupported(
-            f"{type(spec).__name__}: this version serves causal full attention, also beside windows"
+            f"{type(spec).__name__}: this version serves causal full attention and, without"
+            " kvd's attention, sliding windows"
         )
     if spec.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise Unsupported(f"a KV cache of {spec.dtype}: leave kv_cache_dtype alone, kvd compresses")
@@ -212,7 +247,17 @@ def _checked_layers(kv_cache_config: Any, attends: bool) -> tuple[tuple[str, ...
     hashed = kv_cache_config.hash_block_size or spec.block_size
     if hashed != spec.block_size:
         raise Unsupported(f"keys of {hashed} tokens beside blocks of {spec.block_size}")
-    return tuple(sorted(groups[0].layer_names, key=_natural)), spec
+
+
+def _check_windows(kv_cache_config: Any, page_tokens: int) -> None:
+    """A page is stored when its last token is computed: its first must be there still."""
+    for group in kv_cache_config.kv_cache_groups:
+        spec: Any = group.kv_cache_spec
+        if type(spec) is SlidingWindowSpec and spec.sliding_window < page_tokens:
+            raise Unsupported(
+                f"a window of {spec.sliding_window} tokens, less than a page of {page_tokens}:"
+                " beside full attention, start vLLM with --disable-hybrid-kv-cache-manager"
+            )
 
 
 def _natural(name: str) -> list[Any]:

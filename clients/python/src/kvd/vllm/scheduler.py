@@ -10,7 +10,14 @@ from typing import Any
 from ..errors import Internal
 from ..keys import Keys
 from .lookups import Lookup, Lookups
-from .messages import AttendOrder, LoadOrder, StepOrders, StoreOrder
+from .messages import (
+    NULL_BLOCK,
+    AttendOrder,
+    GroupBlocks,
+    LoadOrder,
+    StepOrders,
+    StoreOrder,
+)
 from .plan import Plan
 
 
@@ -73,14 +80,15 @@ class SchedulerSide:
         if tokens:
             size = self.plan.block_tokens
             first = known.local_tokens // size
-            ids = blocks.get_block_ids()[0][first : first + tokens // size]
+            end = first + tokens // size
+            ids = tuple(list(group[first:end]) for group in blocks.get_block_ids())
             order = LoadOrder(
                 request_id=request.request_id,
                 life=known.life,
                 keys=self._keys(request, len(request.block_hashes)),
                 lease_id=lease_id,
                 start=known.local_tokens,
-                blocks=list(ids),
+                blocks=ids,
             )
             self._orders.loads.append(order)
             known.was_loaded = True
@@ -146,15 +154,18 @@ class SchedulerSide:
         pages = tokens // plan.page_tokens
         if pages <= known.told_pages:
             return
-        table = scheduled.kv_connector_block_state.get_block_ids(request_id)[0]
+        tables = scheduled.kv_connector_block_state.get_block_ids(request_id)
         size = plan.page_blocks
+        first, end = known.told_pages * size, pages * size
+        blocks = tuple(list(table[first:end]) for table in tables)
         order = StoreOrder(
             request_id=request_id,
             life=known.life,
             first_page=known.told_pages,
-            keys=self._keys(request, pages * size).cut(known.told_pages * size, pages * size),
-            blocks=list(table[known.told_pages * size : pages * size]),
+            keys=self._keys(request, end).cut(first, end),
+            blocks=blocks,
             held_pages=known.found_tokens // plan.page_tokens,
+            readable_from=self._find_readable(known.told_pages, blocks),
         )
         orders.stores.append(order)
         known.told_pages = pages
@@ -181,6 +192,16 @@ class SchedulerSide:
             known = _Request(request, request.num_preemptions)
             self._requests[request.request_id] = known
         return known
+
+    def _find_readable(self, first_page: int, blocks: GroupBlocks) -> int:
+        """The first page from which on blocks are there for all layers."""
+        if not self.plan.is_windowed:
+            return 0
+        gone = max(
+            (at + 1 for group in blocks for at, one in enumerate(group) if one == NULL_BLOCK),
+            default=0,
+        )
+        return first_page + -(-gone // self.plan.page_blocks)
 
     def _keys(self, request: Any, blocks: int) -> Keys:
         return Keys.of(request.block_hashes[:blocks], self.plan.block_tokens)

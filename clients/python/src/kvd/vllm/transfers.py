@@ -28,7 +28,7 @@ from ..keys import Keys
 from ..model import Model
 from ..sequence import Sequence
 from .cells import PagedCells
-from .messages import LoadOrder
+from .messages import NULL_BLOCK, GroupBlocks, LoadOrder
 from .plan import Plan
 from .stats import Counters
 
@@ -51,8 +51,9 @@ class Held:
     """What kvd holds of a request of vLLM, in one life of it."""
 
     life: int
-    # Of vLLM, from the request's first on; written by vLLM's thread.
-    blocks: list[int] = field(default_factory=list)
+    # Of vLLM, from the request's first on; written by vLLM's thread. Those of a windowed group are
+    # the request's own only in the step that brings them.
+    blocks: GroupBlocks = ()
     keys: Keys = field(default_factory=lambda: Keys.of(()))
     # Pages whose rows are on the way, and the number of times that they were begun again.
     sent_pages: int = 0
@@ -81,7 +82,7 @@ class LoadEnd:
     """How a load has ended."""
 
     request_id: str
-    failed_blocks: list[int]
+    failed_blocks: GroupBlocks
 
 
 class Transfers:
@@ -182,17 +183,18 @@ class Transfers:
 
     def _load(self, held: Held, order: LoadOrder) -> None:
         began, size, done = time.monotonic(), self.plan.block_tokens, 0
+        asked = len(order.blocks[0])
         try:
             sequence = held.sequence = self._open(order.keys, order.lease_id)
             step = self.pages_max * self.plan.page_blocks
-            while done < len(order.blocks):
-                blocks = order.blocks[done : done + step]
+            while done < asked:
                 start = order.start + done * size
                 # What is still there of a prefix that was evicted meanwhile.
-                there = min(len(blocks), (sequence.length - start) // size)
+                there = min(step, asked - done, (sequence.length - start) // size)
                 if there <= 0:
                     raise RangeNotStored(f"{sequence.length} of {start} tokens are left")
-                self._load_blocks(sequence, start, blocks[:there])
+                blocks = tuple(group[done : done + there] for group in order.blocks)
+                self._load_blocks(sequence, start, blocks)
                 done += there
         except KvdError as error:
             self._counters.add(load_failures=1)
@@ -205,13 +207,19 @@ class Transfers:
         finally:
             spent = time.monotonic() - began
             self._counters.add(loaded_tokens=done * size, load_seconds=spent)
-            self.load_ends.put(LoadEnd(order.request_id, order.blocks[done:]))
+            failed = tuple(group[done:] for group in order.blocks)
+            self.load_ends.put(LoadEnd(order.request_id, failed))
         if held.is_ended:
             self._end(held)
 
-    def _load_blocks(self, sequence: Sequence, start: int, blocks: list[int]) -> None:
-        rows = self.wait_for_room(sequence.check_boot(), len(blocks))
-        rows.load(sequence, start)
+    def _load_blocks(self, sequence: Sequence, start: int, blocks: GroupBlocks) -> None:
+        rows = self.wait_for_room(sequence.check_boot(), len(blocks[0]))
+        # A window's older blocks are not wanted.
+        gone = [
+            next((at for at, one in enumerate(group) if one != NULL_BLOCK), len(group))
+            for group in blocks
+        ]
+        rows.load(sequence, start, [gone[group] for group in self.plan.layer_groups])
         try:
             self._cells.write(blocks, rows.cells)
         finally:
@@ -232,8 +240,12 @@ class Transfers:
             start = sequence.length // page
             end = len(job.keys) // self.plan.page_blocks
             if start < job.first_page:
-                # What the daemon had is gone.
-                held.resend_from = start
+                # What the daemon had is gone, and behind a window vLLM's rows are too.
+                if self.plan.is_windowed:
+                    held.is_refused = True
+                    logger.info("kvd: pages of a request are gone, it is stored no further")
+                else:
+                    held.resend_from = start
             if start < job.first_page or start >= end:
                 job.rows.free()
                 return

@@ -31,6 +31,7 @@ class WorkerSide:
         self._plan, self._counters = plan, counters
         self._requests: dict[str, Held] = {}
         self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
         client, model = plan.connect(plan.region_bytes)
         self._client, self._model = client, model
         self._transfers: Transfers | None = None
@@ -43,7 +44,11 @@ class WorkerSide:
         if missing:
             raise Internal(f"vLLM has no cache of {missing[0]}")
         names = self._plan.layer_names
-        self._cells = PagedCells([layers[name] for name in names], [caches[name] for name in names])
+        self._cells = PagedCells(
+            [layers[name] for name in names],
+            [caches[name] for name in names],
+            self._plan.layer_groups,
+        )
         self._transfers = Transfers(
             self._plan, self._client, self._model, self._cells, self._counters
         )
@@ -87,7 +92,16 @@ class WorkerSide:
             except queue.Empty:
                 return ended
             ended.add(end.request_id)
-            self._failed_blocks.update(end.failed_blocks)
+            if not self._plan.is_windowed:
+                self._failed_blocks.update(end.failed_blocks[0])
+            elif end.failed_blocks[0]:
+                # vLLM computes all of it: what was loaded does not say which windows it has.
+                self._failed_requests.add(end.request_id)
+
+    def take_failed_requests(self) -> set[str]:
+        """Requests of which vLLM computes all, since something was not loaded."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks that were not loaded."""
@@ -114,11 +128,15 @@ class WorkerSide:
         held = self._follow(order.request_id, order.life)
         if not held.blocks:
             held.sent_pages = order.held_pages
-        held.blocks += order.blocks
+        if not held.blocks:
+            held.blocks = tuple([] for _ in order.blocks)
+        for blocks, more in zip(held.blocks, order.blocks, strict=True):
+            blocks.extend(more)
         held.keys = held.keys.joined(order.keys)
         if held.resend_from is not None:
             held.attempt += 1
             held.sent_pages, held.resend_from = held.resend_from, None
+        held.sent_pages = max(held.sent_pages, order.readable_from)
         link = self._client.link_if_open()
         if link is None:
             # The thread that stores looks for the daemon.
@@ -134,7 +152,7 @@ class WorkerSide:
             held.sent_pages = end
 
     def _pieces(self, held: Held) -> Iterable[tuple[int, int]]:
-        pages, step = len(held.blocks) // self._plan.page_blocks, self.transfers.pages_max
+        pages, step = len(held.keys) // self._plan.page_blocks, self.transfers.pages_max
         return [(at, min(at + step, pages)) for at in range(held.sent_pages, pages, step)]
 
     def _send(self, held: Held, link: Link, first: int, end: int) -> bool:
@@ -146,7 +164,8 @@ class WorkerSide:
             self._counters.add(store_failures=1)
             logger.warning("kvd: rows were not copied: %s", error)
             return False
-        self._cells.read(held.blocks[first * size : end * size], rows.cells)
+        blocks = tuple(group[first * size : end * size] for group in held.blocks)
+        self._cells.read(blocks, rows.cells)
         keys: Keys = held.keys.cut(0, end * size)
         self.transfers.store(StoreJob(held, held.attempt, first, keys, rows))
         return True
