@@ -15,6 +15,7 @@ mod remote;
 mod restart;
 mod sessions;
 mod tables;
+mod traces;
 mod transfer;
 mod watch;
 
