@@ -41,7 +41,8 @@ impl LocalDaemon<'_> {
         ];
         let flags = flags.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec();
         let config = Config::load(&ConfigOverrides { file: None, environment: false, flags })?;
-        telemetry::init_logs(&config)?;
+        // Its own settings name no collector of traces.
+        telemetry::init_telemetry(&config)?;
         let running = Daemon::build(config).await?.spawn();
         let outcome = tokio::select! {
             result = work(&running) => result,

@@ -13,7 +13,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::Notify;
 
 pub(super) async fn run_daemon(config: Config) -> Result<(), CliError> {
-    telemetry::init_logs(&config)?;
+    let traces = telemetry::init_telemetry(&config)?;
     descriptors::raise_limit();
     // Before the daemon takes its time to build, and held through the drain: no signal falls
     // between two listeners.
@@ -39,8 +39,14 @@ pub(super) async fn run_daemon(config: Config) -> Result<(), CliError> {
         () = running.device_failed() => Err(CliError::DeviceFailed),
     };
     supervisor.announce_stop();
+    let drain = async {
+        running.drain().await;
+        if let Some(traces) = traces {
+            traces.end_thread().await;
+        }
+    };
     tokio::select! {
-        _ = running.drain() => outcome,
+        () = drain => outcome,
         _ = signals.next() => {
             tracing::warn!("a signal during the drain: exit at once");
             // Returning would wait for the device's job and for blocking tasks.

@@ -13,6 +13,7 @@ mod raw;
 mod remote;
 mod ring;
 mod size;
+mod traces;
 
 pub(crate) use access::{AccessConfig, MetricsReaders, is_beyond_loopback};
 pub use cache::{CacheConfig, DiskCacheConfig, EventConfig, PromotionLimits};
@@ -23,6 +24,7 @@ pub use raw::{ConfigError, ConfigOverrides, CountSetting, RawConfig};
 pub use remote::RemoteCacheConfig;
 pub use ring::RingConfig;
 pub use size::SizeSetting;
+pub use traces::TraceConfig;
 
 use crate::device_worker::MergeLimits;
 use crate::service::PART_BYTES;
@@ -153,6 +155,8 @@ pub struct Config {
     pub log_json: bool,
     /// Log filter directives.
     pub log_filter: String,
+    /// Where traces go; none where nobody collects them.
+    pub traces: Option<TraceConfig>,
 }
 
 /// Devices of one daemon.
@@ -265,6 +269,7 @@ impl Config {
             block_tokens_default: page_tokens("defaults.block_tokens", raw.defaults.block_tokens)?,
             log_json: log_json(&raw.log.format)?,
             log_filter: log_filter::log_filter(&raw.log.filter)?,
+            traces: TraceConfig::validate_raw(&raw.traces)?,
         };
         config.complete_fields()
     }

@@ -47,6 +47,7 @@ pub struct RawConfig {
     pub namespaces: NamespaceSettings,
     pub defaults: DefaultSettings,
     pub log: LogSettings,
+    pub traces: TraceSettings,
 }
 
 #[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
@@ -245,6 +246,14 @@ pub struct DefaultSettings {
 pub struct LogSettings {
     pub format: String,
     pub filter: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+#[allow(missing_docs, reason = "deploy/kvd.toml documents every key")]
+pub struct TraceSettings {
+    pub endpoint: String,
+    pub sample_ratio: f64,
 }
 
 impl RawConfig {

@@ -6,7 +6,7 @@
 //! is passed, and jobs of a connection run in their order.
 
 use super::thread::{check_well, log_panic};
-use super::{DeviceWork, DeviceWorker, SLICE, device_failed};
+use super::{DeviceWork, DeviceWorker, SLICE, device_failed, record_cost};
 use crate::scheduler::JobTicket;
 use crate::service::{CallContext, ServiceError};
 use kvd_compute::{Backend, Slice, Stop};
@@ -74,6 +74,7 @@ impl DeviceWorker {
         // Never nothing: a cost tells jobs that have begun.
         let took = began.elapsed().max(Duration::from_nanos(1));
         self.metrics.busy_seconds[kind].add_time(took);
+        record_cost(&tracing::Span::current(), took);
         let device = &self.info.description;
         let is_well = match &ran {
             Ok(_) => check_well(backend.as_ref(), device),

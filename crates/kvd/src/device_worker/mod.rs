@@ -138,6 +138,8 @@ struct QueuedJob<W = QueuedWork> {
     cost: Duration,
     /// Whether it is not to be merged with others.
     alone: bool,
+    /// The span of its call, which says how long it waited and had the device.
+    span: tracing::Span,
 }
 
 /// Work of an entry of the queue.
@@ -164,16 +166,28 @@ impl QueuedJob {
     }
 }
 
+/// Says in the span of a call how long it waited for the device. Signed, as numbers of
+/// OpenTelemetry are.
+fn record_wait(span: &tracing::Span, waited: Duration) {
+    span.record("queue_us", i64::try_from(waited.as_micros()).unwrap_or(i64::MAX));
+}
+
+/// Says in the span of a call how long it had the device.
+fn record_cost(span: &tracing::Span, cost: Duration) {
+    span.record("device_us", i64::try_from(cost.as_micros()).unwrap_or(i64::MAX));
+}
+
 impl<W> QueuedJob<W> {
     fn new(job: W, deadline: Option<Instant>) -> Self {
         let (accepted, cancelled) = (Instant::now(), Arc::default());
-        Self { job, accepted, deadline, cancelled, cost: Duration::ZERO, alone: false }
+        let span = tracing::Span::current();
+        Self { job, accepted, deadline, cancelled, cost: Duration::ZERO, alone: false, span }
     }
 
     /// The entry with other work, and the work that it had.
     fn swap_work<T>(self, job: T) -> (QueuedJob<T>, W) {
-        let Self { job: old, accepted, deadline, cancelled, cost, alone } = self;
-        (QueuedJob { job, accepted, deadline, cancelled, cost, alone }, old)
+        let Self { job: old, accepted, deadline, cancelled, cost, alone, span } = self;
+        (QueuedJob { job, accepted, deadline, cancelled, cost, alone, span }, old)
     }
 }
 

@@ -3,7 +3,10 @@
 
 use super::job::JobStep;
 use super::merged::{MergedStep, merge_jobs, mergeable_plan};
-use super::{JobQueue, MergeLimits, QueuedJob, QueuedWork, SLICE, TRANSFER_SLICE, WorkerState};
+use super::{
+    JobQueue, MergeLimits, QueuedJob, QueuedWork, SLICE, TRANSFER_SLICE, WorkerState, record_cost,
+    record_wait,
+};
 use crate::metrics::DeviceMetrics;
 use crate::scheduler::{JobKind, JobTicket, WaitingJob};
 use kvd_compute::{AttendPlan, Backend, Slice, Stop, WantedPause, first_non_finite, shares_most};
@@ -205,6 +208,7 @@ impl WorkerThread {
         for waiting in finite.iter().take(merged) {
             let waited = now.saturating_duration_since(waiting.job.accepted);
             self.metrics.queue_seconds[0].record(waited.as_secs_f64());
+            record_wait(&waiting.job.span, waited);
         }
         let mut all = merge_jobs(finite);
         all.extend(others.into_iter().map(|waiting| WaitingJob {
@@ -250,6 +254,7 @@ impl WorkerThread {
         if entry.cost.is_zero() {
             let waited = entry.accepted.elapsed();
             self.metrics.queue_seconds[kind].record(waited.as_secs_f64());
+            record_wait(&entry.span, waited);
         }
         let began = Instant::now();
         let stop = Stop {
@@ -267,6 +272,7 @@ impl WorkerThread {
         self.metrics.busy_seconds[kind].add_time(took);
         // Never nothing: a cost tells jobs that have begun.
         entry.cost += took.max(Duration::from_nanos(1));
+        record_cost(&entry.span, entry.cost);
         let mut queue = self.shared.queue.lock();
         queue.jobs.note_run(&ticket, took);
         let mut given_up = None;

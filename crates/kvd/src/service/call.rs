@@ -4,6 +4,7 @@ use super::ServiceError;
 use super::budget::ByteBudget;
 use crate::access::{AccessPrincipal, ConnectionPeer};
 use kvd_core::{ErrorCode, Namespace};
+use opentelemetry::trace::SpanContext;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::time::Instant;
@@ -73,6 +74,8 @@ pub struct CallContext {
     pub is_message_admitted: bool,
     /// Whose call it is; none where no principals are configured.
     pub(crate) principal: Option<Arc<AccessPrincipal>>,
+    /// The caller's own span, of which the call's is a child.
+    pub(crate) trace_parent: Option<SpanContext>,
 }
 
 impl CallContext {
@@ -87,6 +90,7 @@ impl CallContext {
             owner,
             is_message_admitted: false,
             principal: None,
+            trace_parent: None,
         }
     }
 

@@ -5,6 +5,7 @@ use super::bytes::ByteMeter;
 use super::connection;
 use super::deadline::CallDeadline;
 use crate::service::{CallContext, ServiceError};
+use crate::telemetry::read_parent;
 use tonic::{Request, Status};
 
 /// Namespace, deadline and connection of a request.
@@ -14,8 +15,9 @@ pub(super) fn read_call<T>(request: &Request<T>) -> Result<CallContext, ServiceE
     let deadline = extensions.get::<CallDeadline>().map(|deadline| deadline.0);
     let is_message_admitted = extensions.get::<ByteMeter>().is_some();
     let principal = extensions.get::<CallerPrincipal>().map(|caller| caller.0.clone());
-    let call =
-        CallContext { deadline, is_message_admitted, principal, ..CallContext::new(namespace) };
+    let trace_parent = read_parent(request.metadata());
+    let in_process = CallContext::new(namespace);
+    let call = CallContext { deadline, is_message_admitted, principal, trace_parent, ..in_process };
     Ok(match connection::owner_of(extensions) {
         Some(owner) => CallContext { owner: owner.clone(), ..call },
         None => call,

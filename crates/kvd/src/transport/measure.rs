@@ -3,10 +3,15 @@
 use super::call::wire_status;
 use crate::metrics::Metrics;
 use crate::service::{CallContext, ServiceError};
+use crate::telemetry::CALL_SPAN;
 use kvd_core::ErrorCode;
+use opentelemetry::Context;
+use opentelemetry::trace::TraceContextExt;
 use std::time::{Duration, Instant};
 use tonic::Status;
-use tracing::Instrument;
+use tracing::field::Empty;
+use tracing::{Instrument, Level};
+use tracing_opentelemetry::OpenTelemetrySpanExt;
 
 /// Clocks of the caller, of tonic and of the handler start one after another: a call that was
 /// given up this short before its deadline was given up because of it.
@@ -62,12 +67,44 @@ pub(super) async fn measure_answer<T>(
     work: impl Future<Output = Result<T, ServiceError>>,
 ) -> Result<T, Status> {
     let measured = MeasuredAnswer::begin_answer(metrics, name, call.deadline);
-    let (model, sequence) = (tracing::field::Empty, tracing::field::Empty);
-    let span = tracing::debug_span!("rpc", name, namespace = %call.namespace, model, sequence);
+    let span = call_span(name, call);
     let result = work.instrument(span.clone()).await;
-    measured.end_answer(result.as_ref().err().map(ServiceError::code));
+    let code = result.as_ref().err().map(ServiceError::code);
+    if let Some(code) = code {
+        span.record("otel.status_code", "ERROR").record("code", tracing::field::display(code));
+    }
+    measured.end_answer(code);
     // Within the span, whose fields say whose request it was.
     result.map_err(|error| span.in_scope(|| log_refusal(name, &error)))
+}
+
+/// The span of one answer, which lines inside carry and traces show. Whoever names the span of their
+/// own finds its trace in every line, also where only calls that fail are logged.
+fn call_span(name: &'static str, call: &CallContext) -> tracing::Span {
+    macro_rules! span {
+        ($level:expr, $($trace_id:tt)*) => {
+            tracing::span!(
+                $level,
+                CALL_SPAN,
+                name,
+                otel.name = name,
+                otel.kind = "server",
+                namespace = %call.namespace,
+                model = Empty,
+                sequence = Empty,
+                code = Empty,
+                otel.status_code = Empty,
+                queue_us = Empty,
+                device_us = Empty,
+                $($trace_id)*
+            )
+        };
+    }
+    let Some(parent) = &call.trace_parent else { return span!(Level::DEBUG,) };
+    let span = span!(Level::INFO, trace_id = %parent.trace_id());
+    // Refused where nobody collects traces.
+    let _ = span.set_parent(Context::new().with_remote_span_context(parent.clone()));
+    span
 }
 
 /// Counts, measures and logs a call that was refused before it reached the service.

@@ -17,6 +17,7 @@ mod remote;
 mod restart;
 mod sessions;
 mod tables;
+mod traces;
 mod transfer;
 mod watch;
 
