@@ -169,7 +169,7 @@ async fn a_calibration_of_any_size_is_registered_as_by_grpc() {
     let (daemon, dir, path) = start().await;
     // That of register.c.
     let shape = ModelShape {
-        layers: 5,
+        layers: 10,
         kv_heads: 8,
         group: 1,
         head_dim_k: DIM,

@@ -5,7 +5,7 @@
 
 #include "kvd.h"
 
-enum { LAYERS = 5, KV_HEADS = 8, DIM = 64 };
+enum { LAYERS = 10, KV_HEADS = 8, DIM = 64 };
 
 static void *read_file(const char *path, uint64_t *bytes) {
     FILE *file = fopen(path, "rb");

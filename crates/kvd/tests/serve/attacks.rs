@@ -85,6 +85,7 @@ impl Attacked {
     }
 
     /// Others are served, the daemon has not grown past its bound, and it says how far.
+    #[expect(clippy::print_stdout, reason = "the figures of an attack")]
     async fn check_bound(&self, attack: &str) {
         self.serves().await;
         let (now, peak) = (resident_bytes(&self.daemon), peak_bytes(&self.daemon));
