@@ -157,9 +157,13 @@ LOAD_STEP = {**STORE_STEP, **_schema((3, "dtype"))}
 LOADED_STEP = _repeated(1, "errors", _schema((1, "part"), (2, "error", CALL_ERROR)))
 BLOCK_KEYS = _schema((1, "keys", "bytes"), (2, "key_bytes"), (3, "key_tokens"))
 OPEN_SEQUENCE = _schema(
-    (1, "model_id"), (2, "session_id"), (40, "prefix", BLOCK_KEYS), (41, "lease_id")
+    (1, "model_id"),
+    (2, "session_id"),
+    (40, "prefix", BLOCK_KEYS),
+    (41, "lease_id"),
+    (42, "ready_layers"),
 )
-OPENED_SEQUENCE = _schema((1, "sequence_id"), (40, "length"))
+OPENED_SEQUENCE = _schema((1, "sequence_id"), (40, "length"), (41, "ready_layers"))
 MATCH_PREFIX = {
     **_schema((1, "model_id"), (3, "lease_ms")),
     **_repeated(2, "chains", BLOCK_KEYS),
