@@ -20,7 +20,7 @@ const CALLER: &str = "00f067aa0ba902b7";
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A collector: it hands on what it is sent.
-struct Collector(mpsc::UnboundedSender<ResourceSpans>);
+struct Collector(mpsc::Sender<ResourceSpans>);
 
 #[tonic::async_trait]
 impl TraceService for Collector {
@@ -30,16 +30,16 @@ impl TraceService for Collector {
     ) -> Result<Response<ExportTraceServiceResponse>, Status> {
         for spans in request.into_inner().resource_spans {
             // The test may have ended.
-            let _ = self.0.send(spans);
+            let _ = self.0.try_send(spans);
         }
         Ok(Response::new(ExportTraceServiceResponse::default()))
     }
 }
 
-async fn start_collector() -> (String, mpsc::UnboundedReceiver<ResourceSpans>) {
+async fn start_collector() -> (String, mpsc::Receiver<ResourceSpans>) {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let endpoint = format!("http://{}", listener.local_addr().expect("bound"));
-    let (sent, spans) = mpsc::unbounded_channel();
+    let (sent, spans) = mpsc::channel(256);
     let incoming = tokio_stream::wrappers::TcpListenerStream::new(listener);
     let service = TraceServiceServer::new(Collector(sent));
     tokio::spawn(Server::builder().add_service(service).serve_with_incoming(incoming));
@@ -82,10 +82,7 @@ fn to_hex(bytes: &[u8]) -> String {
 }
 
 /// All spans until the daemon has ended.
-async fn drain_spans(
-    daemon: Process,
-    mut spans: mpsc::UnboundedReceiver<ResourceSpans>,
-) -> Vec<Span> {
+async fn drain_spans(daemon: Process, mut spans: mpsc::Receiver<ResourceSpans>) -> Vec<Span> {
     daemon.signal("TERM");
     let ended = tokio::task::spawn_blocking(|| daemon.wait()).await.expect("wait");
     assert_eq!(ended.code, Some(0), "{}", ended.log);
