@@ -63,7 +63,10 @@ async fn a_daemon_tells_operators_what_it_is_and_holds() {
 }
 
 #[test]
-fn health_says_by_its_exit_code_that_nobody_answers() {
-    let (code, text) = run_at("http://127.0.0.1:1", &["health"]);
-    assert!(code == Some(69) && text.contains("no daemon answers"), "{code:?} {text}");
+fn exit_codes_say_that_nobody_answers() {
+    for command in ["health", "status", "top", "models list", "sequences list", "cache stat"] {
+        let words: Vec<_> = command.split(' ').collect();
+        let (code, text) = run_at("http://127.0.0.1:1", &words);
+        assert!(code == Some(69) && text.contains("no daemon answers"), "{command}: {text}");
+    }
 }
