@@ -204,8 +204,9 @@ impl Config {
 
     fn validate_raw(raw: &RawConfig) -> Result<Self, ConfigError> {
         let (server, limits, device) = (&raw.server, &raw.limits, &raw.device);
-        let calibration_bytes = limits.calibration_bytes_max;
         let (interval, timeout) = (server.keepalive_interval_ms, server.keepalive_timeout_ms);
+        let calibration = limits.calibration_bytes_max;
+        let streams = server.streams_per_connection_max;
         let config = Self {
             listen_tcp: parse_address("server.listen_tcp", &server.listen_tcp)?,
             listen_unix: socket_path(&server.listen_unix),
@@ -222,11 +223,7 @@ impl Config {
             )?,
             keepalive_interval: to_millis("server.keepalive_interval_ms", interval)?,
             keepalive_timeout: to_millis("server.keepalive_timeout_ms", timeout)?,
-            streams_per_connection_max: at_least(
-                "server.streams_per_connection_max",
-                server.streams_per_connection_max,
-                1,
-            )?,
+            streams_per_connection_max: at_least("server.streams_per_connection_max", streams, 1)?,
             connections_max: parse_connections(&server.connections_max)?,
             message_timeout: to_millis("server.message_timeout_ms", server.message_timeout_ms)?,
             grace_period: Duration::from_millis(server.grace_period_ms),
@@ -250,7 +247,7 @@ impl Config {
             tokens_per_sequence_max: sequence_tokens(limits.tokens_per_sequence_max)?,
             sequence_layers_max: sequence_layers(limits.sequence_layers_max)?,
             sequence_views_max: sequence_views(limits.sequence_views_max)?,
-            calibration_bytes_max: to_size("limits.calibration_bytes_max", calibration_bytes)?,
+            calibration_bytes_max: to_size("limits.calibration_bytes_max", calibration)?,
             calibration_rows_bytes_max: limits.calibration_rows_bytes_max.as_u64(),
             query_sample_bytes_max: limits.query_sample_bytes_max.as_u64(),
             inflight_bytes_max: to_size("limits.inflight_bytes_max", limits.inflight_bytes_max)?,

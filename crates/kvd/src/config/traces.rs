@@ -46,23 +46,26 @@ impl TraceConfig {
 mod tests {
     use super::*;
 
-    fn validate(endpoint: &str, sample_ratio: f64) -> Result<Option<TraceConfig>, ConfigError> {
+    fn validate_traces(
+        endpoint: &str,
+        sample_ratio: f64,
+    ) -> Result<Option<TraceConfig>, ConfigError> {
         TraceConfig::validate_raw(&TraceSettings { endpoint: endpoint.to_owned(), sample_ratio })
     }
 
     #[test]
     fn collectors_have_addresses_of_http_and_ratios_are_shares() {
-        assert_eq!(validate(" ", 1.0).unwrap(), None);
+        assert_eq!(validate_traces(" ", 1.0).unwrap(), None);
         for endpoint in ["http://127.0.0.1:4317", "https://collector.example", "http://[::1]:4317"]
         {
-            assert_eq!(validate(endpoint, 0.5).unwrap().unwrap().endpoint, endpoint);
+            assert_eq!(validate_traces(endpoint, 0.5).unwrap().unwrap().endpoint, endpoint);
         }
         for endpoint in ["127.0.0.1:4317", "localhost", "ftp://a:1", "http://", "http://a b"] {
-            let error = validate(endpoint, 0.5).expect_err(endpoint);
+            let error = validate_traces(endpoint, 0.5).expect_err(endpoint);
             assert_eq!(error.key, ENDPOINT, "{error}");
         }
         for ratio in [-0.1, 1.1, f64::NAN, f64::INFINITY] {
-            assert_eq!(validate("", ratio).expect_err("no share").key, RATIO);
+            assert_eq!(validate_traces("", ratio).expect_err("no share").key, RATIO);
         }
     }
 }

@@ -5,8 +5,9 @@
 //! A caller takes the device out of the queue under the queue's lock, where no job waits: so nobody
 //! is passed, and jobs of a connection run in their order.
 
+use super::job::record_cost;
 use super::thread::{check_well, log_panic};
-use super::{DeviceWork, DeviceWorker, SLICE, device_failed, record_cost};
+use super::{DeviceWork, DeviceWorker, SLICE, device_failed};
 use crate::scheduler::JobTicket;
 use crate::service::{CallContext, ServiceError};
 use kvd_compute::{Backend, Slice, Stop};

@@ -9,6 +9,7 @@ use crate::service::jobs::{
 };
 use kvd_compute::{AttendPlan, Backend, Stop};
 use std::any::Any;
+use std::time::Duration;
 use tokio::sync::oneshot;
 
 /// Work of a job on the device.
@@ -172,4 +173,15 @@ impl DeviceWork for CustomJob {
     ) -> Result<Option<Self::Reply>, ServiceError> {
         self.work.take().map(|work| work(backend)).transpose()
     }
+}
+
+/// Says in the span of a call how long it waited for the device. Signed, as numbers of
+/// OpenTelemetry are.
+pub(super) fn record_wait(span: &tracing::Span, waited: Duration) {
+    span.record("queue_us", i64::try_from(waited.as_micros()).unwrap_or(i64::MAX));
+}
+
+/// Says in the span of a call how long it had the device.
+pub(super) fn record_cost(span: &tracing::Span, cost: Duration) {
+    span.record("device_us", i64::try_from(cost.as_micros()).unwrap_or(i64::MAX));
 }

@@ -166,17 +166,6 @@ impl QueuedJob {
     }
 }
 
-/// Says in the span of a call how long it waited for the device. Signed, as numbers of
-/// OpenTelemetry are.
-fn record_wait(span: &tracing::Span, waited: Duration) {
-    span.record("queue_us", i64::try_from(waited.as_micros()).unwrap_or(i64::MAX));
-}
-
-/// Says in the span of a call how long it had the device.
-fn record_cost(span: &tracing::Span, cost: Duration) {
-    span.record("device_us", i64::try_from(cost.as_micros()).unwrap_or(i64::MAX));
-}
-
 impl<W> QueuedJob<W> {
     fn new(job: W, deadline: Option<Instant>) -> Self {
         let (accepted, cancelled) = (Instant::now(), Arc::default());

@@ -1,12 +1,9 @@
 //! The thread of a device worker: takes the next job, gives it the device, and says what became of
 //! it.
 
-use super::job::JobStep;
+use super::job::{JobStep, record_cost, record_wait};
 use super::merged::{MergedStep, merge_jobs, mergeable_plan};
-use super::{
-    JobQueue, MergeLimits, QueuedJob, QueuedWork, SLICE, TRANSFER_SLICE, WorkerState, record_cost,
-    record_wait,
-};
+use super::{JobQueue, MergeLimits, QueuedJob, QueuedWork, SLICE, TRANSFER_SLICE, WorkerState};
 use crate::metrics::DeviceMetrics;
 use crate::scheduler::{JobKind, JobTicket, WaitingJob};
 use kvd_compute::{AttendPlan, Backend, Slice, Stop, WantedPause, first_non_finite, shares_most};

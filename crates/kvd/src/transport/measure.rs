@@ -78,8 +78,8 @@ pub(super) async fn measure_answer<T>(
     result.map_err(|error| span.in_scope(|| log_refusal(name, &error)))
 }
 
-/// The span of one answer, which lines inside carry and traces show. Whoever names the span of their
-/// own finds its trace in every line, also where only calls that fail are logged.
+/// The span of one answer, which lines inside carry and traces show. Whoever names the span of
+/// their own finds its trace in every line, also where only calls that fail are logged.
 fn call_span(name: &'static str, call: &CallContext) -> tracing::Span {
     macro_rules! span {
         ($level:expr, $($trace_id:tt)*) => {
