@@ -18,7 +18,8 @@ const README_LINES_MAX: usize = 130;
 const GIVEN: &[&str] = &[
     "as_ref", "borrow", "call", "clone", "cmp", "decode", "decoder", "default", "deref", "drop",
     "encode", "encoder", "eq", "fmt", "from", "get", "hash", "index", "insert", "into", "iter",
-    "len", "main", "new", "next", "poll", "pop", "push", "remove", "source", "visit", "with",
+    "keys", "len", "main", "new", "next", "poll", "pop", "push", "remove", "source", "visit",
+    "with",
 ];
 /// How a doc comment does not begin.
 const OPENINGS: &[&str] = &["What", "The same", "Of"];
