@@ -233,6 +233,7 @@ fn other(value: &toml::Value) -> toml::Value {
         toml::Value::String(text) if text.parse::<SizeSetting>().is_ok() => "12345 B".into(),
         toml::Value::String(_) => "a \"b\" \\ c # = 'ü'\tx".into(),
         toml::Value::Integer(count) => (count + 1).into(),
+        toml::Value::Float(share) => (1.0 - share).into(),
         toml::Value::Boolean(flag) => (!flag).into(),
         toml::Value::Array(_) => toml::Value::Array(vec!["a".into(), "b \"#\" c".into()]),
         toml::Value::Table(inside) => {

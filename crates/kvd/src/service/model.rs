@@ -176,9 +176,7 @@ impl ModelRegistry {
         namespace: &Namespace,
         id: ModelId,
     ) -> Result<Arc<RegisteredModel>, ServiceError> {
-        if tracing::enabled!(tracing::Level::DEBUG) {
-            tracing::Span::current().record("model", id.0);
-        }
+        ids::record_id("model", id.0);
         self.state.lock().find_model(&self.space, namespace, id).cloned()
     }
 
