@@ -9,6 +9,7 @@ mod budget;
 mod cache;
 mod calibrate;
 mod call;
+mod distinct_reads;
 mod error;
 mod events;
 mod ids;
