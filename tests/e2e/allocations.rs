@@ -10,8 +10,8 @@ use std::sync::Arc;
 static ALLOCATOR: dhat::Alloc = dhat::Alloc;
 
 /// The most of a call.
-const RING_MAX: u64 = 445;
-const RPC_MAX: u64 = 545;
+const RING_MAX: u64 = 14;
+const RPC_MAX: u64 = 110;
 
 /// Calls that are counted, and calls before them: buffers that grow once are not of each call.
 const CALLS: u64 = 50;
