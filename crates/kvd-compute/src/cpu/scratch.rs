@@ -16,9 +16,9 @@ const VECTOR_BYTES_MAX: usize = 128 << 10;
 const SHELVES: usize = VECTOR_BYTES_MAX.ilog2() as usize + 1;
 
 /// Vectors of one kind, by the logarithm of their room.
-struct Shelves<T>([Vec<Vec<T>>; SHELVES]);
+struct VectorShelves<T>([Vec<Vec<T>>; SHELVES]);
 
-impl<T> Default for Shelves<T> {
+impl<T> Default for VectorShelves<T> {
     fn default() -> Self {
         Self(std::array::from_fn(|_| Vec::new()))
     }
@@ -41,7 +41,7 @@ macro_rules! scratch_values {
         struct ScratchStore {
             /// Bytes of all vectors.
             bytes: usize,
-            $($shelf: Shelves<$value>,)*
+            $($shelf: VectorShelves<$value>,)*
         }
 
         $(impl ScratchValue for $value {

@@ -1,4 +1,4 @@
-//! What the queries of a batch read, and what belongs to each distinct read.
+//! Reads of the queries of a batch, and what belongs to each distinct one.
 
 use kvd_core::SequenceId;
 use smallvec::SmallVec;
@@ -57,7 +57,7 @@ impl<V> Default for DistinctReads<V> {
 }
 
 impl<V> DistinctReads<V> {
-    /// What belongs to a read.
+    /// Finds what belongs to a read.
     pub(super) fn find_read(&self, key: &ReadKey) -> Option<&V> {
         let at = if self.entries.len() <= FEW {
             self.entries.iter().position(|entry| entry.key == *key)?

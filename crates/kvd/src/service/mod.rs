@@ -227,8 +227,8 @@ impl Service {
                 config.inflight_bytes_max as u64,
             ),
             namespace_shares: NamespaceShares::new(
-                config.namespace_bytes_max as u64,
-                config.inflight_bytes_max as u64,
+                config.namespace_bytes_max,
+                config.inflight_bytes_max,
             ),
             building: Arc::new(Semaphore::new(1)),
             models: Arc::new(models),

@@ -25,8 +25,8 @@ struct KeptShares {
 
 impl NamespaceShares {
     /// Shares of so many bytes of that many in all.
-    pub(super) fn new(max_bytes: u64, all_bytes: u64) -> Self {
-        let max_bytes = (max_bytes < all_bytes).then_some(max_bytes);
+    pub(super) fn new(max_bytes: usize, all_bytes: usize) -> Self {
+        let max_bytes = (max_bytes < all_bytes).then_some(max_bytes as u64);
         Self { max_bytes, kept: Mutex::default() }
     }
 
