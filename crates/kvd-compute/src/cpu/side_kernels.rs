@@ -167,7 +167,6 @@ impl KeyKernel {
 }
 
 /// The value side of a unit.
-#[expect(clippy::large_enum_variant, reason = "a unit has one, and the largest is the most usual")]
 pub(super) enum ValueKernel {
     Fp8(fp8::Fp8Values),
     Vq(vq::VqValues),

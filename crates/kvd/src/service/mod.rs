@@ -226,10 +226,7 @@ impl Service {
                 "limits.inflight_bytes_max",
                 config.inflight_bytes_max as u64,
             ),
-            namespace_shares: NamespaceShares::new(
-                config.namespace_bytes_max,
-                config.inflight_bytes_max,
-            ),
+            namespace_shares: NamespaceShares::new(&config),
             building: Arc::new(Semaphore::new(1)),
             models: Arc::new(models),
             inflight_freed: Arc::default(),

@@ -2,6 +2,7 @@
 //! would leave others nothing.
 
 use super::budget::ByteBudget;
+use crate::config::Config;
 use kvd_core::Namespace;
 use parking_lot::Mutex;
 use std::collections::HashMap;
@@ -24,8 +25,13 @@ struct KeptShares {
 }
 
 impl NamespaceShares {
+    /// Shares as configured.
+    pub(super) fn new(config: &Config) -> Self {
+        Self::of_bytes(config.namespace_bytes_max, config.inflight_bytes_max)
+    }
+
     /// Shares of so many bytes of that many in all.
-    pub(super) fn new(max_bytes: usize, all_bytes: usize) -> Self {
+    fn of_bytes(max_bytes: usize, all_bytes: usize) -> Self {
         let max_bytes = (max_bytes < all_bytes).then_some(max_bytes as u64);
         Self { max_bytes, kept: Mutex::default() }
     }
@@ -53,7 +59,7 @@ mod tests {
 
     #[test]
     fn a_namespace_has_one_budget_while_it_is_used_and_unused_ones_go() {
-        let shares = NamespaceShares::new(4 << 10, 8 << 10);
+        let shares = NamespaceShares::of_bytes(4 << 10, 8 << 10);
         let share = |name: &str| shares.find_share(&Namespace::new(name).unwrap()).unwrap();
         let first = share("first");
         for number in 0..10 * KEPT_MIN {
@@ -61,7 +67,7 @@ mod tests {
         }
         assert!(shares.kept.lock().by_name.len() <= KEPT_MIN, "those that nobody uses are gone");
         assert!(first.is_shared(), "it is the same as before");
-        let all = NamespaceShares::new(8 << 10, 8 << 10);
+        let all = NamespaceShares::of_bytes(8 << 10, 8 << 10);
         assert!(all.find_share(&Namespace::new("first").unwrap()).is_none());
     }
 }
