@@ -3,15 +3,19 @@
 #![cfg(target_os = "linux")]
 
 use kvd_client::{AttendBatch, AttendRing, RegionClient, RegionOptions, RingLayout, RingOptions};
-use kvd_tests::{ModelShape, TestRng, daemon, engine};
+use kvd_tests::{ModelShape, TestEngine, TestRng, daemon, engine};
 use std::sync::Arc;
 
 #[global_allocator]
 static ALLOCATOR: dhat::Alloc = dhat::Alloc;
 
 /// The most of a call.
-const RING_MAX: u64 = 445;
-const RPC_MAX: u64 = 545;
+const RING_MAX: u64 = 14;
+const RING_OF_PAGES_MAX: u64 = 14;
+const RPC_MAX: u64 = 110;
+
+/// A codec that keeps no rows beside pages.
+const PAGES_ALONE: &str = "kivi-4; recent=0";
 
 /// Calls that are counted, and calls before them: buffers that grow once are not of each call.
 const CALLS: u64 = 50;
@@ -33,19 +37,19 @@ async fn an_attend_allocates_no_more_than_it_did() {
     let plan = daemon().with_setting("server.listen_region", &path.display().to_string());
     let daemon = plan.start().await;
     let shape = ModelShape { kv_heads: 8, group: 4, ..ModelShape::small_shape() };
-    let engine = engine(&daemon).register_model(shape, "kivi-4").await;
-    let mut conversation = engine.open_sequence().await;
-    let mut rng = TestRng::new(1);
-    engine.grow_sequence(&mut conversation, 64, &mut rng).await;
-    let question = engine.random_question(&conversation, 1, &mut rng);
-    let batch = engine.attend_batch(&question);
+    let of_rows = engine(&daemon).register_model(shape.clone(), "kivi-4").await;
+    let of_pages = engine(&daemon).with_name("pages").register_model(shape, PAGES_ALONE).await;
+    let batch = ask_stored(&of_rows).await;
+    let batch_of_pages = ask_stored(&of_pages).await;
     let runtime = tokio::runtime::Handle::current();
-    let [by_ring, by_rpc, by_health] = tokio::task::block_in_place(|| {
+    let [by_ring, pages_by_ring, by_rpc, by_health] = tokio::task::block_in_place(|| {
         let region = RegionClient::open_region(&path, &RegionOptions::default()).expect("a region");
-        let ring = AttendRing::open_ring(Arc::new(region), RingOptions::default()).expect("a ring");
-        let client = engine.client.clone();
+        let mut ring =
+            AttendRing::open_ring(Arc::new(region), RingOptions::default()).expect("a ring");
+        let client = of_rows.client.clone();
         [
-            count_ring(ring, &batch),
+            count_ring(&mut ring, &batch),
+            count_ring(&mut ring, &batch_of_pages),
             count_allocations(|| {
                 let call = client.attend_batch(batch.clone());
                 drop(runtime.block_on(call).expect("attend"));
@@ -55,13 +59,23 @@ async fn an_attend_allocates_no_more_than_it_did() {
             }),
         ]
     });
-    println!("allocations: ring {by_ring}, rpc {by_rpc}, health check {by_health}");
+    println!("allocations: ring {by_ring}, of pages {pages_by_ring}");
+    println!("allocations: rpc {by_rpc}, health check {by_health}");
+    assert!(pages_by_ring <= RING_OF_PAGES_MAX, "{pages_by_ring} of an attend over pages by ring");
     assert!(by_ring <= RING_MAX, "{by_ring} allocations of an attend by ring");
     assert!(by_rpc <= RPC_MAX, "{by_rpc} allocations of an attend by rpc");
 }
 
+/// A question of one token to a sequence of 64.
+async fn ask_stored(engine: &TestEngine) -> AttendBatch {
+    let mut conversation = engine.open_sequence().await;
+    let mut rng = TestRng::new(1);
+    engine.grow_sequence(&mut conversation, 64, &mut rng).await;
+    engine.attend_batch(&engine.random_question(&conversation, 1, &mut rng))
+}
+
 /// Allocations of an attend by ring, in place.
-fn count_ring(mut ring: AttendRing, batch: &AttendBatch) -> u64 {
+fn count_ring(ring: &mut AttendRing, batch: &AttendBatch) -> u64 {
     let at = RingLayout::pack_from(ring.free_from(), batch, [64, 64]);
     ring.shared_region().memory().write_bytes(at.q.offset, &batch.q).expect("inside");
     count_allocations(|| {

@@ -34,6 +34,6 @@ pub use plan::{AttendPlan, LoadPlan, PlanPart, PlanQuery, Source};
 pub use region::{DeviceRegion, OpenedRegion, RegionHandle, RegionPlaces, RegionRows, StagedRows};
 pub use sampling::Sampling;
 pub use sharing::{RunReader, SharedRun, find_shared_runs, shares_most};
-pub use state::PartialState;
+use state::PartialState;
 pub use stop::{Slice, Stop, StopReason, WantedPause};
 pub use task::AttendTask;

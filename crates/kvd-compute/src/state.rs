@@ -1,40 +1,41 @@
 //! Partial results of attention and how they merge: windows, pages and split ranges are one
 //! mechanism (design section 4).
 
+use crate::cpu::ScratchVec;
+
 /// Attention of one query row over the tokens so far: `out = acc / weight_sum`, `lse = max +
 /// ln(weight_sum)`.
 ///
 /// Accumulators of raw rows and of page coefficients stay apart, because the value side's
 /// transform is undone once at the end instead of once per token.
 #[derive(Clone, Debug)]
-pub struct PartialState {
+pub(crate) struct PartialState {
     /// Largest score seen; `-inf` while nothing was seen.
-    pub max: f32,
+    pub(crate) max: f32,
     /// Sum of `exp(score - max)`.
-    pub weight_sum: f32,
+    pub(crate) weight_sum: f32,
     /// The part of `weight_sum` that came from coefficient pages.
-    pub coefficient_weight: f32,
+    pub(crate) coefficient_weight: f32,
     /// Weighted sum of raw values, `head_dim_v` long.
-    pub raw: Vec<f32>,
+    pub(crate) raw: ScratchVec<f32>,
     /// Weighted sum of value coefficients, `head_dim_v` long.
-    pub coefficients: Vec<f32>,
+    pub(crate) coefficients: ScratchVec<f32>,
 }
 
 impl PartialState {
     /// Nothing seen yet.
-    #[must_use]
-    pub fn empty(head_dim_v: usize) -> Self {
+    pub(crate) fn empty(head_dim_v: usize) -> Self {
         Self {
             max: f32::NEG_INFINITY,
             weight_sum: 0.0,
             coefficient_weight: 0.0,
-            raw: vec![0.0; head_dim_v],
-            coefficients: vec![0.0; head_dim_v],
+            raw: ScratchVec::repeat_value(0.0, head_dim_v),
+            coefficients: ScratchVec::repeat_value(0.0, head_dim_v),
         }
     }
 
     /// Makes room for scores up to `max`: everything so far is scaled down to the new maximum.
-    pub fn raise_max(&mut self, max: f32) {
+    pub(crate) fn raise_max(&mut self, max: f32) {
         if max <= self.max {
             return;
         }
@@ -43,7 +44,7 @@ impl PartialState {
             self.weight_sum *= factor;
             self.coefficient_weight *= factor;
             // Not one loop over a chain, which would go value by value.
-            for values in [&mut self.raw, &mut self.coefficients] {
+            for values in [&mut self.raw[..], &mut self.coefficients[..]] {
                 values.iter_mut().for_each(|value| *value *= factor);
             }
         }
@@ -51,7 +52,7 @@ impl PartialState {
     }
 
     /// Adds what `other` has seen; two empty states stay empty.
-    pub fn merge(&mut self, other: &Self) {
+    pub(crate) fn merge(&mut self, other: &Self) {
         if other.weight_sum == 0.0 {
             return;
         }
@@ -68,8 +69,7 @@ impl PartialState {
     }
 
     /// Natural log of the sum of `exp(score)`; `-inf` when nothing was seen.
-    #[must_use]
-    pub fn lse(&self) -> f32 {
+    pub(crate) fn lse(&self) -> f32 {
         if self.weight_sum > 0.0 { self.max + self.weight_sum.ln() } else { f32::NEG_INFINITY }
     }
 }
@@ -94,7 +94,7 @@ mod tests {
         let mut state = PartialState::empty(2);
         state.merge(&PartialState::empty(2));
         assert_eq!(state.lse(), f32::NEG_INFINITY);
-        assert_eq!(state.raw, [0.0, 0.0]);
+        assert_eq!(*state.raw, [0.0, 0.0]);
     }
 
     #[test]
@@ -116,6 +116,6 @@ mod tests {
         let mut state = seen(&[0.0], 1.0);
         state.merge(&seen(&[-1.0e30], 5.0));
         assert_eq!(state.lse(), 0.0);
-        assert_eq!(state.raw, [1.0]);
+        assert_eq!(*state.raw, [1.0]);
     }
 }

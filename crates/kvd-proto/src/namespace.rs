@@ -2,11 +2,16 @@
 
 use crate::RequestError;
 use kvd_core::Namespace;
+use std::sync::LazyLock;
 use tonic::codegen::http::HeaderMap;
 use tonic::metadata::MetadataMap;
 
 /// Metadata key of the caller's namespace.
 pub const NAMESPACE_KEY: &str = "kvd-namespace";
+
+/// The namespace of calls that name none: most do not, and share it.
+static DEFAULT: LazyLock<Namespace> =
+    LazyLock::new(|| Namespace::new("default").expect("a well-formed name"));
 
 /// The namespace that `metadata` names; `default` when it names none.
 ///
@@ -24,7 +29,7 @@ pub fn namespace_of(metadata: &MetadataMap) -> Result<Namespace, RequestError> {
 pub fn namespace_of_headers(headers: &HeaderMap) -> Result<Namespace, RequestError> {
     let mut values = headers.get_all(NAMESPACE_KEY).iter();
     let Some(value) = values.next() else {
-        return parse_namespace("default");
+        return Ok(DEFAULT.clone());
     };
     if values.any(|other| other != value) {
         return Err(RequestError::invalid_field(NAMESPACE_KEY, "given more than once"));

@@ -7,6 +7,7 @@
 use crate::layer_block::{FoundRows, PinnedBlock, RowExtentRef};
 use crate::shape::{BlockRows, ModelShape};
 use crate::view_list::{CHUNK_VIEWS, ViewChunk, ViewList};
+use smallvec::SmallVec;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -50,10 +51,10 @@ impl PinnedRange {
 pub(crate) struct PinnedViews {
     /// Index of the first of `chunks` within the layer.
     first_chunk: usize,
-    chunks: Vec<Arc<ViewChunk>>,
+    chunks: SmallVec<[Arc<ViewChunk>; 2]>,
     /// Index of the first of `blocks` within the layer.
     first_block: usize,
-    blocks: Vec<PinnedBlock>,
+    blocks: SmallVec<[PinnedBlock; 2]>,
 }
 
 impl PinnedViews {
@@ -70,7 +71,7 @@ impl PinnedViews {
         };
         Self {
             first_chunk,
-            chunks: chunks[first_chunk..end_chunk].to_vec(),
+            chunks: chunks[first_chunk..end_chunk].into(),
             first_block,
             blocks: blocks.iter().map(|view| view.pin_block()).collect(),
         }

@@ -348,10 +348,19 @@ impl HeadCodec {
     pub fn fold_queries(&self, queries: &mut [f32]) -> Vec<f32> {
         assert!(queries.len().is_multiple_of(self.dim), "fold_queries: length of rows");
         let mut offsets = vec![0.0; queries.len() / self.dim];
-        for step in &self.steps {
-            step.fold_query_rows(RowBlockMut { rows: &mut *queries, dim: self.dim }, &mut offsets);
-        }
+        self.fold_queries_into(queries, &mut offsets);
         offsets
+    }
+
+    /// As [`HeadCodec::fold_queries`]; adds what each query adds to its scores to its offset.
+    ///
+    /// # Panics
+    /// When there are not as many offsets as queries.
+    pub fn fold_queries_into(&self, queries: &mut [f32], offsets: &mut [f32]) {
+        assert_eq!(queries.len(), offsets.len() * self.dim, "fold_queries: offsets");
+        for step in &self.steps {
+            step.fold_query_rows(RowBlockMut { rows: &mut *queries, dim: self.dim }, offsets);
+        }
     }
 
     /// Value side: turns weighted sums of coefficients in place (`[n, dim]`) into those of rows;

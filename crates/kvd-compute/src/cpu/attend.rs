@@ -7,13 +7,13 @@ use crate::cpu::attend_job::{AttendJob, AttendUnit, group_size, payload_row};
 use crate::cpu::attend_unit;
 use crate::cpu::loss::MergedRows;
 use crate::cpu::row_reader::LayerReader;
+use crate::cpu::scratch::ScratchVec;
 use crate::cpu::unit_answer::UnitAnswer;
 use crate::cpu::unit_plan::{PlannedUnits, RowGroup, SharedPasses, UnitPlan, plan_units};
 use crate::{AttendPlan, Attended, BackendError, PartialState};
 use kvd_core::{DType, Side};
 use rayon::prelude::*;
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
+use smallvec::SmallVec;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -31,10 +31,10 @@ pub(super) struct AttendProgress {
     planned: PlannedUnits,
     /// Units that are done.
     done: usize,
-    /// Groups whose units are being merged, and what they came to.
-    merging: HashMap<usize, UnitAnswer>,
+    /// Results of groups whose units are being merged, by group.
+    merging: ScratchVec<Option<UnitAnswer>>,
     /// Groups that are written, and whose rows are yet to be tested.
-    written: Vec<WrittenGroup>,
+    written: ScratchVec<WrittenGroup>,
     reply: BatchReply,
     again: Vec<RepeatedRows>,
     wide: WideCursor,
@@ -69,11 +69,13 @@ impl AttendProgress {
     }
 
     pub(super) fn with_passes(job: &AttendJob<'_>, passes: SharedPasses) -> Self {
+        let planned = plan_units(job, passes);
+        let groups = planned.groups.len();
         Self {
-            planned: plan_units(job, passes),
+            merging: ScratchVec::collect_values((0..groups).map(|_| None)),
+            written: ScratchVec::with_room(groups),
+            planned,
             done: 0,
-            merging: HashMap::new(),
-            written: Vec::new(),
             reply: BatchReply::new(job),
             again: Vec::new(),
             wide: WideCursor::default(),
@@ -125,39 +127,36 @@ impl AttendProgress {
         }
         let groups = &self.planned.groups;
         let tested = run_some(job, &self.written, |group| group.find_repeated_rows(job, groups))?;
-        let left = self.written.split_off(tested.len());
-        self.written = left;
+        self.written.drain(..tested.len());
         self.again.extend(tested.into_iter().filter(|again| !again.rows.is_empty()));
         Ok(self.written.is_empty())
     }
 
     /// Takes what the next unit came to, group by group; none for one that nobody waits for.
-    fn merge_answers(&mut self, job: &AttendJob<'_>, answers: Vec<UnitAnswer>) {
+    fn merge_answers(&mut self, job: &AttendJob<'_>, answers: UnitAnswers) {
         let at = self.done;
         self.done += 1;
         let groups = self.planned.units[at].groups();
         for (group, answer) in groups.iter().zip(answers) {
-            match self.merging.entry(*group) {
-                Entry::Occupied(mut merged) => merged.get_mut().merge_answer(&answer),
-                Entry::Vacant(entry) => {
-                    entry.insert(answer);
-                }
+            match &mut self.merging[*group] {
+                Some(merged) => merged.merge_answer(&answer),
+                empty => *empty = Some(answer),
             }
         }
         let is_last = |group: &usize| self.planned.groups[*group].last_unit == at;
-        let ended: Vec<usize> = groups.iter().copied().filter(is_last).collect();
+        let ended: SmallVec<[usize; 1]> = groups.iter().copied().filter(is_last).collect();
         ended.into_iter().for_each(|group| self.end_group(job, group));
     }
 
     /// Writes the rows of a group whose units are all merged.
     fn end_group(&mut self, job: &AttendJob<'_>, group: usize) {
-        let Some(merged) = self.merging.remove(&group) else { return };
+        let Some(merged) = self.merging[group].take() else { return };
         if job.is_dropped(self.planned.groups[group].query) {
             return;
         }
         let unit = self.planned.groups[group].to_unit(job, 0..0);
         let cancelled = self.reply.write_unit(job, &unit, &merged.states);
-        self.written.push(WrittenGroup { group, merged, cancelled });
+        self.written.push_value(WrittenGroup { group, merged, cancelled });
     }
 
     /// Attends to rows in f64, and writes them in place of what the reply has.
@@ -256,6 +255,7 @@ fn run_some<P: Sync, T: Send>(
     let taken = AtomicUsize::new(0);
     // Whoever takes a piece runs it, so that those that are done are the first ones.
     let worker = |_| {
+        let _scratch = job.scratch.take_store();
         let mut done = Vec::new();
         while taken.load(Ordering::Relaxed) == 0 || !job.stop.slice_is_over() {
             let at = taken.fetch_add(1, Ordering::Relaxed);
@@ -291,7 +291,7 @@ fn run_here<P, T>(
 }
 
 /// A group whose units are merged and written.
-struct WrittenGroup {
+pub(super) struct WrittenGroup {
     group: usize,
     merged: UnitAnswer,
     /// Rows of which transforms left little.
@@ -329,20 +329,23 @@ pub(super) fn units_of<'a>(job: &AttendJob<'a>) -> Vec<AttendUnit<'a>> {
     units.iter().map(|unit| unit.to_unit(job, &groups)).collect()
 }
 
+/// Results of a unit, by group.
+type UnitAnswers = SmallVec<[UnitAnswer; 1]>;
+
 /// Runs a unit, and gives back what its products have kept of the thread's registers; the answers
 /// of its groups.
 fn run_unit(
     job: &AttendJob<'_>,
     unit: &UnitPlan,
     groups: &[RowGroup],
-) -> Result<Vec<UnitAnswer>, BackendError> {
+) -> Result<UnitAnswers, BackendError> {
     if unit.groups().iter().all(|group| job.is_dropped(groups[*group].query)) {
-        return Ok(Vec::new());
+        return Ok(UnitAnswers::new());
     }
     let _registers = job.simd.in_use();
     let unit = unit.to_unit(job, groups);
     let mut rest = attend_unit::answer_unit(job, &unit)?;
-    let mut answers = Vec::with_capacity(unit.tokens.len());
+    let mut answers = UnitAnswers::with_capacity(unit.tokens.len());
     for tokens in &unit.tokens[..unit.tokens.len() - 1] {
         let next = rest.split_off_rows(tokens.q.len() * group_size(job));
         answers.push(std::mem::replace(&mut rest, next));
@@ -383,13 +386,14 @@ impl BatchReply {
     ) -> Vec<usize> {
         let mut cancelled = Vec::new();
         let side = job.reader.codec.head_codec(job.reader.layer, Side::Value, unit.head);
-        let mut unfolded: Vec<f32> =
-            merged.iter().flat_map(|state| &state.coefficients).copied().collect();
-        let weights: Vec<f32> = merged.iter().map(|state| state.coefficient_weight).collect();
+        let mut unfolded = ScratchVec::with_room(merged.len() * self.dim);
+        merged.iter().for_each(|state| unfolded.extend_from_slice(&state.coefficients));
+        let weights = merged.iter().map(|state| state.coefficient_weight);
+        let weights = ScratchVec::collect_values(weights);
         if weights.iter().any(|weight| *weight > 0.0) {
             side.unfold_values(&mut unfolded, &weights);
         }
-        let mut values = vec![0f32; self.dim];
+        let mut values = ScratchVec::repeat_value(0f32, self.dim);
         let rows = merged.iter().zip(unfolded.chunks_exact(self.dim)).enumerate();
         for (row, (state, unfolded)) in rows {
             if state.weight_sum == 0.0 {
@@ -402,7 +406,7 @@ impl BatchReply {
             if state.coefficient_weight > 0.0 && has_cancelled(&values, &state.coefficients) {
                 cancelled.push(row);
             }
-            for value in &mut values {
+            for value in &mut values[..] {
                 *value /= state.weight_sum;
             }
             let target = payload_row(job, unit, row);

@@ -3,14 +3,15 @@
 
 use crate::cpu::kernel_table::KernelTarget;
 use crate::cpu::row_reader::LayerReader;
+use crate::cpu::scratch::ScratchStores;
 use crate::cpu::simd::{KernelConfig, Precision, Simd};
 use crate::{AttendPlan, PlanPart, PlanQuery, Stop};
-use std::ops::Range;
+use std::ops::{Deref, Range};
 
 /// A piece of work: some query tokens, one KV head, some parts.
 pub(super) struct AttendUnit<'a> {
     /// The query tokens, of one query or of several that share the parts.
-    pub(super) tokens: Vec<UnitTokens<'a>>,
+    pub(super) tokens: TokenList<'a>,
     pub(super) head: usize,
     pub(super) parts: &'a [PlanPart],
 }
@@ -22,6 +23,23 @@ pub(super) struct UnitTokens<'a> {
     pub(super) batch_row: usize,
     /// Query tokens within the query.
     pub(super) q: Range<u32>,
+}
+
+/// Tokens of the queries of a unit, in no memory of their own where they are of one.
+pub(super) enum TokenList<'a> {
+    One([UnitTokens<'a>; 1]),
+    Several(Vec<UnitTokens<'a>>),
+}
+
+impl<'a> Deref for TokenList<'a> {
+    type Target = [UnitTokens<'a>];
+
+    fn deref(&self) -> &[UnitTokens<'a>] {
+        match self {
+            Self::One(one) => one,
+            Self::Several(several) => several,
+        }
+    }
 }
 
 impl UnitTokens<'_> {
@@ -40,7 +58,7 @@ impl<'a> AttendUnit<'a> {
     /// The query that has a token, and the token's number in it.
     fn find_token(&self, token: usize) -> (&UnitTokens<'a>, u32) {
         let mut left = token as u32;
-        for tokens in &self.tokens {
+        for tokens in &self.tokens[..] {
             let count = tokens.q.len() as u32;
             if left < count {
                 return (tokens, tokens.q.start + left);
@@ -82,6 +100,8 @@ pub(crate) struct AttendJob<'a> {
     /// See [`AttendTask::dropped_queries`](crate::AttendTask::dropped_queries).
     pub(crate) dropped: &'a [bool],
     pub(crate) threads: usize,
+    /// Memory for the threads.
+    pub(crate) scratch: &'a ScratchStores,
     /// Whether the caller's thread does all of it: to wake others takes longer.
     pub(crate) is_small: bool,
     /// When it ends early, and when it pauses.

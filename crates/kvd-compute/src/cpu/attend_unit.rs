@@ -13,6 +13,7 @@ use crate::cpu::prefetch::PartPrefetch;
 use crate::cpu::row_block::StridedRows;
 use crate::cpu::row_reader::RowReader;
 use crate::cpu::score_probe::ScoreProbe;
+use crate::cpu::scratch::ScratchVec;
 use crate::cpu::side_kernels::{KeyKernel, ValueKernel};
 use crate::cpu::simd::Precision;
 use crate::cpu::softmax::{self, SeenScores, WeightSums};
@@ -24,6 +25,7 @@ use crate::cpu::unit_queries::UnitQueries;
 use crate::{BackendError, PartialState};
 use kvd_codec::{HeadCodec, PageReader, RowSpace};
 use kvd_core::Side;
+use smallvec::SmallVec;
 use std::ops::Range;
 
 /// Tiles of the entropy-coded pages of the parts at work.
@@ -48,6 +50,9 @@ impl DecodedParts {
 const SCORE_TOKENS: usize = 8;
 const SUM_TOKENS: usize = 16;
 
+/// Parts of a unit that take no memory beside its own.
+const PARTS: usize = 8;
+
 /// A range in pieces of at most `len`.
 fn split_range(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> {
     let end = range.end;
@@ -59,18 +64,18 @@ pub(super) struct UnitState<'a> {
     pub(super) job: &'a AttendJob<'a>,
     pub(super) unit: &'a AttendUnit<'a>,
     pub(super) queries: UnitQueries,
-    states: Vec<PartialState>,
-    losses: Vec<RowLoss>,
+    states: ScratchVec<PartialState>,
+    losses: ScratchVec<RowLoss>,
     pub(super) scores: SpanScores,
     keys: Option<KeyKernel>,
     values: Option<ValueKernel>,
     streams: DecodedParts,
     /// Sums of the fused value side, `[rows, dim]` in its order.
-    sums: Vec<f32>,
+    sums: ScratchVec<f32>,
     /// Codes of a span, a byte each.
-    codes: Vec<u8>,
+    codes: ScratchVec<u8>,
     /// Rows of a tile, decoded.
-    tile: Vec<f32>,
+    tile: ScratchVec<f32>,
     prefetch: PartPrefetch<'a>,
     /// Where queries are rounded.
     probe: Option<ScoreProbe>,
@@ -123,15 +128,15 @@ impl<'a> UnitState<'a> {
             job,
             unit,
             queries,
-            states: (0..rows).map(|_| PartialState::empty(dim_v)).collect(),
-            losses: vec![RowLoss::default(); rows],
+            states: ScratchVec::collect_values((0..rows).map(|_| PartialState::empty(dim_v))),
+            losses: ScratchVec::repeat_value(RowLoss::default(), rows),
             scores: SpanScores::new(rows),
             keys,
             streams: DecodedParts { tiles: streams, decoded: [[false; 2]; TOGETHER], slot: 0 },
-            sums: if values.is_some() { vec![0.0; rows * dim_v] } else { Vec::new() },
+            sums: ScratchVec::repeat_value(0.0, if values.is_some() { rows * dim_v } else { 0 }),
             values,
-            codes: Vec::new(),
-            tile: Vec::new(),
+            codes: ScratchVec::default(),
+            tile: ScratchVec::default(),
             prefetch: PartPrefetch::default(),
             probe,
         })
@@ -149,7 +154,7 @@ impl<'a> UnitState<'a> {
         let parts =
             self.unit.parts.iter().filter(|part| spans_of(part, seen.clone()).next().is_some());
         let (reader, head) = (self.job.reader, self.unit.head);
-        let parts: Vec<PartBytes<'a>> =
+        let parts: SmallVec<[PartBytes<'a>; PARTS]> =
             parts.map(|part| PartBytes::new(part, reader, head, sides)).collect();
         let coded = !self.streams.tiles.is_empty();
         let together = if coded { TOGETHER } else { 1 };
@@ -157,7 +162,7 @@ impl<'a> UnitState<'a> {
             self.keys.as_ref().map(KeyKernel::tiles_at_once),
             self.values.as_ref().map(ValueKernel::tiles_at_once),
         ];
-        let mut opened = Vec::with_capacity(together * sides.len());
+        let mut opened = SmallVec::with_capacity(together * sides.len());
         for first in (0..parts.len()).step_by(together) {
             self.job.stop.check()?;
             let at_work = &parts[first..parts.len().min(first + together)];
@@ -418,14 +423,16 @@ impl<'a> UnitState<'a> {
                     &self.scores.row(first + row.min(same))[tokens.clone()]
                 });
                 let part = tokens.start - wanted.start..tokens.end - wanted.start;
-                let mut sums: Vec<_> =
-                    block.iter_mut().map(|state| sums_in_space(state, space)).collect();
+                let mut sums: [&mut [f32]; ROWS] = Default::default();
+                for (sums, state) in sums.iter_mut().zip(block) {
+                    *sums = sums_in_space(state, space);
+                }
                 for piece in split_range(part.clone(), SUM_TOKENS) {
                     self.prefetch.next_step();
                     let at = piece.start - part.start..piece.end - part.start;
                     let weights = weights.map(|weights| &weights[at.clone()]);
                     let rows = floats.slice_rows(dim, piece);
-                    self.job.simd.add_weighted_rows(&weights[..=same], rows, &mut sums);
+                    self.job.simd.add_weighted_rows(&weights[..=same], rows, &mut sums[..=same]);
                 }
                 (rest, first) = (others, first + same + 1);
             }
@@ -449,8 +456,8 @@ impl<'a> UnitState<'a> {
         }
         if let Some(probe) = &self.probe {
             let found = probe.measure_errors(self.job, self.unit, &self.queries);
-            for (loss, found) in self.losses.iter_mut().zip(found) {
-                loss.probed = found;
+            for (loss, found) in self.losses.iter_mut().zip(&found) {
+                loss.probed = *found;
             }
         }
         if let Some(values) = &self.values {

@@ -2,7 +2,7 @@
 
 use crate::BackendError;
 use crate::cpu::attend_f64;
-use crate::cpu::attend_job::{AttendJob, AttendUnit, UnitTokens, group_size};
+use crate::cpu::attend_job::{AttendJob, AttendUnit, TokenList, UnitTokens, group_size};
 use crate::cpu::attend_unit::UnitState;
 use crate::cpu::raw_slots::restore_rows;
 use crate::cpu::row_reader::RowReader;
@@ -21,8 +21,9 @@ pub(super) fn write_key_scores(job: &AttendJob<'_>, out: &mut [f32]) -> Result<(
     }
     let heads = out.par_chunks_exact_mut(group_size(job) * tokens).enumerate();
     heads.try_for_each(|(head, out)| {
-        let tokens = vec![UnitTokens { query, batch_row: 0, q: 0..1 }];
+        let tokens = TokenList::One([UnitTokens { query, batch_row: 0, q: 0..1 }]);
         let unit = AttendUnit { tokens, head, parts: &query.parts };
+        let _scratch = job.scratch.take_store();
         let _registers = job.simd.in_use();
         out.fill(f32::NEG_INFINITY);
         UnitState::new(job, &unit)?

@@ -74,6 +74,7 @@ mod row_block;
 mod row_reader;
 mod score_probe;
 mod score_tables;
+mod scratch;
 mod side_kernels;
 mod simd;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
@@ -110,6 +111,8 @@ pub use multiply_kind::MultiplyKind;
 pub use peak::multiply_adds;
 pub use raw_slots::first_non_finite;
 use row_reader::LayerReader;
+use scratch::ScratchStores;
+pub(crate) use scratch::ScratchVec;
 use simd::KernelConfig;
 pub use simd::{InstructionSet, Precision, Simd};
 use std::collections::HashMap;
@@ -141,6 +144,8 @@ pub struct CpuBackend {
     arena: HostArena,
     models: HashMap<ModelId, RegisteredModel>,
     threads: rayon::ThreadPool,
+    /// Memory of attends, for each thread and one caller.
+    scratch: ScratchStores,
     simd: Simd,
     precision: Precision,
 }
@@ -211,6 +216,7 @@ impl CpuBackend {
         Ok(Self {
             arena: HostArena::new(options.arena_bytes, options.prefault.then_some(&threads))?,
             models: HashMap::new(),
+            scratch: ScratchStores::for_threads(threads.current_num_threads() + 1),
             threads,
             simd: Simd::detect_widest(),
             precision: Precision::default(),
@@ -325,6 +331,7 @@ impl CpuBackend {
             q,
             dropped,
             threads: self.threads.current_num_threads(),
+            scratch: &self.scratch,
             is_small: self.is_small(plan),
             stop,
         })

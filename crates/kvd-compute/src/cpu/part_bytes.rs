@@ -3,6 +3,7 @@
 use crate::cpu::row_reader::{LayerReader, RowReader};
 use crate::{BackendError, PlanPart};
 use kvd_core::Side;
+use smallvec::SmallVec;
 
 /// A part of the plan, and where its rows or pages lie, by side.
 pub(super) struct PartBytes<'a> {
@@ -32,7 +33,7 @@ impl<'a> PartBytes<'a> {
         head: usize,
         sides: &[Side],
         slot: usize,
-        opened: &mut Vec<RowReader<'a>>,
+        opened: &mut SmallVec<[RowReader<'a>; 2]>,
     ) -> Result<(), BackendError> {
         for (at, side) in (slot * sides.len()..).zip(sides) {
             let (source, bytes) = (&self.plan.source, self.bytes[side.index()]);

@@ -8,6 +8,7 @@ use crate::cpu::huffman::{self, PageRequest, StreamTiles};
 use crate::cpu::loss::largest_magnitude;
 use crate::cpu::raw_slots::restore_rows;
 use crate::cpu::row_reader::RowReader;
+use crate::cpu::scratch::ScratchVec;
 use crate::cpu::simd::per_level;
 use crate::cpu::span_scores::SpanScores;
 use crate::cpu::token_span::TokenSpan;
@@ -37,7 +38,7 @@ impl ProbeResult {
 pub(super) struct RowDecoder<'a> {
     job: &'a AttendJob<'a>,
     head: usize,
-    rows: [Vec<f32>; 2],
+    rows: [ScratchVec<f32>; 2],
     /// Positions of those.
     known: [Option<u32>; 2],
     streams: [Option<StreamTiles>; 2],
@@ -67,7 +68,7 @@ impl<'a> RowDecoder<'a> {
         let head = reader.codec.head_codec(reader.layer, side, self.head);
         let mut row = std::mem::take(&mut self.rows[side.index()]);
         row.clear();
-        row.resize(head.dim(), 0.0);
+        row.resize_with_room(head.dim(), 0.0);
         let part = parts.get(parts.partition_point(|part| part.end_token() <= at));
         if let Some(part) = part.filter(|part| part.first_token <= at) {
             let rows = reader.open_rows(&part.source, part.rows, side, self.head)?;
@@ -138,9 +139,9 @@ fn decode_from_tiles(
 pub(super) struct ScoreProbe {
     token: u32,
     /// By row.
-    scores: Vec<f32>,
+    scores: ScratchVec<f32>,
     /// Back to K; none before its part had its turn.
-    key: Vec<f32>,
+    key: ScratchVec<f32>,
 }
 
 impl ScoreProbe {
@@ -160,7 +161,11 @@ impl ScoreProbe {
         let page = unit.parts.iter().find(|part| !slow && is_page(part) && is_seen(part));
         let raw = || unit.parts.iter().find(|part| !is_page(part) && is_seen(part));
         let token = in_part(page.or_else(raw)?).start;
-        Some(Self { token, scores: vec![0.0; rows], key: Vec::new() })
+        Some(Self {
+            token,
+            scores: ScratchVec::repeat_value(0.0, rows),
+            key: ScratchVec::default(),
+        })
     }
 
     /// Keeps the scores of some rows, where the span holds the token.
@@ -188,7 +193,7 @@ impl ScoreProbe {
             return Ok(());
         };
         let row = span.first + at;
-        self.key.resize(side.dim(), 0.0);
+        self.key.resize_with_room(side.dim(), 0.0);
         let key = &mut self.key[..];
         if !tiles.is_some_and(|tiles| decode_from_tiles(side, keys, tiles, row, key)) {
             keys.decode_at(row, 1, key)?;
@@ -203,7 +208,7 @@ impl ScoreProbe {
         job: &AttendJob<'_>,
         unit: &AttendUnit<'_>,
         queries: &UnitQueries,
-    ) -> Vec<ProbeResult> {
+    ) -> ScratchVec<ProbeResult> {
         let measure = |(row, score): (usize, &f32)| {
             let query = queries.row(RowSpace::Raw, row);
             let term = largest_product(job.simd, query, &self.key);
@@ -211,7 +216,7 @@ impl ScoreProbe {
             let error = exact.map_or(0.0, |exact| (f64::from(*score) - exact).abs() as f32);
             ProbeResult { term, error }
         };
-        self.scores.iter().enumerate().map(measure).collect()
+        ScratchVec::collect_values(self.scores.iter().enumerate().map(measure))
     }
 }
 

@@ -6,6 +6,7 @@ use crate::cpu::kernel_table::{
     KernelTarget, KeyKernelId, ValueKernelId, find_key_kernel, find_value_kernel,
 };
 use crate::cpu::loss::RoundingLoss;
+use crate::cpu::scratch::ScratchVec;
 use crate::cpu::simd::{KernelConfig, Simd, per_level};
 use crate::cpu::span_scores::{SPAN, SpanScores, TILE};
 use crate::cpu::tile_cursor::{TileCursor, grow_buffer};
@@ -132,7 +133,7 @@ impl KeyKernel {
         &mut self,
         simd: Simd,
         cursor: TileCursor<'_>,
-        buffer: &mut Vec<u8>,
+        buffer: &mut ScratchVec<u8>,
         scores: &mut SpanScores,
     ) {
         match self {
@@ -171,7 +172,7 @@ pub(super) enum ValueKernel {
     Vq(vq::VqValues),
     Bf16(bf16::Bf16Values),
     Nibbles(Box<nibbles::NibbleValues>),
-    Uniform(Box<values::UniformValues>),
+    Uniform(values::UniformValues),
     Grid(grid::GridValues),
     BitAlloc(bitalloc::BitAllocValues),
     Lloyd(lloyd::LloydValues),
@@ -201,8 +202,7 @@ impl ValueKernel {
                 Some(Self::Nibbles(Box::new(values)))
             }
             ValueKernelId::Uniform => {
-                let values = values::UniformValues::new(config, side, rows)?;
-                Some(Self::Uniform(Box::new(values)))
+                values::UniformValues::new(config, side, rows).map(Self::Uniform)
             }
         }
     }
@@ -266,7 +266,7 @@ impl ValueKernel {
         &mut self,
         simd: Simd,
         cursor: TileCursor<'_>,
-        buffer: &mut Vec<u8>,
+        buffer: &mut ScratchVec<u8>,
         weights: &SpanScores,
         sums: &mut [f32],
     ) {
@@ -339,7 +339,7 @@ fn tile_codes<'a>(
     simd: Simd,
     cursor: TileCursor<'a>,
     form: CodeForm,
-    buffer: &'a mut Vec<u8>,
+    buffer: &'a mut ScratchVec<u8>,
 ) -> TileCodes<'a> {
     let TileCursor { page, in_page: first, count, prefetch, .. } = cursor;
     let CodeForm { side, bytes } = form;

@@ -1,14 +1,14 @@
 //! Attends in slices: what a processor keeps of one between two of them.
 
 use super::attend::AttendProgress;
-use super::{AskedPlan, CpuBackend, first_non_finite};
+use super::{AskedPlan, CpuBackend, ScratchVec, first_non_finite};
 use crate::{AttendPlan, AttendTask, Attended, BackendError, Stop};
 use std::any::Any;
 
 /// An attend between two slices.
 struct UnderWay {
     /// The queries, widened.
-    q: Vec<f32>,
+    q: ScratchVec<f32>,
     attend: AttendProgress,
 }
 
@@ -16,11 +16,11 @@ struct UnderWay {
 ///
 /// # Errors
 /// When one of them is not finite.
-pub(super) fn widened_queries(plan: &AttendPlan) -> Result<Vec<f32>, BackendError> {
+pub(super) fn widened_queries(plan: &AttendPlan) -> Result<ScratchVec<f32>, BackendError> {
     if let Some((index, value)) = first_non_finite(plan.dtype, &plan.q) {
         return Err(BackendError::NonFiniteQuery { index, value });
     }
-    let mut q = vec![0f32; plan.q.len() / plan.dtype.size_bytes()];
+    let mut q = ScratchVec::repeat_value(0f32, plan.q.len() / plan.dtype.size_bytes());
     plan.dtype.widen_values(&plan.q, &mut q);
     Ok(q)
 }
@@ -61,6 +61,7 @@ fn go_on(
     stop: &Stop,
 ) -> Result<Option<Attended>, BackendError> {
     stop.check()?;
+    let _scratch = backend.scratch.take_store();
     let kept = match under_way.take() {
         Some(kept) => kept,
         None => {
@@ -71,7 +72,10 @@ fn go_on(
     };
     let UnderWay { q, mut attend } = kept;
     let job = backend.new_job(AskedPlan { q: &q, ..asked }, stop)?;
-    let mut run = || attend.go_on(&job);
+    let mut run = || {
+        let _scratch = backend.scratch.take_store();
+        attend.go_on(&job)
+    };
     let is_done = if job.is_small { run() } else { backend.threads.install(run) }?;
     if is_done {
         return Ok(Some(attend.take_answer(&job)));

@@ -1,5 +1,6 @@
 //! Scores, then weights, of a unit's rows over a span of tokens.
 
+use crate::cpu::scratch::ScratchVec;
 use crate::cpu::uniform::sum_lanes;
 use std::ops::Range;
 
@@ -18,22 +19,22 @@ pub(crate) fn find_score(scores: &[f32], wanted: f32) -> usize {
 
 /// A row of [`SPAN`] values for each query row.
 pub(crate) struct SpanScores {
-    values: Vec<f32>,
+    values: ScratchVec<f32>,
     /// Which tokens each row sees.
-    seen: Vec<Range<usize>>,
+    seen: ScratchVec<Range<usize>>,
     /// Largest weight of each row, 0 when it sees nothing of the span.
-    pub(crate) largest: Vec<f32>,
+    pub(crate) largest: ScratchVec<f32>,
     /// Sum of the weights of each row.
-    sums: Vec<f32>,
+    sums: ScratchVec<f32>,
 }
 
 impl SpanScores {
     pub(crate) fn new(rows: usize) -> Self {
         Self {
-            values: vec![0.0; rows * SPAN],
-            seen: vec![0..0; rows],
-            largest: vec![0.0; rows],
-            sums: vec![0.0; rows],
+            values: ScratchVec::repeat_value(0.0, rows * SPAN),
+            seen: ScratchVec::repeat_value(0..0, rows),
+            largest: ScratchVec::repeat_value(0.0, rows),
+            sums: ScratchVec::repeat_value(0.0, rows),
         }
     }
 

@@ -1,6 +1,7 @@
 //! Where a kernel finds its tiles.
 
 use crate::cpu::prefetch::PrefetchBytes;
+use crate::cpu::scratch::{ScratchValue, ScratchVec};
 use kvd_codec::FixedCodes;
 use std::ops::Range;
 
@@ -31,9 +32,12 @@ impl TileCursor<'_> {
 }
 
 /// The first `len` values of a buffer, which grows where it has fewer.
-pub(super) fn grow_buffer<T: Copy + Default>(buffer: &mut Vec<T>, len: usize) -> &mut [T] {
+pub(super) fn grow_buffer<T: ScratchValue + Copy + Default>(
+    buffer: &mut ScratchVec<T>,
+    len: usize,
+) -> &mut [T] {
     if buffer.len() < len {
-        buffer.resize(len, T::default());
+        buffer.resize_with_room(len, T::default());
     }
     &mut buffer[..len]
 }

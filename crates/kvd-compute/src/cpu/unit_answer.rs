@@ -2,13 +2,14 @@
 
 use crate::PartialState;
 use crate::cpu::loss::RowLoss;
+use crate::cpu::scratch::ScratchVec;
 use crate::cpu::unit_queries::UnitQueries;
 
 /// Results of a unit.
 pub(super) struct UnitAnswer {
     pub(super) queries: UnitQueries,
-    pub(super) states: Vec<PartialState>,
-    pub(super) losses: Vec<RowLoss>,
+    pub(super) states: ScratchVec<PartialState>,
+    pub(super) losses: ScratchVec<RowLoss>,
 }
 
 impl UnitAnswer {
@@ -16,8 +17,8 @@ impl UnitAnswer {
     pub(super) fn split_off_rows(&mut self, row: usize) -> Self {
         Self {
             queries: self.queries.split_off_rows(row),
-            states: self.states.split_off(row),
-            losses: self.losses.split_off(row),
+            states: self.states.split_from(row),
+            losses: self.losses.split_from(row),
         }
     }
 

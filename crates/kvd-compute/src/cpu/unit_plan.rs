@@ -1,11 +1,13 @@
 //! How a plan is cut into units: by query tokens, KV head and parts. Parts that several queries
 //! read are in units of all of those: one pass over their pages.
 
-use crate::cpu::attend_job::{AttendJob, AttendUnit, UnitTokens, group_size};
+use crate::cpu::attend_job::{AttendJob, AttendUnit, TokenList, UnitTokens, group_size};
+use crate::cpu::scratch::ScratchVec;
 use crate::cpu::token_span::spans_of;
 use crate::sharing::{RunReader, SharedRun, find_shared_runs};
 use crate::{PlanPart, PlanQuery};
-use std::ops::Range;
+use smallvec::SmallVec;
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 
 /// Query tokens of one unit: accumulators of four heads of 128 channels to a KV head stay in the
@@ -31,11 +33,29 @@ pub(super) struct RowGroup {
     pub(super) q: Range<u32>,
     pub(super) head: usize,
     /// Parts of its units, counted in the query, in the order in which they are merged.
-    pub(super) splits: Arc<[Range<usize>]>,
+    pub(super) splits: PartSplits,
     /// Tokens of the longest of its parts.
     pub(super) part_tokens: u32,
     /// The unit after which it is complete.
     pub(super) last_unit: usize,
+}
+
+/// Ranges of parts, shared by the groups of a query where they are several.
+#[derive(Clone)]
+pub(super) enum PartSplits {
+    One([Range<usize>; 1]),
+    Several(Arc<[Range<usize>]>),
+}
+
+impl Deref for PartSplits {
+    type Target = [Range<usize>];
+
+    fn deref(&self) -> &[Range<usize>] {
+        match self {
+            Self::One(one) => one,
+            Self::Several(several) => several,
+        }
+    }
 }
 
 /// Groups of a unit.
@@ -54,8 +74,8 @@ pub(super) struct UnitPlan {
 /// A plan, cut.
 #[derive(Default)]
 pub(super) struct PlannedUnits {
-    pub(super) groups: Vec<RowGroup>,
-    pub(super) units: Vec<UnitPlan>,
+    pub(super) groups: ScratchVec<RowGroup>,
+    pub(super) units: ScratchVec<UnitPlan>,
 }
 
 impl RowGroup {
@@ -68,7 +88,8 @@ impl RowGroup {
     pub(super) fn to_unit<'a>(&self, job: &AttendJob<'a>, parts: Range<usize>) -> AttendUnit<'a> {
         let tokens = self.to_tokens(job);
         let parts = &tokens.query.parts[parts];
-        AttendUnit { tokens: vec![tokens], head: self.head, parts }
+        let tokens = TokenList::One([tokens]);
+        AttendUnit { tokens, head: self.head, parts }
     }
 
     /// How many of its parts have about so many tokens.
@@ -87,8 +108,12 @@ impl UnitPlan {
     }
 
     pub(super) fn to_unit<'a>(&self, job: &AttendJob<'a>, groups: &[RowGroup]) -> AttendUnit<'a> {
-        let tokens: Vec<_> =
-            self.groups().iter().map(|group| groups[*group].to_tokens(job)).collect();
+        let tokens = match &self.groups {
+            UnitGroups::One(group) => TokenList::One([groups[*group].to_tokens(job)]),
+            UnitGroups::Several(several) => TokenList::Several(
+                several.iter().map(|group| groups[*group].to_tokens(job)).collect(),
+            ),
+        };
         let parts = &tokens[0].query.parts[self.parts.clone()];
         AttendUnit { tokens, head: groups[self.groups()[0]].head, parts }
     }
@@ -107,7 +132,7 @@ impl PlannedUnits {
         for group in unit.groups() {
             self.groups[*group].last_unit = self.units.len();
         }
-        self.units.push(unit);
+        self.units.push_value(unit);
     }
 }
 
@@ -120,13 +145,16 @@ pub(super) enum SharedPasses {
     Apart,
 }
 
+/// Entries by query or by piece of one, in no memory of their own where those are few.
+type FewQueries<T> = SmallVec<[T; 2]>;
+
 /// A query on its way to units.
 struct QueryCut {
     batch_row: usize,
     /// Tokens of the longest part that it sees.
     part_tokens: u32,
     /// Pieces of what it sees, in order.
-    pieces: Vec<CutPiece>,
+    pieces: FewQueries<CutPiece>,
     /// Its first group of the head at work.
     first_group: usize,
 }
@@ -163,7 +191,7 @@ fn token_chunks(query: &PlanQuery) -> impl Iterator<Item = Range<u32>> + use<> {
 struct PlanCutter<'a, 'j> {
     job: &'a AttendJob<'j>,
     runs: Vec<SharedRun>,
-    cuts: Vec<QueryCut>,
+    cuts: FewQueries<QueryCut>,
     passes: SharedPasses,
     planned: PlannedUnits,
 }
@@ -173,9 +201,9 @@ struct PlanCutter<'a, 'j> {
 pub(super) fn plan_units(job: &AttendJob<'_>, passes: SharedPasses) -> PlannedUnits {
     let runs = find_shared_runs(job.plan, UNIT_PARTS_MIN);
     let mut batch_row = 0;
-    let mut cuts: Vec<QueryCut> = Vec::with_capacity(job.plan.queries.len());
+    let mut cuts: FewQueries<QueryCut> = SmallVec::new();
     for query in &job.plan.queries {
-        cuts.push(QueryCut { batch_row, part_tokens: 0, pieces: Vec::new(), first_group: 0 });
+        cuts.push(QueryCut { batch_row, part_tokens: 0, pieces: SmallVec::new(), first_group: 0 });
         batch_row += query.n_q as usize;
     }
     let mut cutter = PlanCutter { job, runs, cuts, passes, planned: PlannedUnits::default() };
@@ -206,8 +234,8 @@ impl PlanCutter<'_, '_> {
     /// Cuts what each query sees into shared runs and the rest, and says how long splits are.
     fn cut_queries(&mut self) {
         let queries = &self.job.plan.queries;
-        let seen: Vec<Range<usize>> = queries.iter().map(seen_parts).collect();
-        let mut shared: Vec<Vec<CutPiece>> = queries.iter().map(|_| Vec::new()).collect();
+        let seen: FewQueries<Range<usize>> = queries.iter().map(seen_parts).collect();
+        let mut shared: FewQueries<Vec<CutPiece>> = queries.iter().map(|_| Vec::new()).collect();
         for (number, run) in self.runs.iter().enumerate() {
             for reader in &run.readers {
                 let piece =
@@ -297,8 +325,8 @@ impl PlanCutter<'_, '_> {
     }
 
     /// Finds the queries that share something, directly or by others.
-    fn find_clusters(&self) -> Vec<QueryCluster> {
-        let mut first: Vec<usize> = (0..self.cuts.len()).collect();
+    fn find_clusters(&self) -> FewQueries<QueryCluster> {
+        let mut first: FewQueries<usize> = (0..self.cuts.len()).collect();
         fn find_first(first: &[usize], mut query: usize) -> usize {
             while first[query] != query {
                 query = first[query];
@@ -311,7 +339,8 @@ impl PlanCutter<'_, '_> {
                 first[a.max(b)] = a.min(b);
             }
         }
-        let mut clusters: Vec<QueryCluster> = first.iter().map(|_| QueryCluster::Alone).collect();
+        let mut clusters: FewQueries<QueryCluster> =
+            first.iter().map(|_| QueryCluster::Alone).collect();
         for query in 0..first.len() {
             let of = find_first(&first, query);
             if of == query {
@@ -336,7 +365,7 @@ impl PlanCutter<'_, '_> {
         runs.sort_unstable();
         runs.dedup();
         let packs: Vec<_> = runs.iter().map(|run| self.pack_run(&self.runs[*run])).collect();
-        let splits: Vec<Arc<[Range<usize>]>> =
+        let splits: FewQueries<PartSplits> =
             queries.iter().map(|query| self.merge_order(*query)).collect();
         for head in 0..self.kv_heads() {
             for (query, splits) in queries.iter().zip(&splits) {
@@ -360,17 +389,23 @@ impl PlanCutter<'_, '_> {
     }
 
     /// The splits of a query in the order in which they are merged: those of runs come first.
-    fn merge_order(&self, query: usize) -> Arc<[Range<usize>]> {
-        let mut pieces: Vec<&CutPiece> = self.cuts[query].pieces.iter().collect();
+    fn merge_order(&self, query: usize) -> PartSplits {
+        let mut pieces: FewQueries<&CutPiece> = self.cuts[query].pieces.iter().collect();
         pieces.sort_by_key(|piece| piece.run.unwrap_or(usize::MAX));
-        pieces.into_iter().flat_map(CutPiece::splits).collect()
+        let mut splits = pieces.into_iter().flat_map(CutPiece::splits);
+        match (splits.next(), splits.next()) {
+            (Some(one), None) => PartSplits::One([one]),
+            (first, second) => {
+                PartSplits::Several(first.into_iter().chain(second).chain(splits).collect())
+            }
+        }
     }
 
-    fn push_groups(&mut self, query: usize, head: usize, splits: &Arc<[Range<usize>]>) {
+    fn push_groups(&mut self, query: usize, head: usize, splits: &PartSplits) {
         let cut = &mut self.cuts[query];
         cut.first_group = self.planned.groups.len();
         for q in token_chunks(&self.job.plan.queries[query]) {
-            self.planned.groups.push(RowGroup {
+            self.planned.groups.push_value(RowGroup {
                 query,
                 batch_row: cut.batch_row,
                 q,

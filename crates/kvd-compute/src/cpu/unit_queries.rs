@@ -3,18 +3,19 @@
 use crate::BackendError;
 use crate::cpu::attend_job::{AttendJob, AttendUnit, group_size, payload_row};
 use crate::cpu::loss::{all_finite, largest_magnitude};
+use crate::cpu::scratch::ScratchVec;
 use kvd_codec::{HeadCodec, RowSpace};
 
 /// The queries of a unit, once as given and once folded into coefficient space.
 pub(super) struct UnitQueries {
     /// Times the scale, `[rows, dim]`.
-    pub(super) raw: Vec<f32>,
+    pub(super) raw: ScratchVec<f32>,
     /// In coefficient space.
-    pub(super) folded: Vec<f32>,
+    pub(super) folded: ScratchVec<f32>,
     /// Summands of the scores of coefficient pages.
-    pub(super) offsets: Vec<f32>,
+    pub(super) offsets: ScratchVec<f32>,
     /// Summands of the scores of raw rows.
-    zeros: Vec<f32>,
+    zeros: ScratchVec<f32>,
     dim: usize,
 }
 
@@ -29,14 +30,16 @@ impl UnitQueries {
         let dim = side.dim();
         let scale = job.plan.score_scale(dim);
         let rows = unit.token_count() * group_size(job);
-        let mut raw = Vec::with_capacity(rows * dim);
+        let mut raw = ScratchVec::with_room(rows * dim);
         for row in 0..rows {
             let start = payload_row(job, unit, row) * dim;
             raw.extend(job.q[start..start + dim].iter().map(|value| value * scale));
         }
         let mut folded = raw.clone();
-        let offsets = side.fold_queries(&mut folded);
-        let queries = Self { raw, folded, offsets, zeros: vec![0.0; rows], dim };
+        let mut offsets = ScratchVec::repeat_value(0.0, rows);
+        side.fold_queries_into(&mut folded, &mut offsets);
+        let queries =
+            Self { raw, folded, offsets, zeros: ScratchVec::repeat_value(0.0, rows), dim };
         let beyond = (0..rows).find(|row| !queries.is_finite(*row));
         beyond.map_or(Ok(queries), |row| {
             Err(BackendError::query_overflow(job.plan, payload_row(job, unit, row), dim))
@@ -46,10 +49,10 @@ impl UnitQueries {
     /// Takes the rows from `row` on out of these.
     pub(super) fn split_off_rows(&mut self, row: usize) -> Self {
         Self {
-            raw: self.raw.split_off(row * self.dim),
-            folded: self.folded.split_off(row * self.dim),
-            offsets: self.offsets.split_off(row),
-            zeros: self.zeros.split_off(row),
+            raw: self.raw.split_from(row * self.dim),
+            folded: self.folded.split_from(row * self.dim),
+            offsets: self.offsets.split_from(row),
+            zeros: self.zeros.split_from(row),
             dim: self.dim,
         }
     }

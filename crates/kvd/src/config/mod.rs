@@ -127,6 +127,8 @@ pub struct Config {
     pub inflight_bytes_max: usize,
     /// Bytes of requests and answers of one connection.
     pub connection_bytes_max: usize,
+    /// Bytes of requests and answers of one namespace.
+    pub namespace_bytes_max: usize,
     /// Regions that workers share.
     pub regions_max: usize,
     /// Memory file of one region.
@@ -252,6 +254,7 @@ impl Config {
             query_sample_bytes_max: limits.query_sample_bytes_max.as_u64(),
             inflight_bytes_max: to_size("limits.inflight_bytes_max", limits.inflight_bytes_max)?,
             connection_bytes_max: limits.connection_bytes_max.as_u64() as usize,
+            namespace_bytes_max: limits.namespace_bytes_max.as_u64() as usize,
             regions_max: to_permits("limits.regions_max", limits.regions_max)?,
             region_bytes_max: to_size("limits.region_bytes_max", limits.region_bytes_max)? as u64,
             rings: RingConfig::validate_raw(raw)?,
@@ -274,7 +277,7 @@ impl Config {
     /// Checks and chooses what depends on several fields.
     fn complete_fields(mut self) -> Result<Self, ConfigError> {
         self.check_listeners()?;
-        self.choose_connection_bytes();
+        self.choose_byte_shares();
         self.check_bytes()?;
         Ok(self)
     }
@@ -288,11 +291,15 @@ impl Config {
         self.access.check_tcp(self.listen_tcp)
     }
 
-    /// A share of all, where none is given, that the largest request fits.
-    fn choose_connection_bytes(&mut self) {
-        if self.connection_bytes_max == 0 {
-            let share = self.inflight_bytes_max / 4;
-            self.connection_bytes_max = share.max(self.largest_request_bytes() as usize);
+    /// Shares of all, where none is given, that the largest request fits.
+    fn choose_byte_shares(&mut self) {
+        let (all, least) = (self.inflight_bytes_max, self.largest_request_bytes() as usize);
+        let (connection, namespace) = (all / 4, all - all / 4);
+        for (bytes, share) in [
+            (&mut self.connection_bytes_max, connection),
+            (&mut self.namespace_bytes_max, namespace),
+        ] {
+            *bytes = if *bytes == 0 { share.max(least) } else { *bytes };
         }
     }
 
@@ -318,6 +325,7 @@ impl Config {
         let budgets = [
             ("limits.inflight_bytes_max", self.inflight_bytes_max),
             ("limits.connection_bytes_max", self.connection_bytes_max),
+            ("limits.namespace_bytes_max", self.namespace_bytes_max),
         ];
         if let Some((key, bytes)) = budgets.iter().find(|(_, bytes)| (*bytes as u64) < largest) {
             let reason = format!(

@@ -142,6 +142,7 @@ pub struct LimitSettings {
     pub query_sample_bytes_max: SizeSetting,
     pub inflight_bytes_max: SizeSetting,
     pub connection_bytes_max: SizeSetting,
+    pub namespace_bytes_max: SizeSetting,
     pub regions_max: usize,
     pub region_bytes_max: SizeSetting,
     pub ring_entries_max: u32,

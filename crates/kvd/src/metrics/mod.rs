@@ -5,6 +5,7 @@ mod group;
 mod model;
 mod name;
 mod quota;
+mod requests;
 
 pub use device::DeviceMetrics;
 pub use group::SecondsCounter;
@@ -19,9 +20,9 @@ use metrics_exporter_prometheus::{
     Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder,
 };
 use parking_lot::Mutex;
+use requests::RequestSeries;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 
 /// Bucket bounds of latencies in seconds: 1 µs to 10 s.
 const SECONDS_BUCKETS: [f64; 22] = [
@@ -87,6 +88,7 @@ pub struct Metrics {
     handle: PrometheusHandle,
     process: metrics_process::Collector,
     devices: AtomicUsize,
+    requests: RequestSeries,
     /// Series of devices and of registered models.
     groups: Mutex<Vec<Arc<SeriesGroup>>>,
     /// Series of quotas, as they were last shown.
@@ -123,8 +125,8 @@ impl Metrics {
         metrics::with_local_recorder(&recorder, || process.describe());
         let handle = recorder.handle();
         let (devices, groups) = (AtomicUsize::new(0), Mutex::default());
-        let quotas = Mutex::default();
-        let metrics = Self { recorder, handle, process, devices, groups, quotas };
+        let (quotas, requests) = (Mutex::default(), RequestSeries::default());
+        let metrics = Self { recorder, handle, process, devices, requests, groups, quotas };
         for rpc in RPCS {
             for code in ALERT_CODES {
                 metrics.requests_counter(rpc, code.name()).increment(0);
@@ -171,12 +173,6 @@ impl Metrics {
 
     fn requests_counter(&self, rpc: &'static str, code: &str) -> Counter {
         self.counter(Metric::RequestsTotal, &[("rpc", rpc), ("code", code)])
-    }
-
-    /// Counts one finished call.
-    pub fn count_request(&self, rpc: &'static str, code: Option<ErrorCode>, took: Duration) {
-        self.requests_counter(rpc, code.map_or("OK", ErrorCode::name)).increment(1);
-        self.histogram(Metric::RequestSeconds, &[("rpc", rpc)]).record(took.as_secs_f64());
     }
 
     /// The text exposition. It reads the process's own figures from the system.
@@ -240,6 +236,7 @@ impl Metric {
 mod tests {
     use super::*;
     use std::collections::BTreeSet;
+    use std::time::Duration;
 
     #[test]
     fn names_follow_the_scheme_and_are_unique() {

@@ -2,13 +2,14 @@
 
 use super::attend_job::{AttendInPlace, AttendJob, PreparedAttend};
 use super::budget::InFlight;
+use super::distinct_reads::{DistinctReads, QueryRead, ReadKey};
 use super::{CallContext, RegisteredModel, Service, ServiceError, plan};
 use crate::device_worker::AcceptedJob;
 use kvd_compute::{AttendPlan, AttendTask, PlanPart, PlanQuery, RegionPlaces, first_non_finite};
-use kvd_core::{DType, ErrorCode, Geometry, SequenceId};
+use kvd_core::{DType, ErrorCode, Geometry};
 use kvd_proto::domain::{AttendBatch, AttendQuery};
 use kvd_store::PinnedRange;
-use std::collections::{HashMap, HashSet};
+use smallvec::SmallVec;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -60,36 +61,6 @@ pub(super) const ENVELOPE_BYTES: u64 = 1024;
 /// Bytes that an answer takes for a query that failed alone, at most.
 const QUERY_ERROR_BYTES: u64 = 256;
 
-/// Tokens that are read: reads of the same key share their parts.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct ReadKey {
-    sequence: SequenceId,
-    /// Tokens that the read may see.
-    length: u32,
-    start: u32,
-    end: u32,
-}
-
-impl ReadKey {
-    fn count_tokens(&self) -> u32 {
-        self.end - self.start
-    }
-}
-
-/// The read of one query.
-pub(super) struct QueryRead {
-    pub(super) key: ReadKey,
-    pub(super) position: u32,
-}
-
-impl QueryRead {
-    /// Reads nothing.
-    fn read_nothing(sequence: SequenceId) -> Self {
-        let key = ReadKey { sequence, length: 0, start: 0, end: 0 };
-        Self { key, position: 0 }
-    }
-}
-
 impl Service {
     /// Attention of a batch of queries over stored tokens.
     ///
@@ -106,7 +77,7 @@ impl Service {
             return Ok(reply);
         }
         prepared.answer = Some(self.admit_answer(call, reply_bytes).await?);
-        let worker = self.shards[prepared.model.shard].worker.clone();
+        let worker = &self.shards[prepared.model.shard].worker;
         worker.ask_device(call, AttendJob(prepared)).await
     }
 
@@ -177,7 +148,7 @@ impl Service {
         let rows = u64::from(batch.query_rows()) * u64::from(batch.q_heads);
         // Never more than a batch that is carried may take.
         let bytes = (rows * ROW_BYTES).min(2 * self.config.message_bytes_max as u64);
-        let worker = self.shards[model.shard].worker.clone();
+        let worker = &self.shards[model.shard].worker;
         let prepared = self.prepare_attend(call, model, batch, bytes)?;
         let job = AttendInPlace { prepared, places: in_place.places, launched: Box::new(launched) };
         worker.ask_device(call, job).await
@@ -222,7 +193,7 @@ impl Service {
             model,
             query_tokens,
             query_errors,
-            _pins: pins.into_values().collect(),
+            _pins: pins,
             _inflight: inflight,
             answer: None,
             metrics: self.metrics.clone(),
@@ -269,8 +240,8 @@ impl Service {
         batch: &AttendBatch,
     ) -> Result<ResolvedReads, ServiceError> {
         let mut resolved = ResolvedReads {
-            reads: Vec::with_capacity(batch.queries.len()),
-            pins: HashMap::new(),
+            reads: SmallVec::with_capacity(batch.queries.len()),
+            pins: DistinctReads::default(),
             query_errors: Vec::new(),
         };
         let mut blocks_left = self.config.attend_parts_max;
@@ -280,12 +251,12 @@ impl Service {
                 let blocks = key.count_tokens().div_ceil(model.shape.geometry.block_tokens);
                 let fits = blocks_left >= u64::from(blocks);
                 blocks_left = blocks_left.saturating_sub(blocks.into());
-                fits && blocks > 0 && !resolved.pins.contains_key(&key)
+                fits && blocks > 0 && resolved.pins.find_read(&key).is_none()
             });
             match read {
                 Ok(PinnedRead { read, pinned }) => {
                     if !pinned.range.is_empty() {
-                        resolved.pins.insert(read.key, pinned);
+                        resolved.pins.add_read(read.key, pinned);
                     }
                     resolved.reads.push(read);
                 }
@@ -347,11 +318,12 @@ impl Service {
         block_tokens: u32,
     ) -> Result<u64, ServiceError> {
         let (mut parts, mut work, mut distinct) = (0u64, 0u64, 0u64);
-        let mut seen = HashSet::new();
+        let mut seen = DistinctReads::default();
         for (query, read) in batch.queries.iter().zip(reads) {
             let blocks = u64::from(read.key.count_tokens().div_ceil(block_tokens));
             parts += blocks;
-            if seen.insert(read.key) {
+            if seen.find_read(&read.key).is_none() {
+                seen.add_read(read.key, ());
                 distinct += blocks;
             }
             let window = query.sliding_window.map_or(u32::MAX, |w| w.saturating_add(query.n_q));
@@ -383,9 +355,9 @@ struct PinnedRead {
 
 /// The reads of a batch, query by query, and which queries fail alone.
 pub(super) struct ResolvedReads {
-    pub(super) reads: Vec<QueryRead>,
+    pub(super) reads: SmallVec<[QueryRead; 2]>,
     /// A pin of each distinct read that is not empty.
-    pub(super) pins: HashMap<ReadKey, PinnedRange>,
+    pub(super) pins: DistinctReads<PinnedRange>,
     pub(super) query_errors: Vec<RefusedQuery>,
 }
 
@@ -393,11 +365,9 @@ pub(super) struct ResolvedReads {
 pub(super) fn plan_queries(
     batch: &AttendBatch,
     reads: &[QueryRead],
-    pins: &HashMap<ReadKey, PinnedRange>,
+    pins: &DistinctReads<PinnedRange>,
 ) -> Vec<PlanQuery> {
-    let planned: HashMap<ReadKey, Arc<[PlanPart]>> =
-        pins.iter().map(|(key, pinned)| (*key, plan::list_parts(pinned).into())).collect();
-    let nothing: Arc<[PlanPart]> = Arc::new([]);
+    let planned = pins.map_reads(|pinned| Arc::<[PlanPart]>::from(plan::list_parts(pinned)));
     let queries = batch.queries.iter().zip(reads);
     // One without tokens has no rows, and was refused.
     let answered = queries.filter(|(query, _)| query.n_q > 0);
@@ -406,7 +376,7 @@ pub(super) fn plan_queries(
             n_q: query.n_q,
             position: read.position,
             sliding_window: query.sliding_window,
-            parts: planned.get(&read.key).unwrap_or(&nothing).clone(),
+            parts: planned.find_read(&read.key).cloned().unwrap_or_else(|| Arc::new([])),
         })
         .collect()
 }

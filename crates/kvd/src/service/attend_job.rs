@@ -2,6 +2,7 @@
 
 use super::attend::{AttendReply, RefusedQuery};
 use super::budget::InFlight;
+use super::distinct_reads::DistinctReads;
 use super::launches::count_launches;
 use super::{RegisteredModel, ServiceError};
 use crate::device_worker::DeviceWork;
@@ -22,7 +23,7 @@ pub(super) struct PreparedAttend {
     pub(super) query_tokens: u32,
     pub(super) query_errors: Vec<RefusedQuery>,
     /// Keeps what the plan names as it is until the device has answered.
-    pub(super) _pins: Vec<PinnedRange>,
+    pub(super) _pins: DistinctReads<PinnedRange>,
     /// Share of the budgets of the request.
     pub(super) _inflight: InFlight,
     /// Share of the budgets of the answer.

@@ -1,5 +1,5 @@
 //! Bytes of requests and their answers that are in the daemon at once: a share of each connection,
-//! and all of them together.
+//! one of each namespace, and all of them together.
 
 use super::ServiceError;
 use kvd_core::ErrorCode;
@@ -15,6 +15,7 @@ const UNIT_BYTES: u64 = 1024;
 pub(crate) struct InFlight {
     _namespace: Option<NamespaceBytes>,
     _connection: OwnedSemaphorePermit,
+    _share: Option<OwnedSemaphorePermit>,
     _all: OwnedSemaphorePermit,
 }
 
@@ -35,6 +36,11 @@ impl ByteBudget {
         let permits = usize::try_from(max_bytes / UNIT_BYTES).unwrap_or(usize::MAX);
         let units = permits.min(Semaphore::MAX_PERMITS);
         Self { permits: Arc::new(Semaphore::new(units)), units, max_bytes, key }
+    }
+
+    /// Whether somebody else has it, or something of it.
+    pub(crate) fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.permits) > 1
     }
 
     /// Bytes that are taken now, in whole units.
@@ -121,8 +127,11 @@ impl NamespaceBudget {
 /// The budgets that a request of a connection takes from.
 #[derive(Clone, Debug)]
 pub(crate) struct ByteBudgets {
+    /// By its quota.
     pub(crate) namespace: Option<NamespaceBudget>,
     pub(crate) connection: ByteBudget,
+    /// The namespace's share of all; none where it may take all.
+    pub(crate) share: Option<ByteBudget>,
     pub(crate) all: ByteBudget,
 }
 
@@ -130,12 +139,13 @@ impl ByteBudgets {
     /// Takes a share, or refuses: what waits here would hold its bytes all the same.
     ///
     /// # Errors
-    /// `QUEUE_FULL`, by the connection's budget or that of all, or `QUOTA_EXCEEDED`.
+    /// `QUEUE_FULL`, by the budget of the connection, the namespace or all, or `QUOTA_EXCEEDED`.
     pub(crate) fn take_share(&self, bytes: u64) -> Result<InFlight, ServiceError> {
         let namespace = self.namespace.as_ref().map(|of| of.take_bytes(bytes)).transpose()?;
         let connection = self.connection.take_permits(bytes)?;
+        let share = self.share.as_ref().map(|of| of.take_permits(bytes)).transpose()?;
         let all = self.all.take_permits(bytes)?;
-        Ok(InFlight { _namespace: namespace, _connection: connection, _all: all })
+        Ok(InFlight { _namespace: namespace, _connection: connection, _share: share, _all: all })
     }
 
     /// Waits for a share, in the order of those who wait: for what holds nothing yet.
@@ -148,8 +158,12 @@ impl ByteBudgets {
             None => None,
         };
         let connection = self.connection.wait_permits(bytes).await?;
+        let share = match &self.share {
+            Some(of) => Some(of.wait_permits(bytes).await?),
+            None => None,
+        };
         let all = self.all.wait_permits(bytes).await?;
-        Ok(InFlight { _namespace: namespace, _connection: connection, _all: all })
+        Ok(InFlight { _namespace: namespace, _connection: connection, _share: share, _all: all })
     }
 }
 
@@ -160,7 +174,7 @@ mod tests {
     fn budgets(connection: u64, all: u64) -> ByteBudgets {
         let connection = ByteBudget::new("limits.connection_bytes_max", connection);
         let all = ByteBudget::new("limits.inflight_bytes_max", all);
-        ByteBudgets { namespace: None, connection, all }
+        ByteBudgets { namespace: None, connection, share: None, all }
     }
 
     #[test]

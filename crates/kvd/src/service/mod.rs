@@ -9,6 +9,7 @@ mod budget;
 mod cache;
 mod calibrate;
 mod call;
+mod distinct_reads;
 mod error;
 mod events;
 mod ids;
@@ -16,6 +17,7 @@ pub(crate) mod jobs;
 mod launches;
 mod load;
 mod model;
+mod namespace_shares;
 mod namespaces;
 mod overview;
 mod pack;
@@ -72,6 +74,7 @@ use kvd_compute::Precision;
 use kvd_core::{ErrorCode, IdSpace, Namespace};
 use kvd_store::{ArenaPool, DeviceQuotas, SequenceStore, StoreLimits};
 use model::ModelRegistry;
+use namespace_shares::NamespaceShares;
 use pool_log::PoolLog;
 use session_table::{SessionLimits, SessionTable};
 use std::sync::Arc;
@@ -106,6 +109,7 @@ pub struct Service {
     metrics: Arc<Metrics>,
     /// Bytes of all requests and answers.
     inflight: ByteBudget,
+    namespace_shares: NamespaceShares,
     /// Told when such bytes of a namespace come back.
     inflight_freed: Arc<Notify>,
     quotas: Arc<NamespaceQuotas>,
@@ -222,6 +226,7 @@ impl Service {
                 "limits.inflight_bytes_max",
                 config.inflight_bytes_max as u64,
             ),
+            namespace_shares: NamespaceShares::new(&config),
             building: Arc::new(Semaphore::new(1)),
             models: Arc::new(models),
             inflight_freed: Arc::default(),
@@ -343,8 +348,9 @@ impl Service {
         let account = namespace.and_then(|name| self.quotas.quota_table().find_account(name));
         let freed = &self.inflight_freed;
         let budget = |account| NamespaceBudget { account, freed: freed.clone() };
+        let share = namespace.and_then(|name| self.namespace_shares.find_share(name));
         let (connection, all) = (owner.byte_budget().clone(), self.inflight.clone());
-        ByteBudgets { namespace: account.map(budget), connection, all }
+        ByteBudgets { namespace: account.map(budget), connection, share, all }
     }
 
     /// Takes bytes of a request or its answer.

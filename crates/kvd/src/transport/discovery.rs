@@ -93,6 +93,7 @@ fn named_limits(service: &Service) -> HashMap<String, u64> {
         ("limits.calibration_rows_bytes_max", config.calibration_rows_bytes_max),
         ("limits.inflight_bytes_max", config.inflight_bytes_max as u64),
         ("limits.connection_bytes_max", config.connection_bytes_max as u64),
+        ("limits.namespace_bytes_max", config.namespace_bytes_max as u64),
         ("limits.regions_max", config.regions_max as u64),
         ("limits.region_bytes_max", config.region_bytes_max),
         ("limits.ring_entries_max", config.rings.entries_max.into()),

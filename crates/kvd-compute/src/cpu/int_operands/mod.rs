@@ -9,6 +9,7 @@ pub(super) mod simd_fold;
 pub(super) mod x86;
 
 use crate::cpu::int_dot::ROWS;
+use crate::cpu::scratch::ScratchVec;
 use crate::cpu::simd::{InstructionSet, KernelConfig, Precision, Simd};
 use kvd_core::DType;
 
@@ -76,7 +77,7 @@ pub(super) const EIGHT: usize = 8;
 
 /// Rows of integers, cut the way the instruction set multiplies them.
 pub(crate) struct IntOperands {
-    bytes: Vec<u8>,
+    bytes: ScratchVec<u8>,
     /// Bytes of an integer.
     digits: usize,
     /// Whether rows that are not long have one digit, and the largest magnitude that holds.
@@ -85,10 +86,10 @@ pub(crate) struct IntOperands {
     top: f32,
     /// The largest magnitudes of what rows are multiplied with, on average.
     meets: i32,
-    sums: Vec<i32>,
+    sums: ScratchVec<i32>,
     len: usize,
     /// Values times steps.
-    folded: Vec<f32>,
+    folded: ScratchVec<f32>,
 }
 
 /// The result of rounding a row of factors.
@@ -151,7 +152,8 @@ impl IntOperands {
         let KernelConfig { simd, precision } = config;
         let single = precision == Precision::Int8
             && OperandLayout::chosen_for(simd) == OperandLayout::Halves;
-        let (bytes, sums, folded) = (Vec::new(), Vec::new(), Vec::new());
+        let (bytes, sums) = (ScratchVec::default(), ScratchVec::default());
+        let folded = ScratchVec::default();
         let (single, meets) = (single.then_some(top), BYTE_MAX);
         Self { bytes, digits: 2, single, top: TOP, meets, sums, len: 0, folded }
     }
@@ -204,7 +206,7 @@ impl IntOperands {
             return self.push_folded_at_once(simd, values, scales, pushed);
         }
         let mut folded = std::mem::take(&mut self.folded);
-        folded.resize(FOLD_ROWS * n, 0.0);
+        folded.resize_with_room(FOLD_ROWS * n, 0.0);
         for (values, pushed) in values.chunks(FOLD_ROWS).zip(pushed.chunks_mut(FOLD_ROWS)) {
             let folds = fold_rows(simd, values, scales, &mut folded);
             for (row, folded) in folded.chunks_exact(n).take(values.len()).enumerate() {
@@ -235,7 +237,7 @@ impl IntOperands {
             for (row, pushed) in pushed.iter_mut().enumerate().take(values.len()) {
                 let (unit, lost, base) = (cut.units[row], cut.losts[row], cut.bases[row]);
                 *pushed = RoundedRow { unit, lost, base };
-                self.sums.push(cut.sums[row]);
+                self.sums.push_value(cut.sums[row]);
             }
         }
     }
@@ -246,7 +248,7 @@ impl IntOperands {
         let start = size * self.sums.len();
         let end = start + size * rows;
         if self.bytes.len() < end {
-            self.bytes.resize(end, 0);
+            self.bytes.resize_with_room(end, 0);
         }
         start..end
     }
@@ -256,7 +258,7 @@ impl IntOperands {
         let inverse = if largest > NOTHING { top / largest } else { 0.0 };
         let unit = if inverse > 0.0 { largest / top } else { 0.0 };
         let sum = split_values(simd, values, inverse, &mut self.bytes[range], self.digits);
-        self.sums.push(sum);
+        self.sums.push_value(sum);
         let lost = if inverse > 0.0 { total - sum as f32 * unit } else { 0.0 };
         RoundedRow { unit, lost, base: 0.0 }
     }

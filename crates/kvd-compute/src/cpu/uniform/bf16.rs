@@ -9,6 +9,7 @@
 use crate::cpu::int_dot::{TileCodes, VECTOR_ROWS as ROWS};
 use crate::cpu::int_operands::FoldScales;
 use crate::cpu::prefetch::PrefetchBytes;
+use crate::cpu::scratch::ScratchVec;
 use crate::cpu::span_scores::{SPAN, SpanScores, TILE};
 use crate::cpu::tile_cursor::TileCursor;
 #[cfg(target_arch = "x86_64")]
@@ -77,7 +78,7 @@ pub(crate) struct Bf16Keys {
     factors: Vec<u16>,
     /// The share of a score that comes from the minima, by row.
     bases: Vec<f32>,
-    zeros: Vec<u8>,
+    zeros: ScratchVec<u8>,
 }
 
 impl Bf16Keys {
@@ -97,7 +98,7 @@ impl Bf16Keys {
             queries: queries.to_vec(),
             folded: None,
             bases: vec![0.0; rows],
-            zeros: Vec::new(),
+            zeros: ScratchVec::default(),
         })
     }
 
@@ -152,8 +153,8 @@ pub(crate) struct Bf16Values {
     levels: Bf16Levels,
     dim: usize,
     /// `[minima and steps, groups of channels, tokens]` of a span as f16.
-    turned: Vec<u8>,
-    zeros: Vec<u8>,
+    turned: ScratchVec<u8>,
+    zeros: ScratchVec<u8>,
     /// Weights times steps of one group, `[rows, tokens]`, swapped likewise.
     factors: Vec<u16>,
     bases: MinimaSums<LANES>,
@@ -167,8 +168,8 @@ impl Bf16Values {
         Some(Self {
             groups,
             dim,
-            turned: Vec::new(),
-            zeros: Vec::new(),
+            turned: ScratchVec::default(),
+            zeros: ScratchVec::default(),
             factors: vec![0; ROWS * SPAN],
             levels,
             bases: MinimaSums::new(rows, dim, of),

@@ -23,6 +23,7 @@ pub(super) mod values;
 use crate::cpu::int_dot::{CodeLookup, ROWS, TileCodes, key_dots};
 use crate::cpu::int_operands::{self, FoldScales, IntOperands, RoundedRow, ScaledRows};
 use crate::cpu::loss::{alike_factor, rounding_loss};
+use crate::cpu::scratch::ScratchVec;
 use crate::cpu::simd::{KernelConfig, Simd};
 use crate::cpu::span_scores::{SPAN, SpanScores, TILE};
 use crate::cpu::tile_cursor::TileCursor;
@@ -60,22 +61,22 @@ pub(crate) struct UniformKeys {
     groups: UniformGroups,
     lookup: CodeLookup,
     dim: usize,
-    queries: Vec<f32>,
+    queries: ScratchVec<f32>,
     /// Address and row of the scales that queries are folded with: tiles of one group share them.
     folded: Option<(usize, usize)>,
     /// Zeros of f16, one for each channel, for scales without minima.
-    zeros: Vec<u8>,
+    zeros: ScratchVec<u8>,
     parts: IntOperands,
     /// The queries, cut as they are, where one pair is every channel's; a base is that of a minimum
     /// of 1.
-    whole: Vec<RoundedRow>,
-    units: Vec<f32>,
+    whole: ScratchVec<RoundedRow>,
+    units: ScratchVec<f32>,
     /// The share of a score that comes from the minima, by row.
-    bases: Vec<f32>,
+    bases: ScratchVec<f32>,
     /// See [`alike_factor`]; by row, of queries times the first steps.
-    alike_factors: Vec<f32>,
+    alike_factors: ScratchVec<f32>,
     /// The largest units so far, by row.
-    largest_units: Vec<f32>,
+    largest_units: ScratchVec<f32>,
 }
 
 /// Whether there is a kernel for keys of the side.
@@ -91,7 +92,7 @@ impl UniformKeys {
     /// Takes folded queries `[rows, dim]`; `None` when one is not finite.
     pub(crate) fn new(config: KernelConfig, side: &HeadCodec, queries: &[f32]) -> Option<Self> {
         let groups = side.uniform_groups()?;
-        let dim = side.dim();
+        let (dim, rows) = (side.dim(), queries.len() / side.dim());
         if !queries.iter().all(|q| q.is_finite()) {
             return None;
         }
@@ -99,20 +100,20 @@ impl UniformKeys {
             groups,
             lookup: code_lookup(groups),
             dim,
-            queries: queries.to_vec(),
+            queries: ScratchVec::collect_values(queries.iter().copied()),
             folded: None,
-            zeros: Vec::new(),
+            zeros: ScratchVec::default(),
             // Queries are cut as they are where a page has one pair.
             parts: match groups.axis {
                 GroupAxis::Block => IntOperands::of_queries(config),
                 GroupAxis::Channel | GroupAxis::Token => IntOperands::of_scaled_queries(config),
             }
             .multiplied_with(largest_code(groups)),
-            whole: Vec::new(),
-            units: Vec::new(),
-            bases: Vec::new(),
-            alike_factors: Vec::new(),
-            largest_units: vec![0.0; queries.len() / dim],
+            whole: ScratchVec::default(),
+            units: ScratchVec::with_room(rows),
+            bases: ScratchVec::with_room(rows),
+            alike_factors: ScratchVec::with_room(rows),
+            largest_units: ScratchVec::repeat_value(0.0, rows),
         })
     }
 
@@ -176,11 +177,12 @@ impl UniformKeys {
             }
         }
         if self.alike_factors.is_empty() {
-            let mut steps = vec![0f32; self.dim];
+            let mut steps = ScratchVec::repeat_value(0f32, self.dim);
             DType::F16.widen_values(scales.steps, &mut steps);
             let rows = self.queries.chunks_exact(self.dim).zip(&self.units);
             self.alike_factors.extend(rows.map(|(query, unit)| {
-                let folded: Vec<f32> = query.iter().zip(&steps).map(|(q, s)| q * s).collect();
+                let folded = query.iter().zip(&steps).map(|(q, s)| q * s);
+                let folded = ScratchVec::collect_values(folded);
                 alike_factor(simd, &folded, *unit)
             }));
         }
@@ -195,7 +197,7 @@ impl UniformKeys {
                     (query.iter().fold(0f32, |m, q| m.max(q.abs())), sum_lanes(query));
                 let pushed = self.parts.push(simd, query, largest, Some(total));
                 self.alike_factors.push(alike_factor(simd, query, pushed.unit));
-                self.whole.push(RoundedRow { base: total, ..pushed });
+                self.whole.push_value(RoundedRow { base: total, ..pushed });
             }
         }
         let mut values = [0f32; 2];
@@ -257,11 +259,11 @@ pub(super) fn code_lookup(groups: UniformGroups) -> CodeLookup {
 pub(super) fn steps_and_minima<'a>(
     bytes: &'a [u8],
     n: usize,
-    zeros: &'a mut Vec<u8>,
+    zeros: &'a mut ScratchVec<u8>,
 ) -> FoldScales<'a> {
     let (minima, steps) = bytes.split_at(bytes.len() - n * SCALE_BYTES);
     if minima.is_empty() {
-        zeros.resize(steps.len(), 0);
+        zeros.resize_with_room(steps.len(), 0);
         return FoldScales { steps, minima: zeros };
     }
     FoldScales { steps, minima }
@@ -272,13 +274,13 @@ pub(super) fn transpose_scales(
     groups: UniformGroups,
     dim: usize,
     cursor: TileCursor<'_>,
-    out: &mut Vec<u8>,
+    out: &mut ScratchVec<u8>,
 ) {
     let (first, tokens) = (cursor.in_page * TILE, cursor.count * TILE);
     let pairs = dim.div_ceil(channels_per_pair(groups, dim));
     let columns = if groups.mode == UniformMode::Asym { 2 * pairs } else { pairs };
     let bytes = &cursor.page.scales[first * columns * 2..][..tokens * columns * 2];
-    out.resize(bytes.len(), 0);
+    out.resize_with_room(bytes.len(), 0);
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     if columns.is_multiple_of(8) {
         return int_operands::simd_fold::transpose_words(bytes, columns, out);

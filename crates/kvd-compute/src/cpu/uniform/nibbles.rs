@@ -10,6 +10,7 @@
 use crate::cpu::int_dot::{TileCodes, VECTOR_ROWS as ROWS};
 use crate::cpu::int_operands::FoldScales;
 use crate::cpu::prefetch::PrefetchBytes;
+use crate::cpu::scratch::ScratchVec;
 use crate::cpu::span_scores::{SPAN, SpanScores, TILE};
 use crate::cpu::tile_cursor::TileCursor;
 use crate::cpu::uniform::minima::{MinimaSums, WeightedTokens};
@@ -175,7 +176,7 @@ pub(crate) struct NibbleKeys {
     blocks: Vec<QueryBlock>,
     /// Address and row of the scales that queries are folded with.
     folded: Option<(usize, usize)>,
-    zeros: Vec<u8>,
+    zeros: ScratchVec<u8>,
 }
 
 /// Queries as [`NibbleKeys`] hand them to their kernel.
@@ -216,7 +217,7 @@ impl NibbleKeys {
         let middle = twice_middle(groups)?;
         let blocks = queries.chunks(ROWS * dim).map(|queries| QueryBlock::new(queries, dim));
         let blocks = blocks.collect();
-        Some(Self { groups, middle, dim, blocks, folded: None, zeros: Vec::new() })
+        Some(Self { groups, middle, dim, blocks, folded: None, zeros: ScratchVec::default() })
     }
 
     /// Scores all rows against a few tiles.
@@ -279,8 +280,8 @@ pub(crate) struct NibbleValues {
     middle: u8,
     dim: usize,
     /// `[minima and steps, groups of channels, tokens]` of a span as f16.
-    turned: Vec<u8>,
-    zeros: Vec<u8>,
+    turned: ScratchVec<u8>,
+    zeros: ScratchVec<u8>,
     scratch: Box<WeightScratch>,
     bases: MinimaSums<LANES>,
 }
@@ -293,8 +294,8 @@ impl NibbleValues {
             middle: twice_middle(groups)?,
             groups,
             dim,
-            turned: Vec::new(),
-            zeros: Vec::new(),
+            turned: ScratchVec::default(),
+            zeros: ScratchVec::default(),
             scratch: Box::new(WeightScratch {
                 scaled: [0.0; ROWS * SPAN],
                 factors: [0; ROWS * SPAN],

@@ -9,6 +9,7 @@ use crate::cpu::int_operands::{FoldScales, IntOperands, RoundedRow};
 use crate::cpu::loss::{RoundingLoss, largest_of};
 use crate::cpu::prefetch::PrefetchBytes;
 use crate::cpu::row_block::StridedRows;
+use crate::cpu::scratch::ScratchVec;
 use crate::cpu::simd::{KernelConfig, Simd, per_level};
 use crate::cpu::span_scores::{SpanScores, TILE};
 use crate::cpu::tile_cursor::TileCursor;
@@ -34,8 +35,8 @@ const ONES: [u8; 2 * TILE] = {
 /// Minima and steps of some groups.
 #[derive(Default)]
 struct ValueScales {
-    minima: Vec<f32>,
-    steps: Vec<f32>,
+    minima: ScratchVec<f32>,
+    steps: ScratchVec<f32>,
     /// Modes and signs, where groups choose.
     hybrid: hybrid::HybridScales,
     /// Address and row of what is loaded, so that tiles of one group load it once.
@@ -58,8 +59,8 @@ impl ValueScales {
             return false;
         }
         self.loaded = key;
-        self.minima.resize(pairs, 0.0);
-        self.steps.resize(pairs, 0.0);
+        self.minima.resize_with_room(pairs, 0.0);
+        self.steps.resize_with_room(pairs, 0.0);
         let pair_bytes = match groups.mode {
             UniformMode::Asym => PAIR_BYTES,
             UniformMode::Sym => PAIR_BYTES / 2,
@@ -89,22 +90,22 @@ pub(crate) struct UniformValues {
     scales: ValueScales,
     parts: IntOperands,
     /// `[minima and steps, groups of channels, tokens]` of a span as f16, for groups by token.
-    turned: Vec<u8>,
+    turned: ScratchVec<u8>,
     /// Zeros of f16, one for each token of a span, for scales without minima.
-    zeros: Vec<u8>,
+    zeros: ScratchVec<u8>,
     /// Sums that belong to all channels of a group, `[rows, groups of channels]`: minima of tokens,
     /// and rounding residuals.
-    bases: Vec<f32>,
+    bases: ScratchVec<f32>,
     /// Tiles since they were added.
     unsettled: usize,
     /// Codes with their signs.
-    signed: Vec<u8>,
+    signed: ScratchVec<u8>,
     /// See [`UniformValues::largest_value`].
     magnitude: f32,
     /// Signed sums of the rounding residuals of weights without steps, by row.
-    lost: Vec<f32>,
+    lost: ScratchVec<f32>,
     /// For rounding of weights times steps, `[rows, groups of channels]`.
-    folded: Vec<RoundingLoss>,
+    folded: ScratchVec<RoundingLoss>,
 }
 
 /// Whether there is a kernel for the side.
@@ -136,16 +137,16 @@ impl UniformValues {
             dim,
             scales: ValueScales::default(),
             parts: IntOperands::of_weights(config),
-            turned: Vec::new(),
-            zeros: Vec::new(),
-            bases: vec![0.0; rows * pairs],
+            turned: ScratchVec::default(),
+            zeros: ScratchVec::default(),
+            bases: ScratchVec::repeat_value(0.0, rows * pairs),
             unsettled: 0,
-            signed: Vec::new(),
+            signed: ScratchVec::default(),
             magnitude: 0.0,
-            lost: vec![0.0; rows],
+            lost: ScratchVec::repeat_value(0.0, rows),
             folded: match groups.axis {
-                GroupAxis::Token => vec![RoundingLoss::default(); rows * pairs],
-                GroupAxis::Channel | GroupAxis::Block => Vec::new(),
+                GroupAxis::Token => ScratchVec::repeat_value(RoundingLoss::default(), rows * pairs),
+                GroupAxis::Channel | GroupAxis::Block => ScratchVec::default(),
             },
         })
     }
@@ -201,8 +202,8 @@ impl UniformValues {
             let row = scale_row(self.groups, cursor.in_page + index);
             if self.scales.load_scales(simd, &cursor.page, self.groups, row, pairs, self.dim) {
                 let steps = match self.groups.mode {
-                    UniformMode::Hybrid => &self.scales.hybrid.steps,
-                    UniformMode::Asym | UniformMode::Sym => &self.scales.steps,
+                    UniformMode::Hybrid => &self.scales.hybrid.steps[..],
+                    UniformMode::Asym | UniformMode::Sym => &self.scales.steps[..],
                 };
                 self.magnitude =
                     self.magnitude.max(largest_of(simd, steps) * code_reach(self.groups));
@@ -220,7 +221,7 @@ impl UniformValues {
             let mut signed = std::mem::take(&mut self.signed);
             if hybrid {
                 let signs = self.sign_words(quads);
-                signed.resize(TILE * self.dim, 0);
+                signed.resize_with_room(TILE * self.dim, 0);
                 hybrid::unpack_signed(simd, codes, signs, &mut signed);
                 codes = TileCodes { bytes: &signed, width: 8, ..codes };
             }
@@ -331,8 +332,8 @@ impl UniformValues {
         let sums = &mut sums[rows.start * self.dim..rows.end * self.dim];
         let ValueScales { minima, steps, hybrid, .. } = &self.scales;
         let (minima, steps, centres) = match self.groups.mode {
-            UniformMode::Hybrid => (&hybrid.zeros, &hybrid.steps, &hybrid.centres),
-            UniformMode::Asym | UniformMode::Sym => (minima, steps, steps),
+            UniformMode::Hybrid => (&hybrid.zeros[..], &hybrid.steps[..], &hybrid.centres[..]),
+            UniformMode::Asym | UniformMode::Sym => (&minima[..], &steps[..], &steps[..]),
         };
         for (index, row) in rows.clone().enumerate() {
             let (weights, most) = weights.tile_weights(row, tile..tile + 1);
@@ -342,15 +343,15 @@ impl UniformValues {
             self.lost[row] += pushed.lost;
             let lost = middle_code(self.groups) * pushed.lost;
             let sums = &mut sums[index * self.dim..][..self.dim];
-            match (&minima[..], &steps[..]) {
+            match (minima, steps) {
                 ([minimum], [step]) => self.bases[row] += weight * minimum + lost * step,
                 _ => add_bases(simd, sums, minima, centres, [weight, lost]),
             }
-            if let [step] = steps[..] {
+            if let [step] = steps {
                 units[index] *= step;
             }
         }
-        let factors = if steps.len() == 1 { &[] } else { &steps[..] };
+        let factors = if steps.len() == 1 { &[] } else { steps };
         let target = SumTarget { units: &units[..rows.len()], factors, first: 0, count: self.dim };
         value_dots(simd, codes, &self.lookup, self.parts.rows_from(0), target, sums);
     }

@@ -44,7 +44,7 @@ async fn queries_of_the_same_range_are_planned_once() {
         bench.service.resolve_reads(&call(), &model, &batch).unwrap();
     assert_eq!(bench.service.check_work(&batch, &reads, 16).unwrap(), 10 + 3 + 1);
     let queries = plan_queries(&batch, &reads, &pins);
-    assert_eq!((pins.len(), query_errors.len()), (3, 0));
+    assert_eq!((pins.read_count(), query_errors.len()), (3, 0));
     assert!(Arc::ptr_eq(&queries[0].parts, &queries[3].parts));
     assert_eq!(queries.iter().map(|query| query.tokens()).collect::<Vec<_>>(), [160, 40, 4, 160]);
     let reply = bench.service.attend_batch(&call(), batch).await.unwrap();

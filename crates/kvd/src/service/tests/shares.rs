@@ -3,7 +3,7 @@
 use super::bench::{Bench, call, chunk, stranger};
 use crate::service::{AttendReply, CallContext, ServiceError};
 use bytes::Bytes;
-use kvd_core::{DType, ErrorCode, LayerIndex, ModelId, SequenceId};
+use kvd_core::{DType, ErrorCode, LayerIndex, ModelId, Namespace, SequenceId};
 use kvd_proto::domain::{AttendBatch, AttendQuery};
 use std::time::{Duration, Instant};
 use tokio::task::JoinHandle;
@@ -174,4 +174,29 @@ async fn calls_of_one_client_refuse_no_other() {
         }
     }
     assert_eq!(refused, 44 + 20);
+}
+
+#[tokio::test]
+async fn a_namespace_with_many_connections_leaves_others_a_quarter_of_the_bytes() {
+    let bench = Bench::new(
+        1 << 20,
+        &[
+            ("server.message_bytes_max", "16 KiB"),
+            ("limits.calibration_bytes_max", "16 KiB"),
+            ("limits.attend_parts_max", "64"),
+            ("limits.inflight_bytes_max", "160 KiB"),
+        ],
+    );
+    let of = |name: &str| CallContext { namespace: Namespace::new(name).unwrap(), ..stranger() };
+    let take = |name: &str, bytes| bench.service.take_bytes(&of(name), bytes);
+    let held: Vec<_> = (0..6).map(|_| take("flooder", 20 << 10).unwrap()).collect();
+    let refused = take("flooder", 1 << 10).unwrap_err();
+    assert_eq!(refused.code(), ErrorCode::QueueFull);
+    assert!(refused.to_string().contains("limits.namespace_bytes_max = 122880"), "{refused}");
+    let others = [take("victim", 20 << 10).unwrap(), take("victim", 20 << 10).unwrap()];
+    let refused = take("victim", 1 << 10).unwrap_err();
+    assert!(refused.to_string().contains("limits.inflight_bytes_max"), "{refused}");
+    drop((held, others));
+    drop(take("flooder", 120 << 10).unwrap());
+    assert_eq!(bench.service.inflight_bytes(), 0);
 }
