@@ -113,11 +113,11 @@ mod tests {
         assert!(read_parent(&metadata).is_none());
         let id = "4bf92f3577b34da6a3ce929d0e0e4736";
         for (text, is_parent) in [
-            (format!("00-{id}-00f067aa0ba902b7-01"), true),
-            (format!("00-{id}-00f067aa0ba902b7-00"), true),
-            (format!("ff-{id}-00f067aa0ba902b7-01"), false),
-            (format!("00-{}-00f067aa0ba902b7-01", "0".repeat(32)), false),
-            (format!("00-{id}-00f067aa0ba902b7"), false),
+            (format!("00-{id}-00f067aa01a902b7-01"), true),
+            (format!("00-{id}-00f067aa01a902b7-00"), true),
+            (format!("ff-{id}-00f067aa01a902b7-01"), false),
+            (format!("00-{}-00f067aa01a902b7-01", "0".repeat(32)), false),
+            (format!("00-{id}-00f067aa01a902b7"), false),
             ("4".repeat(8000), false),
             (String::new(), false),
         ] {

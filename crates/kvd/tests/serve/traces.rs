@@ -16,7 +16,7 @@ use tonic::transport::{Channel, Server};
 use tonic::{Request, Response, Status};
 
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
-const CALLER: &str = "00f067aa0ba902b7";
+const CALLER: &str = "00f067aa01a902b7";
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A collector: it hands on what it is sent.
