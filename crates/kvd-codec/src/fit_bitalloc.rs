@@ -7,7 +7,7 @@ use crate::fit_grid::{GridHead, HeadSamples, layer_heads};
 use crate::quantizer::bit_levels::{BitLevels, LEVELS, WIDTH_MAX, levels_at};
 use crate::{CalibrationError, Transform, levels, lloyd};
 use half::f16;
-use kvd_core::{Geometry, Side};
+use kvd_core::Side;
 use std::collections::BinaryHeap;
 
 /// Coefficients of a layer that levels are trained on.
@@ -51,32 +51,36 @@ impl QuantizerFit for BitAllocFit<'_> {
         self: Box<Self>,
         fitted: &mut SideCalibration,
     ) -> Result<(), CalibrationError> {
-        let FitTarget { geometry, side, transforms, .. } = self.target;
-        // Its rows can take any order.
-        let permute = transforms.last().is_some_and(Transform::is_matrix);
-        let budget = BitBudget { bits: self.bits, permute };
-        let allocated = fit_bits(geometry, side, budget, &self.heads)?;
-        permute_rows(&mut fitted.matrix, geometry.head_dim(side), &allocated.orders);
+        let dim = self.target.geometry.head_dim(self.target.side);
+        let mut sides = [BitAllocSide::new(self.target, &self.heads)];
+        let budget_bits = sides[0].budget_bits(self.bits);
+        fit_widths(&mut sides, budget_bits);
+        let [side] = sides;
+        let allocated = side.into_tensors()?;
+        allocated.permute_rows(&mut fitted.matrix, dim);
         fitted.bitalloc = Some(allocated.tensors);
         Ok(())
     }
 }
 
-/// Brings the rows of every head's matrix into its order; without matrices there is nothing to do.
-fn permute_rows(matrices: &mut [f16], dim: usize, orders: &[Vec<usize>]) {
-    for (matrix, order) in matrices.chunks_exact_mut(dim * dim).zip(orders) {
-        let rows = matrix.to_vec();
-        for (row, from) in matrix.chunks_exact_mut(dim).zip(order) {
-            row.copy_from_slice(&rows[from * dim..][..dim]);
-        }
-    }
-}
-
 /// The result of a fit: the tensors, and per head the order of its coefficients.
-struct FittedBits {
-    tensors: BitAllocTensors,
+pub(crate) struct FittedBits {
+    pub(crate) tensors: BitAllocTensors,
     /// Per head, the coefficient of the samples that becomes coefficient `i`.
     orders: Vec<Vec<usize>>,
+}
+
+impl FittedBits {
+    /// Brings the rows of every head's matrix into its order; without matrices there is nothing to
+    /// do.
+    pub(crate) fn permute_rows(&self, matrices: &mut [f16], dim: usize) {
+        for (matrix, order) in matrices.chunks_exact_mut(dim * dim).zip(&self.orders) {
+            let rows = matrix.to_vec();
+            for (row, from) in matrix.chunks_exact_mut(dim).zip(order) {
+                row.copy_from_slice(&rows[from * dim..][..dim]);
+            }
+        }
+    }
 }
 
 /// A layer's levels and their error of a unit variance, by width.
@@ -85,66 +89,130 @@ struct LayerLevels {
     distortions: [f64; WIDTH_MAX + 1],
 }
 
-/// The bits that a side may spend.
-#[derive(Clone, Copy)]
-struct BitBudget {
-    /// Bits per coefficient.
-    bits: f32,
+/// A side whose widths are to be found.
+pub(crate) struct BitAllocSide<'a> {
+    side: Side,
+    kv_heads: usize,
+    dim: usize,
     /// Whether the fit may order a head's coefficients by spread.
     permute: bool,
+    /// Those of layer 0, then those of layer 1 and so on.
+    heads: Vec<HeadSamples<'a>>,
+    spreads: Vec<Vec<f64>>,
+    levels: Vec<LayerLevels>,
+    widths: Vec<Vec<u8>>,
 }
 
-/// Allocates `bits` bits per coefficient over all heads of a side. `heads` are those of layer 0,
-/// then those of layer 1 and so on; where `permute`, a head's widest coefficients come first.
-fn fit_bits(
-    geometry: &Geometry,
-    side: Side,
-    budget: BitBudget,
-    heads: &[GridHead],
-) -> Result<FittedBits, CalibrationError> {
-    let BitBudget { bits, permute } = budget;
-    let (dim, kv_heads) = (geometry.head_dim(side), geometry.kv_heads as usize);
-    let heads: Vec<HeadSamples<'_>> =
-        heads.chunks(kv_heads).flat_map(|layer| layer_heads(layer, dim)).collect();
-    let spreads: Vec<Vec<f64>> = heads.iter().map(usable_spreads).collect();
-    let mut levels: Vec<LayerLevels> = heads
-        .chunks(kv_heads)
-        .zip(spreads.chunks(kv_heads))
-        .map(|(heads, spreads)| train_levels(heads, spreads, None))
-        .collect();
-    let mut widths = Vec::new();
-    for _ in 0..ROUNDS {
-        widths = allocate_widths(&heads, &spreads, &levels, BitBudget { bits, permute });
-        let layers = heads.chunks(kv_heads).zip(spreads.chunks(kv_heads));
-        let layers = layers.zip(widths.chunks(kv_heads)).zip(&mut levels);
+impl<'a> BitAllocSide<'a> {
+    /// Where the last transform is a matrix, a head's widest coefficients come first.
+    pub(crate) fn new(target: FitTarget<'_>, heads: &'a [GridHead]) -> Self {
+        let FitTarget { geometry, side, transforms, .. } = target;
+        let (dim, kv_heads) = (geometry.head_dim(side), geometry.kv_heads as usize);
+        // Its rows can take any order.
+        let permute = transforms.last().is_some_and(Transform::is_matrix);
+        let heads: Vec<HeadSamples<'_>> =
+            heads.chunks(kv_heads).flat_map(|layer| layer_heads(layer, dim)).collect();
+        let spreads: Vec<Vec<f64>> = heads.iter().map(usable_spreads).collect();
+        let levels = heads
+            .chunks(kv_heads)
+            .zip(spreads.chunks(kv_heads))
+            .map(|(heads, spreads)| train_levels(heads, spreads, None))
+            .collect();
+        let widths = vec![vec![0; dim]; heads.len()];
+        Self { side, kv_heads, dim, permute, heads, spreads, levels, widths }
+    }
+
+    /// Bits of a row of every head at so many bits per coefficient.
+    pub(crate) fn budget_bits(&self, bits: f32) -> f64 {
+        f64::from(bits) * (self.dim * self.heads.len()) as f64
+    }
+
+    /// Heads over all layers.
+    pub(crate) fn head_count(&self) -> usize {
+        self.heads.len()
+    }
+
+    /// By head: by how much it may err, in relation to other heads.
+    pub(crate) fn weights(&self) -> impl Iterator<Item = f64> {
+        self.heads.iter().map(|head| head.weight)
+    }
+
+    /// Lets each head err by so many times as much as the fit of an even split does.
+    pub(crate) fn scale_weights(&mut self, factors: &[f64]) {
+        for (head, factor) in self.heads.iter_mut().zip(factors) {
+            head.weight *= factor;
+        }
+    }
+
+    /// By head: the mean squared error of a row under some tensors of this side, in squares of the
+    /// head's weight. Widths of a layer err on all its coefficients alike.
+    pub(crate) fn unit_errors(&self, tensors: &BitAllocTensors) -> Vec<f64> {
+        let layers = self.heads.chunks(self.kv_heads).zip(self.spreads.chunks(self.kv_heads));
+        let distortions: Vec<_> = layers
+            .zip(tensors.levels.chunks_exact(LEVELS))
+            .map(|((heads, spreads), levels)| {
+                let points = sample_points(heads, spreads, |_, _| true);
+                width_distortions(&points, levels)
+            })
+            .collect();
+        let rows = tensors.widths.chunks_exact(self.dim).zip(tensors.scales.chunks_exact(self.dim));
+        let heads = self.heads.iter().zip(rows).enumerate();
+        let error = |(index, (head, (widths, scales))): (usize, (&HeadSamples<'_>, _))| {
+            let (widths, scales): (&[u8], &[f32]) = (widths, scales);
+            let distortions: &[f64; WIDTH_MAX + 1] = &distortions[index / self.kv_heads];
+            let squares = widths.iter().zip(scales).map(|(width, scale)| {
+                (f64::from(*scale) / head.weight).powi(2) * distortions[usize::from(*width)]
+            });
+            squares.sum()
+        };
+        heads.map(error).collect()
+    }
+
+    /// Levels of every layer for the widths that its coefficients have now.
+    fn train_widths(&mut self) {
+        let layers = self.heads.chunks(self.kv_heads).zip(self.spreads.chunks(self.kv_heads));
+        let layers = layers.zip(self.widths.chunks(self.kv_heads)).zip(&mut self.levels);
         for (((heads, spreads), widths), levels) in layers {
             *levels = train_levels(heads, spreads, Some((widths, &*levels)));
         }
     }
-    let mut tensors = BitAllocTensors::default();
-    let mut orders = Vec::new();
-    for (index, widths) in widths.iter().enumerate() {
-        let mut order: Vec<usize> = (0..dim).collect();
-        if permute {
-            order.sort_by_key(|i| std::cmp::Reverse(widths[*i]));
+
+    /// The tensors, if every scale and bound can be used.
+    pub(crate) fn into_tensors(self) -> Result<FittedBits, CalibrationError> {
+        let mut tensors = BitAllocTensors::default();
+        let mut orders = Vec::new();
+        for (index, widths) in self.widths.iter().enumerate() {
+            let mut order: Vec<usize> = (0..self.dim).collect();
+            if self.permute {
+                order.sort_by_key(|i| std::cmp::Reverse(widths[*i]));
+            }
+            tensors.widths.extend(order.iter().map(|i| widths[*i]));
+            tensors.scales.extend(order.iter().map(|i| self.spreads[index][*i] as f32));
+            orders.push(order);
         }
-        tensors.widths.extend(order.iter().map(|i| widths[*i]));
-        tensors.scales.extend(order.iter().map(|i| spreads[index][*i] as f32));
-        orders.push(order);
-    }
-    for layer in &levels {
-        tensors.levels.extend(layer.values.iter().map(|x| f16::from_f32(*x)));
-    }
-    let bound = outlier_bound(&heads, &spreads, &widths, &levels);
-    tensors.bounds = heads.iter().map(|head| (bound * head.weight) as f32).collect();
-    let usable = |x: &f32| x.is_normal() && *x > 0.0 && x.recip().is_normal();
-    let dims = tensors.scales.chunks(dim).zip(&tensors.bounds);
-    match dims.into_iter().position(|(s, b)| !s.iter().chain([b]).all(usable)) {
-        None => Ok(FittedBits { tensors, orders }),
-        Some(index) => {
-            let (layer, head) = ((index / kv_heads) as u32, index % kv_heads);
-            Err(CalibrationError::OutOfRange { layer, side, head })
+        for layer in &self.levels {
+            tensors.levels.extend(layer.values.iter().map(|x| f16::from_f32(*x)));
         }
+        let bound = outlier_bound(&self.heads, &self.spreads, &self.widths, &self.levels);
+        tensors.bounds = self.heads.iter().map(|head| (bound * head.weight) as f32).collect();
+        let usable = |x: &f32| x.is_normal() && *x > 0.0 && x.recip().is_normal();
+        let dims = tensors.scales.chunks(self.dim).zip(&tensors.bounds);
+        match dims.into_iter().position(|(s, b)| !s.iter().chain([b]).all(usable)) {
+            None => Ok(FittedBits { tensors, orders }),
+            Some(index) => {
+                let (layer, head) = ((index / self.kv_heads) as u32, index % self.kv_heads);
+                Err(CalibrationError::OutOfRange { layer, side: self.side, head })
+            }
+        }
+    }
+}
+
+/// Shares so many bits of a row of every head among the coefficients of some sides, and trains
+/// their levels.
+pub(crate) fn fit_widths(sides: &mut [BitAllocSide<'_>], budget_bits: f64) {
+    for _ in 0..ROUNDS {
+        allocate_widths(sides, budget_bits as usize);
+        sides.iter_mut().for_each(BitAllocSide::train_widths);
     }
 }
 
@@ -184,6 +252,17 @@ fn train_levels(
     LayerLevels { values, distortions }
 }
 
+/// The error of points under the levels of each width.
+fn width_distortions(points: &[f32], levels: &[f16]) -> [f64; WIDTH_MAX + 1] {
+    let mut distortions = [1.0; WIDTH_MAX + 1];
+    for (width, distortion) in distortions.iter_mut().enumerate().skip(1) {
+        let levels = &levels[levels_at(width)..][..1 << width];
+        let levels: Vec<f32> = levels.iter().map(|level| level.to_f32()).collect();
+        *distortion = lloyd::mean_squared_error(points, &levels);
+    }
+    distortions
+}
+
 /// At most [`POINTS_MAX`] coefficients over their spread, in ascending order.
 fn sample_points(
     heads: &[HeadSamples<'_>],
@@ -207,13 +286,23 @@ fn sample_points(
     points
 }
 
+/// A group of coefficients.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct GroupPlace {
+    /// Index of the side.
+    side: usize,
+    /// Index of the head over all layers.
+    head: usize,
+    /// Index of the group in the head.
+    group: usize,
+}
+
 /// One more bit for each coefficient of a group: how much distortion a bit saves. Ties go to the
 /// lower place.
 #[derive(Clone, Copy, PartialEq)]
 struct BitGain {
     saved: f64,
-    head: usize,
-    group: usize,
+    place: GroupPlace,
 }
 
 impl Eq for BitGain {}
@@ -226,8 +315,7 @@ impl PartialOrd for BitGain {
 
 impl Ord for BitGain {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        let place = |gain: &Self| std::cmp::Reverse((gain.head, gain.group));
-        self.saved.total_cmp(&other.saved).then(place(self).cmp(&place(other)))
+        self.saved.total_cmp(&other.saved).then(other.place.cmp(&self.place))
     }
 }
 
@@ -240,44 +328,45 @@ fn coefficient_groups(spreads: &[f64], permute: bool) -> Vec<Vec<usize>> {
     order.chunks(GROUP).map(<[usize]>::to_vec).collect()
 }
 
-/// Widths by greedy reduction of the distortion, the same for all coefficients of a group.
-fn allocate_widths(
-    heads: &[HeadSamples<'_>],
-    spreads: &[Vec<f64>],
-    levels: &[LayerLevels],
-    budget: BitBudget,
-) -> Vec<Vec<u8>> {
-    let BitBudget { bits, permute } = budget;
-    let dim = spreads[0].len();
-    let kv_heads = heads.len() / levels.len();
-    let groups: Vec<_> =
-        spreads.iter().map(|spreads| coefficient_groups(spreads, permute)).collect();
-    let gain = |head: usize, group: usize, width: usize| {
-        let distortions = &levels[head / kv_heads].distortions;
-        let coefficients = &groups[head][group];
-        let unit = |i: &usize| spreads[head][*i] / heads[head].weight;
+/// Widths by greedy reduction of the distortion, one for all coefficients of a group.
+fn allocate_widths(sides: &mut [BitAllocSide<'_>], budget_bits: usize) {
+    let groups: Vec<Vec<Vec<Vec<usize>>>> = sides
+        .iter()
+        .map(|side| {
+            side.spreads.iter().map(|spreads| coefficient_groups(spreads, side.permute)).collect()
+        })
+        .collect();
+    let gain = |sides: &[BitAllocSide<'_>], place: GroupPlace, width: usize| {
+        let GroupPlace { side, head, group } = place;
+        let (of_side, coefficients) = (&sides[side], &groups[side][head][group]);
+        let distortions = &of_side.levels[head / of_side.kv_heads].distortions;
+        let unit = |i: &usize| of_side.spreads[head][*i] / of_side.heads[head].weight;
         let squares: f64 = coefficients.iter().map(|i| unit(i) * unit(i)).sum();
         let saved = squares * (distortions[width] - distortions[width + 1]);
-        BitGain { saved: saved / coefficients.len() as f64, head, group }
+        BitGain { saved: saved / coefficients.len() as f64, place }
     };
-    let mut widths = vec![vec![0u8; dim]; heads.len()];
-    let mut budget = (f64::from(bits) * (dim * heads.len()) as f64) as usize;
-    let all = groups.iter().enumerate();
-    let all = all.flat_map(|(head, groups)| (0..groups.len()).map(move |group| (head, group)));
-    let mut heap: BinaryHeap<BitGain> = all.map(|(head, group)| gain(head, group, 0)).collect();
-    while let Some(BitGain { head, group, .. }) = heap.pop() {
-        let coefficients = &groups[head][group];
+    let mut heap = BinaryHeap::new();
+    for (side, heads) in groups.iter().enumerate() {
+        for (head, groups) in heads.iter().enumerate() {
+            sides[side].widths[head].fill(0);
+            let places = (0..groups.len()).map(|group| GroupPlace { side, head, group });
+            heap.extend(places.map(|place| gain(sides, place, 0)));
+        }
+    }
+    let mut budget = budget_bits;
+    while let Some(BitGain { place, .. }) = heap.pop() {
+        let coefficients = &groups[place.side][place.head][place.group];
         if coefficients.len() > budget {
             continue;
         }
         budget -= coefficients.len();
-        coefficients.iter().for_each(|i| widths[head][*i] += 1);
-        let width = usize::from(widths[head][coefficients[0]]);
+        let widths = &mut sides[place.side].widths[place.head];
+        coefficients.iter().for_each(|i| widths[*i] += 1);
+        let width = usize::from(widths[coefficients[0]]);
         if width < WIDTH_MAX {
-            heap.push(gain(head, group, width));
+            heap.push(gain(sides, place, width));
         }
     }
-    widths
 }
 
 /// The error that at most [`OUTLIERS`] of the samples' coefficients exceed, in units of a head's

@@ -24,6 +24,11 @@ fn spec() -> CodecSpec {
     resolve_spec("kvd-2").unwrap()
 }
 
+/// Codecs whose bits can be shared, of each quantizer.
+fn shared_specs() -> [CodecSpec; 2] {
+    ["kvd-2", "kvd-2-fast"].map(|name| resolve_spec(name).unwrap())
+}
+
 /// Changes the rows of a layer, side and head.
 type ChangeRows<'a> = &'a dyn Fn(u32, Side, usize, &mut Vec<f32>);
 
@@ -125,12 +130,58 @@ fn tensor(calibration: &Calibration, kind: &str) -> Vec<f32> {
 
 #[test]
 fn the_even_split_is_that_of_a_fit() {
-    let (geometry, spec) = (geometry(2), spec());
+    let geometry = geometry(2);
     let samples = samples(&geometry, |_, _, _, _| ());
-    let even = open(&samples, &spec).codec().split_evenly(&spec).unwrap();
-    let fitted = fit_calibration(&geometry, &spec, &samples, 7, &mut |_| {}).unwrap();
-    assert!(even.to_bytes() == fitted.to_bytes());
-    assert!(tensor(&even, "split").is_empty());
+    for spec in shared_specs() {
+        let even = open(&samples, &spec).codec().split_evenly(&spec).unwrap();
+        let fitted = fit_calibration(&geometry, &spec, &samples, 7, &mut |_| {}).unwrap();
+        assert!(even.to_bytes() == fitted.to_bytes(), "{spec}");
+        assert!(tensor(&even, "split").is_empty());
+    }
+}
+
+/// Bits of a row of each head of keys, then of values.
+fn head_bits(calibration: &Calibration) -> Vec<u32> {
+    let bytes = calibration.to_bytes();
+    let tensors = SafeTensors::deserialize(&bytes).unwrap();
+    let widths = |part: usize| tensors.tensor(&format!("{part}.width")).unwrap().data().to_vec();
+    let widths = [widths(0), widths(1)].concat();
+    widths.chunks(DIM).map(|head| head.iter().map(|width| u32::from(*width)).sum()).collect()
+}
+
+#[test]
+fn a_head_of_sixty_four_times_the_cost_gets_three_bits_more() {
+    let geometry = geometry(1);
+    let spec = resolve_spec("kvd-2-fast").unwrap();
+    let samples = samples(&geometry, |_, _, _, _| ());
+    let open = open(&samples, &spec);
+    let open = open.codec();
+    let even = open.split_evenly(&spec).unwrap();
+    let own = |of: &Calibration| head_bits(of);
+    let equal = costs(&geometry, |_, _, _| 1.0);
+    let before = open.split_by_costs(&spec, &even, &equal, 1.0).unwrap();
+    let uneven = costs(&geometry, |_, side, head| match (side, head) {
+        (Side::Key, 0) => 64.0,
+        _ => 1.0,
+    });
+    let after = open.split_by_costs(&spec, &even, &uneven, 1.0).unwrap();
+    let [even_bits, before_bits, after_bits] = [&even, &before, &after].map(own);
+    let all = |bits: &[u32]| bits.iter().sum::<u32>();
+    assert!(
+        all(&before_bits) <= all(&even_bits) && all(&after_bits) <= all(&even_bits),
+        "{before_bits:?} {after_bits:?}"
+    );
+    // Each coefficient of a head of one group has the head's width.
+    let more = (after_bits[0] - before_bits[0]) / DIM as u32;
+    assert!((1..=3).contains(&more), "{even_bits:?} {before_bits:?} {after_bits:?}");
+    assert!(after_bits[1..].iter().zip(&before_bits[1..]).all(|(now, then)| now <= then));
+    let bound = |of: &Calibration| tensor(of, "bound");
+    assert!(bound(&after)[0] < bound(&after)[1], "{:?}", bound(&after));
+    let said = tensor(&after, "split");
+    let moved = even_bits.iter().zip(&after_bits);
+    let moved = moved.map(|(even, now)| ((*even as f32 - *now as f32) / DIM as f32).exp2());
+    assert!(said.iter().zip(moved).all(|(said, moved)| (said / moved - 1.0).abs() < 1e-5));
+    assert_eq!(Calibration::from_bytes(&after.to_bytes()).unwrap(), after);
 }
 
 #[test]
@@ -185,7 +236,10 @@ fn heads_of_a_group_move_together_and_others_stay_in_relation() {
 
 #[test]
 fn rows_that_say_nothing_and_rows_that_say_too_much_keep_the_budget() {
-    let spec = spec();
+    shared_specs().iter().for_each(keeps_budget_of_hostile_rows);
+}
+
+fn keeps_budget_of_hostile_rows(spec: &CodecSpec) {
     let zeros = |_: u32, _: Side, head: usize, rows: &mut Vec<f32>| {
         if head == 1 {
             rows.fill(0.0);
@@ -207,23 +261,24 @@ fn rows_that_say_nothing_and_rows_that_say_too_much_keep_the_budget() {
         for layers in [1, 2] {
             let geometry = geometry(layers);
             let samples = samples(&geometry, change);
-            let open = open(&samples, &spec);
+            let open = open(&samples, spec);
             let open = open.codec();
-            let even = open.split_evenly(&spec).unwrap();
+            let even = open.split_evenly(spec).unwrap();
             let costs = costs(&geometry, |layer, side, head| match (side, head) {
                 (_, 1) if index < 2 => 0.0,
                 _ => f64::from(layer + 1) * if side == Side::Key { 30.0 } else { 1.0 },
             });
-            let split = open.split_by_costs(&spec, &even, &costs, 1.0).unwrap();
+            let split = open.split_by_costs(spec, &even, &costs, 1.0).unwrap();
             // The outlier's own pages hold floats under a finer step, and no other page does.
-            let floats = page_use(&samples, &spec, &split).fallback_pages;
+            let floats = page_use(&samples, spec, &split).fallback_pages;
             let own_pages = if index == 2 { 2 * layers } else { 0 };
             assert!(floats <= own_pages, "{index} {layers}: {floats} pages of floats");
             let coded =
                 if index == 2 { self::samples(&geometry, |_, _, _, _| ()) } else { samples };
-            let [before, after] = [&even, &split].map(|c| page_bits(&coded, &spec, c));
+            let [before, after] = [&even, &split].map(|c| page_bits(&coded, spec, c));
             assert!(after <= before * 1.02 + 0.02, "{index} {layers}: {after} for {before}");
-            assert!(tensor(&split, "step").iter().all(|step| step.is_normal()));
+            let scales = [tensor(&split, "step"), tensor(&split, "bound")].concat();
+            assert!(!scales.is_empty() && scales.iter().all(|scale| scale.is_normal()));
         }
     }
 }
@@ -266,7 +321,20 @@ fn costs_of_one_rate_become_those_of_another_by_the_squares_of_steps() {
     let other = resolve_spec("kvd-3").unwrap();
     let wrong = RatedCodec { spec: &other, calibration: &evens[0] };
     let error = open.carry_costs(&given, codec(0), wrong).unwrap_err().to_string();
-    assert!(error.contains("no grid for k=mean+qpca/grid(rate=3.25)"), "{error}");
+    assert!(error.contains("is not of k=mean+qpca/grid(rate=3.25)"), "{error}");
+    // Grids and bit allocations of the same transforms err on the same coefficients.
+    let fast = resolve_spec("kvd-2-fast").unwrap();
+    let even = open.split_evenly(&fast).unwrap();
+    let widths = RatedCodec { spec: &fast, calibration: &even };
+    let carried = open.carry_costs(&given, codec(0), widths).unwrap();
+    let back = open.carry_costs(&carried, widths, codec(0)).unwrap();
+    for (cost, given) in back.iter().zip(&given).filter(|(cost, _)| cost.cost > 0.0) {
+        assert!((cost.cost / given.cost - 1.0).abs() < 1e-9, "{cost:?}");
+    }
+    // Both take about two bits.
+    for (fast, slow) in carried.iter().zip(&given).filter(|(cost, _)| cost.cost > 0.0) {
+        assert!((0.1..2.0).contains(&(fast.cost / slow.cost)), "{fast:?} {slow:?}");
+    }
 }
 
 #[test]
@@ -278,12 +346,17 @@ fn calibrations_of_other_codecs_are_refused() {
     let even = open.split_evenly(&spec).unwrap();
     let other = resolve_spec("kvd-3").unwrap();
     let error = open.split_by_costs(&other, &even, &[], 1.0).unwrap_err().to_string();
-    assert!(error.contains("no grid for k=mean+qpca/grid(rate=3.25)"), "{error}");
-    let error = open.split_evenly(&resolve_spec("kvd-2-fast").unwrap()).unwrap_err().to_string();
-    assert!(error.contains("is no grid"), "{error}");
+    assert!(error.contains("is not of k=mean+qpca/grid(rate=3.25)"), "{error}");
+    let fast = resolve_spec("kvd-2-fast").unwrap();
+    let error = open.split_by_costs(&fast, &even, &[], 1.0).unwrap_err().to_string();
+    assert!(error.contains("is not of k=mean+qpca/bitalloc(b=2.3)"), "{error}");
+    let mixed = resolve_spec("k=fp8; v=mean+gain+pca/grid(rate=2)/huffman").unwrap();
+    let error = open.split_evenly(&mixed).unwrap_err().to_string();
+    assert!(error.contains("cannot be shared"), "{error}");
     for (text, can) in [
         ("kvd-1.5", true),
-        ("kvd-2-fast", false),
+        ("kvd-2-fast", true),
+        ("k=mean+qpca/bitalloc(b=2); v=mean+gain+pca/grid(rate=2)/huffman", false),
         ("kvd-2; k[layer=0]=fp8", false),
         ("k=fp8; v=mean+gain+pca/grid(rate=2)/huffman", false),
     ] {
@@ -315,10 +388,10 @@ proptest! {
     #[test]
     fn any_costs_stay_within_the_budget(
         exponents in proptest::collection::vec(-40.0..40.0f64, 8),
-        preset in 0usize..3,
+        preset in 0usize..4,
     ) {
         let geometry = geometry(2);
-        let spec = resolve_spec(["kvd-4", "kvd-2", "kvd-1.5"][preset]).unwrap();
+        let spec = resolve_spec(["kvd-4", "kvd-2", "kvd-1.5", "kvd-2-fast"][preset]).unwrap();
         let samples = samples(&geometry, |_, _, _, _| ());
         let open = open(&samples, &spec);
         let open = open.codec();
@@ -330,6 +403,7 @@ proptest! {
         let [before, after] = [&even, &split].map(|c| page_bits(&samples, &spec, c));
         // Pages round up to granules, and streams leave words over.
         prop_assert!(after <= before * 1.04, "{after} for {before}");
-        prop_assert!(tensor(&split, "step").iter().all(|step| step.is_normal()));
+        let scales = [tensor(&split, "step"), tensor(&split, "bound")].concat();
+        prop_assert!(!scales.is_empty() && scales.iter().all(|scale| scale.is_normal()));
     }
 }
