@@ -41,7 +41,7 @@ pub use scores::{ScoresBench, ScoresRow};
 pub use shared::{SharedBench, SharedRow};
 #[cfg(feature = "clients")]
 pub use shared_workers::SharedWorkers;
-pub use store::{StoreBench, StoreRow};
+pub use store::{ErrorMeasure, StoreBench, StoreRow};
 #[cfg(feature = "clients")]
 pub use transport::{TransportBench, TransportRow};
 #[cfg(feature = "clients")]

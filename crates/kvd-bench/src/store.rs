@@ -1,14 +1,43 @@
 //! Storing a prefill: check, write into raw slots, encode, place, as a device worker does it.
 
-use crate::data::{LAYER, MODEL, draw_rows, fit_codec};
+use crate::data::{LAYER, MODEL, NormalValues, draw_rows, fit_codec};
 use crate::measure::{BenchResult, MachineInfo, MeasuredFigure, measure_time};
 use crate::{BenchError, HeadShape, limits};
+use kvd_codec::LayerQueries;
 use kvd_compute::{
-    AppendSteps, BackendError, CpuBackend, CpuOptions, EncodeSource, IncomingRows, PageBackend,
-    RawTarget,
+    AppendSteps, BackendError, CpuBackend, CpuOptions, EncodeAs, EncodeSource, EncodedPages,
+    IncomingRows, PageBackend, RawTarget,
 };
-use kvd_core::{Extent, Geometry, ProgressLines};
+use kvd_core::{Extent, Geometry, ProgressLines, Side};
 use serde::Serialize;
+
+/// How errors of pages are measured while they are stored, one block in 16: what bounds are held
+/// against and metrics export.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ErrorMeasure {
+    /// By the rows alone, as before a layer is asked anything.
+    Rows,
+    /// By the scores and outputs of as many queries as a daemon keeps.
+    Queries,
+    /// Not at all: what the other two cost more.
+    None,
+}
+
+impl ErrorMeasure {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Rows, Self::Queries, Self::None];
+
+    /// As options and tables name it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Rows => "rows",
+            Self::Queries => "queries",
+            Self::None => "none",
+        }
+    }
+}
 
 /// Options of `kvd bench store`.
 #[derive(Clone, Debug)]
@@ -23,6 +52,8 @@ pub struct StoreBench {
     pub threads: Vec<usize>,
     /// Tokens per block.
     pub block_tokens: u32,
+    /// How errors are measured; each way takes its turn.
+    pub errors: Vec<ErrorMeasure>,
     /// Turns of each codec.
     pub rounds: usize,
     /// Bytes of rows that stores rotate over.
@@ -38,6 +69,10 @@ pub struct StoreRow {
     pub instruction_set: &'static str,
     /// Compute threads. Rows are checked and written, and pages placed, on one thread beside them.
     pub threads: usize,
+    /// How errors were measured.
+    pub errors: ErrorMeasure,
+    /// Part of the blocks that were measured.
+    pub measured_blocks: f64,
     /// Stored bits per value, headers and scales included, of all turns.
     pub bits_per_value: f64,
     /// Processor time per token and layer, in microseconds.
@@ -56,12 +91,22 @@ pub struct StoreRow {
 struct StoreCase {
     name: String,
     threads: usize,
+    errors: ErrorMeasure,
     backend: CpuBackend,
     first: f64,
     cpu: Vec<f64>,
     wall: Vec<f64>,
-    /// Bytes of pages of all turns that count.
-    stored: u64,
+    /// Of all turns that count.
+    stored: StoredPages,
+}
+
+/// Pages that were made.
+#[derive(Clone, Copy, Default)]
+struct StoredPages {
+    bytes: u64,
+    blocks: u64,
+    /// Blocks of which the error was measured.
+    measured: u64,
 }
 
 impl StoreBench {
@@ -79,8 +124,12 @@ impl StoreBench {
         let machine = MachineInfo::inspect_machine(most);
         let mut cases = Vec::new();
         for name in &self.codecs {
-            for threads in &self.threads {
-                cases.push(self.prepare_case(name, *threads, &geometry)?);
+            for (threads, errors) in self
+                .threads
+                .iter()
+                .flat_map(|threads| self.errors.iter().map(move |of| (threads, of)))
+            {
+                cases.push(self.prepare_case(name, *threads, *errors, &geometry)?);
             }
         }
         progress.begin_task("bench store", ((self.rounds + 1) * cases.len()) as u64);
@@ -88,7 +137,7 @@ impl StoreBench {
             let first = round * self.count_blocks() as usize;
             let rows = |block: usize| &incoming[(first + block) % incoming.len()];
             for case in &mut cases {
-                let store = || self.store_blocks(&mut case.backend, &geometry, rows);
+                let store = || self.store_blocks(case, &geometry, rows);
                 let timed = measure_time(store);
                 let stored = timed.value.map_err(BenchError::failed_step(&case.name))?;
                 progress.add_steps(1);
@@ -97,7 +146,9 @@ impl StoreBench {
                 } else {
                     case.cpu.push(timed.cpu_ns);
                     case.wall.push(timed.wall_ns);
-                    case.stored += stored;
+                    case.stored.bytes += stored.bytes;
+                    case.stored.blocks += stored.blocks;
+                    case.stored.measured += stored.measured;
                 }
             }
         }
@@ -118,9 +169,14 @@ impl StoreBench {
         &self,
         name: &str,
         threads: usize,
+        errors: ErrorMeasure,
         geometry: &Geometry,
     ) -> Result<StoreCase, BenchError> {
-        let codec = fit_codec(geometry, name)?;
+        let mut codec = fit_codec(geometry, name)?;
+        if errors == ErrorMeasure::Queries {
+            let queries = draw_queries(geometry);
+            codec.set_queries(LAYER, &queries).map_err(BenchError::codec_error(name))?;
+        }
         // Raw slots and, at most as large again, pages.
         let raw = geometry.raw_layout(self.block_tokens).size_bytes() + (1 << 12);
         let blocks = u64::from(self.count_blocks());
@@ -129,20 +185,22 @@ impl StoreBench {
         let mut backend = CpuBackend::new(options).map_err(limits::open_error(name))?;
         backend.register(MODEL, codec);
         let [cpu, wall] = [const { Vec::new() }; 2];
-        Ok(StoreCase { name: name.to_owned(), threads, backend, first: 0.0, cpu, wall, stored: 0 })
+        let (name, stored) = (name.to_owned(), StoredPages::default());
+        Ok(StoreCase { name, threads, errors, backend, first: 0.0, cpu, wall, stored })
     }
 
     fn count_blocks(&self) -> u32 {
         self.tokens.div_ceil(self.block_tokens)
     }
 
-    /// Stores so many blocks and says how many bytes their pages have.
+    /// Stores so many blocks.
     fn store_blocks<'a>(
         &self,
-        backend: &mut CpuBackend,
+        case: &mut StoreCase,
         geometry: &Geometry,
         rows: impl Fn(usize) -> &'a IncomingRows,
-    ) -> Result<u64, BackendError> {
+    ) -> Result<StoredPages, BackendError> {
+        let (backend, errors) = (&mut case.backend, case.errors);
         let len = geometry.raw_layout(self.block_tokens).size_bytes();
         let tokens = self.block_tokens;
         let mut sources = Vec::new();
@@ -158,12 +216,15 @@ impl StoreBench {
                 rows: tokens,
             });
         }
-        let (mut offset, mut stored) = (u64::from(self.count_blocks()) * len, 0);
-        for pages in backend.encode(MODEL, LAYER, &sources)? {
+        let mut offset = u64::from(self.count_blocks()) * len;
+        let mut stored = StoredPages::default();
+        for pages in encode_blocks(backend, &sources, errors)? {
             let pages = pages?;
             let extent = Extent { offset, len: pages.bytes.len() as u64 };
             backend.move_pages(&pages, extent);
-            stored += extent.len;
+            stored.bytes += extent.len;
+            stored.blocks += 1;
+            stored.measured += u64::from(pages.sampled.is_some());
             offset += extent.len.next_multiple_of(64);
         }
         Ok(stored)
@@ -172,7 +233,7 @@ impl StoreBench {
     fn finish_row(&self, case: StoreCase, geometry: &Geometry) -> StoreRow {
         let tokens = f64::from(self.count_blocks()) * f64::from(self.block_tokens);
         let values = tokens * geometry.values_per_token() as f64;
-        let stored = case.stored as f64 / case.cpu.len() as f64;
+        let stored = case.stored.bytes as f64 / case.cpu.len() as f64;
         let (cpu, wall) =
             (MeasuredFigure::from_runs(case.cpu.clone()), MeasuredFigure::from_runs(case.wall));
         let per_token = |cpu: &f64| cpu / tokens / 1e3;
@@ -180,6 +241,8 @@ impl StoreBench {
             codec: case.name,
             instruction_set: case.backend.instruction_set().name(),
             threads: case.threads,
+            errors: case.errors,
+            measured_blocks: case.stored.measured as f64 / case.stored.blocks as f64,
             bits_per_value: stored * 8.0 / values,
             cpu_us: MeasuredFigure::from_runs(case.cpu.iter().map(per_token).collect()),
             first_us: per_token(&case.first),
@@ -188,6 +251,30 @@ impl StoreBench {
             wall_gb_per_s: 2.0 * values / wall.median,
         }
     }
+}
+
+/// Encodes blocks as a store does, but that it measures none where that is asked for.
+fn encode_blocks(
+    backend: &mut CpuBackend,
+    sources: &[EncodeSource],
+    errors: ErrorMeasure,
+) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
+    if errors != ErrorMeasure::None {
+        return backend.encode(MODEL, LAYER, sources);
+    }
+    let chosen = backend.choose_blocks_to_count(MODEL, LAYER, sources.len())?;
+    let chosen: Vec<_> = chosen.into_iter().map(|index| sources[index]).collect();
+    backend.observe_blocks(MODEL, LAYER, &chosen)?;
+    backend.encode_as(MODEL, LAYER, sources, EncodeAs { measured: false })
+}
+
+/// As many queries of each head as errors are measured by.
+fn draw_queries(geometry: &Geometry) -> Vec<Vec<f32>> {
+    let (mut normal, dim) = (NormalValues::new(8), geometry.head_dim(Side::Key));
+    let scale = (dim as f32).sqrt().recip();
+    let mut of_head =
+        |_| (0..LayerQueries::MOST * dim).map(|_| normal.draw_value() * scale).collect();
+    (0..geometry.kv_heads).map(&mut of_head).collect()
 }
 
 #[cfg(test)]
@@ -202,6 +289,7 @@ mod tests {
             tokens,
             threads: vec![1],
             block_tokens: 16,
+            errors: vec![ErrorMeasure::Rows],
             rounds: 1,
             buffer_bytes,
         }
@@ -234,6 +322,21 @@ mod tests {
             assert!(row.first_us > 0.0 && row.threads == 1, "{row:?}");
             let ratio = row.logical_gb_per_s / row.stored_gb_per_s;
             assert!((ratio * row.bits_per_value / 16.0 - 1.0).abs() < 1e-9, "{row:?}");
+        }
+    }
+
+    #[test]
+    fn one_block_in_sixteen_is_measured_or_none() {
+        let bench =
+            StoreBench { errors: ErrorMeasure::ALL.to_vec(), rounds: 3, ..bench(16 * 16, 1) };
+        let rows = bench.measure_all().unwrap().rows;
+        assert_eq!(rows.len(), 2 * ErrorMeasure::ALL.len());
+        for row in &rows {
+            let part = if row.errors == ErrorMeasure::None { 0.0 } else { 1.0 / 16.0 };
+            assert_eq!(row.measured_blocks, part, "{row:?}");
+            // The pages are those of a store that measures.
+            let same = rows.iter().filter(|of| of.codec == row.codec);
+            assert!(same.clone().all(|of| of.bits_per_value == row.bits_per_value), "{row:?}");
         }
     }
 }

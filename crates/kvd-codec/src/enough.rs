@@ -53,7 +53,7 @@ pub enum SampleShortage {
     },
 }
 
-/// Fewest queries of a KV head, of all layers: where, and how many, zeros left out.
+/// Fewest queries of a KV head, of all layers: where, and how many, zeros and copies left out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct FewestQueries {
     layer: u32,
@@ -66,14 +66,15 @@ impl Samples {
         let dim = geometry.head_dim(Side::Key);
         let heads = (0..geometry.layers).flat_map(|layer| {
             (0..geometry.kv_heads as usize).map(move |head| {
-                let found = count_full_rows(self.queries(LayerIndex(layer), head), dim);
+                let queries = self.varied_rows(LayerIndex(layer), SampleKind::Queries, head);
+                let found = count_full_rows(&queries.rows, dim);
                 FewestQueries { layer, found }
             })
         });
         heads.min_by_key(|of| of.found)
     }
 
-    /// Queries of the KV head that has the fewest, zeros left out.
+    /// Queries of the KV head that has the fewest, zeros and copies left out.
     #[must_use]
     pub fn queries_per_head(&self) -> usize {
         self.fewest_queries().map_or(0, |fewest| fewest.found)
@@ -98,7 +99,8 @@ impl Samples {
                 let missing = SampleShortage::TooFewQueries { layer, found, needed, channels };
                 return Err(if found == 0 { SampleShortage::NoQueries } else { missing });
             }
-            let found = count_full_rows(self.rows(LayerIndex(0), side, 0), channels);
+            let kind = SampleKind::of_side(side);
+            let found = count_full_rows(&self.varied_rows(LayerIndex(0), kind, 0).rows, channels);
             // Factors and entries follow single rows where there are fewer rows than channels.
             let fits = variants.iter().any(|variant| variant.needs_calibration());
             let needed = match (has(Transform::is_matrix), fits) {

@@ -4,12 +4,13 @@ use crate::calibration::SideCalibration;
 use crate::fit_grid::{GridHead, HeadScale};
 use crate::gain;
 use crate::outliers::InlierRows;
+use crate::repeats::VariedRows;
 use crate::rotation::RandomRotation;
 use crate::row_block::RowBlock;
 use crate::transform::TransformStep;
 use crate::{
-    Calibration, CalibrationError, CodecError, CodecSpec, Samples, SideSpec, Transform, VqSpec,
-    covariance,
+    Calibration, CalibrationError, CodecError, CodecSpec, SampleKind, Samples, SideSpec, Transform,
+    VqSpec, covariance,
 };
 use half::f16;
 use kvd_core::{Geometry, LayerIndex, Side};
@@ -32,8 +33,8 @@ pub struct FitProgress {
 /// means, principal axes, and in the space after them codebooks (k-means, one per scope and
 /// stage), largest radii (PolarQuant §3.2) or grids (one step for the whole side, weighted per
 /// head, so that the samples take the rate asked for). The side of an override is fitted over all
-/// layers and heads too. Rows far beyond all others of their head ([`Samples::set_aside`]) are left
-/// out or clipped. The same arguments give the same calibration.
+/// layers and heads too. Rows far beyond all others of their head, and copies where those are many
+/// ([`Samples::set_aside`]), are left out or clipped. The same arguments give the same calibration.
 ///
 /// # Errors
 /// When the codec does not fit the geometry, the samples belong to another one, a head has none
@@ -158,7 +159,7 @@ impl HeadIndex {
 pub(crate) struct HeadFit<'a> {
     pub(crate) place: HeadIndex,
     pub(crate) dim: usize,
-    /// As sampled, but for rows far beyond all others.
+    /// As sampled, but for copies and rows far beyond all others.
     raw: Cow<'a, [f32]>,
     pub(crate) rows: Vec<f32>,
     /// Values of `rows` that transforms are fitted on: all but those held out, at the end.
@@ -181,15 +182,16 @@ impl<'a> HeadFit<'a> {
     ) -> Result<Self, CalibrationError> {
         let HeadIndex { layer, side, head } = place;
         let dim = samples.geometry().head_dim(side);
-        let raw = samples.rows(LayerIndex(layer), side, head);
+        let kind = SampleKind::of_side(side);
+        let raw = samples.varied_rows(LayerIndex(layer), kind, head).rows;
         if raw.is_empty() {
             return Err(CalibrationError::NoSamples { layer, side, head });
         }
         let queries = match side {
-            Side::Key => InlierRows::new(samples.queries(LayerIndex(layer), head), dim).rows,
+            Side::Key => inlier_queries(samples, layer, head),
             Side::Value if transforms.contains(&Transform::ScoredAxes) => {
                 let scored = scored_values(samples, layer, head)?;
-                Cow::Owned(InlierRows::new(&scored, dim).rows.into_owned())
+                InlierRows::new(scored, dim).rows
             }
             Side::Value => Cow::Borrowed(&[][..]),
         };
@@ -349,12 +351,18 @@ impl<'a> HeadFit<'a> {
     }
 }
 
+fn inlier_queries(samples: &Samples, layer: u32, head: usize) -> Cow<'_, [f32]> {
+    let dim = samples.geometry().head_dim(Side::Key);
+    let varied = samples.varied_rows(LayerIndex(layer), SampleKind::Queries, head);
+    InlierRows::new(varied.rows, dim).rows
+}
+
 /// The values of a head, each by what the queries make of its key.
 fn scored_values(samples: &Samples, layer: u32, head: usize) -> Result<Vec<f32>, CalibrationError> {
     let rows = |side| samples.rows(LayerIndex(layer), side, head);
     let [key_dim, value_dim] = Side::BOTH.map(|side| samples.geometry().head_dim(side));
     let (keys, values) = (rows(Side::Key), rows(Side::Value));
-    let queries = InlierRows::new(samples.queries(LayerIndex(layer), head), key_dim).rows;
+    let queries = inlier_queries(samples, layer, head);
     if queries.is_empty() {
         return Err(CalibrationError::NoQueries { layer, head });
     }
@@ -363,8 +371,11 @@ fn scored_values(samples: &Samples, layer: u32, head: usize) -> Result<Vec<f32>,
             "layer {layer} head {head} has other tokens in its keys than in its values"
         )));
     }
-    let keys = RowBlock { rows: keys, dim: key_dim };
-    Ok(covariance::weigh_values(keys, &queries, RowBlock { rows: values, dim: value_dim }))
+    let kept = samples.varied_tokens(LayerIndex(layer), head);
+    let keys = VariedRows::of_rows(keys, key_dim, kept.as_deref()).rows;
+    let values = VariedRows::of_rows(values, value_dim, kept.as_deref()).rows;
+    let keys = RowBlock { rows: &keys, dim: key_dim };
+    Ok(covariance::weigh_values(keys, &queries, RowBlock { rows: &values, dim: value_dim }))
 }
 
 fn mean_row(rows: &[f32], dim: usize) -> Vec<f32> {

@@ -44,6 +44,7 @@ mod preset;
 mod quantizer;
 mod queries;
 mod reader;
+mod repeats;
 mod rotation;
 mod row_block;
 mod samples;

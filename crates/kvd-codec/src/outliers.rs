@@ -38,9 +38,11 @@ pub(crate) struct InlierRows<'a> {
 impl<'a> InlierRows<'a> {
     /// Measures `rows` (`[n, dim]`), leaves out zeros and what is far beyond the others, and
     /// shortens what is less far.
-    pub(crate) fn new(rows: &'a [f32], dim: usize) -> Self {
+    pub(crate) fn new(rows: impl Into<Cow<'a, [f32]>>, dim: usize) -> Self {
+        let rows = rows.into();
+        let given = rows.len();
         let full = drop_zero_rows(rows, dim);
-        let zeros = (rows.len() - full.len()) / dim;
+        let zeros = (given - full.len()) / dim;
         Self { zeros, ..Self::of_full_rows(full, dim) }
     }
 
@@ -85,16 +87,16 @@ pub(crate) fn count_full_rows(rows: &[f32], dim: usize) -> usize {
 }
 
 /// Rows with anything but zeros; all of them where none has.
-fn drop_zero_rows(rows: &[f32], dim: usize) -> Cow<'_, [f32]> {
-    let full = count_full_rows(rows, dim);
+fn drop_zero_rows(rows: Cow<'_, [f32]>, dim: usize) -> Cow<'_, [f32]> {
+    let full = count_full_rows(&rows, dim);
     if full == 0 || full == rows.len() / dim {
-        return Cow::Borrowed(rows);
+        return rows;
     }
     let kept = rows.chunks_exact(dim).filter(|row| !is_zero(row));
     Cow::Owned(kept.flatten().copied().collect())
 }
 
-fn is_zero(row: &[f32]) -> bool {
+pub(crate) fn is_zero(row: &[f32]) -> bool {
     row.iter().all(|x| *x == 0.0)
 }
 

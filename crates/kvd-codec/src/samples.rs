@@ -15,6 +15,15 @@ pub enum SampleKind {
     Queries,
 }
 
+impl SampleKind {
+    pub(crate) fn of_side(side: Side) -> Self {
+        match side {
+            Side::Key => Self::Keys,
+            Side::Value => Self::Values,
+        }
+    }
+}
+
 impl std::fmt::Display for SampleKind {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
@@ -25,8 +34,8 @@ impl std::fmt::Display for SampleKind {
     }
 }
 
-/// Rows of a layer that fits leave out or clip: zeros, and what is far beyond all others of its
-/// head.
+/// Rows of a layer that fits leave out or clip: zeros, copies, and what is far beyond all others of
+/// its head.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SetAside {
     /// The layer.
@@ -37,6 +46,8 @@ pub struct SetAside {
     pub rows: usize,
     /// Rows of zeros, which are left out.
     pub zeros: usize,
+    /// Rows that repeat others, which are left out where they are many.
+    pub repeated: usize,
     /// Rows far beyond the others, which are left out.
     pub left_out: usize,
     /// Rows with clipped values.
@@ -152,12 +163,14 @@ impl Samples {
         let layers = (0..self.geometry.layers).map(LayerIndex);
         let kinds = [SampleKind::Keys, SampleKind::Values, SampleKind::Queries];
         let all = layers.flat_map(|layer| kinds.map(|kind| self.set_aside_of(layer, kind)));
-        all.filter(|found| found.zeros + found.left_out + found.clipped > 0).collect()
+        all.filter(|found| found.zeros + found.repeated + found.left_out + found.clipped > 0)
+            .collect()
     }
 
     fn set_aside_of(&self, layer: LayerIndex, kind: SampleKind) -> SetAside {
-        let (rows, zeros, left_out, clipped) = (0, 0, 0, 0);
-        let mut found = SetAside { layer, kind, rows, zeros, left_out, clipped, longest: 1.0 };
+        let (rows, zeros, repeated, left_out, clipped) = (0, 0, 0, 0, 0);
+        let mut found =
+            SetAside { layer, kind, rows, zeros, repeated, left_out, clipped, longest: 1.0 };
         for head in 0..self.geometry.kv_heads as usize {
             let (rows, side) = match kind {
                 SampleKind::Keys => (self.rows(layer, Side::Key, head), Side::Key),
@@ -165,7 +178,9 @@ impl Samples {
                 SampleKind::Queries => (self.queries(layer, head), Side::Key),
             };
             let dim = self.geometry.head_dim(side);
-            let inliers = InlierRows::new(rows, dim);
+            let varied = self.varied_rows(layer, kind, head);
+            found.repeated += varied.repeated;
+            let inliers = InlierRows::new(varied.rows, dim);
             found.rows += rows.len() / dim;
             found.zeros += inliers.zeros;
             found.left_out += inliers.left_out;

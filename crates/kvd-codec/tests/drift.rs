@@ -5,7 +5,7 @@
 mod common;
 
 use common::{codec, decode, geometry, noise, page};
-use kvd_codec::{BlockRows, ModelCodec, Page, resolve_spec};
+use kvd_codec::{BlockRows, ModelCodec, Page, Samples, fit_calibration, resolve_spec};
 use kvd_core::{DType, LayerIndex, Side};
 
 const LAYER: LayerIndex = LayerIndex(0);
@@ -243,4 +243,71 @@ fn versions_are_bounded_and_bad_blocks_passed_over() {
         codec.watch_tables(LAYER, &[block(&bad)]).unwrap();
     }
     assert_eq!(codec.table_versions(), versions);
+}
+
+/// Calibrations of normal data; the last one has no tables of its own.
+const CALIBRATED: [&str; 7] = [
+    "kvd-4",
+    "kvd-3",
+    "kvd-2",
+    "kvd-1.5",
+    "kvd-1",
+    "kvd-2-fast",
+    "k=smooth+hadamard/vq(d=2,b=4)/huffman; v=vq(d=2,b=4)/huffman",
+];
+
+fn calibrated(text: &str) -> ModelCodec {
+    let (geometry, spec) = (geometry(DIM as u32, DType::F32), resolve_spec(text).unwrap());
+    let mut samples = Samples::new(&geometry);
+    for (layer, head) in (0..2).flat_map(|layer| (0..HEADS).map(move |head| (layer, head))) {
+        let rows = |of: usize| {
+            let seed = 3_000 + 100 * (6 * layer as usize + 3 * head + of);
+            many(16, |index| normal(seed + index)).concat()
+        };
+        samples.push(LayerIndex(layer), Side::Key, head, &rows(0)).unwrap();
+        samples.push(LayerIndex(layer), Side::Value, head, &rows(1)).unwrap();
+        samples.push_queries(LayerIndex(layer), head, &rows(2)).unwrap();
+    }
+    let fitted = fit_calibration(&geometry, &spec, &samples, 7, &mut |_| {}).unwrap();
+    ModelCodec::new(geometry, spec, Some(&fitted)).unwrap()
+}
+
+/// Bits of a value of such blocks.
+fn bits_per_value(bytes: &[usize]) -> f64 {
+    8.0 * bytes.iter().sum::<usize>() as f64 / (2 * VALUES * bytes.len()) as f64
+}
+
+/// Tables of a calibration stay as they were fitted: data of another kind costs what comes after it
+/// nothing, and itself never more than raw rows.
+#[test]
+fn calibrated_codecs_take_after_other_data_what_they_would() {
+    let cubed = |seed: usize| normal(seed).into_iter().map(|x| x * x * x).collect();
+    let longer = |seed: usize| normal(seed).into_iter().map(|x| 8.0 * x).collect();
+    type Rows<'a> = &'a dyn Fn(usize) -> Vec<f32>;
+    let others: [(&str, Rows<'_>); 5] = [
+        ("zeros", &|_| vec![0.0; VALUES]),
+        ("a constant", &|_| vec![0.75; VALUES]),
+        ("a spike", &|seed| rows(seed, 4096)),
+        ("cubes", &cubed),
+        ("8 times as long", &longer),
+    ];
+    for text in CALIBRATED {
+        let data = many(40, normal);
+        let fresh = calibrated(text);
+        let usual = store(&mut fresh.clone(), &data, 4);
+        println!("{text}: {:.3} bits a value", bits_per_value(&usual[8..]));
+        for (what, other) in others {
+            let mut codec = fresh.clone();
+            let of_other = store(&mut codec, &many(24, other), 4);
+            let after = store(&mut codec, &data, 4);
+            let [own, after_bits] = [&of_other, &after].map(|bytes| bits_per_value(&bytes[8..]));
+            println!("    {what}: {own:.3} themselves, {after_bits:.3} after them");
+            if text.starts_with("kvd") {
+                assert_eq!(after, usual, "{text}, after {what}");
+            }
+            let ratio = after_bits / bits_per_value(&usual[8..]);
+            assert!(ratio < 1.03, "{text}, after {what}: {ratio}");
+            assert!(own <= 32.0 * 1.02, "{text}, {what}: {own} bits");
+        }
+    }
 }

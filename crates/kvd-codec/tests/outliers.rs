@@ -46,11 +46,30 @@ enum Far {
     Padding {
         every: usize,
     },
+    /// Behind all rows of each kind copies of the first `of`, so that they are that share of all.
+    Copies {
+        of: usize,
+        share: f64,
+    },
+    /// The first value behind all others, so that it is that share of them, under other keys.
+    Value {
+        share: f64,
+    },
 }
 
 fn pad_rows(rows: &[f32], every: usize) -> Vec<f32> {
     let chunks = rows.chunks(every * DIM);
     chunks.flat_map(|rows| [rows, &[0.0; DIM]]).flatten().copied().collect()
+}
+
+/// As many copies as make `share` of all rows.
+fn count_copies(share: f64) -> usize {
+    (ROWS as f64 * share / (1.0 - share)).round() as usize
+}
+
+fn add_copies(rows: &mut Vec<f32>, of: usize, share: f64) {
+    let copied = rows[..of * DIM].to_vec();
+    rows.extend(copied.iter().cycle().take(count_copies(share) * DIM));
 }
 
 fn samples(far: Far) -> Samples {
@@ -69,6 +88,14 @@ fn samples(far: Far) -> Samples {
                     }
                     Far::Channel(factor) => rows[9] *= factor,
                     Far::Padding { every } => rows = pad_rows(&rows, every),
+                    Far::Copies { of, share } => add_copies(&mut rows, of, share),
+                    Far::Value { share } if kind == SampleKind::Values => {
+                        add_copies(&mut rows, 1, share);
+                    }
+                    Far::Value { share } if kind == SampleKind::Keys => {
+                        let seed = 50 + layer as usize * HEADS + head;
+                        rows.extend(self::rows(seed, count_copies(share)));
+                    }
                     _ => {}
                 }
                 rows
@@ -82,8 +109,15 @@ fn samples(far: Far) -> Samples {
     samples
 }
 
-/// Relative errors of ordinary keys and values.
-fn errors(text: &str, far: Far) -> [f64; 2] {
+/// Error and size of the ordinary rows of a side.
+#[derive(Clone, Copy, Debug)]
+struct SideCost {
+    /// Relative error.
+    error: f64,
+    bits_per_value: f64,
+}
+
+fn costs(text: &str, far: Far) -> [SideCost; 2] {
     let (geometry, spec) = (geometry(DIM as u32, DType::F32), resolve_spec(text).unwrap());
     let calibration = fit_calibration(&geometry, &spec, &samples(far), 7, &mut |_| {}).unwrap();
     let mut codec = ModelCodec::new(geometry, spec, Some(&calibration)).unwrap();
@@ -93,9 +127,10 @@ fn errors(text: &str, far: Far) -> [f64; 2] {
     let mut bytes = Vec::new();
     let encoded = codec.encode_block(LayerIndex(0), &block, &mut bytes).unwrap();
     Side::BOTH.map(|side| {
-        let (mut error, mut energy) = (0.0, 0.0);
+        let (mut error, mut energy, mut len) = (0.0, 0.0, 0);
         for head in 0..HEADS {
             let of_head = page(&bytes, &encoded, side.index() * HEADS + head);
+            len += of_head.len();
             let reader = PageReader::open_page(&codec, LayerIndex(0), side, head, of_head).unwrap();
             let mut coefficients = vec![0f32; TOKENS * DIM];
             reader.decode_rows(0, TOKENS, &mut coefficients).unwrap();
@@ -108,24 +143,32 @@ fn errors(text: &str, far: Far) -> [f64; 2] {
                 energy += pairs().map(|[_, b]| b * b).sum::<f64>();
             }
         }
-        (error / energy).sqrt()
+        let bits_per_value = 8.0 * len as f64 / values.len() as f64;
+        SideCost { error: (error / energy).sqrt(), bits_per_value }
     })
 }
 
 #[test]
 fn rows_far_beyond_all_others_change_no_fit() {
     for (number, text) in fitted_presets().enumerate() {
-        let usual = errors(text, Far::None);
+        let usual = costs(text, Far::None);
         let first = [0, 389, ROWS / 2, ROWS - 1][number % 4];
         let kind = [SampleKind::Keys, SampleKind::Values, SampleKind::Queries][number % 3];
         let one = Far::Rows { kind, first, count: 1, factor: 1e4 };
         for far in [one, Far::OfAll(1e4), Far::Channel(30.0)] {
-            let found = errors(text, far);
-            for (found, usual) in found.into_iter().zip(usual) {
-                assert!(found <= 1.1 * usual, "{text}, {far:?}: {found} instead of {usual}");
+            for (found, usual) in costs(text, far).iter().zip(&usual) {
+                assert!(
+                    found.error <= 1.1 * usual.error,
+                    "{text}, {far:?}: {found:?} instead of {usual:?}"
+                );
             }
         }
     }
+}
+
+fn fitted_bytes(text: &str, far: Far) -> Vec<u8> {
+    let (geometry, spec) = (geometry(DIM as u32, DType::F32), resolve_spec(text).unwrap());
+    fit_calibration(&geometry, &spec, &samples(far), 7, &mut |_| {}).unwrap().to_bytes()
 }
 
 /// Fits are equal byte by byte: so padding costs no bit either.
@@ -133,15 +176,45 @@ fn rows_far_beyond_all_others_change_no_fit() {
 fn rows_of_zeros_change_no_fit() {
     for (number, text) in fitted_presets().enumerate() {
         let every = [1, 3, 25][number % 3];
-        let [usual, found] = [Far::None, Far::Padding { every }].map(|far| {
-            let (geometry, spec) = (geometry(DIM as u32, DType::F32), resolve_spec(text).unwrap());
-            fit_calibration(&geometry, &spec, &samples(far), 7, &mut |_| {}).unwrap().to_bytes()
-        });
+        let [usual, found] = [Far::None, Far::Padding { every }].map(|far| fitted_bytes(text, far));
         assert!(usual == found, "{text}: other bytes with zeros behind every {every}th row");
     }
     let set_aside = samples(Far::Padding { every: 2 }).set_aside();
     assert_eq!(set_aside.len(), 3 * LAYERS as usize);
     assert!(set_aside.iter().all(|of| of.zeros == HEADS * ROWS / 2 && of.left_out == 0));
+}
+
+/// A prompt that was sent many times, of one token or of ten.
+#[test]
+fn copies_of_tokens_change_no_fit() {
+    for (number, text) in fitted_presets().enumerate() {
+        let usual = fitted_bytes(text, Far::None);
+        for share in [0.0, [0.29, 0.6, 0.9][number % 3]] {
+            let far = Far::Copies { of: [1, 10][number % 2], share };
+            assert!(usual == fitted_bytes(text, far), "{text}: other bytes with {far:?}");
+        }
+    }
+    let set_aside = samples(Far::Copies { of: 10, share: 0.6 }).set_aside();
+    assert_eq!(set_aside.len(), 3 * LAYERS as usize);
+    assert!(set_aside.iter().all(|of| of.repeated == HEADS * count_copies(0.6) && of.zeros == 0));
+}
+
+/// Where copies are few, or only values are equal, they count for a little.
+#[test]
+fn some_equal_rows_cost_ordinary_ones_little() {
+    for (number, text) in fitted_presets().enumerate() {
+        let usual = costs(text, Far::None);
+        let share = [0.29, 0.6, 0.9][number % 3];
+        for far in [Far::Copies { of: 1, share: 0.06 }, Far::Value { share }] {
+            for (found, usual) in costs(text, far).iter().zip(&usual) {
+                let ratio = found.bits_per_value / usual.bits_per_value;
+                assert!(
+                    found.error <= 1.1 * usual.error && (0.9..=1.1).contains(&ratio),
+                    "{text}, {far:?}: {found:?} instead of {usual:?}"
+                );
+            }
+        }
+    }
 }
 
 #[test]

@@ -110,3 +110,56 @@ fn a_signal_ends_an_evaluation_at_once_and_is_no_success() {
         assert!(said.contains(&format!("ended by signal {}", code - 128)), "{said}");
     }
 }
+
+/// Whether the process has a handler for SIGHUP, and lives.
+fn catches_hangup(process: &Process) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", process.0.id()));
+    let status = status.expect("a process");
+    let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
+    caught.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).expect("a mask") & 1 == 1)
+}
+
+#[test]
+fn hangups_do_not_end_a_daemon_that_reads_its_configuration() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let config = dir.path().join("kvd.toml");
+    assert!(Command::new("mkfifo").arg(&config).status().expect("mkfifo").success());
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvd"));
+    command.args(["serve", "--listen", "127.0.0.1:0", "--admin", "", "--pool", "1 MiB"]);
+    command.arg("--config").arg(&config).stderr(Stdio::piped());
+    let mut process = Process(command.spawn().expect("start kvd"));
+    let began = Instant::now();
+    while !catches_hangup(&process) {
+        assert!(began.elapsed() < Duration::from_secs(20), "it waits for its file unprotected");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    for signal in ["HUP", "USR1", "USR2", "ALRM", "VTALRM", "PROF", "IO", "XFSZ"] {
+        process.signal(signal);
+    }
+    std::fs::write(&config, "[server]\ngrace_period_ms = 100\n").expect("it reads the file");
+    let log = BufReader::new(process.0.stderr.take().expect("piped")).lines();
+    let serves = log.map(|line| line.expect("a log")).any(|line| line.contains("kvd serves"));
+    assert!(serves, "{:?}", process.0.wait());
+    process.signal("TERM");
+    let status = process.ends_within(Duration::from_secs(20)).expect("it drains");
+    assert_eq!(status.code(), Some(0));
+}
+
+/// Before its first instruction a process is not protected, so that a signal counts from then on.
+#[test]
+fn hangups_in_the_first_milliseconds_end_no_daemon() {
+    let mut counted = 0;
+    for start in 0..50 {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvd"));
+        command.args(["serve", "--listen", "127.0.0.1:0", "--admin", "", "--pool", "1 MiB"]);
+        let mut process = Process(command.stderr(Stdio::null()).spawn().expect("start kvd"));
+        std::thread::sleep(Duration::from_micros(200 * start));
+        let began = Instant::now();
+        // The first ones come as early as they can.
+        while !catches_hangup(&process) && began.elapsed() < Duration::from_secs(20) {}
+        counted += usize::from(catches_hangup(&process));
+        process.signal("HUP");
+        assert_eq!(process.ends_within(Duration::from_millis(20)), None, "start {start}");
+    }
+    assert_eq!(counted, 50);
+}

@@ -18,11 +18,14 @@ use bytesize::ByteSize;
 use clap::{Args, Subcommand};
 #[cfg(feature = "eval")]
 use flags::up_to;
-use flags::{count_up_to, parse_instruction_set, parse_precision, parse_shape};
+use flags::{
+    count_up_to, parse_error_measure, parse_instruction_set, parse_precision, parse_shape,
+};
 #[cfg(feature = "eval")]
 use kvd_bench::TransportBench;
 use kvd_bench::{
-    AttendBench, BenchResult, CodecBench, HeadShape, MachineInfo, ScoresBench, StoreBench, limits,
+    AttendBench, BenchResult, CodecBench, ErrorMeasure, HeadShape, MachineInfo, ScoresBench,
+    StoreBench, limits,
 };
 use kvd_compute::{InstructionSet, Precision};
 use kvd_core::Geometry;
@@ -158,6 +161,10 @@ pub(super) struct StoreArgs {
     #[arg(long, value_delimiter = ',', default_value = "1")]
     #[arg(value_parser = count_up_to(limits::THREADS_MAX))]
     threads: Vec<usize>,
+    /// How errors of one block in 16 are measured, as bounds and metrics want it: rows, queries or
+    /// none; several, with commas.
+    #[arg(long, value_delimiter = ',', default_value = "rows", value_parser = parse_error_measure)]
+    errors: Vec<ErrorMeasure>,
     /// Rows that stores rotate over, more than the last-level cache holds.
     #[arg(long, value_name = "SIZE", default_value = "128 MiB", value_parser = parse_size)]
     buffer: ByteSize,
@@ -239,6 +246,7 @@ pub(super) fn run_bench(command: BenchCommand) -> Result<String, CliError> {
                 tokens: args.tokens,
                 threads: args.threads.clone(),
                 block_tokens: args.common.block_tokens,
+                errors: args.errors.clone(),
                 rounds: args.common.rounds,
                 buffer_bytes: args.buffer.as_u64(),
             };

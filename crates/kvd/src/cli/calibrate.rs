@@ -184,12 +184,18 @@ fn query_counts(made: &CalibrationRun) -> String {
 
 /// One line for each reason why a fit did not follow rows.
 fn left_out(rows: &SetAside) -> String {
-    let SetAside { layer, kind, zeros, left_out, clipped, longest, .. } = *rows;
+    let SetAside { layer, kind, zeros, repeated, left_out, clipped, longest, .. } = *rows;
     let of_all = format!("of {} rows of {kind}", rows.rows);
     let mut lines = Vec::new();
     if zeros > 0 {
         lines.push(format!(
             "warning: layer {layer}: {zeros} {of_all} left out: all zeros, as padding is"
+        ));
+    }
+    if repeated > 0 {
+        lines.push(format!(
+            "warning: layer {layer}: {repeated} {of_all} left out: they repeat other rows, as a \
+             prompt does that is sent again; sample more varied text"
         ));
     }
     if left_out + clipped > 0 {

@@ -196,7 +196,8 @@ Examples:
 pub(super) const BENCH_STORE: &str = "\
 Examples:
   kvd bench store
-  kvd bench store --codec kvcomp --tokens 4096 --threads 1,2";
+  kvd bench store --codec kvcomp --tokens 4096 --threads 1,2
+  kvd bench store --errors none,rows,queries";
 
 pub(super) const BENCH_SHARED: &str = "\
 Examples:

@@ -303,6 +303,13 @@ fn is_usage(error: &anyhow::Error) -> bool {
 /// Runs the command line of this process.
 #[must_use]
 pub fn main() -> ExitCode {
+    // Parsing takes a millisecond, and a configuration as long as its disk does.
+    if std::env::args_os().nth(1).is_some_and(|command| command == "serve")
+        && let Err(error) = serve::outlive_early_signals()
+    {
+        let _ = writeln!(std::io::stderr(), "kvd: signals cannot be handled: {error}");
+        return ExitCode::FAILURE;
+    }
     let cli = match CliArgs::try_parse() {
         Ok(cli) => cli,
         Err(error) => {

@@ -67,15 +67,7 @@ type ReloadSlot = OnceLock<Arc<Notify>>;
 /// has the files of doors read anew.
 fn outlive_other_signals(reload: Arc<ReloadSlot>) -> std::io::Result<()> {
     let mut hangup = signal(SignalKind::hangup())?;
-    for (name, kind) in [
-        ("SIGUSR1", SignalKind::user_defined1()),
-        ("SIGUSR2", SignalKind::user_defined2()),
-        ("SIGALRM", SignalKind::alarm()),
-        ("SIGVTALRM", raw_kind(SignalNumber::VTALARM)),
-        ("SIGPROF", raw_kind(SignalNumber::PROF)),
-        ("SIGIO", SignalKind::io()),
-        ("SIGXFSZ", raw_kind(SignalNumber::XFSZ)),
-    ] {
+    for (name, kind) in ignored_signals() {
         let mut ignored = signal(kind)?;
         tokio::spawn(async move {
             while ignored.recv().await.is_some() {
@@ -96,6 +88,31 @@ fn outlive_other_signals(reload: Arc<ReloadSlot>) -> std::io::Result<()> {
         }
     });
     Ok(())
+}
+
+/// Signals that are looked at no further.
+fn ignored_signals() -> [(&'static str, SignalKind); 7] {
+    [
+        ("SIGUSR1", SignalKind::user_defined1()),
+        ("SIGUSR2", SignalKind::user_defined2()),
+        ("SIGALRM", SignalKind::alarm()),
+        ("SIGVTALRM", raw_kind(SignalNumber::VTALARM)),
+        ("SIGPROF", raw_kind(SignalNumber::PROF)),
+        ("SIGIO", SignalKind::io()),
+        ("SIGXFSZ", raw_kind(SignalNumber::XFSZ)),
+    ]
+}
+
+/// Does what [`outlive_other_signals`] does, before anything that takes time: files are read after
+/// it, so that SIGHUP asks for nothing yet.
+pub(super) fn outlive_early_signals() -> std::io::Result<()> {
+    // A handler stays for as long as the process lives, whatever becomes of this runtime.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
+    runtime.block_on(async {
+        let kinds = ignored_signals().map(|(_, kind)| kind);
+        let mut kinds = kinds.into_iter().chain([SignalKind::hangup()]);
+        kinds.try_for_each(|kind| signal(kind).map(drop))
+    })
 }
 
 fn raw_kind(number: SignalNumber) -> SignalKind {

@@ -2,7 +2,7 @@
 //! instead.
 
 use clap::builder::RangedU64ValueParser;
-use kvd_bench::{HeadShape, SHAPES, find_shape};
+use kvd_bench::{ErrorMeasure, HeadShape, SHAPES, find_shape};
 use kvd_compute::{CpuBackend, InstructionSet, Precision};
 
 /// At least one of something, and at most so many.
@@ -34,6 +34,11 @@ pub(super) fn parse_shape(name: &str) -> Result<HeadShape, String> {
 pub(super) fn parse_precision(name: &str) -> Result<Precision, String> {
     let known = Precision::ALL.into_iter().find(|precision| precision.name() == name);
     known.ok_or_else(|| "precisions are single, fast and int8".to_owned())
+}
+
+pub(super) fn parse_error_measure(name: &str) -> Result<ErrorMeasure, String> {
+    let known = ErrorMeasure::ALL.into_iter().find(|measure| measure.name() == name);
+    known.ok_or_else(|| "errors are measured by rows, by queries or as none".to_owned())
 }
 
 /// One that this machine has.

@@ -149,6 +149,7 @@ pub(super) const STORE: BenchSheet<StoreRow> = BenchSheet {
             TableColumn::of_numbers("first", column_cells(rows, |row| short_figure(row.first_us))),
             TableColumn::of_text("set", column_cells(rows, |row| row.instruction_set.to_owned())),
             TableColumn::of_numbers("threads", column_cells(rows, |row| row.threads.to_string())),
+            TableColumn::of_text("errors", column_cells(rows, |row| row.errors.name().to_owned())),
             TableColumn::of_numbers(
                 "bits",
                 column_cells(rows, |row| format!("{:.3}", row.bits_per_value)),
@@ -165,7 +166,8 @@ pub(super) const STORE: BenchSheet<StoreRow> = BenchSheet {
     },
     codec: (|row| row.codec.clone(), 20),
     note: "us of processor time, K and V of one layer; the first call trains tables where there \
-           are such. GB/s of f16 input by processor time and by wall time; --wide: of pages too.",
+           are such. Errors are measured of one block in 16. GB/s of f16 input by processor time \
+           and by wall time; --wide: of pages too.",
     wide: store_wide,
 };
 
@@ -328,11 +330,12 @@ fn codec_wide(rows: &[CodecRow]) -> String {
 
 fn store_wide(rows: &[StoreRow]) -> String {
     let mut text = format!(
-        "{:>24} {:>14} {:>9} {:>7} {:>8} {:>8} {:>8} {:>9}  codec\n",
+        "{:>24} {:>14} {:>9} {:>7} {:>8} {:>8} {:>8} {:>8} {:>9}  codec\n",
         "cpu us/token [best..q3]",
         "first us/token",
         "set",
         "threads",
+        "errors",
         "bits",
         "GB/s",
         "f16 GB/s",
@@ -341,11 +344,12 @@ fn store_wide(rows: &[StoreRow]) -> String {
     for row in rows {
         writeln!(
             text,
-            "{:>24} {:>14.2} {:>9} {:>7} {:>8.3} {:>8.3} {:>8.3} {:>9.3}  {}",
+            "{:>24} {:>14.2} {:>9} {:>7} {:>8} {:>8.3} {:>8.3} {:>8.3} {:>9.3}  {}",
             figure_text(row.cpu_us),
             row.first_us,
             row.instruction_set,
             row.threads,
+            row.errors.name(),
             row.bits_per_value,
             row.stored_gb_per_s,
             row.logical_gb_per_s,
@@ -468,6 +472,8 @@ mod tests {
             codec,
             instruction_set: "portable",
             threads: 1024,
+            errors: kvd_bench::ErrorMeasure::Queries,
+            measured_blocks: 0.0625,
             bits_per_value: 16.031,
             cpu_us: figure(us),
             first_us: us,
