@@ -294,7 +294,7 @@ impl Config {
     /// Shares of all, where none is given, that the largest request fits.
     fn choose_byte_shares(&mut self) {
         let (all, least) = (self.inflight_bytes_max, self.largest_request_bytes() as usize);
-        let (connection, namespace) = (all / 4, all - all / 4);
+        let (connection, namespace) = (all / 4, all - all / 8);
         for (bytes, share) in [
             (&mut self.connection_bytes_max, connection),
             (&mut self.namespace_bytes_max, namespace),

@@ -326,7 +326,7 @@ fn a_connection_may_send_the_largest_request() {
     assert_eq!(bytes(&[large]), (2 * 128 + 128) << 20);
     assert_eq!(bytes(&[("limits.inflight_bytes_max", "4 GiB")]), 1 << 30);
     let bytes = |flags: &[(&str, &str)]| load("", flags).unwrap().namespace_bytes_max;
-    assert_eq!(bytes(&[]), 768 << 20, "three quarters of all");
+    assert_eq!(bytes(&[]), 896 << 20, "seven eighths of all");
     let error = load("", &[("limits.namespace_bytes_max", "200 MiB")]).unwrap_err();
     assert_eq!(error.key, "limits.namespace_bytes_max");
 }
