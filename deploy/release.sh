@@ -3,16 +3,22 @@
 #
 # Without PROGRAM the program is built first, against glibc 2.28 by `cargo zigbuild`
 # (`pip install ziglang cargo-zigbuild`). OUT gets kvd-VERSION-linux-ARCH.tar.gz, where there is
-# dpkg-deb a Debian package, and SHA256SUMS. Both are the same, byte by byte, for the same program
-# and commit.
+# dpkg-deb a Debian package, a list of all crates inside (CycloneDX, by
+# `cargo install cargo-cyclonedx`), and SHA256SUMS. All are the same, byte by byte, for the same
+# program and commit.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?deploy/release.sh OUT [PROGRAM]}
 program=${2:-}
 arch=$(uname -m)
+features=(--no-default-features --features remote)
+cargo cyclonedx --version >/dev/null 2>&1 || {
+    echo "the list of crates is made by cargo-cyclonedx: cargo install cargo-cyclonedx" >&2
+    exit 1
+}
 if [ -z "$program" ]; then
     target=$arch-unknown-linux-gnu
-    cargo zigbuild --profile dist -p kvd --no-default-features --features remote --target "$target.2.28"
+    cargo zigbuild --profile dist -p kvd "${features[@]}" --target "$target.2.28"
     program=target/$target/dist/kvd
 fi
 
@@ -79,5 +85,15 @@ EOF
         "$out/kvd_${version}_$debian.deb" >/dev/null
     made+=("kvd_${version}_$debian.deb")
 fi
+# Of the commit and not of the folder: it is written beside each crate, with that folder's path.
+mkdir "$work/source"
+git archive HEAD Cargo.toml Cargo.lock crates xtask tests kernels proto | tar -x -C "$work/source"
+(
+    cd "$work/source"
+    SOURCE_DATE_EPOCH=$date cargo cyclonedx --quiet --manifest-path crates/kvd/Cargo.toml --format json \
+        --spec-version 1.5 "${features[@]}" --target "$arch-unknown-linux-gnu" --override-filename kvd.cdx
+)
+sed "s|file://$work/source|file://.|g" "$work/source/crates/kvd/kvd.cdx.json" >"$out/$name.cdx.json"
+made+=("$name.cdx.json")
 (cd "$out" && sha256sum "${made[@]}" >SHA256SUMS)
 echo "$out: ${made[*]}; needs ${needs:-no glibc}"
