@@ -133,7 +133,7 @@ impl<'a> BitAllocSide<'a> {
     }
 
     /// By head: by how much it may err, in relation to other heads.
-    pub(crate) fn weights(&self) -> impl Iterator<Item = f64> {
+    pub(crate) fn head_weights(&self) -> impl Iterator<Item = f64> {
         self.heads.iter().map(|head| head.weight)
     }
 

@@ -16,15 +16,15 @@
 //! | `n.step` | f32 `[layers, kv_heads]` | step of `grid` |
 //! | `n.class` | u8 `[layers, kv_heads, head_dim]` | class of each coefficient |
 //! | `n.table` | u8 `[layers, symbols]` | Huffman code lengths, class after class |
-//! | `n.split` | f32 `[layers, kv_heads]` | step over that of an even split; absent there, see below |
+//! | `n.split` | f32 `[layers, kv_heads]` | step over that of an even split, see below |
 //! | `n.scale` | f32 `[layers, kv_heads, head_dim]` | scales of `bitalloc` |
 //! | `n.width` | u8 `[layers, kv_heads, head_dim]` | bits of each coefficient |
 //! | `n.levels` | f16 `[layers, 510]` | levels of widths 1 to 8 |
 //! | `n.bound` | f32 `[layers, kv_heads]` | largest error that is no outlier |
 //!
-//! `n.split` of a bit allocation is two to the bits of a coefficient that a head has fewer than under
-//! an even split. VQ entries stand in the order of their use; the shape has 1 for an axis along
-//! which codebooks are shared.
+//! `n.split` is absent for an even split; of a bit allocation it is two to the bits of a coefficient
+//! that a head has fewer than there. VQ entries stand in the order of their use; the shape has 1 for
+//! an axis along which codebooks are shared.
 //!
 //! The metadata key `kvd.calibration` holds one JSON object: version, geometry, seed, and side and
 //! fitted text of each part. One key, because several would be written in an arbitrary order.

@@ -43,7 +43,7 @@ pub(crate) struct SideCalibration {
     pub(crate) codebooks: Option<SideCodebooks>,
     /// Steps, classes and tables of a grid.
     pub(crate) grid: Option<GridTensors>,
-    /// `[layers, kv_heads]`: each step in relation to that of an even split, or two to the bits of a
+    /// `[layers, kv_heads]`: each step over that of an even split, or two to the bits of a
     /// coefficient that a head has fewer; empty for an even split. Nothing but reports reads it.
     pub(crate) split: Vec<f32>,
     /// Widths, levels, scales and bounds of a bit allocation.

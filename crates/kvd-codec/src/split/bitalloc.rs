@@ -34,7 +34,7 @@ pub(super) fn split_evenly(
     open: &OpenCodec<'_>,
     spec: &CodecSpec,
 ) -> Result<Vec<SideCalibration>, CalibrationError> {
-    let parts = open.sides().map(|(side, open)| {
+    let parts = open.both_sides().map(|(side, open)| {
         let side_spec = spec.side(side);
         let mut alone = [bit_side(open, side_spec)];
         let budget_bits = alone[0].budget_bits(super::asked_bits(side_spec)?);
@@ -50,10 +50,10 @@ pub(super) fn list_errors(
     of: RatedCodec<'_>,
 ) -> Result<Vec<HeadError>, CalibrationError> {
     let mut heads = Vec::new();
-    for (side, of_side) in open.sides() {
+    for (side, of_side) in open.both_sides() {
         let bits = bit_side(of_side, of.spec.side(side));
         let errors = bits.unit_errors(find_tensors(of, side)?).into_iter();
-        let errors = errors.zip(bits.weights()).map(|(error, weight)| error * weight * weight);
+        let errors = errors.zip(bits.head_weights()).map(|(error, weight)| error * weight * weight);
         heads.extend(open.name_heads(side, errors));
     }
     Ok(heads)
@@ -65,7 +65,7 @@ pub(super) fn split_by_costs(
     asked: &SplitRequest<'_>,
 ) -> Result<Vec<SideCalibration>, CalibrationError> {
     let SplitRequest { from, costs, bits_share } = *asked;
-    let mut sides = open.sides().map(|(side, open)| bit_side(open, from.spec.side(side)));
+    let mut sides = open.both_sides().map(|(side, open)| bit_side(open, from.spec.side(side)));
     let (mut heads, mut units) = (Vec::new(), Vec::new());
     let mut budget_bits = 0.0;
     for (side, bits) in Side::BOTH.into_iter().zip(&sides) {
@@ -87,7 +87,7 @@ pub(super) fn split_by_costs(
         rest = after;
     }
     fit_widths(&mut sides, bits_share * budget_bits);
-    let closed = open.sides().into_iter().zip(sides).map(|((side, open), bits)| {
+    let closed = open.both_sides().into_iter().zip(sides).map(|((side, open), bits)| {
         let bits = bits.into_tensors()?;
         let before = &from.side_part(side).ok_or_else(|| other_codec(from.spec))?.split;
         let split = split_of(find_tensors(from, side)?, before, &bits.tensors);

@@ -31,7 +31,7 @@ pub(super) fn split_evenly(
     open: &OpenCodec<'_>,
     spec: &CodecSpec,
 ) -> Result<Vec<SideCalibration>, CalibrationError> {
-    let parts = open.sides().map(|(side, open)| {
+    let parts = open.both_sides().map(|(side, open)| {
         let side_spec = spec.side(side);
         let grid = grid_side(open).fit_rate(super::asked_bits(side_spec)?)?;
         Ok(close_side(open, side_spec, grid, Vec::new()))
@@ -44,7 +44,7 @@ pub(super) fn list_errors(
     of: RatedCodec<'_>,
 ) -> Result<Vec<HeadError>, CalibrationError> {
     let mut heads = Vec::new();
-    for (side, of_side) in open.sides() {
+    for (side, of_side) in open.both_sides() {
         let steps = &GridPart::find_part(of, side)?.grid.steps;
         let errors = grid_side(of_side).unit_errors(steps).into_iter().zip(steps);
         let errors = errors.map(|(error, step)| error * f64::from(*step).powi(2));
@@ -59,7 +59,7 @@ pub(super) fn split_by_costs(
     asked: &SplitRequest<'_>,
 ) -> Result<Vec<SideCalibration>, CalibrationError> {
     let SplitRequest { from, costs, bits_share } = *asked;
-    let grids = open.sides().map(|(_, open)| grid_side(open));
+    let grids = open.both_sides().map(|(_, open)| grid_side(open));
     let (mut before, mut heads) = (Vec::new(), Vec::new());
     let mut budget = 0.0;
     for (side, grid) in Side::BOTH.into_iter().zip(&grids) {
@@ -94,7 +94,7 @@ pub(super) fn split_by_costs(
         }
     }
     let trials = best.unwrap_or_else(|| try_common(coarse));
-    let sides = open.sides().into_iter().zip(&grids).zip(before).zip(trials);
+    let sides = open.both_sides().into_iter().zip(&grids).zip(before).zip(trials);
     let parts = sides.map(|((((side, open), grid), before), trial)| {
         let tensors = grid.check_steps(trial.tensors)?;
         let split = before.split_of(&tensors.steps);

@@ -161,7 +161,7 @@ impl OpenCodec<'_> {
         }
     }
 
-    fn sides(&self) -> [(Side, &OpenSide); 2] {
+    fn both_sides(&self) -> [(Side, &OpenSide); 2] {
         [(Side::Key, self.key), (Side::Value, self.value)]
     }
 
@@ -230,7 +230,7 @@ impl<'a> RatedCodec<'a> {
 struct SplitRequest<'a> {
     from: RatedCodec<'a>,
     costs: &'a [GroupCost],
-    /// Of the bits that the specs of both sides ask for.
+    /// The share of the bits that the specs of both sides ask for.
     bits_share: f64,
 }
 
@@ -276,7 +276,7 @@ enum SharedKind {
     BitAlloc,
 }
 
-/// What a side asks for.
+/// The rate that a side asks for.
 #[derive(Clone, Copy)]
 struct SideRate {
     kind: SharedKind,
