@@ -96,7 +96,7 @@ struct StoreCase {
     first: f64,
     cpu: Vec<f64>,
     wall: Vec<f64>,
-    /// Times of all turns that count.
+    /// Pages of all turns that count.
     stored: StoredPages,
 }
 

@@ -99,7 +99,9 @@ fn options(source: RowSource, codec: &str) -> CalibrateOptions {
 /// Attends layer 0 with 300 query tokens of four heads, 100 in a call as of a prefill that is cut
 /// into pieces: fewer than a sample has memory for, and all of them are kept.
 async fn attend(client: &Client, model: ModelId, sequence: SequenceId) -> Vec<f32> {
-    let q: Vec<f32> = (0..300 * 4 * 32).map(|i| ((i * 53 + 7) % 97) as f32 / 16.0 - 3.0).collect();
+    // No query is a copy of another: copies count once.
+    let draw = |i: u32| (i.wrapping_mul(2_654_435_761) >> 8) % 97;
+    let q: Vec<f32> = (0..300 * 4 * 32).map(|i| draw(i) as f32 / 16.0 - 3.0).collect();
     for q in q.chunks(100 * 4 * 32) {
         let queries = vec![AttendQuery::new(sequence, 100)];
         let batch = AttendBatch {

@@ -167,7 +167,7 @@ pub(super) const STORE: BenchSheet<StoreRow> = BenchSheet {
             ),
         ]
     },
-    codec: (|row| row.codec.clone(), 20),
+    codec: (|row| row.codec.clone(), 17),
     note: "us of processor time, K and V of one layer; the first call trains tables where there \
            are such. Errors are measured of one block in 16. GB/s of f16 input by processor time \
            and by wall time; --wide: of pages too.",
