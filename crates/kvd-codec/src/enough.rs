@@ -155,10 +155,14 @@ mod tests {
             rope_pairing: RopePairing::Half,
         };
         let mut samples = Samples::new(&geometry);
+        // No row is a copy of another: copies count once.
+        let rows = |count: usize, value: f32| -> Vec<f32> {
+            (0..8 * count).map(|i| value * (1.0 + (i / 8) as f32 / 64.0)).collect()
+        };
         for side in Side::BOTH {
-            samples.push(LayerIndex(0), side, 0, &vec![1.0; 8 * tokens]).unwrap();
+            samples.push(LayerIndex(0), side, 0, &rows(tokens, 1.0)).unwrap();
         }
-        samples.push_queries(LayerIndex(0), 0, &vec![value; 8 * queries]).unwrap();
+        samples.push_queries(LayerIndex(0), 0, &rows(queries, value)).unwrap();
         samples
     }
 
@@ -189,5 +193,8 @@ mod tests {
         assert_eq!(samples(4, 4, 0.0).check_zeros(), Err(zeros));
         assert_eq!(samples(4, 0, 0.0).check_zeros(), Ok(()));
         assert_eq!(samples(4, 9, 1.0).queries_per_head(), 9);
+        let mut copied = samples(4, 9, 1.0);
+        copied.push_queries(LayerIndex(0), 0, &[1.0; 8 * 9]).unwrap();
+        assert_eq!(copied.queries_per_head(), 9, "copies count once");
     }
 }

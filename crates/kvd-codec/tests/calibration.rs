@@ -136,7 +136,7 @@ fn samples_are_checked() {
     assert_eq!(push(0, 0, &[f32::NAN; 32]), ErrorCode::NonFinite);
     let error = fit_calibration(&geometry, &spec, &samples, 0, &mut |_| {}).unwrap_err();
     assert_eq!(error, CalibrationError::NoSamples { layer: 0, side: Side::Key, head: 0 });
-    let huge = vec![1e30; 32 * 32];
+    let huge: Vec<f32> = (0..32 * 32).map(|i| 1e30 * (1.0 + i as f32 / 2048.0)).collect();
     for side in Side::BOTH {
         for (layer, head) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
             samples.push(LayerIndex(layer), side, head, &huge).unwrap();
