@@ -30,7 +30,7 @@ impl ErrorMeasure {
 
     /// As options and tables name it.
     #[must_use]
-    pub fn name(self) -> &'static str {
+    pub fn measure_name(self) -> &'static str {
         match self {
             Self::Rows => "rows",
             Self::Queries => "queries",
@@ -96,7 +96,7 @@ struct StoreCase {
     first: f64,
     cpu: Vec<f64>,
     wall: Vec<f64>,
-    /// Of all turns that count.
+    /// Pages of all turns that count.
     stored: StoredPages,
 }
 

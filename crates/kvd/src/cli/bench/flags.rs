@@ -37,7 +37,7 @@ pub(super) fn parse_precision(name: &str) -> Result<Precision, String> {
 }
 
 pub(super) fn parse_error_measure(name: &str) -> Result<ErrorMeasure, String> {
-    let known = ErrorMeasure::ALL.into_iter().find(|measure| measure.name() == name);
+    let known = ErrorMeasure::ALL.into_iter().find(|measure| measure.measure_name() == name);
     known.ok_or_else(|| "errors are measured by rows, by queries or as none".to_owned())
 }
 

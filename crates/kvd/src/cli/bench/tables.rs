@@ -149,7 +149,10 @@ pub(super) const STORE: BenchSheet<StoreRow> = BenchSheet {
             TableColumn::of_numbers("first", column_cells(rows, |row| short_figure(row.first_us))),
             TableColumn::of_text("set", column_cells(rows, |row| row.instruction_set.to_owned())),
             TableColumn::of_numbers("threads", column_cells(rows, |row| row.threads.to_string())),
-            TableColumn::of_text("errors", column_cells(rows, |row| row.errors.name().to_owned())),
+            TableColumn::of_text(
+                "errors",
+                column_cells(rows, |row| row.errors.measure_name().to_owned()),
+            ),
             TableColumn::of_numbers(
                 "bits",
                 column_cells(rows, |row| format!("{:.3}", row.bits_per_value)),
@@ -349,7 +352,7 @@ fn store_wide(rows: &[StoreRow]) -> String {
             row.first_us,
             row.instruction_set,
             row.threads,
-            row.errors.name(),
+            row.errors.measure_name(),
             row.bits_per_value,
             row.stored_gb_per_s,
             row.logical_gb_per_s,
