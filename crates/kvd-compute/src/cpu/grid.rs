@@ -2,13 +2,13 @@
 //! and what remains is an integer dot product of codes. Coefficients of the zero class are in no
 //! tile; what tiles do not hold is added outlier by outlier.
 
-use crate::cpu::huffman::{OutlierRest, StreamTiles};
+use crate::cpu::huffman::{OutlierRest, QUAD, StreamTiles};
 use crate::cpu::int_dot::{
     CodeLookup, ROWS, SETTLED_TILES, SumTarget, TileCodes, key_dots, value_dots,
 };
 use crate::cpu::int_operands::{self, IntOperands, ScaledRows};
 use crate::cpu::loss::{alike_factor, rounding_loss};
-use crate::cpu::simd::{KernelConfig, Simd};
+use crate::cpu::simd::{KernelConfig, Simd, per_level};
 use crate::cpu::span_scores::{SPAN, SpanScores, TILE};
 use kvd_codec::{Grid, HeadCodec};
 use std::ops::Range;
@@ -39,6 +39,52 @@ fn largest_codes(grid: &Grid, positions: &[(i32, usize)]) -> (f32, f32) {
     largest.fold((0.0, 0.0), |(most, energy), code| (most.max(code), energy + code * code))
 }
 
+/// Biases of stored codes as bytes, `copies` of each; none where one is beyond a byte.
+fn byte_biases(positions: &[(i32, usize)], copies: usize) -> Option<Vec<u8>> {
+    let biases = positions.iter().map(|position| u8::try_from(position.0).ok());
+    let biases: Vec<u8> = biases.collect::<Option<_>>()?;
+    Some(biases.into_iter().flat_map(|bias| std::iter::repeat_n(bias, copies)).collect())
+}
+
+per_level!(
+    /// The largest sum over a token's codes of their squares, in tiles of keys; `biases` are those
+    /// of a token's codes.
+    fn largest_energy(tiles: &[u8], biases: &[u8]) -> f32 = largest_energy_body
+);
+
+#[inline(always)]
+fn largest_energy_body(tiles: &[u8], biases: &[u8]) -> f32 {
+    const LANES: usize = QUAD * TILE;
+    let mut most = 0;
+    for tile in tiles.chunks_exact(TILE * biases.len()) {
+        let mut lanes = [0u32; LANES];
+        // Four codes of each token, then the next four.
+        for (codes, biases) in tile.as_chunks::<LANES>().0.iter().zip(biases.as_chunks().0) {
+            let biases: &[u8; QUAD] = biases;
+            for (at, (lane, code)) in lanes.iter_mut().zip(codes).enumerate() {
+                let apart = u32::from(code.abs_diff(biases[at % QUAD]));
+                *lane += apart * apart;
+            }
+        }
+        let tokens = lanes.as_chunks::<QUAD>().0.iter().map(|token| token.iter().sum::<u32>());
+        most = tokens.fold(most, u32::max);
+    }
+    most as f32
+}
+
+per_level!(
+    /// The largest code in tiles of values; `biases` are those of four tokens.
+    fn largest_stored(tiles: &[u8], biases: &[u8]) -> u8 = largest_stored_body
+);
+
+#[inline(always)]
+fn largest_stored_body(tiles: &[u8], biases: &[u8]) -> u8 {
+    tiles.chunks_exact(biases.len()).fold(0, |most, quad| {
+        let apart = quad.iter().zip(biases).map(|(code, bias)| code.abs_diff(*bias));
+        apart.fold(most, u8::max)
+    })
+}
+
 /// One row of a page as coefficients, from the tiles that hold it.
 pub(super) fn decode_row(grid: &Grid, tiles: &StreamTiles, token: usize, row: &mut [f32]) {
     row.fill(0.0);
@@ -63,9 +109,18 @@ pub(crate) struct GridKeys {
     /// Queries `[rows, dim]`, times the step.
     queries: Vec<f32>,
     dim: usize,
-    /// See [`GridKeys::score_loss`].
+    /// [`rounding_loss`] of the largest codes that a page could have, by row.
     losses: Vec<f32>,
+    /// The squares of those.
+    energy_max: f32,
+    /// The squares of those that a token has, and the biases by which they are known.
+    energy: f32,
+    biases: Option<Vec<u8>>,
 }
+
+/// A score's error over the root mean square of those by a token's own codes: where few codes are
+/// no zero, those few may round alike.
+const OF_OWN_CODES: f32 = 2.0;
 
 impl GridKeys {
     /// Takes folded queries `[rows, dim]`.
@@ -84,7 +139,7 @@ impl GridKeys {
             return None;
         }
         let mut parts = IntOperands::of_queries(config).multiplied_with(meets);
-        let (_, energy) = largest_codes(grid, &positions);
+        let (_, energy_max) = largest_codes(grid, &positions);
         let (mut units, mut bases, mut losses) = (Vec::new(), Vec::new(), Vec::new());
         parts.clear_rows(positions.len());
         let mut row = vec![0f32; positions.len()];
@@ -100,24 +155,32 @@ impl GridKeys {
                 bias.map(|(at, (bias, _))| i64::from(part.value_at(config.simd, 0, at) * bias));
             bases.push(-(bias.sum::<i64>() as f32) * unit);
             units.push(unit);
-            losses.push(rounding_loss(unit, energy) * alike_factor(config.simd, &row, unit));
+            losses.push(rounding_loss(unit, energy_max) * alike_factor(config.simd, &row, unit));
         }
-        Some(Self { lookup: CodeLookup::identity(), parts, units, bases, queries, dim, losses })
+        let (lookup, biases) = (CodeLookup::identity(), byte_biases(&positions, 1));
+        let energy = if biases.is_some() { 0.0 } else { energy_max };
+        Some(Self { lookup, parts, units, bases, queries, dim, losses, energy_max, energy, biases })
     }
 
-    /// How far rounding may take a score of that row: see [`rounding_loss`].
+    /// How far rounding may take a score of that row: see [`rounding_loss`]. Most codes of a coarse
+    /// grid are zeros, and the largest would count too much.
     pub(crate) fn score_loss(&self, row: usize) -> f32 {
-        self.losses[row]
+        let share = self.energy / self.energy_max;
+        let own = OF_OWN_CODES * share.sqrt();
+        if own < 1.0 { self.losses[row] * own } else { self.losses[row] }
     }
 
     /// Scores all rows against a few tiles.
     pub(crate) fn score_tiles(
-        &self,
+        &mut self,
         simd: Simd,
         codes: TileCodes<'_>,
         tiles: Range<usize>,
         scores: &mut SpanScores,
     ) {
+        if let Some(biases) = self.biases.as_ref().filter(|biases| !biases.is_empty()) {
+            self.energy = self.energy.max(largest_energy(simd, codes.bytes, biases));
+        }
         for first in (0..self.units.len()).step_by(ROWS) {
             let rows = self.parts.rows_from(first);
             let units = &self.units[first..first + rows.row_count()];
@@ -162,6 +225,8 @@ pub(crate) struct GridValues {
     dim: usize,
     /// The largest magnitude of a value in a tile.
     magnitude: f32,
+    /// The biases by which it is known, four of each.
+    biases: Option<Vec<u8>>,
 }
 
 impl GridValues {
@@ -173,6 +238,7 @@ impl GridValues {
     ) -> Option<Self> {
         let grid = side.grid()?;
         let positions = tile_positions(grid, tiles);
+        let biases = byte_biases(&positions, QUAD);
         Some(Self {
             lookup: CodeLookup::identity(),
             step: grid.step(),
@@ -181,7 +247,12 @@ impl GridValues {
             lost: vec![0.0; rows],
             unsettled: 0,
             rests: vec![0.0; rows * side.dim()],
-            magnitude: largest_codes(grid, &positions).0 * grid.step(),
+            magnitude: if biases.is_some() {
+                0.0
+            } else {
+                largest_codes(grid, &positions).0 * grid.step()
+            },
+            biases,
             positions,
             parts: IntOperands::of_weights(config),
             dim: side.dim(),
@@ -209,6 +280,10 @@ impl GridValues {
         let count = self.positions.len();
         if count == 0 {
             return;
+        }
+        if let Some(biases) = &self.biases {
+            let largest = largest_stored(simd, codes.bytes, biases);
+            self.magnitude = self.magnitude.max(f32::from(largest) * self.step);
         }
         self.unsettled += tiles.len();
         if self.unsettled > SETTLED_TILES {
