@@ -39,11 +39,9 @@ fn largest_codes(grid: &Grid, positions: &[(i32, usize)]) -> (f32, f32) {
     largest.fold((0.0, 0.0), |(most, energy), code| (most.max(code), energy + code * code))
 }
 
-/// Biases of stored codes as bytes, `copies` of each; none where one is beyond a byte.
-fn byte_biases(positions: &[(i32, usize)], copies: usize) -> Option<Vec<u8>> {
-    let biases = positions.iter().map(|position| u8::try_from(position.0).ok());
-    let biases: Vec<u8> = biases.collect::<Option<_>>()?;
-    Some(biases.into_iter().flat_map(|bias| std::iter::repeat_n(bias, copies)).collect())
+/// Biases of stored codes as bytes; none where one is beyond a byte.
+fn byte_biases(positions: &[(i32, usize)]) -> Option<Vec<u8>> {
+    positions.iter().map(|position| u8::try_from(position.0).ok()).collect()
 }
 
 per_level!(
@@ -70,19 +68,6 @@ fn largest_energy_body(tiles: &[u8], biases: &[u8]) -> f32 {
         most = tokens.fold(most, u32::max);
     }
     most as f32
-}
-
-per_level!(
-    /// The largest code in tiles of values; `biases` are those of four tokens.
-    fn largest_stored(tiles: &[u8], biases: &[u8]) -> u8 = largest_stored_body
-);
-
-#[inline(always)]
-fn largest_stored_body(tiles: &[u8], biases: &[u8]) -> u8 {
-    tiles.chunks_exact(biases.len()).fold(0, |most, quad| {
-        let apart = quad.iter().zip(biases).map(|(code, bias)| code.abs_diff(*bias));
-        apart.fold(most, u8::max)
-    })
 }
 
 /// One row of a page as coefficients, from the tiles that hold it.
@@ -157,7 +142,7 @@ impl GridKeys {
             units.push(unit);
             losses.push(rounding_loss(unit, energy_max) * alike_factor(config.simd, &row, unit));
         }
-        let (lookup, biases) = (CodeLookup::identity(), byte_biases(&positions, 1));
+        let (lookup, biases) = (CodeLookup::identity(), byte_biases(&positions));
         let energy = if biases.is_some() { 0.0 } else { energy_max };
         Some(Self { lookup, parts, units, bases, queries, dim, losses, energy_max, energy, biases })
     }
@@ -223,10 +208,9 @@ pub(crate) struct GridValues {
     /// Sums of outliers, which tiles do not hold: `[rows, dim]`.
     rests: Vec<f32>,
     dim: usize,
-    /// The largest magnitude of a value in a tile.
+    /// The largest magnitude that a value in a tile could have. Sums have the biases of codes until
+    /// the end, so that zeros cost as much.
     magnitude: f32,
-    /// The biases by which it is known, four of each.
-    biases: Option<Vec<u8>>,
 }
 
 impl GridValues {
@@ -238,7 +222,6 @@ impl GridValues {
     ) -> Option<Self> {
         let grid = side.grid()?;
         let positions = tile_positions(grid, tiles);
-        let biases = byte_biases(&positions, QUAD);
         Some(Self {
             lookup: CodeLookup::identity(),
             step: grid.step(),
@@ -247,12 +230,7 @@ impl GridValues {
             lost: vec![0.0; rows],
             unsettled: 0,
             rests: vec![0.0; rows * side.dim()],
-            magnitude: if biases.is_some() {
-                0.0
-            } else {
-                largest_codes(grid, &positions).0 * grid.step()
-            },
-            biases,
+            magnitude: largest_codes(grid, &positions).0 * grid.step(),
             positions,
             parts: IntOperands::of_weights(config),
             dim: side.dim(),
@@ -280,10 +258,6 @@ impl GridValues {
         let count = self.positions.len();
         if count == 0 {
             return;
-        }
-        if let Some(biases) = &self.biases {
-            let largest = largest_stored(simd, codes.bytes, biases);
-            self.magnitude = self.magnitude.max(f32::from(largest) * self.step);
         }
         self.unsettled += tiles.len();
         if self.unsettled > SETTLED_TILES {
