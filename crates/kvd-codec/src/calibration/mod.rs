@@ -22,9 +22,9 @@
 //! | `n.levels` | f16 `[layers, 510]` | levels of widths 1 to 8 |
 //! | `n.bound` | f32 `[layers, kv_heads]` | largest error that is no outlier |
 //!
-//! `n.split` is absent for an even split; of a bit allocation it is two to the bits of a coefficient
-//! that a head has fewer than there. VQ entries stand in the order of their use; the shape has 1 for
-//! an axis along which codebooks are shared.
+//! `n.split` is absent for an even split; of a bit allocation it is two to the bits of a
+//! coefficient that a head has fewer than there. VQ entries stand in the order of their use; the
+//! shape has 1 for an axis along which codebooks are shared.
 //!
 //! The metadata key `kvd.calibration` holds one JSON object: version, geometry, seed, and side and
 //! fitted text of each part. One key, because several would be written in an arbitrary order.
