@@ -74,8 +74,9 @@ fn rows() -> KvDump {
         dtype: DType::F16,
         rope_pairing: kvd_core::RopePairing::Half,
     };
-    let values =
-        |seed: usize| (0..700 * 64).map(|i| ((i * 37 + seed) % 101) as f32 / 8.0).collect();
+    // No token is a copy of another: copies count once.
+    let draw = |i: u32, seed: u32| (i.wrapping_mul(2_654_435_761) >> 8).wrapping_add(seed) % 101;
+    let values = |seed| (0..700 * 64).map(|i| draw(i, seed) as f32 / 8.0).collect();
     let layers = vec![LayerRows { k: values(0), v: values(5), q: Vec::new() }];
     KvDump { geometry, query_heads: 0, layers }
 }

@@ -161,16 +161,12 @@ pub(super) const STORE: BenchSheet<StoreRow> = BenchSheet {
                 "f16 GB/s",
                 column_cells(rows, |row| format!("{:.3}", row.logical_gb_per_s)),
             ),
-            TableColumn::of_numbers(
-                "wall GB/s",
-                column_cells(rows, |row| format!("{:.3}", row.wall_gb_per_s)),
-            ),
         ]
     },
     codec: (|row| row.codec.clone(), 17),
     note: "us of processor time, K and V of one layer; the first call trains tables where there \
-           are such. Errors are measured of one block in 16. GB/s of f16 input by processor time \
-           and by wall time; --wide: of pages too.",
+           are such. Errors are measured of one block in 16. GB/s of f16 input by processor \
+           time; --wide: by wall time and of pages too.",
     wide: store_wide,
 };
 
