@@ -88,7 +88,11 @@ impl ClientTimes {
     ) -> Result<(), BenchError> {
         match answer {
             Ok(_) => self.ms.push(began.elapsed().as_secs_f64() * 1e3),
-            Err(error) if error.code == Some(ErrorCode::QueueFull) => self.refused += 1,
+            Err(error)
+                if matches!(error.code, Some(ErrorCode::QueueFull | ErrorCode::QuotaExceeded)) =>
+            {
+                self.refused += 1;
+            }
             Err(error) => return Err(BenchError::failed_step("call")(error)),
         }
         Ok(())

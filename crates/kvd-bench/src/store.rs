@@ -11,7 +11,7 @@ use kvd_compute::{
 use kvd_core::{Extent, Geometry, ProgressLines, Side};
 use serde::Serialize;
 
-/// How errors of pages are measured while they are stored, one block in 16: what bounds are held
+/// How errors of pages are measured while they are stored, one block in 256: what bounds are held
 /// against and metrics export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -326,13 +326,13 @@ mod tests {
     }
 
     #[test]
-    fn one_block_in_sixteen_is_measured_or_none() {
+    fn one_block_in_256_is_measured_or_none() {
         let bench =
-            StoreBench { errors: ErrorMeasure::ALL.to_vec(), rounds: 3, ..bench(16 * 16, 1) };
+            StoreBench { errors: ErrorMeasure::ALL.to_vec(), rounds: 3, ..bench(256 * 16, 1) };
         let rows = bench.measure_all().unwrap().rows;
         assert_eq!(rows.len(), 2 * ErrorMeasure::ALL.len());
         for row in &rows {
-            let part = if row.errors == ErrorMeasure::None { 0.0 } else { 1.0 / 16.0 };
+            let part = if row.errors == ErrorMeasure::None { 0.0 } else { 1.0 / 256.0 };
             assert_eq!(row.measured_blocks, part, "{row:?}");
             // The pages are those of a store that measures.
             let same = rows.iter().filter(|of| of.codec == row.codec);

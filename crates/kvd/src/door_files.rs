@@ -2,6 +2,7 @@
 //! anew when they change or SIGHUP asks for it.
 
 use crate::access::PrincipalTable;
+use crate::bounded_file::read_bytes;
 use crate::config::{AccessConfig, ConfigError};
 use crate::metrics::{Metric, Metrics};
 use crate::service::Service;
@@ -156,7 +157,7 @@ impl WatchedFiles {
 fn hash_files(paths: &[PathBuf]) -> u64 {
     let mut hash = Xxh3::new();
     for path in paths {
-        match std::fs::read(path) {
+        match read_bytes(path) {
             Ok(bytes) => {
                 hash.update(&(bytes.len() as u64).to_le_bytes());
                 hash.update(&bytes);

@@ -8,6 +8,7 @@
 
 mod access;
 pub mod admin;
+mod bounded_file;
 pub mod cli;
 pub mod config;
 pub mod daemon;

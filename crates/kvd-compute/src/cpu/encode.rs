@@ -246,7 +246,7 @@ mod tests {
     fn every_layer_has_its_turn_when_layers_come_one_after_another() {
         let (codec, mut sampling) = (codec(), Sampling::default());
         let mut measured = [0; 16];
-        for _ in 0..2 * SAMPLE_INTERVAL {
+        for _ in 0..2 * SAMPLE_INTERVAL + 1 {
             for (layer, measured) in (0..).map(LayerIndex).zip(&mut measured) {
                 // All layers of this codec are alike; which one is asked for is what counts.
                 let blocks =
@@ -255,7 +255,8 @@ mod tests {
                 *measured += usize::from(encoded[0].as_ref().unwrap().sampled.is_some());
             }
         }
-        assert_eq!(measured, [2; 16]);
+        // 0, the powers of two below 256, 256 and 512.
+        assert_eq!(measured, [11; 16]);
     }
 
     #[test]
@@ -268,9 +269,10 @@ mod tests {
             let seen = encoded.into_iter().map(Result::unwrap);
             seen.map(|pages| (pages.sampled.is_some(), pages.over_bound()[0])).collect()
         };
-        // Block 0 is due; 1 to 15 are not, spike or no spike.
-        assert_eq!(run(&[false, true]), [(true, 0), (false, 0)]);
-        let later = run(&[true; 14]);
+        // Blocks 0, 1, 2, 4 and 8 are due; 9 to 15 are not, spike or no spike.
+        let due = [true, true, true, false, true, false, false, false, true];
+        assert_eq!(run(&[false; 9]), due.map(|measured| (measured, 0)));
+        let later = run(&[true; 7]);
         assert!(later.iter().all(|seen| *seen == (false, 0)));
         // Block 16 is due and over its bound: its neighbours are measured as well.
         assert_eq!(run(&[true, false, true]), [(true, 1), (true, 0), (true, 1)]);

@@ -7,7 +7,7 @@ use crate::cpu::int_dot::{
     CodeLookup, ROWS, SETTLED_TILES, SumTarget, TileCodes, key_dots, value_dots,
 };
 use crate::cpu::int_operands::{self, IntOperands, ScaledRows};
-use crate::cpu::loss::{alike_factor, rounding_loss};
+use crate::cpu::loss::{SCORE_LOSS_MAX, alike_factor, rounding_loss};
 use crate::cpu::simd::{KernelConfig, Simd, per_level};
 use crate::cpu::span_scores::{SPAN, SpanScores, TILE};
 use kvd_codec::{Grid, HeadCodec};
@@ -55,19 +55,71 @@ fn largest_energy_body(tiles: &[u8], biases: &[u8]) -> f32 {
     const LANES: usize = QUAD * TILE;
     let mut most = 0;
     for tile in tiles.chunks_exact(TILE * biases.len()) {
-        let mut lanes = [0u32; LANES];
+        let mut lanes = [0i32; LANES / 2];
         // Four codes of each token, then the next four.
         for (codes, biases) in tile.as_chunks::<LANES>().0.iter().zip(biases.as_chunks().0) {
             let biases: &[u8; QUAD] = biases;
-            for (at, (lane, code)) in lanes.iter_mut().zip(codes).enumerate() {
-                let apart = u32::from(code.abs_diff(biases[at % QUAD]));
-                *lane += apart * apart;
+            let mut apart = [0i16; LANES];
+            for (at, (apart, code)) in apart.iter_mut().zip(codes).enumerate() {
+                *apart = i16::from(*code) - i16::from(biases[at % QUAD]);
+            }
+            // Sums of two products of 16 bits are one instruction.
+            for (lane, pair) in lanes.iter_mut().zip(apart.as_chunks::<2>().0) {
+                let [a, b] = pair.map(i32::from);
+                *lane += a * a + b * b;
             }
         }
-        let tokens = lanes.as_chunks::<QUAD>().0.iter().map(|token| token.iter().sum::<u32>());
-        most = tokens.fold(most, u32::max);
+        let tokens = lanes.as_chunks::<2>().0.iter().map(|token| token.iter().sum::<i32>());
+        most = tokens.fold(most, i32::max);
     }
     most as f32
+}
+
+/// Magnitudes of the values of some pages.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct HeldMagnitudes {
+    /// The largest that a tile holds.
+    pub(super) largest: f32,
+    /// The largest that a tile could hold, [`GridValues::largest_value`].
+    pub(super) possible: f32,
+    /// The largest bias of a code.
+    pub(super) bias: f32,
+}
+
+/// Finds the magnitudes of the values of pages, one page after the other.
+pub(super) struct MagnitudeFinder {
+    /// By position of a tile, once for each token of a quad.
+    biases: Vec<u8>,
+    step: f32,
+    held: HeldMagnitudes,
+}
+
+impl MagnitudeFinder {
+    /// `None` where a code's bias is beyond a byte.
+    pub(super) fn new(grid: &Grid, tiles: &StreamTiles) -> Option<Self> {
+        let positions = tile_positions(grid, tiles);
+        let biases = byte_biases(&positions)?;
+        let step = grid.step();
+        let bias = f32::from(biases.iter().copied().max()?) * step;
+        let possible = largest_codes(grid, &positions).0 * step;
+        let biases = biases.iter().flat_map(|bias| [*bias; QUAD]).collect();
+        Some(Self { biases, step, held: HeldMagnitudes { largest: 0.0, possible, bias } })
+    }
+
+    /// Takes the codes of a page's full tiles.
+    pub(super) fn add_tiles(&mut self, tiles: &[u8]) {
+        let mut most = 0u8;
+        for quads in tiles.chunks_exact(self.biases.len()) {
+            let apart = quads.iter().zip(&self.biases).map(|(code, bias)| code.abs_diff(*bias));
+            most = apart.fold(most, u8::max);
+        }
+        self.held.largest = self.held.largest.max(f32::from(most) * self.step);
+    }
+
+    /// Magnitudes of all pages so far.
+    pub(super) fn held_magnitudes(&self) -> HeldMagnitudes {
+        self.held
+    }
 }
 
 /// One row of a page as coefficients, from the tiles that hold it.
@@ -98,7 +150,8 @@ pub(crate) struct GridKeys {
     losses: Vec<f32>,
     /// The squares of those.
     energy_max: f32,
-    /// The squares of those that a token has, and the biases by which they are known.
+    /// The squares of those that a token has, and the biases by which they are known; none where
+    /// the largest codes are fine.
     energy: f32,
     biases: Option<Vec<u8>>,
 }
@@ -142,7 +195,10 @@ impl GridKeys {
             units.push(unit);
             losses.push(rounding_loss(unit, energy_max) * alike_factor(config.simd, &row, unit));
         }
-        let (lookup, biases) = (CodeLookup::identity(), byte_biases(&positions));
+        let lookup = CodeLookup::identity();
+        // Codes are looked at where the largest that there could be would lose too much.
+        let many = losses.iter().any(|loss| *loss > SCORE_LOSS_MAX / 2.0);
+        let biases = if many { byte_biases(&positions) } else { None };
         let energy = if biases.is_some() { 0.0 } else { energy_max };
         Some(Self { lookup, parts, units, bases, queries, dim, losses, energy_max, energy, biases })
     }

@@ -16,7 +16,7 @@ use kvd_core::Side;
 
 /// Largest loss of a score that outputs take without asking further: f16 rounds each weight by
 /// `2^-12.3` of it, root mean square, and four times that is allowed.
-const SCORE_LOSS_MAX: f32 = 8.0e-4;
+pub(super) const SCORE_LOSS_MAX: f32 = 8.0e-4;
 /// Four times one rounding to f16, of the largest product that takes part.
 const OF_LARGEST_TERM: f32 = 4.0 / 2048.0;
 /// Sums of weights that are alike are so much larger than what was lost of each by itself: f16
@@ -33,6 +33,9 @@ const CHANCE: f32 = 4.0;
 const CHANCE_OF_SMALL: f32 = 48.0;
 /// Weights of a row that come to so many times the largest are those of many tokens.
 const MANY: f32 = 16.0;
+/// Sums that carry the biases of codes lose so many roundings of f32 of those, until the biases are
+/// taken back.
+const ROUNDED_SUMS: f32 = 4.0;
 /// Scores and queries beyond it leave f32 no room to add them up.
 const SCORE_MAX: f32 = 1.0e30;
 /// Integers are told apart by so many bits of a hash.
@@ -312,7 +315,17 @@ impl MergedRows<'_> {
         }
         // The weight of the token with the largest score is one.
         let value = decoder.decoded_row(Side::Value, self.unit.parts, loss.largest_at)?;
-        Ok(lost.max(PEAK * apart) <= OF_LARGEST_TERM * largest_magnitude(value))
+        let allowed = OF_LARGEST_TERM * largest_magnitude(value);
+        if lost.max(PEAK * apart) <= allowed {
+            return Ok(true);
+        }
+        // The largest codes that there could be have failed; those that there are may not.
+        let Some(held) = decoder.held_magnitudes(self.unit.parts)? else { return Ok(false) };
+        let share = held.largest / held.possible;
+        let summed = ROUNDED_SUMS * f32::EPSILON * held.bias * state.weight_sum;
+        let (apart, lost) = (PEAK * apart * share + summed, lost * share + summed);
+        let of_sums = if state.weight_sum >= MANY { OF_LARGEST_SUM * sums } else { 0.0 };
+        Ok(apart <= allowed.max(OF_LARGEST_SUM * sums) && lost <= allowed.max(of_sums))
     }
 
     /// Whether the value of the token with the largest score has less than that share of the

@@ -3,7 +3,7 @@
 use crate::BackendError;
 use crate::cpu::attend_f64;
 use crate::cpu::attend_job::{AttendJob, AttendUnit};
-use crate::cpu::grid;
+use crate::cpu::grid::{self, HeldMagnitudes, MagnitudeFinder};
 use crate::cpu::huffman::{self, PageRequest, StreamTiles};
 use crate::cpu::loss::largest_magnitude;
 use crate::cpu::raw_slots::restore_rows;
@@ -42,11 +42,14 @@ pub(super) struct RowDecoder<'a> {
     /// Positions of those.
     known: [Option<u32>; 2],
     streams: [Option<StreamTiles>; 2],
+    /// Of the values, once asked for.
+    held: Option<Option<HeldMagnitudes>>,
 }
 
 impl<'a> RowDecoder<'a> {
     pub(super) fn new(job: &'a AttendJob<'a>, head: usize) -> Self {
-        Self { job, head, rows: Default::default(), known: [None; 2], streams: [None, None] }
+        let (rows, streams) = (Default::default(), [None, None]);
+        Self { job, head, rows, known: [None; 2], streams, held: None }
     }
 
     /// The row of the token at that position, of one of the parts.
@@ -80,6 +83,40 @@ impl<'a> RowDecoder<'a> {
         }
         self.rows[side.index()] = row;
         Ok(())
+    }
+
+    /// Magnitudes of the values of the parts' pages, of a grid side.
+    pub(super) fn held_magnitudes(
+        &mut self,
+        parts: &[PlanPart],
+    ) -> Result<Option<HeldMagnitudes>, BackendError> {
+        if self.held.is_none() {
+            self.held = Some(self.find_magnitudes(parts)?);
+        }
+        Ok(self.held.flatten())
+    }
+
+    fn find_magnitudes(&self, parts: &[PlanPart]) -> Result<Option<HeldMagnitudes>, BackendError> {
+        let reader = self.job.reader;
+        let side = reader.codec.head_codec(reader.layer, Side::Value, self.head);
+        let Some(grid) = side.grid() else { return Ok(None) };
+        let Some(mut tiles) = StreamTiles::new(side, Side::Value) else { return Ok(None) };
+        let Some(mut finder) = MagnitudeFinder::new(grid, &tiles) else { return Ok(None) };
+        for part in parts {
+            let rows = reader.open_rows(&part.source, part.rows, Side::Value, self.head)?;
+            let Some(page) = rows.as_page().filter(|page| !page.header().fallback) else {
+                continue;
+            };
+            let mut decoded = false;
+            let tokens = 0..page.tokens();
+            let wanted =
+                PageRequest { tiles: &mut tiles, page, rows: tokens, decoded: &mut decoded };
+            huffman::decode_pages(self.job.simd, vec![wanted])?;
+            if decoded {
+                finder.add_tiles(tiles.tile_bytes());
+            }
+        }
+        Ok(Some(finder.held_magnitudes()))
     }
 
     /// Decodes a row of an entropy-coded page by the kernel for those, many times as fast as the

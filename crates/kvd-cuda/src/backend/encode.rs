@@ -47,7 +47,7 @@ impl CudaBackend {
         self.held = ScratchPages { call: self.held.call + 1, ..ScratchPages::default() };
     }
 
-    /// Encodes blocks of one layer; one in sixteen is measured.
+    /// Encodes blocks of one layer; samples of them are measured.
     pub(super) fn encode_blocks(
         &mut self,
         model: ModelId,

@@ -124,7 +124,7 @@ fn write_encoding(
         };
         return writeln!(
             f,
-            "store: kernels write the pages; one block in sixteen is copied to the host and \
+            "store: kernels write the pages; one block in 256 is copied to the host and \
              measured{tables}"
         );
     }

@@ -645,7 +645,7 @@ pub struct ModelStats {
     pub calibration_bytes: u64,
     #[prost(uint64, tag = "7")]
     pub table_bytes: u64,
-    /// Relative error of what attention sees of about the last 256 sampled blocks: of scores for keys, of
+    /// Relative error of what attention sees of about the last 64 sampled blocks: of scores for keys, of
     /// outputs for values; 0 while none was sampled.
     #[prost(double, tag = "8")]
     pub sampled_error_k: f64,

@@ -2,6 +2,7 @@
 
 use super::peer::ConnectionPeer;
 use super::token::TokenHash;
+use crate::bounded_file::read_text;
 use crate::config::AllowedNamespaces;
 use crate::service::ServiceError;
 use kvd_core::{ErrorCode, Namespace};
@@ -126,7 +127,7 @@ impl PrincipalTable {
     /// Says where it is wrong.
     pub(crate) fn read_file(path: &Path) -> Result<Self, PrincipalsError> {
         let named = |reason: String| PrincipalsError(format!("{}: {reason}", path.display()));
-        let text = std::fs::read_to_string(path).map_err(|error| named(error.to_string()))?;
+        let text = read_text(path).map_err(|error| named(error.to_string()))?;
         Self::parse_text(&text).map_err(|error| named(error.to_string()))
     }
 

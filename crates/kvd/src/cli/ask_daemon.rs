@@ -1,6 +1,7 @@
 //! Commands that ask a daemon that runs: how they reach it, and how they write what it says.
 
 use super::CliError;
+use crate::bounded_file::read_bytes;
 use clap::Args;
 use kvd_client::{
     BearerToken, Client, ClientIdentity, ClientOptions, Endpoint, Namespace, TlsOptions,
@@ -44,7 +45,7 @@ pub(super) struct SecretArgs {
 }
 
 fn read_secret(path: &Path) -> Result<Vec<u8>, CliError> {
-    std::fs::read(path).map_err(|error| CliError::Usage(format!("{}: {error}", path.display())))
+    read_bytes(path).map_err(|error| CliError::Usage(format!("{}: {error}", path.display())))
 }
 
 impl SecretArgs {

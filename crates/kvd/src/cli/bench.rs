@@ -161,8 +161,8 @@ pub(super) struct StoreArgs {
     #[arg(long, value_delimiter = ',', default_value = "1")]
     #[arg(value_parser = count_up_to(limits::THREADS_MAX))]
     threads: Vec<usize>,
-    /// How errors of one block in 16 are measured, as bounds and metrics want it: rows, queries or
-    /// none; several, with commas.
+    /// How errors of one block in 256 are measured, as bounds and metrics want it: rows, queries or
+    /// none; several, with commas. 16384 tokens have 256 blocks, of which one is measured.
     #[arg(long, value_delimiter = ',', default_value = "rows", value_parser = parse_error_measure)]
     errors: Vec<ErrorMeasure>,
     /// Rows that stores rotate over, more than the last-level cache holds.

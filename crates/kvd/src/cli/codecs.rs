@@ -353,8 +353,9 @@ mod tests {
             let loss = find_loss(QUALITY_PAGE, preset.name);
             let loss = loss.unwrap_or_else(|| panic!("docs/quality.md has no {}", preset.name));
             if let Some(bits) = implied_bits(&spec) {
-                let apart = (bits - loss.bits_per_value).abs();
-                assert!(apart < 0.02, "{}: {bits}, {loss:?}", preset.name);
+                // Of the budget that a spec allows, what no coefficient needs is left.
+                let left = bits - loss.bits_per_value;
+                assert!((-0.02..0.03).contains(&left), "{}: {bits}, {loss:?}", preset.name);
             }
         }
         let page = "### Quality\n\n| codec | KL nats | bits/value | ppl % |\n|---|---|---|---|\n\

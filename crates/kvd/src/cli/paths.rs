@@ -3,6 +3,7 @@
 use super::CliError;
 use std::fs::{File, OpenOptions};
 use std::io::{Error, ErrorKind};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 /// Refuses outputs that could not be written: a folder that is missing or read-only, a folder in
@@ -24,16 +25,21 @@ pub(super) fn check_outputs(outputs: &[(&str, Option<&Path>)]) -> Result<(), Cli
     Ok(())
 }
 
-/// Refuses inputs that are missing or cannot be read.
+/// Refuses inputs that are missing, cannot be read, or are devices, which need not end.
 pub(super) fn check_inputs<'a>(
     option: &str,
     paths: impl IntoIterator<Item = &'a PathBuf>,
 ) -> Result<(), CliError> {
     for path in paths {
         // A folder opens too, and is what some options take.
-        File::open(path).map_err(|error| {
-            CliError::Usage(format!("{option}: cannot read {}: {error}", path.display()))
-        })?;
+        let refused = |reason: String| {
+            CliError::Usage(format!("{option}: cannot read {}: {reason}", path.display()))
+        };
+        let found = path.metadata().map_err(|error| refused(error.to_string()))?.file_type();
+        if found.is_char_device() || found.is_block_device() {
+            return Err(refused("it is a device, and no file".to_owned()));
+        }
+        File::open(path).map_err(|error| refused(error.to_string()))?;
     }
     Ok(())
 }
@@ -105,5 +111,7 @@ mod tests {
         let error = check_inputs("--text", [&missing]).unwrap_err();
         assert_eq!(error.exit_code(), 64);
         assert!(error.to_string().contains("--text: cannot read"), "{error}");
+        let error = check_inputs("--text", [&PathBuf::from("/dev/zero")]).unwrap_err();
+        assert!(error.to_string().contains("it is a device"), "{error}");
     }
 }

@@ -1,5 +1,6 @@
 //! Parsers of options that several commands take.
 
+use crate::bounded_file::read_text;
 use crate::config::SizeSetting;
 use bytesize::ByteSize;
 
@@ -10,7 +11,7 @@ pub(super) fn codec_text(text: &str) -> Result<String, String> {
         let known = kvd_codec::resolve_spec(text).map(|_| text.trim().to_owned());
         return known.map_err(|error| format!("{error}; `kvd codecs` lists presets"));
     };
-    let policy = std::fs::read_to_string(path);
+    let policy = read_text(Path::new(path));
     let policy = policy.map_err(|error| format!("cannot read {path}: {error}"))?;
     let spec = kvd_codec::resolve_spec(&policy).map_err(|error| {
         let (line, column) = error.line_and_column(&policy);

@@ -1,6 +1,7 @@
 //! The configuration as written: file, environment and flags laid over the defaults.
 
 use super::{DEFAULT_TOML, SizeSetting};
+use crate::bounded_file::read_text;
 use figment::Figment;
 use figment::providers::{Env, Format, Serialized, Toml};
 use figment::value::{Dict, Value};
@@ -291,7 +292,7 @@ impl RawConfig {
         let known: Dict = figment.extract().expect("a test reads the defaults");
         if let Some(path) = &overrides.file {
             let failed = |reason| ConfigError::new(path.display().to_string(), reason);
-            let text = std::fs::read_to_string(path).map_err(|error| failed(error.to_string()))?;
+            let text = read_text(path).map_err(|error| failed(error.to_string()))?;
             let file = Figment::from(Toml::string(&text));
             let given: Dict = file.extract().map_err(|error| failed(error.kind.to_string()))?;
             let mut keys = given.iter().flat_map(|(section, value)| list_keys(section, value));

@@ -3,6 +3,7 @@
 use super::ConfigError;
 use super::cache::read_choice;
 use super::raw::RemoteTierSettings;
+use crate::bounded_file::read_bytes;
 use kvd_remote::{MacKey, RemoteSettings, RemoteUrl};
 use std::fs;
 use std::path::PathBuf;
@@ -82,7 +83,7 @@ impl RemoteCacheConfig {
             }
             let path = PathBuf::from(path);
             let said = |error| ConfigError::new(key, format!("{}: {error}", path.display()));
-            fs::read(&path).map(Some).map_err(said)
+            read_bytes(&path).map(Some).map_err(said)
         };
         let url = RemoteUrl::parse_url(&self.raw.url)
             .map_err(|error| ConfigError::new("cache.remote.url", error.to_string()))?;

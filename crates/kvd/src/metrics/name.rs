@@ -180,7 +180,7 @@ metrics! {
     TableVersions = "kvd_table_versions", Gauge, Model, "Versions of the Huffman tables that a model builds from its blocks: one per layer and side, more where codes have drifted.";
     PackedBytesPerValue = "kvd_packed_bytes_per_value", Gauge, Model, "Bytes of packed blocks per K or V value, everything counted: an eighth of the bits. No series while nothing is packed.";
     CompressionRatio = "kvd_compression_ratio", Gauge, Model, "Bytes in the stored precision over bytes held, windows included. No series while nothing is held.";
-    CodecError = "kvd_codec_error_ratio", Gauge, Model, "Relative error of what attention sees of about the last 256 sampled blocks: of scores for keys, of outputs for values, by side. No series before the first.";
-    CodecRowError = "kvd_codec_row_error_ratio", Gauge, Model, "Relative root-mean-square error of the rows of about the last 256 sampled blocks, by side. No series before the first.";
+    CodecError = "kvd_codec_error_ratio", Gauge, Model, "Relative error of what attention sees of about the last 64 sampled blocks: of scores for keys, of outputs for values, by side. No series before the first.";
+    CodecRowError = "kvd_codec_row_error_ratio", Gauge, Model, "Relative root-mean-square error of the rows of about the last 64 sampled blocks, by side. No series before the first.";
     ErrorBound = "kvd_error_bound_ratio", Gauge, Model, "Error bound that the codec declares, by side. No series for a side without one.";
 }

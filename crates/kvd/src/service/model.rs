@@ -121,8 +121,8 @@ struct SampledError {
 }
 
 impl SampledError {
-    /// The share of older blocks that one more block keeps: weights sum to about 256 blocks.
-    const KEPT: f64 = 1.0 - 1.0 / 256.0;
+    /// The share of older blocks that one more block keeps: weights sum to about 64 blocks.
+    const KEPT: f64 = 1.0 - 1.0 / 64.0;
 
     fn add_sum(&mut self, sum: ErrorSum) {
         self.any = true;

@@ -148,6 +148,11 @@ impl StreamTiles {
         FixedCodes { layout, scales, codes: &self.bytes }
     }
 
+    /// The page's full tiles.
+    pub(super) fn tile_bytes(&self) -> &[u8] {
+        &self.bytes[..self.rows * self.per_row]
+    }
+
     /// The code of a row of the page, which lies in a full tile, at a position.
     pub(super) fn code_of_token(&self, token: usize, position: usize) -> u8 {
         let (quad, within) = match self.side {
