@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Packs what users install: deploy/release.sh OUT [PROGRAM]
 #
-# Without PROGRAM the program is built first, against glibc 2.28 by `cargo zigbuild`
+# PROGRAM has the features below: the list of crates is of those. Without it the program is built,
+# against glibc 2.28 by `cargo zigbuild`
 # (`pip install ziglang cargo-zigbuild`). OUT gets kvd-VERSION-linux-ARCH.tar.gz, where there is
 # dpkg-deb a Debian package, a list of all crates inside (CycloneDX, by
 # `cargo install cargo-cyclonedx`), and SHA256SUMS. All are the same, byte by byte, for the same

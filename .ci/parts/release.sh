@@ -1,5 +1,5 @@
 # What is released: packed twice from one program, the same bytes; unpacked, its program starts and
-# its list of crates holds every crate that cargo compiles in.
+# its list of crates holds every crate that cargo compiles into a released program.
 # guards: deploy/release.sh deploy/systemd Cargo.lock crates/*/Cargo.toml
 set -euo pipefail
 source .ci/lib.sh

@@ -20,7 +20,7 @@ pub enum ErrorMeasure {
     Rows,
     /// By the scores and outputs of as many queries as a daemon keeps.
     Queries,
-    /// Not at all: what the other two cost more.
+    /// Not at all, to compare the other two with.
     None,
 }
 

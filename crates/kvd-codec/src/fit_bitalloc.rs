@@ -113,13 +113,8 @@ impl<'a> BitAllocSide<'a> {
         let heads: Vec<HeadSamples<'_>> =
             heads.chunks(kv_heads).flat_map(|layer| layer_heads(layer, dim)).collect();
         let spreads: Vec<Vec<f64>> = heads.iter().map(usable_spreads).collect();
-        let levels = heads
-            .chunks(kv_heads)
-            .zip(spreads.chunks(kv_heads))
-            .map(|(heads, spreads)| train_levels(heads, spreads, None))
-            .collect();
         let widths = vec![vec![0; dim]; heads.len()];
-        Self { side, kv_heads, dim, permute, heads, spreads, levels, widths }
+        Self { side, kv_heads, dim, permute, heads, spreads, levels: Vec::new(), widths }
     }
 
     /// Bits of a row of every head at so many bits per coefficient.
@@ -168,6 +163,12 @@ impl<'a> BitAllocSide<'a> {
         heads.map(error).collect()
     }
 
+    /// Levels of every layer before any coefficient has a width.
+    fn begin_levels(&mut self) {
+        let layers = self.heads.chunks(self.kv_heads).zip(self.spreads.chunks(self.kv_heads));
+        self.levels = layers.map(|(heads, spreads)| train_levels(heads, spreads, None)).collect();
+    }
+
     /// Levels of every layer for the widths that its coefficients have now.
     fn train_widths(&mut self) {
         let layers = self.heads.chunks(self.kv_heads).zip(self.spreads.chunks(self.kv_heads));
@@ -210,6 +211,7 @@ impl<'a> BitAllocSide<'a> {
 /// Shares so many bits of a row of every head among the coefficients of some sides, and trains
 /// their levels.
 pub(crate) fn fit_widths(sides: &mut [BitAllocSide<'_>], budget_bits: f64) {
+    sides.iter_mut().for_each(BitAllocSide::begin_levels);
     for _ in 0..ROUNDS {
         allocate_widths(sides, budget_bits as usize);
         sides.iter_mut().for_each(BitAllocSide::train_widths);

@@ -103,8 +103,8 @@ pub(crate) struct GridKeys {
     biases: Option<Vec<u8>>,
 }
 
-/// A score's error over the root mean square of those by a token's own codes: where few codes are
-/// no zero, those few may round alike.
+/// By how much the loss by a token's own codes is raised: where most codes are zeros, the queries
+/// that meet the others may round alike.
 const OF_OWN_CODES: f32 = 2.0;
 
 impl GridKeys {
@@ -152,7 +152,9 @@ impl GridKeys {
     pub(crate) fn score_loss(&self, row: usize) -> f32 {
         let share = self.energy / self.energy_max;
         let own = OF_OWN_CODES * share.sqrt();
-        if own < 1.0 { self.losses[row] * own } else { self.losses[row] }
+        let rounded = if own < 1.0 { self.losses[row] * own } else { self.losses[row] };
+        // Of a score of zeros the bias is taken back, and f32 has rounded both.
+        rounded + f32::EPSILON * self.bases[row].abs()
     }
 
     /// Scores all rows against a few tiles.
@@ -319,5 +321,33 @@ impl GridValues {
         }
         let rests = &self.rests[row * self.dim..][..self.dim];
         out.iter_mut().zip(rests).for_each(|(out, rest)| *out += rest);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_energy_is_of_one_token_and_without_biases() {
+        const PER_ROW: usize = 12;
+        let biases: Vec<u8> = (0..PER_ROW).map(|at| (at * 7 % 40) as u8).collect();
+        let tiles: Vec<u8> = (0..3 * TILE * PER_ROW).map(|at| (at * 89 % 251) as u8).collect();
+        let energy = |tile: &[u8], token: usize| -> u32 {
+            let code = |at: usize| tile[at / QUAD * QUAD * TILE + token * QUAD + at % QUAD];
+            let square = |at: usize| u32::from(code(at).abs_diff(biases[at])).pow(2);
+            (0..PER_ROW).map(square).sum()
+        };
+        let all = tiles
+            .chunks_exact(TILE * PER_ROW)
+            .flat_map(|tile| (0..TILE).map(move |token| (tile, token)));
+        let most = all.map(|(tile, token)| energy(tile, token)).max().unwrap();
+        for simd in Simd::available_levels() {
+            assert_eq!(largest_energy(simd, &tiles, &biases), most as f32, "{simd:?}");
+            // Codes at their biases are zeros.
+            let zeros: Vec<u8> =
+                biases.chunks_exact(QUAD).flat_map(|quad| quad.repeat(TILE)).collect();
+            assert_eq!(largest_energy(simd, &zeros, &biases), 0.0, "{simd:?}");
+        }
     }
 }
