@@ -147,6 +147,8 @@ metrics! {
     QuotaAllowed = "kvd_quota_allowed", Gauge, Namespace, "What it may have; of reserved_bytes what others cannot take.";
     QuotaRefusalsTotal = "kvd_quota_refusals_total", Counter, Namespace, "Calls that were refused, and publishes that ended, because of a quota, by namespace and quota.";
 
+    NamespaceWeight = "kvd_namespace_weight", Gauge, Namespace, "A namespace's share of a busy device and of the cache. No series where nobody has set a quota or a weight.";
+
     Models = "kvd_models", Gauge, Daemon, "Registered models.";
     ModelRegistered = "kvd_model_registered_timestamp_seconds", Gauge, Model, "When the model was registered, in seconds since 1970.";
     ModelLayers = "kvd_model_layers", Gauge, Model, "Layers of the model: a count by layer over it is one of tokens or blocks.";

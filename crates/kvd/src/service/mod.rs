@@ -195,8 +195,7 @@ impl Service {
             let sequences = ids.sequence_counter(index, count);
             let of_device = DeviceQuotas { table: quota_table.clone(), device: index as usize };
             let of_cache = of_device.clone();
-            let (settings, weights) = (&config.cache, &config.weights);
-            let mut cache = cache::cache_limits(settings, weights, pool_bytes, of_cache);
+            let mut cache = cache::cache_limits(&config.cache, pool_bytes, of_cache);
             if let Some(seed) = tiers.as_ref().and_then(|tiers| tiers.hash_seed()) {
                 cache.seed = seed;
             }
