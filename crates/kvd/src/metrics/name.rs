@@ -70,7 +70,7 @@ metrics! {
     RequestsTotal = "kvd_requests_total", Counter, Daemon, "Finished calls, and messages of streams, by rpc and code.";
     RequestSeconds = "kvd_request_seconds", Histogram, Daemon, "Time from receipt to answer, by rpc.";
     TransportRefusalsTotal = "kvd_transport_refusals_total", Counter, Daemon, "Requests that gRPC itself refused before a call began, by reason: they are in no other count.";
-    AccessRefusalsTotal = "kvd_access_refusals_total", Counter, Daemon, "Calls that were not let in, by reason: unauthenticated, role, namespace (of a principal).";
+    AccessRefusalsTotal = "kvd_access_refusals_total", Counter, Daemon, "Calls that were not let in, by reason: unauthenticated, role, namespace, limit (of a principal).";
     FileReloadsTotal = "kvd_file_reloads_total", Counter, Daemon, "Times that files of doors were read anew, by files (server_tls, admin_tls, principals) and result: ok, or failed, which leaves in force what was read before.";
     Insecure = "kvd_insecure", Gauge, Daemon, "1 while gRPC serves beyond the loopback without authentication (server.insecure).";
     Connections = "kvd_connections", Gauge, Daemon, "Open connections, by listener.";
