@@ -12,7 +12,8 @@ cd "$(dirname "$0")/.."
 out=${1:?deploy/release.sh OUT [PROGRAM]}
 program=${2:-}
 arch=$(uname -m)
-features=(--no-default-features --features remote)
+# With the demo and its model: whoever unpacks the archive can try it.
+features=(--no-default-features --features eval,remote)
 cargo cyclonedx --version >/dev/null 2>&1 || {
     echo "the list of crates is made by cargo-cyclonedx: cargo install cargo-cyclonedx" >&2
     exit 1
@@ -23,6 +24,7 @@ if [ -z "$program" ]; then
     program=target/$target/dist/kvd
 fi
 
+"$program" demo --help >/dev/null || { echo "$program has no demo: build it with ${features[*]}" >&2; exit 1; }
 # A program that needs a later glibc than it says does not start on older systems.
 needs=$(objdump -T "$program" | grep -o 'GLIBC_2\.[0-9]*' | sort -uV | tail -1)
 version=$("$program" --version | cut -d' ' -f2)

@@ -1,6 +1,7 @@
-# What is released: packed twice from one program, the same bytes; unpacked, its program starts and
-# its list of crates holds every crate that cargo compiles into a released program.
-# guards: deploy/release.sh deploy/systemd Cargo.lock crates/*/Cargo.toml
+# What is released: packed twice from one program, the same bytes; unpacked, and from nothing else, the
+# demo runs; the list of crates holds every crate that cargo compiles into a released program.
+# guards: deploy/release.sh deploy/systemd Cargo.lock crates/*/Cargo.toml crates/kvd-eval/src/demo
+# guards: crates/kvd/src/cli/demo.rs crates/kvd-engine/src/assets.rs
 set -euo pipefail
 source .ci/lib.sh
 export PATH=$PWD/target/cyclonedx/bin:$PATH
@@ -17,11 +18,20 @@ for packed in first second; do
 done
 diff "$out/first/SHA256SUMS" "$out/second/SHA256SUMS"
 (cd "$out/first" && sha256sum --check --quiet SHA256SUMS)
-tar -xzf "$out"/first/kvd-*.tar.gz -C "$out"
-"$out"/kvd-*/bin/kvd --version
+# In an empty folder and without an environment, as on a machine that has nothing of ours.
+mkdir "$out/empty"
+tar -xzf "$out"/first/kvd-*.tar.gz -C "$out/empty"
+(
+    cd "$out/empty"
+    env -i kvd-*/bin/kvd --version
+    env -i kvd-*/bin/kvd demo --codec kivi-4 --passages 1 --tokens 8 >demo
+    grep -q '^ *kivi-4 ' demo || { cat demo; exit 1; }
+)
 [ ! -f "$out"/first/kvd_*.deb ] || dpkg-deb --info "$out"/first/kvd_*.deb >/dev/null
 arch=$(uname -m)
-cargo tree --package kvd --no-default-features --features remote --target "$arch-unknown-linux-gnu" \
+features=$(sed -n 's/^features=(\(.*\))$/\1/p' deploy/release.sh)
+# shellcheck disable=SC2086 # one word a flag
+cargo tree --package kvd $features --target "$arch-unknown-linux-gnu" \
     --edges normal,build --prefix none --format '{p}' | sed 's/ (.*//' | sort -u >"$out/compiled"
 python3 - "$out/compiled" "$out"/first/kvd-*.cdx.json <<'CHECK'
 import json, sys
@@ -33,6 +43,7 @@ components = bom["components"] + [bom["metadata"]["component"]]
 lacking = crates - {f"{one['name']} v{one['version']}" for one in components}
 assert not lacking, f"crates that the list lacks: {sorted(lacking)}"
 assert len(crates) > 100, crates
+assert any(crate.startswith("candle-core ") for crate in crates), "no engine of the demo"
 unlicensed = [one["name"] for one in components if not one.get("licenses")]
 assert not unlicensed, f"crates without a license: {unlicensed}"
 print(f"{len(components)} components, {len(crates)} compiled in")

@@ -1,4 +1,5 @@
-//! Quotas: how much of what is counted by namespace each has, and how much it may have.
+//! Quotas: how much of what is counted by namespace each has, and how much it may have; and each
+//! one's weight where several share.
 //!
 //! Owns [`QuotaTable`], which all devices of a daemon share. A namespace has an account while it
 //! has a quota or holds something that is counted; amounts are taken before anything is done and
@@ -11,11 +12,14 @@ use parking_lot::RwLock;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 /// How long whoever waits for something to be given back waits before asking again.
 const RETRY_AFTER: Duration = Duration::from_millis(250);
+
+/// Weight of a namespace that has none of its own.
+const DEFAULT_WEIGHT: u32 = 1;
 
 /// Stands for no limit.
 const UNLIMITED: u64 = u64::MAX;
@@ -153,6 +157,7 @@ pub struct NamespaceAccount {
     limits: [AtomicU64; QuotaKind::ALL.len()],
     used: [AtomicU64; QuotaKind::ALL.len()],
     refused: [AtomicU64; QuotaKind::ALL.len()],
+    weight: AtomicU32,
     /// Bytes of the pool of each device.
     on_device: Box<[AtomicU64]>,
 }
@@ -164,6 +169,7 @@ impl NamespaceAccount {
             limits: std::array::from_fn(|_| AtomicU64::new(UNLIMITED)),
             used: Default::default(),
             refused: Default::default(),
+            weight: AtomicU32::new(DEFAULT_WEIGHT),
             on_device: (0..devices.max(1)).map(|_| AtomicU64::new(0)).collect(),
         }
     }
@@ -172,6 +178,12 @@ impl NamespaceAccount {
     #[must_use]
     pub fn namespace_name(&self) -> &Namespace {
         &self.namespace
+    }
+
+    /// Its share of a device's time and of the cache, beside others'.
+    #[must_use]
+    pub fn share_weight(&self) -> u32 {
+        self.weight.load(Relaxed)
     }
 
     /// The amount that the namespace may have.
@@ -269,10 +281,16 @@ impl NamespaceAccount {
         }
     }
 
+    /// Whether somebody has given it a limit or a weight.
+    #[must_use]
+    pub fn is_set(&self) -> bool {
+        let is_limited = QuotaKind::ALL.into_iter().any(|kind| self.limit_of(kind).is_some());
+        is_limited || self.share_weight() != DEFAULT_WEIGHT
+    }
+
     /// Whether it says nothing that a new one would not say.
     fn is_idle(&self) -> bool {
-        let is_limited = QuotaKind::ALL.into_iter().any(|kind| self.limit_of(kind).is_some());
-        !is_limited && self.used.iter().all(|used| used.load(Relaxed) == 0)
+        !self.is_set() && self.used.iter().all(|used| used.load(Relaxed) == 0)
     }
 }
 
@@ -334,6 +352,19 @@ impl QuotaTable {
         let reserving: Vec<_> = accounts.values().filter(reserves).cloned().collect();
         drop(accounts);
         *self.reserving.write() = reserving.into();
+    }
+
+    /// Sets a namespace's share of what namespaces share by weight.
+    pub fn set_weight(&self, namespace: &Namespace, weight: u32) {
+        let mut accounts = self.accounts.write();
+        let account = Self::add_account(&mut accounts, namespace, self.devices);
+        account.weight.store(weight.max(1), Relaxed);
+    }
+
+    /// The share of a namespace, 1 where nobody has set another.
+    #[must_use]
+    pub fn weight_of(&self, namespace: &Namespace) -> u32 {
+        self.accounts.read().get(namespace).map_or(DEFAULT_WEIGHT, |of| of.share_weight())
     }
 
     /// The account of a namespace, if it has one.

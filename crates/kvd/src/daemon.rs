@@ -226,13 +226,13 @@ impl Daemon {
         let metrics = Arc::new(Metrics::new());
         let (failures, failed) = watch::channel(0);
         let pools: Vec<_> = backends.iter().map(|backend| backend.info().arena_bytes).collect();
-        let quotas = NamespaceQuotas::open_file(&config.quotas, &pools)?;
+        let quotas = NamespaceQuotas::open_file(&config, &pools)?;
         let start = |backend| {
             let failures = failures.clone();
             let on_failure = move || failures.send_modify(|failed| *failed += 1);
-            let (queue_jobs_max, weights) = (config.queue_jobs_max, config.weights.clone());
-            let (merging, quotas) = (config.merging, quotas.quota_table().clone());
-            let limits = WorkerLimits { queue_jobs_max, weights, merging, quotas };
+            let (queue_jobs_max, merging) = (config.queue_jobs_max, config.merging);
+            let quotas = quotas.quota_table().clone();
+            let limits = WorkerLimits { queue_jobs_max, merging, quotas };
             DeviceWorker::start_thread(backend, limits, &metrics, on_failure)
         };
         let workers = backends.into_iter().map(start).collect::<Result<Vec<_>, _>>();

@@ -14,8 +14,10 @@
 
 use crate::shares::{TimeShares, WaitingWork};
 use kvd_core::Namespace;
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use kvd_store::QuotaTable;
+use std::collections::{BTreeSet, VecDeque};
 use std::ops::RangeInclusive;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// The least and the most that attention may take in its turn.
@@ -200,8 +202,8 @@ pub(crate) struct JobScheduler<J> {
     passed: Duration,
     /// Serial numbers of attends that wait.
     attend_serials: BTreeSet<u64>,
-    /// Shares of namespaces that have another one than 1.
-    weights: HashMap<Namespace, u32>,
+    /// Shares of namespaces, which operators may change at any time.
+    weights: Arc<QuotaTable>,
     came: u64,
     turn: NextKind,
     /// Time of the others in their last turn, within [`SHARE`].
@@ -213,7 +215,7 @@ pub(crate) struct JobScheduler<J> {
 }
 
 impl<J> JobScheduler<J> {
-    pub(crate) fn new(weights: HashMap<Namespace, u32>) -> Self {
+    pub(crate) fn new(weights: Arc<QuotaTable>) -> Self {
         let [taken, used, passed] = [Duration::ZERO; 3];
         Self {
             attends: KindQueue::new(),
@@ -407,7 +409,7 @@ impl<J> JobScheduler<J> {
             self.passed += took;
         }
         let queue = if *kind == JobKind::Attend { &mut self.attends } else { &mut self.others };
-        let weight = self.weights.get(&owner.namespace).copied().unwrap_or(1);
+        let weight = self.weights.weight_of(&owner.namespace);
         queue.namespaces.charge_time(&owner.namespace, took, weight);
         queue.namespaces.join_member(&owner.namespace).charge_time(&owner.connection, took, 1);
         match kind {
@@ -462,7 +464,7 @@ mod tests {
     }
 
     fn scheduler(attends: u32, others: u32) -> JobScheduler<u32> {
-        let mut scheduler = JobScheduler::new(HashMap::new());
+        let mut scheduler = JobScheduler::new(QuotaTable::new(1));
         (0..others).for_each(|job| drop(push(&mut scheduler, JobKind::Other, 100 + job)));
         (0..attends).for_each(|job| drop(push(&mut scheduler, JobKind::Attend, job)));
         scheduler
@@ -569,7 +571,7 @@ mod tests {
 
     #[test]
     fn a_paused_attend_lets_all_others_pass_and_keeps_its_age() {
-        let mut scheduler = JobScheduler::new(HashMap::new());
+        let mut scheduler = JobScheduler::new(QuotaTable::new(1));
         push(&mut scheduler, JobKind::Attend, 0);
         push(&mut scheduler, JobKind::Attend, 1);
         let paused = scheduler.next().unwrap();
@@ -592,7 +594,8 @@ mod tests {
     #[test]
     fn namespaces_share_by_their_weights_whatever_their_connections() {
         let name = |name| Namespace::new(name).unwrap();
-        let mut scheduler = JobScheduler::new(HashMap::from([(name("big"), 3)]));
+        let weights = QuotaTable::new(1);
+        let mut scheduler = JobScheduler::new(weights.clone());
         for job in 0..1000u64 {
             let connection = job % 10;
             let small = OwnerKey { namespace: name("small"), connection };
@@ -600,13 +603,17 @@ mod tests {
             let big = OwnerKey { namespace: name("big"), connection: 99 };
             push_of(&mut scheduler, big, JobKind::Attend, 1);
         }
-        let mut of_big = 0;
-        for _ in 0..1000 {
-            let next = scheduler.next().unwrap();
-            scheduler.note_run(&next.ticket, Duration::from_millis(1));
-            of_big += next.job;
+        // An operator changes them while the jobs wait.
+        for (weight, share) in [(1, 250_u32), (3, 375), (3, 375)] {
+            weights.set_weight(&name("big"), weight);
+            let mut of_big = 0;
+            for _ in 0..500 {
+                let next = scheduler.next().unwrap();
+                scheduler.note_run(&next.ticket, Duration::from_millis(1));
+                of_big += next.job;
+            }
+            assert!(share.abs_diff(of_big) <= 3, "{of_big} of 500 at weight {weight}");
         }
-        assert!((745..=755).contains(&of_big), "{of_big} of 1000");
     }
 
     #[test]

@@ -695,7 +695,7 @@ pub struct NamespaceInfo {
     /// In packed blocks, windows and open blocks.
     #[prost(uint64, tag = "5")]
     pub held_bytes: u64,
-    /// Its share of a busy device, `namespaces.weights`.
+    /// Its share of a busy device: as an operator has set it, else of `namespaces.weights`.
     #[prost(uint32, tag = "6")]
     pub weight: u32,
     /// One for each quota that there is, limited or not.
@@ -727,6 +727,9 @@ pub struct SetNamespaceQuotasRequest {
     /// The others stay as they are.
     #[prost(message, repeated, tag = "3")]
     pub changes: ::prost::alloc::vec::Vec<QuotaChange>,
+    /// Its share of a busy device and of the cache, 1 to 1000; absent: as it is.
+    #[prost(uint32, optional, tag = "4")]
+    pub weight: ::core::option::Option<u32>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct QuotaChange {
@@ -744,6 +747,9 @@ pub struct SetNamespaceQuotasResponse {
     /// Whether they hold after a restart (`namespaces.quota_file`).
     #[prost(bool, tag = "2")]
     pub kept: bool,
+    /// The weight in force.
+    #[prost(uint32, tag = "3")]
+    pub weight: u32,
 }
 /// Bytes held right now, by part.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]

@@ -48,7 +48,6 @@ use lease::HoldTable;
 use parking_lot::{Mutex, RwLock};
 pub(crate) use state::ChainOrigin;
 use state::{DroppedEntries, EvictedBlock, IndexState};
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Instant;
@@ -70,9 +69,7 @@ pub struct CacheLimits {
     pub leases_max: usize,
     /// Bytes of blocks that users pin. Default 0: none.
     pub pinned_bytes_max: u64,
-    /// Shares of the cache, of namespaces whose share is not 1.
-    pub weights: HashMap<Namespace, u32>,
-    /// Quotas of namespaces.
+    /// Quotas of namespaces, and their shares of the cache.
     pub quotas: DeviceQuotas,
     /// Secret of the daemon under which keys are hashed.
     pub seed: u64,
@@ -88,7 +85,6 @@ impl Default for CacheLimits {
             entries_max: 1 << 22,
             leases_max: 65_536,
             pinned_bytes_max: 0,
-            weights: HashMap::new(),
             quotas: DeviceQuotas::default(),
             seed: 0,
             events: None,

@@ -101,7 +101,6 @@ pub(crate) struct IndexState {
     by_digest: HashMap<KeyDigest, u32, DigestBuild>,
     pub(crate) slots: EntrySlots,
     tenants: HashMap<Namespace, TenantCache>,
-    weights: HashMap<Namespace, u32>,
     quotas: DeviceQuotas,
     eviction: EvictionChoice,
     /// Bytes of all blocks in the pool.
@@ -122,12 +121,11 @@ pub(crate) struct IndexState {
 
 impl IndexState {
     pub(crate) fn new(limits: &CacheLimits) -> Self {
-        let CacheLimits { eviction, weights, quotas, events, .. } = limits.clone();
+        let CacheLimits { eviction, quotas, events, .. } = limits.clone();
         Self {
             by_digest: HashMap::default(),
             slots: EntrySlots::default(),
             tenants: HashMap::new(),
-            weights,
             quotas,
             eviction,
             bytes: 0,
@@ -242,13 +240,12 @@ impl IndexState {
         if let Some(parent) = parent.and_then(|parent| self.slots.find_entry_mut(parent)) {
             parent.pool_children += 1;
         }
-        let weight = self.weights.get(&namespace).copied().unwrap_or(1).into();
         let (eviction, quotas) = (self.eviction, &self.quotas);
         let tenant = self.tenants.entry(namespace).or_insert_with_key(|name| TenantCache {
             policy: eviction.new_policy(),
             entries: 0,
             bytes: 0,
-            weight,
+            weight: 0,
             account: quotas.table.open_account(name),
         });
         tenant.entries += 1;
@@ -343,9 +340,13 @@ impl IndexState {
 
     /// Evicts a block for `asker`, if any may go.
     pub(crate) fn evict_block(&mut self, asker: Option<&Namespace>) -> Option<EvictedBlock> {
+        // Once for this choice: an operator may change them meanwhile.
+        for tenant in self.tenants.values_mut() {
+            tenant.weight = tenant.account.share_weight().into();
+        }
         let mut weights: u64 = self.tenants.values().map(|tenant| tenant.weight).sum();
         if let Some(asker) = asker.filter(|asker| !self.tenants.contains_key(*asker)) {
-            weights += u64::from(self.weights.get(asker).copied().unwrap_or(1));
+            weights += u64::from(self.quotas.table.weight_of(asker));
         }
         let (total, device) = (self.bytes, self.quotas.device);
         let has_share = |name: &Namespace, tenant: &TenantCache| {

@@ -33,12 +33,14 @@ fn cache_for(b: &Bench, model: &Arc<ModelShape>, text: &str) -> usize {
 #[test]
 fn a_tenant_cannot_push_another_below_its_share() {
     for (weight, parts) in [(1, 2), (3, 4)] {
-        let weights = [(namespace_of(2), weight)].into();
         let b = bench(0, 0);
         b.cache("a");
         let bytes_max = 16 * b.cache_usage().bytes;
-        let limits = CacheLimits { bytes_max, weights, ..CacheLimits::default() };
+        let limits = CacheLimits { bytes_max, ..CacheLimits::default() };
+        let table = limits.quotas.table.clone();
         let b = Bench::cached(1 << 20, tenant(1), limits);
+        // The cache follows a weight that is set while it serves.
+        table.set_weight(&namespace_of(2), weight);
         let (one, two) = (tenant(1), tenant(2));
         // The first fills the cache; the second takes its share and no more; the first comes again.
         for round in 0..3 {

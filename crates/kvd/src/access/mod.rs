@@ -3,6 +3,7 @@
 
 mod audit;
 mod granted;
+mod limits;
 mod peer;
 mod principals;
 mod rights;
@@ -11,6 +12,7 @@ mod token;
 pub(crate) use audit::AuditLog;
 use audit::RefusedCall;
 pub(crate) use granted::GrantedCall;
+pub(crate) use limits::PrincipalCall;
 pub(crate) use peer::ConnectionPeer;
 pub(crate) use peer::{CertificateNames, PeerDoor};
 pub(crate) use principals::AccessPrincipal;
@@ -53,6 +55,7 @@ struct RefusalCounts {
     unauthenticated: Counter,
     role: Counter,
     namespace: Counter,
+    limit: Counter,
 }
 
 impl RefusalCounts {
@@ -66,6 +69,7 @@ impl RefusalCounts {
             unauthenticated: counter("unauthenticated"),
             role: counter("role"),
             namespace: counter("namespace"),
+            limit: counter("limit"),
         }
     }
 
@@ -73,6 +77,7 @@ impl RefusalCounts {
         match code {
             ErrorCode::Unauthenticated => self.unauthenticated.increment(1),
             ErrorCode::PermissionDenied => self.role.increment(1),
+            ErrorCode::QuotaExceeded => self.limit.increment(1),
             _ => self.namespace.increment(1),
         }
     }
@@ -97,7 +102,9 @@ impl AccessControl {
 
     /// Takes another table; calls under way go on, and streams whose principal may do so.
     pub(crate) fn replace_table(&self, table: PrincipalTable) {
-        *self.table.write() = Arc::new(table);
+        let mut current = self.table.write();
+        *current = Arc::new(table.carry_over(&current));
+        drop(current);
         self.replaced.send_replace(());
     }
 
@@ -123,6 +130,20 @@ impl AccessControl {
             self.audit.log_call(request, principal.as_ref().map(|principal| &principal.name[..]));
         }
         Ok(principal)
+    }
+
+    /// Counts a call that was let in until what this returns is dropped.
+    ///
+    /// # Errors
+    /// `QUOTA_EXCEEDED` where its principal has as many as it may.
+    pub(crate) fn begin_call(
+        &self,
+        request: &AccessRequest<'_>,
+        principal: &Arc<AccessPrincipal>,
+    ) -> Result<PrincipalCall, ServiceError> {
+        principal.begin_call().map_err(|error| {
+            self.note_refusal(request, DeniedCall { error, principal: Some(principal.clone()) })
+        })
     }
 
     /// Counts and logs a refusal.

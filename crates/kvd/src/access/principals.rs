@@ -1,10 +1,11 @@
 //! Principals: who they are, what they may do, and how a peer is found among them.
 
+use super::limits::{PrincipalCall, PrincipalLimits, PrincipalLoad};
 use super::peer::ConnectionPeer;
 use super::token::TokenHash;
 use crate::bounded_file::read_text;
 use crate::config::AllowedNamespaces;
-use crate::service::ServiceError;
+use crate::service::{ByteBudget, ServiceError};
 use kvd_core::{ErrorCode, Namespace};
 use serde::Deserialize;
 use std::collections::{BTreeSet, HashMap};
@@ -45,9 +46,19 @@ pub(crate) struct AccessPrincipal {
     /// Namespaces that it may use.
     pub(crate) namespaces: AllowedNamespaces,
     roles: Vec<AccessRole>,
+    load: PrincipalLoad,
 }
 
 impl AccessPrincipal {
+    /// Bytes that its calls may have at once, where that is limited.
+    pub(crate) fn byte_budget(&self) -> Option<&ByteBudget> {
+        self.load.byte_budget()
+    }
+
+    pub(super) fn begin_call(&self) -> Result<PrincipalCall, ServiceError> {
+        self.load.begin_call(&self.name)
+    }
+
     pub(super) fn check_role(&self, rpc: &str, roles: &[AccessRole]) -> Result<(), ServiceError> {
         if roles.iter().any(|role| self.roles.contains(role)) {
             return Ok(());
@@ -103,6 +114,8 @@ struct RawPrincipal {
     certificates: Vec<String>,
     #[serde(default)]
     uids: Vec<u32>,
+    #[serde(default)]
+    limits: PrincipalLimits,
 }
 
 /// The hash of a token, and whose it is.
@@ -164,8 +177,10 @@ impl PrincipalTable {
         if raw.tokens.is_empty() && raw.certificates.is_empty() && raw.uids.is_empty() {
             return Err("shows nothing: give it tokens, certificates or uids".to_owned());
         }
-        let index = self.all.len() as u32;
-        let principal = Arc::new(AccessPrincipal { name: raw.name, namespaces, roles: raw.roles });
+        raw.limits.check_values()?;
+        let (index, load) = (self.all.len() as u32, PrincipalLoad::new(raw.limits));
+        let RawPrincipal { name, roles, .. } = raw;
+        let principal = Arc::new(AccessPrincipal { name, namespaces, roles, load });
         for text in &raw.tokens {
             let hash = TokenHash::from_text(text).ok_or(
                 "tokens: not sha256: and 64 hexadecimal digits; kvd token makes a token and its \
@@ -194,6 +209,23 @@ impl PrincipalTable {
         }
         self.all.push(principal);
         Ok(())
+    }
+
+    /// This table, with what the principals of an earlier one have under way.
+    pub(super) fn carry_over(mut self, earlier: &Self) -> Self {
+        let by_name = |of: &Arc<AccessPrincipal>| (of.name.clone(), of.clone());
+        let earlier: HashMap<_, _> = earlier.all.iter().map(by_name).collect();
+        let carry = |of: &mut Arc<AccessPrincipal>| {
+            let Some(before) = earlier.get(&of.name) else { return };
+            let (namespaces, roles) = (of.namespaces.clone(), of.roles.clone());
+            let load = of.load.carry_over(&before.load);
+            *of = Arc::new(AccessPrincipal { name: of.name.clone(), namespaces, roles, load });
+        };
+        self.all.iter_mut().for_each(carry);
+        let named: HashMap<_, _> = self.all.iter().map(by_name).collect();
+        let shown = self.certificates.values_mut().chain(self.uids.values_mut());
+        shown.for_each(|of| *of = named[&of.name].clone());
+        self
     }
 
     /// How many there are.

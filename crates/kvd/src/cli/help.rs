@@ -68,6 +68,7 @@ pub(super) const NAMESPACES_SET: &str = "\
 Examples:
   kvd namespaces set team-a --pool-bytes 2GiB --sequences 1000
   kvd namespaces set team-a --sequences none
+  kvd namespaces set team-a --weight 4
   kvd namespaces set team-a --reset";
 
 pub(super) const MAN_PAGES: &str = "\

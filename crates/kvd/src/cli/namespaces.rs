@@ -31,6 +31,9 @@ pub(super) struct NamespaceSetArgs {
     name: Namespace,
     #[command(flatten)]
     quotas: QuotaArgs,
+    /// Its share of a busy device and of the cache, beside others', 1 to 1000.
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    weight: Option<u32>,
     /// Go back to what the configuration says, before the other changes.
     #[arg(long)]
     reset: bool,
@@ -175,18 +178,19 @@ async fn list_namespaces(args: NamespaceListArgs) -> Result<String, CliError> {
 
 async fn set_quotas(args: NamespaceSetArgs) -> Result<String, CliError> {
     let (name, changes) = (args.name.as_str().to_owned(), args.quotas.list_changes());
-    if changes.is_empty() && !args.reset {
-        let message = "name a limit to change, such as --pool-bytes 2GiB, or --reset";
+    if changes.is_empty() && args.weight.is_none() && !args.reset {
+        let message = "name what to change, such as --pool-bytes 2GiB or --weight 4, or --reset";
         return Err(CliError::Usage(message.to_owned()));
     }
     let client = args.daemon.connect_client().await?;
-    let order = QuotaOrder { name: name.clone(), reset: args.reset, changes };
+    let order = QuotaOrder { name: name.clone(), reset: args.reset, changes, weight: args.weight };
     let changed = client.set_quotas(order).await.map_err(anyhow::Error::from)?;
     let quotas = quota_rows(changed.quotas);
     if args.json {
-        return json_text(&ChangedRow { namespace: name, kept: changed.kept, quotas });
+        let (kept, weight) = (changed.kept, changed.weight);
+        return json_text(&ChangedRow { namespace: name, kept, weight, quotas });
     }
-    let mut text = format!("{name}: {}\n", limits_text(&quotas));
+    let mut text = format!("{name}: weight {}, {}\n", changed.weight, limits_text(&quotas));
     if !changed.kept {
         text += "this ends with the daemon: it has no namespaces.quota_file\n";
     }
@@ -198,6 +202,7 @@ async fn set_quotas(args: NamespaceSetArgs) -> Result<String, CliError> {
 struct ChangedRow {
     namespace: String,
     kept: bool,
+    weight: u32,
     quotas: BTreeMap<String, QuotaRow>,
 }
 

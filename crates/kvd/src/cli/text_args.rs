@@ -3,6 +3,7 @@
 use crate::bounded_file::read_text;
 use crate::config::SizeSetting;
 use bytesize::ByteSize;
+use std::path::Path;
 
 /// A codec as every command takes it: a preset's name, a spec, or `@FILE` for a policy file. The
 /// text is what it was given as, of a file what is in it.

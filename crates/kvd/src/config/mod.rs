@@ -19,7 +19,7 @@ pub(crate) use access::{AccessConfig, MetricsReaders, is_beyond_loopback};
 pub use cache::{CacheConfig, DiskCacheConfig, EventConfig, PromotionLimits};
 pub use kernel_cache::KernelCache;
 pub use namespaces::QuotaConfig;
-pub(crate) use namespaces::{find_quota, parse_amount};
+pub(crate) use namespaces::{check_weight, find_quota, parse_amount};
 pub use raw::{ConfigError, ConfigOverrides, CountSetting, RawConfig};
 pub use remote::RemoteCacheConfig;
 pub use ring::RingConfig;

@@ -36,17 +36,27 @@ pub(super) fn parse_namespaces(allowed: &[String]) -> Result<AllowedNamespaces, 
         .map_err(|reason| ConfigError::new("namespaces.allowed", reason))
 }
 
+/// Largest weight of a namespace.
+const WEIGHT_MAX: u32 = 1000;
+
+/// A weight that a namespace may have.
+pub(crate) fn check_weight(weight: u32) -> Result<u32, String> {
+    let is_one = (1..=WEIGHT_MAX).contains(&weight);
+    is_one.then_some(weight).ok_or_else(|| format!("a weight is 1 to {WEIGHT_MAX}, not {weight}"))
+}
+
 /// "name=weight" texts.
 pub(super) fn parse_weights(texts: &[String]) -> Result<HashMap<Namespace, u32>, ConfigError> {
     let mut weights = HashMap::new();
     for text in texts {
         let wrong = |reason: String| ConfigError::new("namespaces.weights", reason);
         let parsed = text.split_once('=').and_then(|(name, weight)| {
-            let weight = weight.trim().parse().ok().filter(|weight| (1..=1000).contains(weight))?;
+            let weight = check_weight(weight.trim().parse().ok()?).ok()?;
             Some((name.trim(), weight))
         });
         let Some((name, weight)) = parsed else {
-            let reason = format!("{text:?} is not \"name=weight\" with a weight of 1 to 1000");
+            let reason =
+                format!("{text:?} is not \"name=weight\" with a weight of 1 to {WEIGHT_MAX}");
             return Err(wrong(reason));
         };
         let name = Namespace::new(name).map_err(|error| wrong(error.to_string()))?;

@@ -5,7 +5,6 @@ use super::cache::read_choice;
 use super::raw::RemoteTierSettings;
 use crate::bounded_file::read_bytes;
 use kvd_remote::{MacKey, RemoteSettings, RemoteUrl};
-use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 

@@ -28,7 +28,6 @@ use kvd_core::{ErrorCode, Namespace};
 use kvd_store::{QuotaKind, QuotaTable};
 use merged::MergedAttends;
 use parking_lot::{Condvar, Mutex};
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -48,11 +47,9 @@ const RETRY_AFTER: [Duration; 2] = [Duration::from_millis(10), Duration::from_se
 pub struct WorkerLimits {
     /// Jobs of each kind that wait, those of streams aside.
     pub queue_jobs_max: usize,
-    /// Shares of the device's time of namespaces that have another one than 1.
-    pub weights: HashMap<Namespace, u32>,
     /// How attends are merged.
     pub merging: MergeLimits,
-    /// Jobs that wait of single namespaces.
+    /// Jobs that wait of single namespaces, and their shares of the device's time.
     pub quotas: Arc<QuotaTable>,
 }
 
@@ -221,7 +218,7 @@ impl DeviceWorker {
         // Where attends are held back for others to come, all go through the queue.
         let holds_back = attends_max > 1 && !wait.is_zero();
         let queue = JobQueue {
-            jobs: JobScheduler::new(limits.weights),
+            jobs: JobScheduler::new(limits.quotas.clone()),
             device: Some(backend),
             is_lent: false,
             closed: false,

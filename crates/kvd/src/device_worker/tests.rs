@@ -13,12 +13,7 @@ fn start() -> (DeviceWorker, DeviceWorkerThread) {
     let options = CpuOptions { arena_bytes: 1 << 20, prefault: false, threads: 1 };
     let backend = Box::new(CpuBackend::new(options).unwrap());
     let merging = MergeLimits { attends_max: 16, wait: Duration::ZERO };
-    let limits = WorkerLimits {
-        queue_jobs_max: 2,
-        weights: HashMap::new(),
-        merging,
-        quotas: QuotaTable::new(1),
-    };
+    let limits = WorkerLimits { queue_jobs_max: 2, merging, quotas: QuotaTable::new(1) };
     DeviceWorker::start_thread(backend, limits, &Metrics::new(), || {}).unwrap()
 }
 

@@ -11,7 +11,7 @@ pub use device::DeviceMetrics;
 pub use group::SecondsCounter;
 pub use model::{ModelLabels, ModelMetrics};
 pub use name::{Metric, MetricKind, MetricScope};
-pub(crate) use quota::QuotaLevel;
+pub(crate) use quota::{NamespaceWeight, QuotaLevel};
 
 use group::SeriesGroup;
 use kvd_core::ErrorCode;

@@ -70,7 +70,7 @@ metrics! {
     RequestsTotal = "kvd_requests_total", Counter, Daemon, "Finished calls, and messages of streams, by rpc and code.";
     RequestSeconds = "kvd_request_seconds", Histogram, Daemon, "Time from receipt to answer, by rpc.";
     TransportRefusalsTotal = "kvd_transport_refusals_total", Counter, Daemon, "Requests that gRPC itself refused before a call began, by reason: they are in no other count.";
-    AccessRefusalsTotal = "kvd_access_refusals_total", Counter, Daemon, "Calls that were not let in, by reason: unauthenticated, role, namespace (of a principal).";
+    AccessRefusalsTotal = "kvd_access_refusals_total", Counter, Daemon, "Calls that were not let in, by reason: unauthenticated, role, namespace, limit (of a principal).";
     FileReloadsTotal = "kvd_file_reloads_total", Counter, Daemon, "Times that files of doors were read anew, by files (server_tls, admin_tls, principals) and result: ok, or failed, which leaves in force what was read before.";
     Insecure = "kvd_insecure", Gauge, Daemon, "1 while gRPC serves beyond the loopback without authentication (server.insecure).";
     Connections = "kvd_connections", Gauge, Daemon, "Open connections, by listener.";
@@ -146,6 +146,8 @@ metrics! {
     QuotaUsed = "kvd_quota_used", Gauge, Namespace, "What a namespace has of what a quota limits, by namespace and quota. No series where there is no limit.";
     QuotaAllowed = "kvd_quota_allowed", Gauge, Namespace, "What it may have; of reserved_bytes what others cannot take.";
     QuotaRefusalsTotal = "kvd_quota_refusals_total", Counter, Namespace, "Calls that were refused, and publishes that ended, because of a quota, by namespace and quota.";
+
+    NamespaceWeight = "kvd_namespace_weight", Gauge, Namespace, "A namespace's share of a busy device and of the cache. No series where nobody has set a quota or a weight.";
 
     Models = "kvd_models", Gauge, Daemon, "Registered models.";
     ModelRegistered = "kvd_model_registered_timestamp_seconds", Gauge, Model, "When the model was registered, in seconds since 1970.";

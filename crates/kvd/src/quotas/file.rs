@@ -1,8 +1,8 @@
 //! The file of what operators have set: small, and replaced as a whole, so that a crash at any
 //! moment leaves the old one or the new one.
 
-use super::LimitsByName;
-use crate::config::find_quota;
+use super::{NamespaceTerms, TermsByName};
+use crate::config::{check_weight, find_quota};
 use kvd_core::Namespace;
 use kvd_store::{QuotaKind, QuotaLimits};
 use serde::{Deserialize, Serialize};
@@ -24,6 +24,9 @@ struct QuotaState {
     format: u32,
     /// Limits by the names of namespaces and quotas.
     namespaces: BTreeMap<String, BTreeMap<String, u64>>,
+    /// Weights by the names of namespaces.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    weights: BTreeMap<String, u32>,
 }
 
 /// Where quotas are kept.
@@ -39,7 +42,7 @@ impl QuotaFile {
     ///
     /// # Errors
     /// Why the file cannot be read, and what to do.
-    pub(super) fn read_limits(&self) -> Result<LimitsByName, String> {
+    pub(super) fn read_terms(&self) -> Result<TermsByName, String> {
         let bytes = match read_whole(&self.0) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
@@ -60,15 +63,17 @@ impl QuotaFile {
     ///
     /// # Errors
     /// Those of the system; the file is as it was.
-    pub(super) fn write_limits(&self, limits: &LimitsByName) -> io::Result<()> {
+    pub(super) fn write_terms(&self, terms: &TermsByName) -> io::Result<()> {
         let named = |limits: &QuotaLimits| {
             let limit_of =
                 |kind: QuotaKind| Some((kind.quota_name().to_owned(), limits.limit_of(kind)?));
             QuotaKind::ALL.into_iter().filter_map(limit_of).collect()
         };
-        let namespaces =
-            limits.iter().map(|(name, limits)| (name.as_str().to_owned(), named(limits)));
-        let state = QuotaState { format: FORMAT, namespaces: namespaces.collect() };
+        let text_of = |name: &Namespace| name.as_str().to_owned();
+        let namespaces = terms.iter().map(|(name, of)| (text_of(name), named(&of.limits)));
+        let weights = terms.iter().filter_map(|(name, of)| Some((text_of(name), of.weight?)));
+        let (namespaces, weights) = (namespaces.collect(), weights.collect());
+        let state = QuotaState { format: FORMAT, namespaces, weights };
         let mut text = serde_json::to_vec_pretty(&state)?;
         text.push(b'\n');
         let folder = self.0.parent().filter(|folder| !folder.as_os_str().is_empty());
@@ -94,19 +99,24 @@ fn read_whole(path: &Path) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-fn parse_state(bytes: &[u8]) -> Result<LimitsByName, String> {
+fn parse_state(bytes: &[u8]) -> Result<TermsByName, String> {
     let state: QuotaState = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     if state.format != FORMAT {
         return Err(format!("it has format {}, and this daemon reads {FORMAT}", state.format));
     }
-    let mut all = BTreeMap::new();
+    let mut all = TermsByName::new();
     for (name, named) in state.namespaces {
         let name = Namespace::new(&name).map_err(|error| error.to_string())?;
         let mut limits = QuotaLimits::default();
         for (quota, allowed) in named {
             limits.set_limit(find_quota(&quota)?, Some(allowed));
         }
-        all.insert(name, limits);
+        all.insert(name, NamespaceTerms { limits, weight: None });
+    }
+    for (name, weight) in state.weights {
+        let name = Namespace::new(&name).map_err(|error| error.to_string())?;
+        let of = all.get_mut(&name).ok_or_else(|| format!("it has a weight of {name} alone"))?;
+        of.weight = Some(check_weight(weight)?);
     }
     Ok(all)
 }
@@ -115,26 +125,31 @@ fn parse_state(bytes: &[u8]) -> Result<LimitsByName, String> {
 mod tests {
     use super::*;
 
-    fn some_limits() -> LimitsByName {
+    fn some_terms() -> TermsByName {
         let mut limits = QuotaLimits::default();
         limits.set_limit(QuotaKind::PoolBytes, Some(2 << 30));
         limits.set_limit(QuotaKind::Sequences, Some(0));
         let names = ["a", "b.c_d-e"].map(|name| Namespace::new(name).unwrap());
-        names.into_iter().zip([limits, QuotaLimits::default()]).collect()
+        let none = QuotaLimits::default();
+        let terms = [(limits, None), (none, Some(7))];
+        names
+            .into_iter()
+            .zip(terms.map(|(limits, weight)| NamespaceTerms { limits, weight }))
+            .collect()
     }
 
     #[test]
     fn what_is_written_is_read_and_replaces_what_was_there() {
         let folder = tempfile::tempdir().unwrap();
         let file = QuotaFile::new(folder.path().join("quotas.json"));
-        assert_eq!(file.read_limits(), Ok(BTreeMap::new()));
-        file.write_limits(&some_limits()).unwrap();
-        assert_eq!(file.read_limits(), Ok(some_limits()));
+        assert_eq!(file.read_terms(), Ok(BTreeMap::new()));
+        file.write_terms(&some_terms()).unwrap();
+        assert_eq!(file.read_terms(), Ok(some_terms()));
         // What a crash left of a write is not looked at, and is no hindrance.
         std::fs::write(folder.path().join("quotas.json.new"), b"{\"form").unwrap();
-        assert_eq!(file.read_limits(), Ok(some_limits()));
-        file.write_limits(&BTreeMap::new()).unwrap();
-        assert_eq!(file.read_limits(), Ok(BTreeMap::new()));
+        assert_eq!(file.read_terms(), Ok(some_terms()));
+        file.write_terms(&BTreeMap::new()).unwrap();
+        assert_eq!(file.read_terms(), Ok(BTreeMap::new()));
     }
 
     #[test]
@@ -142,17 +157,18 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("quotas.json");
         let file = QuotaFile::new(path.clone());
-        file.write_limits(&some_limits()).unwrap();
+        file.write_terms(&some_terms()).unwrap();
         let whole = std::fs::read(&path).unwrap();
         let text = String::from_utf8(whole.clone()).unwrap();
         let cut = (0..whole.trim_ascii_end().len()).map(|length| whole[..length].to_vec());
         let changed = [("pool_bytes", "pool_bites"), ("\"format\": 1", "\"format\": 2")]
             .into_iter()
             .chain([("\"a\"", "\"a b\""), ("2147483648", "-1"), ("2147483648", "1e30")])
+            .chain([(": 7", ": 0"), (": 7", ": 1001"), ("\"b.c_d-e\": 7", "\"other\": 7")])
             .map(|(old, new)| text.replace(old, new).into_bytes());
         for bytes in cut.chain(changed).chain([b"\0\0\0".to_vec(), vec![b' '; 100]]) {
             std::fs::write(&path, &bytes).unwrap();
-            let error = file.read_limits().expect_err(&String::from_utf8_lossy(&bytes));
+            let error = file.read_terms().expect_err(&String::from_utf8_lossy(&bytes));
             assert!(error.contains("quotas.json") && error.contains("move it away"), "{error}");
         }
     }

@@ -1,5 +1,5 @@
-//! Quotas of namespaces: what the configuration says, what operators have set instead, and what is
-//! in force.
+//! Quotas and weights of namespaces: what the configuration says, what operators have set instead,
+//! and what is in force.
 //!
 //! Owns [`NamespaceQuotas`]. One mutex guards what operators have set; it is held while the file is
 //! written, so that the file, what is in force and the answer agree. Call off the threads that
@@ -7,17 +7,25 @@
 
 mod file;
 
-use crate::config::{ConfigError, QuotaConfig};
+use crate::config::{Config, ConfigError};
 use crate::service::ServiceError;
 use file::QuotaFile;
 use kvd_core::{ErrorCode, Namespace};
 use kvd_store::{QuotaKind, QuotaLimits, QuotaTable};
 use parking_lot::Mutex;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// Limits by namespace.
-type LimitsByName = BTreeMap<Namespace, QuotaLimits>;
+/// Limits of a namespace, and its share of what is shared by weight.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct NamespaceTerms {
+    limits: QuotaLimits,
+    /// None where nobody has set one: that of the configuration.
+    weight: Option<u32>,
+}
+
+/// Terms by namespace.
+type TermsByName = BTreeMap<Namespace, NamespaceTerms>;
 
 /// A change of one limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,15 +42,19 @@ pub(crate) struct QuotaOrder {
     /// Goes back to the configuration first.
     pub(crate) reset: bool,
     pub(crate) changes: Vec<LimitChange>,
+    /// The new share, 1 at least.
+    pub(crate) weight: Option<u32>,
 }
 
 /// Quotas of all namespaces.
 #[derive(Debug)]
 pub(crate) struct NamespaceQuotas {
     table: Arc<QuotaTable>,
-    configured: LimitsByName,
+    configured: TermsByName,
+    /// Weights that are configured: they count against no limit of namespaces.
+    weights: HashMap<Namespace, u32>,
     /// Each replaces what is configured of its namespace.
-    set: Mutex<LimitsByName>,
+    set: Mutex<TermsByName>,
     file: Option<QuotaFile>,
     namespaces_max: usize,
     /// Bytes of the smallest pool of a device.
@@ -55,24 +67,30 @@ impl NamespaceQuotas {
     ///
     /// # Errors
     /// A file that cannot be read, or quotas that do not fit the pools.
-    pub(crate) fn open_file(config: &QuotaConfig, pools: &[u64]) -> Result<Self, ConfigError> {
+    pub(crate) fn open_file(config: &Config, pools: &[u64]) -> Result<Self, ConfigError> {
+        let (weights, config) = (config.weights.clone(), &config.quotas);
         let file = config.file.clone().map(QuotaFile::new);
-        let set = file.as_ref().map(QuotaFile::read_limits).transpose();
+        let set = file.as_ref().map(QuotaFile::read_terms).transpose();
         let key = |reason| ConfigError::new("namespaces.quota_file", reason);
         let set = set.map_err(key)?.unwrap_or_default();
+        let configured = |(name, limits): (&Namespace, &QuotaLimits)| {
+            (name.clone(), NamespaceTerms { limits: *limits, weight: None })
+        };
         let quotas = Self {
             table: QuotaTable::new(pools.len()),
-            configured: config.limits.clone(),
+            configured: config.limits.iter().map(configured).collect(),
+            weights,
             set: Mutex::default(),
             file,
             namespaces_max: config.namespaces_max,
             pool_bytes: pools.iter().copied().min().unwrap_or(0),
         };
-        let all = quotas.merge_limits(&set);
+        let all = quotas.merge_terms(&set);
         quotas
             .check_limits(&all)
             .map_err(|reason| ConfigError::new("namespaces.quotas", reason))?;
-        all.iter().for_each(|(name, limits)| quotas.table.set_limits(name, limits));
+        quotas.weights.iter().for_each(|(name, weight)| quotas.table.set_weight(name, *weight));
+        all.iter().for_each(|(name, terms)| quotas.enforce_terms(name, terms));
         *quotas.set.lock() = set;
         Ok(quotas)
     }
@@ -87,28 +105,35 @@ impl NamespaceQuotas {
         self.file.is_some()
     }
 
-    /// Changes the quotas of a namespace: what an operator sets replaces what is configured of it.
+    fn enforce_terms(&self, name: &Namespace, terms: &NamespaceTerms) {
+        self.table.set_limits(name, &terms.limits);
+        let configured = || self.weights.get(name).copied().unwrap_or(1);
+        self.table.set_weight(name, terms.weight.unwrap_or_else(configured));
+    }
+
+    /// Changes the terms of a namespace: what an operator sets replaces what is configured of it.
     /// Once this returns it is kept, if there is a file. Waits for the disk.
     ///
     /// # Errors
     /// `INVALID_ARGUMENT`, `LIMIT_EXCEEDED`, or `INTERNAL` when the file cannot be written; nothing
     /// has changed then.
-    pub(crate) fn change_limits(&self, order: &QuotaOrder) -> Result<(), ServiceError> {
+    pub(crate) fn change_terms(&self, order: &QuotaOrder) -> Result<(), ServiceError> {
         let mut set = self.set.lock();
         let mut new = set.clone();
         if order.reset {
             new.remove(&order.namespace);
         }
         let configured = self.configured.get(&order.namespace).copied().unwrap_or_default();
-        let mut limits = new.get(&order.namespace).copied().unwrap_or(configured);
+        let mut terms = new.get(&order.namespace).copied().unwrap_or(configured);
         for LimitChange { kind, allowed } in &order.changes {
-            limits.set_limit(*kind, *allowed);
+            terms.limits.set_limit(*kind, *allowed);
         }
-        if !order.changes.is_empty() {
-            new.insert(order.namespace.clone(), limits);
+        terms.weight = order.weight.or(terms.weight);
+        if !order.changes.is_empty() || order.weight.is_some() {
+            new.insert(order.namespace.clone(), terms);
         }
-        let all = self.merge_limits(&new);
-        if all.len() > self.namespaces_max && all.len() > self.merge_limits(&set).len() {
+        let all = self.merge_terms(&new);
+        if all.len() > self.namespaces_max && all.len() > self.merge_terms(&set).len() {
             let max = self.namespaces_max;
             let message = format!("{max} namespaces have quotas (namespaces.quotas_max)");
             return Err(ServiceError::new(ErrorCode::LimitExceeded, message));
@@ -116,27 +141,27 @@ impl NamespaceQuotas {
         let refused = |reason| ServiceError::new(ErrorCode::InvalidArgument, reason);
         self.check_limits(&all).map_err(refused)?;
         if let Some(file) = &self.file {
-            file.write_limits(&new).map_err(|error| {
+            file.write_terms(&new).map_err(|error| {
                 let message = format!("the quotas cannot be kept, and stay as they were: {error}");
                 ServiceError::new(ErrorCode::Internal, message)
             })?;
         }
-        self.table.set_limits(&order.namespace, &limits);
+        self.enforce_terms(&order.namespace, &terms);
         *set = new;
         Ok(())
     }
 
-    /// The limits in force where these are set.
-    fn merge_limits(&self, set: &LimitsByName) -> LimitsByName {
+    /// The terms in force where these are set.
+    fn merge_terms(&self, set: &TermsByName) -> TermsByName {
         let mut all = self.configured.clone();
-        all.extend(set.iter().map(|(name, limits)| (name.clone(), *limits)));
+        all.extend(set.iter().map(|(name, terms)| (name.clone(), *terms)));
         all
     }
 
     /// Whether what is reserved can be had.
-    fn check_limits(&self, all: &LimitsByName) -> Result<(), String> {
+    fn check_limits(&self, all: &TermsByName) -> Result<(), String> {
         let mut sum: u64 = 0;
-        for (name, limits) in all {
+        for (name, NamespaceTerms { limits, .. }) in all {
             let reserved = limits.limit_of(QuotaKind::ReservedBytes).unwrap_or(0);
             sum = sum.saturating_add(reserved);
             let most = limits.limit_of(QuotaKind::PoolBytes).unwrap_or(u64::MAX);

@@ -13,6 +13,7 @@ const UNIT_BYTES: u64 = 1024;
 /// A share of the budgets; dropping it gives it back.
 #[derive(Debug)]
 pub(crate) struct InFlight {
+    _principal: Option<OwnedSemaphorePermit>,
     _namespace: Option<NamespaceBytes>,
     _connection: OwnedSemaphorePermit,
     _share: Option<OwnedSemaphorePermit>,
@@ -66,8 +67,10 @@ impl ByteBudget {
     }
 
     fn full_error(&self, bytes: u64) -> ServiceError {
-        let (key, max) = (self.key, self.max_bytes);
-        let message = format!("{bytes} bytes more would be over {key} = {max}; retry later");
+        let (key, max, taken) = (self.key, self.max_bytes, self.taken_bytes());
+        let message = format!(
+            "{bytes} bytes more would be over {key} = {max}, of which {taken} are taken; retry later"
+        );
         ServiceError::new(ErrorCode::QueueFull, message)
     }
 }
@@ -127,6 +130,8 @@ impl NamespaceBudget {
 /// The budgets that a request of a connection takes from.
 #[derive(Clone, Debug)]
 pub(crate) struct ByteBudgets {
+    /// By its limits.
+    pub(crate) principal: Option<ByteBudget>,
     /// By its quota.
     pub(crate) namespace: Option<NamespaceBudget>,
     pub(crate) connection: ByteBudget,
@@ -141,11 +146,18 @@ impl ByteBudgets {
     /// # Errors
     /// `QUEUE_FULL`, by the budget of the connection, the namespace or all, or `QUOTA_EXCEEDED`.
     pub(crate) fn take_share(&self, bytes: u64) -> Result<InFlight, ServiceError> {
+        let own = self.principal.as_ref().map(|of| of.take_permits(bytes)).transpose()?;
         let namespace = self.namespace.as_ref().map(|of| of.take_bytes(bytes)).transpose()?;
         let connection = self.connection.take_permits(bytes)?;
         let share = self.share.as_ref().map(|of| of.take_permits(bytes)).transpose()?;
         let all = self.all.take_permits(bytes)?;
-        Ok(InFlight { _namespace: namespace, _connection: connection, _share: share, _all: all })
+        Ok(InFlight {
+            _principal: own,
+            _namespace: namespace,
+            _connection: connection,
+            _share: share,
+            _all: all,
+        })
     }
 
     /// Waits for a share, in the order of those who wait: for what holds nothing yet.
@@ -153,6 +165,10 @@ impl ByteBudgets {
     /// # Errors
     /// `QUEUE_FULL` or `QUOTA_EXCEEDED` when a budget is smaller as a whole.
     pub(crate) async fn wait_share(&self, bytes: u64) -> Result<InFlight, ServiceError> {
+        let own = match &self.principal {
+            Some(of) => Some(of.wait_permits(bytes).await?),
+            None => None,
+        };
         let namespace = match &self.namespace {
             Some(of) => Some(of.wait_bytes(bytes).await?),
             None => None,
@@ -163,7 +179,13 @@ impl ByteBudgets {
             None => None,
         };
         let all = self.all.wait_permits(bytes).await?;
-        Ok(InFlight { _namespace: namespace, _connection: connection, _share: share, _all: all })
+        Ok(InFlight {
+            _principal: own,
+            _namespace: namespace,
+            _connection: connection,
+            _share: share,
+            _all: all,
+        })
     }
 }
 
@@ -174,7 +196,7 @@ mod tests {
     fn budgets(connection: u64, all: u64) -> ByteBudgets {
         let connection = ByteBudget::new("limits.connection_bytes_max", connection);
         let all = ByteBudget::new("limits.inflight_bytes_max", all);
-        ByteBudgets { namespace: None, connection, share: None, all }
+        ByteBudgets { principal: None, namespace: None, connection, share: None, all }
     }
 
     #[test]

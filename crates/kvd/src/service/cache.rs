@@ -9,7 +9,6 @@ use kvd_store::{
     AttachedSequence, CacheLimits, CacheUsage, DeviceQuotas, DroppedBlocks, KeyChain, LeaseRequest,
     ModelShape, PackedKeys, PinRequest, PinnedPrefixes, SequenceStore, SessionSequences,
 };
-use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -65,7 +64,6 @@ pub(super) type LeaseIds = IdCounter<LeaseId>;
 /// The limits of a cache in a pool of so many bytes.
 pub(super) fn cache_limits(
     config: &CacheConfig,
-    weights: &HashMap<kvd_core::Namespace, u32>,
     pool_bytes: u64,
     quotas: DeviceQuotas,
 ) -> CacheLimits {
@@ -75,7 +73,6 @@ pub(super) fn cache_limits(
         entries_max: config.blocks_max,
         leases_max: config.leases_max,
         pinned_bytes_max: config.pinned_bytes_max,
-        weights: weights.clone(),
         quotas,
         // Random at each start: nobody can choose keys whose hashes meet.
         seed: RandomState::new().hash_one(0),

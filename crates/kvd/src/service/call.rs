@@ -2,7 +2,7 @@
 
 use super::ServiceError;
 use super::budget::ByteBudget;
-use crate::access::{AccessPrincipal, ConnectionPeer};
+use crate::access::{AccessPrincipal, ConnectionPeer, PrincipalCall};
 use kvd_core::{ErrorCode, Namespace};
 use opentelemetry::trace::SpanContext;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -74,6 +74,8 @@ pub struct CallContext {
     pub is_message_admitted: bool,
     /// Whose call it is; none where no principals are configured.
     pub(crate) principal: Option<Arc<AccessPrincipal>>,
+    /// Its place among the calls of that principal, of a call through a region.
+    pub(crate) _permit: Option<Arc<PrincipalCall>>,
     /// The caller's own span, of which the call's is a child.
     pub(crate) trace_parent: Option<SpanContext>,
 }
@@ -90,6 +92,7 @@ impl CallContext {
             owner,
             is_message_admitted: false,
             principal: None,
+            _permit: None,
             trace_parent: None,
         }
     }

@@ -41,7 +41,7 @@ pub(crate) mod tiers;
 pub use attend::{AttendReply, RefusedQuery};
 pub(crate) use attend::{InPlaceQueries, PART_BYTES};
 use budget::NamespaceBudget;
-pub(crate) use budget::{ByteBudgets, InFlight};
+pub(crate) use budget::{ByteBudget, ByteBudgets, InFlight};
 pub(crate) use cache::DeviceCache;
 pub use cache::{MatchReply, PinReply, PrefixOpening};
 pub use calibrate::CalibrationReply;
@@ -64,12 +64,11 @@ pub(crate) use step::{LoadedStep, RefusedPart};
 pub use store::StoreReply;
 pub(crate) use tiers::OpenedLayers;
 
-use crate::access::{AccessControl, AuditLog, PrincipalTable};
+use crate::access::{AccessControl, AccessPrincipal, AuditLog, PrincipalTable};
 use crate::config::Config;
 use crate::device_worker::DeviceWorker;
 use crate::metrics::{Metric, Metrics};
 use crate::quotas::NamespaceQuotas;
-use budget::ByteBudget;
 use kvd_compute::Precision;
 use kvd_core::{ErrorCode, IdSpace, Namespace};
 use kvd_store::{ArenaPool, DeviceQuotas, SequenceStore, StoreLimits};
@@ -195,8 +194,7 @@ impl Service {
             let sequences = ids.sequence_counter(index, count);
             let of_device = DeviceQuotas { table: quota_table.clone(), device: index as usize };
             let of_cache = of_device.clone();
-            let (settings, weights) = (&config.cache, &config.weights);
-            let mut cache = cache::cache_limits(settings, weights, pool_bytes, of_cache);
+            let mut cache = cache::cache_limits(&config.cache, pool_bytes, of_cache);
             if let Some(seed) = tiers.as_ref().and_then(|tiers| tiers.hash_seed()) {
                 cache.seed = seed;
             }
@@ -336,7 +334,8 @@ impl Service {
 
     /// Budgets of a caller.
     pub(crate) fn call_budgets(&self, call: &CallContext) -> ByteBudgets {
-        self.budgets_of(&call.owner, Some(&call.namespace))
+        let principal = call.principal.as_deref().and_then(AccessPrincipal::byte_budget).cloned();
+        ByteBudgets { principal, ..self.budgets_of(&call.owner, Some(&call.namespace)) }
     }
 
     /// Budgets of a connection, and of a namespace where its requests have one.
@@ -350,7 +349,8 @@ impl Service {
         let budget = |account| NamespaceBudget { account, freed: freed.clone() };
         let share = namespace.and_then(|name| self.namespace_shares.find_share(name));
         let (connection, all) = (owner.byte_budget().clone(), self.inflight.clone());
-        ByteBudgets { namespace: account.map(budget), connection, share, all }
+        let namespace = account.map(budget);
+        ByteBudgets { principal: None, namespace, connection, share, all }
     }
 
     /// Takes bytes of a request or its answer.

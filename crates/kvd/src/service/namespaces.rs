@@ -1,7 +1,7 @@
 //! Contents and quotas of each namespace, for whoever operates the daemon.
 
 use super::{CallContext, Service, ServiceError};
-use crate::metrics::QuotaLevel;
+use crate::metrics::{NamespaceWeight, QuotaLevel};
 use crate::quotas::QuotaOrder;
 use kvd_core::{ErrorCode, Namespace};
 use kvd_store::{NamespaceAccount, QuotaKind};
@@ -44,12 +44,14 @@ pub struct QuotaDescription {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ChangedQuotas {
     pub(crate) quotas: Vec<QuotaDescription>,
+    /// Its share of what is shared by weight.
+    pub(crate) weight: u32,
     /// Whether they outlive the daemon.
     pub(crate) is_kept: bool,
 }
 
 impl Service {
-    /// Namespaces that hold something or have quotas, and that are served, by name.
+    /// Namespaces that hold something or have quotas or a weight, and that are served, by name.
     ///
     /// # Errors
     /// As every call.
@@ -59,7 +61,7 @@ impl Service {
     ) -> Result<Vec<NamespaceDescription>, ServiceError> {
         self.admit_daemon_call(call)?;
         let mut found = BTreeMap::new();
-        for account in self.list_limited() {
+        for account in self.list_set() {
             self.description_in(&mut found, account.namespace_name());
         }
         for model in self.models.list_models(None) {
@@ -99,36 +101,36 @@ impl Service {
         let quotas = self.quotas.clone();
         let name = order.namespace.clone();
         // It goes on when the caller leaves: what is on disk is in force.
-        let changing = tokio::task::spawn_blocking(move || quotas.change_limits(&order));
+        let changing = tokio::task::spawn_blocking(move || quotas.change_terms(&order));
         changing.await.map_err(|error| {
             ServiceError::new(ErrorCode::Internal, format!("the work ended early: {error}"))
         })??;
         let account = self.quotas.quota_table().open_account(&name);
-        let is_kept = self.quotas.is_kept();
-        Ok(ChangedQuotas { quotas: self.describe_quotas(&account), is_kept })
+        let (quotas, weight) = (self.describe_quotas(&account), account.share_weight());
+        Ok(ChangedQuotas { quotas, weight, is_kept: self.quotas.is_kept() })
     }
 
     /// Shows the quotas that there are on the page of metrics.
     pub(super) fn refresh_quotas(&self) {
-        let accounts = self.list_limited();
+        let accounts = self.list_set();
         let mut levels = Vec::new();
+        let mut weights = Vec::new();
         for account in &accounts {
             let namespace = account.namespace_name().as_str();
+            weights.push(NamespaceWeight { namespace, weight: account.share_weight() });
             for quota in self.describe_quotas(account) {
                 let QuotaDescription { kind, used, allowed, refused } = quota;
                 let level = |allowed| QuotaLevel { namespace, kind, used, allowed, refused };
                 levels.extend(allowed.map(level));
             }
         }
-        self.metrics.show_quotas(&levels);
+        self.metrics.show_quotas(&levels, &weights);
     }
 
-    /// Accounts of namespaces that have quotas.
-    fn list_limited(&self) -> Vec<Arc<NamespaceAccount>> {
+    /// Accounts of namespaces that have quotas or a weight.
+    fn list_set(&self) -> Vec<Arc<NamespaceAccount>> {
         let mut accounts = self.quotas.quota_table().list_accounts();
-        let is_limited =
-            |of: &NamespaceAccount| QuotaKind::ALL.iter().any(|kind| of.limit_of(*kind).is_some());
-        accounts.retain(|account| is_limited(account));
+        accounts.retain(|account| account.is_set());
         accounts
     }
 
@@ -156,7 +158,7 @@ impl Service {
         found: &'a mut BTreeMap<Namespace, NamespaceDescription>,
         name: &Namespace,
     ) -> &'a mut NamespaceDescription {
-        let weight = self.config.weights.get(name).copied().unwrap_or(1);
+        let weight = self.quotas.quota_table().weight_of(name);
         found.entry(name.clone()).or_insert_with(|| NamespaceDescription {
             name: name.clone(),
             models: 0,

@@ -3,7 +3,7 @@
 
 use super::connection;
 use super::measure::refuse_call;
-use crate::access::{AccessPrincipal, AccessRequest, GrantedCall, find_rights};
+use crate::access::{AccessPrincipal, AccessRequest, GrantedCall, PrincipalCall, find_rights};
 use crate::metrics::RPCS;
 use crate::service::{CallOwner, Service, ServiceError};
 use http::header::AUTHORIZATION;
@@ -22,19 +22,27 @@ const KVD: &str = "/kvd.v1.Kvd/";
 /// Any other service.
 const REFLECTION: &str = "Reflection";
 
-/// Lets a request pass, and notes whose it is. What it shows for that is gone after. Gives what
-/// was granted to a stream, which ends when it is taken back.
+/// The rest of a request that was let in.
+#[derive(Default)]
+pub(super) struct AdmittedRequest {
+    /// Granted to a stream, which ends when it is taken back.
+    pub(super) granted: Option<GrantedCall>,
+    /// Its place among the calls of its principal.
+    pub(super) call: Option<PrincipalCall>,
+}
+
+/// Lets a request pass, and notes whose it is. What it shows for that is gone after.
 pub(super) fn admit_request<B>(
     service: &Service,
     request: &mut http::Request<B>,
-) -> Result<Option<GrantedCall>, Status> {
+) -> Result<AdmittedRequest, Status> {
     let path = request.uri().path();
     if path.starts_with(HEALTH) {
-        return Ok(None);
+        return Ok(AdmittedRequest::default());
     }
     let rpc = path.strip_prefix(KVD).unwrap_or(REFLECTION);
     let checked = check_request(service, request, rpc);
-    let AdmittedCall { principal, granted } = checked.map_err(|error| {
+    let AdmittedCall { principal, kept } = checked.map_err(|error| {
         let name = find_rights(rpc).rpc_name();
         match RPCS.contains(&name) {
             true => refuse_call(service.metrics(), name, &error),
@@ -45,14 +53,13 @@ pub(super) fn admit_request<B>(
     if let Some(principal) = principal {
         request.extensions_mut().insert(CallerPrincipal(principal));
     }
-    Ok(granted)
+    Ok(kept)
 }
 
 /// A request that was let in.
 struct AdmittedCall {
     principal: Option<Arc<AccessPrincipal>>,
-    /// Streams have it, where there are principals.
-    granted: Option<GrantedCall>,
+    kept: AdmittedRequest,
 }
 
 fn check_request<B>(
@@ -69,5 +76,7 @@ fn check_request<B>(
     let principal = service.access_control().check_call(&asked)?;
     let is_watched = principal.is_some() && rpc_kind(rpc) != Some(RpcKind::Unary);
     let granted = is_watched.then(|| GrantedCall::of_request(&asked, owner.clone()));
-    Ok(AdmittedCall { principal, granted })
+    let begin = |of| service.access_control().begin_call(&asked, of);
+    let call = principal.as_ref().map(begin).transpose()?;
+    Ok(AdmittedCall { principal, kept: AdmittedRequest { granted, call } })
 }

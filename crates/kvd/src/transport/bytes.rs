@@ -3,6 +3,7 @@
 //! when the last of it has been written.
 
 use super::call::wire_status;
+use crate::access::PrincipalCall;
 use crate::service::{ByteBudgets, InFlight, ServiceError};
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
@@ -230,11 +231,17 @@ impl Body for MeteredBody {
 pub(super) struct HeldBody {
     inner: tonic::body::Body,
     meter: ByteMeter,
+    /// Its call counts until all is sent.
+    _call: Option<PrincipalCall>,
 }
 
 impl HeldBody {
-    pub(super) fn new(inner: tonic::body::Body, meter: ByteMeter) -> Self {
-        Self { inner, meter }
+    pub(super) fn new(
+        inner: tonic::body::Body,
+        meter: ByteMeter,
+        call: Option<PrincipalCall>,
+    ) -> Self {
+        Self { inner, meter, _call: call }
     }
 }
 

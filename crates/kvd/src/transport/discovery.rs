@@ -2,7 +2,7 @@
 //! codecs it knows.
 
 use super::{cache, convert};
-use crate::config::find_quota;
+use crate::config::{check_weight, find_quota};
 use crate::quotas::{LimitChange, QuotaOrder};
 use crate::service::{CallContext, ChangedQuotas, QuotaDescription, Service, ServiceError};
 use kvd_codec::{CodecSpec, Preset, presets, resolve_spec};
@@ -151,18 +151,20 @@ pub(super) async fn set_quotas(
     request: v1::SetNamespaceQuotasRequest,
 ) -> Result<v1::SetNamespaceQuotasResponse, ServiceError> {
     let order = read_order(&request)?;
-    let ChangedQuotas { quotas, is_kept } = service.set_quotas(call, order).await?;
+    let ChangedQuotas { quotas, weight, is_kept } = service.set_quotas(call, order).await?;
     let quotas = quotas.into_iter().map(quota_info).collect();
-    Ok(v1::SetNamespaceQuotasResponse { quotas, kept: is_kept })
+    Ok(v1::SetNamespaceQuotasResponse { quotas, kept: is_kept, weight })
 }
 
 fn read_order(request: &v1::SetNamespaceQuotasRequest) -> Result<QuotaOrder, ServiceError> {
     let wrong = |reason: String| ServiceError::new(ErrorCode::InvalidArgument, reason);
     let namespace = Namespace::new(&request.name);
     let namespace = namespace.map_err(|error| wrong(format!("name: {error}")))?;
-    if !request.reset && request.changes.is_empty() {
-        return Err(wrong("changes: there are none, and no reset".to_owned()));
+    if !request.reset && request.changes.is_empty() && request.weight.is_none() {
+        return Err(wrong("changes: there are none, no weight, and no reset".to_owned()));
     }
+    let weight = request.weight.map(check_weight).transpose();
+    let weight = weight.map_err(|reason| wrong(format!("weight: {reason}")))?;
     let mut changes: Vec<LimitChange> = Vec::new();
     for v1::QuotaChange { name, allowed } in &request.changes {
         let kind = find_quota(name).map_err(|reason| wrong(format!("changes: {reason}")))?;
@@ -174,7 +176,7 @@ fn read_order(request: &v1::SetNamespaceQuotasRequest) -> Result<QuotaOrder, Ser
         }
         changes.push(LimitChange { kind, allowed: *allowed });
     }
-    Ok(QuotaOrder { namespace, reset: request.reset, changes })
+    Ok(QuotaOrder { namespace, reset: request.reset, changes, weight })
 }
 
 /// The answer to `ListCodecs`.

@@ -1,12 +1,12 @@
 //! Treats every gRPC request before tonic reads its messages: lets it in, notes its deadline,
 //! decides whether its answer may be compressed, and counts the bytes of its messages.
 
-use super::admission::admit_request;
+use super::admission::{AdmittedRequest, CallerPrincipal, admit_request};
 use super::bytes::{ByteMeter, HeldBody, MessageLimits, MeteredBody};
 use super::call::wire_status;
 use super::connection;
 use super::deadline::{CallDeadline, LimitedBody};
-use crate::service::{CallOwner, Service as Daemon};
+use crate::service::{ByteBudgets, CallOwner, Service as Daemon};
 use metrics::Counter;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -55,8 +55,13 @@ impl RequestLayer {
         // One that is malformed was refused before.
         let namespace = kvd_proto::namespace_of_headers(request.headers()).ok();
         let config = self.service.config();
+        let caller = request.extensions().get::<CallerPrincipal>();
+        let principal = caller.and_then(|caller| caller.0.byte_budget()).cloned();
         let limits = MessageLimits {
-            budgets: self.service.budgets_of(&owner, namespace.as_ref()),
+            budgets: ByteBudgets {
+                principal,
+                ..self.service.budgets_of(&owner, namespace.as_ref())
+            },
             message_bytes_max: config.message_bytes_max as u64,
             message_time: config.message_timeout,
             waits,
@@ -85,10 +90,11 @@ where
     }
 
     fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
-        let granted = match admit_request(&self.layer.service, &mut request) {
-            Ok(granted) => granted,
-            Err(refused) => return Box::pin(async move { Ok(refused.into_http()) }),
-        };
+        let AdmittedRequest { granted, call } =
+            match admit_request(&self.layer.service, &mut request) {
+                Ok(admitted) => admitted,
+                Err(refused) => return Box::pin(async move { Ok(refused.into_http()) }),
+            };
         let service = self.layer.service.clone();
         let deadline = CallDeadline::take_header(request.headers_mut());
         drop_unasked_compression(request.headers_mut());
@@ -109,7 +115,7 @@ where
             if !is_stream {
                 meter.end_message();
             }
-            let answer = answer.map(|body| Body::new(HeldBody::new(body, meter)));
+            let answer = answer.map(|body| Body::new(HeldBody::new(body, meter, call)));
             let answer = match granted {
                 None => answer,
                 Some(granted) => {

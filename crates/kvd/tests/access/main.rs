@@ -3,6 +3,7 @@
 
 mod certificates;
 mod doors;
+mod limits;
 mod matrix;
 mod overview;
 mod quotas;

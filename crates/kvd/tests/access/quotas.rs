@@ -10,7 +10,13 @@ use tonic::{Request, Status};
 /// A change of one quota.
 fn order(name: &str, quota: &str, allowed: Option<u64>) -> SetNamespaceQuotasRequest {
     let changes = vec![QuotaChange { name: quota.to_owned(), allowed }];
-    SetNamespaceQuotasRequest { name: name.to_owned(), reset: false, changes }
+    SetNamespaceQuotasRequest { name: name.to_owned(), changes, ..Default::default() }
+}
+
+/// A change of the weight alone.
+fn weight(name: &str, weight: u32) -> SetNamespaceQuotasRequest {
+    let weight = Some(weight);
+    SetNamespaceQuotasRequest { name: name.to_owned(), weight, ..Default::default() }
 }
 
 fn code(answer: &Result<(), Status>) -> Option<ErrorCode> {
@@ -74,6 +80,9 @@ async fn hostile_values_are_told_what_is_wrong_and_change_nothing() {
         (order("a", "models", Some(u64::MAX)), "out of range"),
         (order("a", "reserved_bytes", Some(65 << 20)), "device.pool_bytes"),
         (order("a", "reserved_bytes", Some(u64::MAX - 1)), "device.pool_bytes"),
+        (weight("a", 0), "weight: a weight is 1 to 1000, not 0"),
+        (weight("a", 1001), "not 1001"),
+        (weight("a", u32::MAX), "weight: "),
         (none, "changes: there are none"),
         (twice, "stands twice"),
         (many, "there is no quota"),

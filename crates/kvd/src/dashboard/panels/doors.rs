@@ -6,13 +6,14 @@ use crate::metrics::Metric;
 
 pub(super) fn door_panels() -> Vec<DashboardPanel> {
     use Metric::{AccessRefusalsTotal, FileReloadsTotal, Insecure};
-    use Metric::{QuotaAllowed, QuotaRefusalsTotal, QuotaUsed};
+    use Metric::{NamespaceWeight, QuotaAllowed, QuotaRefusalsTotal, QuotaUsed};
     let by = ["instance", "namespace", "quota"];
     let part = format!("{} / {}", selector(QuotaUsed), selector(QuotaAllowed));
     let part = PanelQuery::new(part, "{{instance}} {{namespace}} {{quota}}");
     let over = PanelQuery::rate(QuotaRefusalsTotal, &by);
     let refusals = PanelQuery::rate(AccessRefusalsTotal, &["instance", "reason"]);
     let reloads = PanelQuery::rate(FileReloadsTotal, &["instance", "files", "result"]);
+    let weights = PanelQuery::level(NamespaceWeight, &["instance", "namespace"]);
     vec![
         lines("Calls not let in", "ops", [refusals]).explained(AccessRefusalsTotal),
         lines("Files read anew", "ops", [reloads]).explained(FileReloadsTotal),
@@ -20,5 +21,6 @@ pub(super) fn door_panels() -> Vec<DashboardPanel> {
             .explained(Insecure),
         lines("Quotas used", "percentunit", [part]).explained(QuotaUsed),
         lines("Refused by quotas", "ops", [over]).explained(QuotaRefusalsTotal),
+        lines("Weights", "none", [weights]).explained(NamespaceWeight),
     ]
 }

@@ -209,12 +209,11 @@ pub(super) fn several(
     let options = CpuOptions { arena_bytes, prefault: false, threads: 1 };
     let metrics = Arc::new(Metrics::new());
     let probes: Vec<_> = (0..count).map(|_| Arc::<Probe>::default()).collect();
-    let (queue_jobs_max, weights) = (config.queue_jobs_max, config.weights.clone());
     let pools = vec![arena_bytes; count];
-    let quotas = NamespaceQuotas::open_file(&config.quotas, &pools).unwrap();
+    let quotas = NamespaceQuotas::open_file(&config, &pools).unwrap();
     let table = quotas.quota_table().clone();
-    let merging = config.merging;
-    let limits = WorkerLimits { queue_jobs_max, weights, merging, quotas: table };
+    let (queue_jobs_max, merging) = (config.queue_jobs_max, config.merging);
+    let limits = WorkerLimits { queue_jobs_max, merging, quotas: table };
     let start = |probe: &Arc<Probe>| {
         let inner = CpuBackend::new(options).unwrap();
         let device = Box::new(Device { inner, probe: probe.clone() });

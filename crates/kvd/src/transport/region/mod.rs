@@ -112,7 +112,9 @@ impl RegionCaller {
         let (peer, namespace) = (self.owner.call_peer(), &self.namespace);
         let request = AccessRequest { peer, authorization: None, rpc, namespace };
         let principal = service.access_control().check_call(&request)?;
-        Ok(CallContext { principal, ..call.clone() })
+        let begin = |of| service.access_control().begin_call(&request, of);
+        let permit = principal.as_ref().map(begin).transpose()?.map(Arc::new);
+        Ok(CallContext { principal, _permit: permit, ..call.clone() })
     }
 
     /// Context of a call through it.
