@@ -4,8 +4,9 @@ use crate::TestRng;
 use crate::budget::ErrorPrecision;
 use crate::rows::{LayerRows, ModelShape};
 use bytes::Bytes;
-use kvd_codec::{Quantizer, Samples, SideSpec};
+use kvd_codec::{Quantizer, SideSpec};
 use kvd_core::{LayerIndex, Side};
+use kvd_fit::Samples;
 
 /// One preset of each kind: floats kept, floats narrowed, entropy-coded, vector-quantized.
 pub const PRESETS: [&str; 4] = ["raw", "fp8", "kvcomp", "vecinfer-2"];
@@ -61,7 +62,7 @@ pub fn fit_calibration(codec: &str, shape: &ModelShape, rows: &[LayerRows], seed
             }
         }
     }
-    let fitted = kvd_codec::fit_calibration(&geometry, &spec, &samples, seed, &mut |_| {});
+    let fitted = kvd_fit::fit_calibration(&geometry, &spec, &samples, seed, &mut |_| {});
     fitted.expect("enough samples").to_bytes().into()
 }
 

@@ -18,8 +18,18 @@ const OPTIMISED: &str = "profile.dev.package.kvd-compute.opt-level=3";
 /// The daemon compiles.
 const CHECK: &[&str] = &["check", "--package", "kvd", "--target", TARGET];
 /// Unit tests of formats and codecs: minutes.
-const QUICK: &[&str] =
-    &["test", "--package", "kvd-core", "--package", "kvd-codec", "--lib", "--target", TARGET];
+const QUICK: &[&str] = &[
+    "test",
+    "--package",
+    "kvd-core",
+    "--package",
+    "kvd-codec",
+    "--package",
+    "kvd-fit",
+    "--lib",
+    "--target",
+    TARGET,
+];
 /// All tests of formats, codecs and attention: an hour or more.
 const ALL: &[&str] = &[
     "test",
@@ -29,6 +39,8 @@ const ALL: &[&str] = &[
     "kvd-core",
     "--package",
     "kvd-codec",
+    "--package",
+    "kvd-fit",
     "--package",
     "kvd-compute",
     "--target",

@@ -2,13 +2,14 @@
 
 use crate::{BenchError, HeadShape, limits};
 use bytes::Bytes;
-use kvd_codec::{Calibration, CodecSpec, ModelCodec, Samples, fit_calibration};
+use kvd_codec::{Calibration, CodecSpec, ModelCodec};
 use kvd_compute::affinity;
 use kvd_compute::{
     AppendSteps, CpuBackend, CpuOptions, EncodeSource, EncodedPages, IncomingRows, InstructionSet,
     PageBackend, Precision, RawTarget, Source,
 };
 use kvd_core::{DType, Extent, Geometry, LayerIndex, ModelId, Side};
+use kvd_fit::{Samples, fit_calibration};
 use std::sync::Arc;
 
 pub(crate) const MODEL: ModelId = ModelId(1);

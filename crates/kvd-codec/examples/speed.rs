@@ -3,10 +3,9 @@
 //! `cargo run --release -p kvd-codec --example speed`
 #![allow(clippy::print_stdout, reason = "prints its table")]
 
-use kvd_codec::{
-    BlockRows, ModelCodec, PageReader, Samples, fit_calibration, presets, resolve_spec,
-};
+use kvd_codec::{BlockRows, ModelCodec, PageReader, presets, resolve_spec};
 use kvd_core::{DType, Geometry, LayerIndex, RopePairing, Side};
+use kvd_fit::{Samples, fit_calibration};
 use std::time::Instant;
 
 const TOKENS: usize = 64;

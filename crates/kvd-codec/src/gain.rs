@@ -24,7 +24,7 @@ pub(crate) const fn gain_bytes(tokens: usize) -> usize {
 }
 
 /// The median length of rows (`[n, dim]`), 1 where that is nothing to divide by.
-pub(crate) fn median_length(rows: &[f32], dim: usize) -> f32 {
+pub fn median_length(rows: &[f32], dim: usize) -> f32 {
     let mut lengths: Vec<f32> = rows.chunks_exact(dim).map(row_length).collect();
     let middle = lengths.len() / 2;
     let median = *lengths.select_nth_unstable_by(middle, f32::total_cmp).1;
@@ -36,7 +36,7 @@ fn row_length(row: &[f32]) -> f32 {
 }
 
 /// Raises `coefficients` of rows that are shorter than `median`, and returns the shift of each.
-pub(crate) fn raise_short_rows(
+pub fn raise_short_rows(
     rows: &[f32],
     dim: usize,
     median: f32,

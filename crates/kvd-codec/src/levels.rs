@@ -20,7 +20,7 @@ fn round_up(x: f32) -> f32 {
 /// Moves every value to the nearest level. The codebook's own error hardly grows: with a largest
 /// entry of three deviations, a level is at most 0.027 of a deviation wide and rounding to it adds
 /// 0.008, squared, to an error of 0.3, squared, at 2 bits per value.
-pub(crate) fn snap_to_levels(values: &mut [f32]) {
+pub fn snap_to_levels(values: &mut [f32]) {
     let largest = values.iter().fold(0f32, |m, value| m.max(value.abs()));
     let unit = largest / LEVELS;
     if !(unit >= UNIT_MIN && unit.is_finite()) {

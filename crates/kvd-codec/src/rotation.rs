@@ -6,7 +6,7 @@
 //! permutations come from integers alone, so the map is the same on every machine, and it takes
 //! `O(d log d)` steps where a dense matrix takes `d²`.
 
-use crate::kmeans::SplitMix64;
+use crate::random::SplitMix64;
 use crate::transform::hadamard_transform;
 use kvd_core::Geometry;
 
@@ -31,8 +31,9 @@ impl RandomRotation {
     /// The map of `seed` for `dim` channels, an even number.
     pub(crate) fn new(dim: usize, seed: u64) -> Self {
         // Hashed through the generator, so that neighbouring seeds do not share draws.
-        let mut rng =
-            SplitMix64(SplitMix64(seed).next() ^ (dim as u64).wrapping_mul(0xA24B_AED4_963E_E407));
+        let mut rng = SplitMix64(
+            SplitMix64(seed).next_bits() ^ (dim as u64).wrapping_mul(0xA24B_AED4_963E_E407),
+        );
         let mixed_per_round = dim.trailing_zeros();
         let channel_bits = usize::BITS - (dim - 1).leading_zeros();
         let rounds = (2 * channel_bits).div_ceil(mixed_per_round).max(2);
@@ -82,9 +83,9 @@ impl RotationRound {
         let mut order: Vec<u16> = (0..dim as u16).collect();
         // Fisher and Yates; the modulus favours a place by less than one in 2^53.
         for last in (1..dim).rev() {
-            order.swap(last, (rng.next() % (last as u64 + 1)) as usize);
+            order.swap(last, (rng.next_bits() % (last as u64 + 1)) as usize);
         }
-        let sign = |_| if rng.next() >> 63 == 0 { 1.0 } else { -1.0 };
+        let sign = |_| if rng.next_bits() >> 63 == 0 { 1.0 } else { -1.0 };
         Self { order, signs: (0..dim).map(sign).collect() }
     }
 }

@@ -74,7 +74,7 @@ pub(crate) fn of_512_bits() -> Option<pulp::x86::V4> {
 }
 
 /// Runs `loops` with the widest instruction set at hand. What it calls must be inlined.
-pub(crate) fn dispatch_simd<T>(loops: impl WithSimd<Output = T>) -> T {
+pub fn dispatch_simd<T>(loops: impl WithSimd<Output = T>) -> T {
     active_arch().dispatch(loops)
 }
 

@@ -214,7 +214,7 @@ impl SideSpec {
 
 impl SideSpec {
     /// [`SideSpec::validate`], and what a geometry asks for.
-    pub(crate) fn check_geometry(&self, geometry: &Geometry, side: Side) -> Result<(), String> {
+    pub fn check_geometry(&self, geometry: &Geometry, side: Side) -> Result<(), String> {
         self.validate()?;
         self.quantizer.as_spec().check_head_dim(geometry.head_dim(side))?;
         for transform in [Transform::QueryPca, Transform::QueryAxes] {

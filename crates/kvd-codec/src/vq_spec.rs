@@ -1,8 +1,6 @@
 //! Parameters of vector quantization, and what follows from them: bits, codebooks, bytes.
 
 use crate::CodecError;
-use crate::fit::{FitTarget, QuantizerFit};
-use crate::fit_vq::VqFit;
 use crate::page::id;
 use crate::parse::{Argument, ParseResult, QuantizerWord, SpecCursor};
 use crate::quantizer::HeadQuantizer;
@@ -103,7 +101,7 @@ impl VqSpec {
 
     /// `[layers, kv_heads, positions, stages, 2^b, d]`, with 1 for every axis along which
     /// codebooks are shared.
-    pub(crate) fn tensor_shape(&self, geometry: &Geometry, side: Side) -> [usize; 6] {
+    pub fn tensor_shape(&self, geometry: &Geometry, side: Side) -> [usize; 6] {
         let (layers, heads) = (geometry.layers as usize, geometry.kv_heads as usize);
         let [layers, heads, positions] = match self.scope {
             CodebookScope::Model => [1, 1, 1],
@@ -186,10 +184,6 @@ impl QuantizerSpec for VqSpec {
 
     fn is_fitted(&self) -> bool {
         true
-    }
-
-    fn start_fit<'a>(&self, target: FitTarget<'a>) -> Option<Box<dyn QuantizerFit + 'a>> {
-        Some(Box::new(VqFit::new(*self, target)))
     }
 
     fn bind_side<'a>(&self, side: SideBinding<'a>) -> Result<HeadBinder<'a>, CodecError> {

@@ -7,9 +7,10 @@ mod common;
 use common::{noise, page};
 use kvd_codec::{
     BlockRows, Calibration, CheckedBlock, CodecSpec, LayerQueries, ModelCodec, PageReader,
-    RowSpace, Samples, fit_calibration, presets, resolve_spec,
+    RowSpace, presets, resolve_spec,
 };
 use kvd_core::{DType, Geometry, LayerIndex, RopePairing, Side};
+use kvd_fit::{Samples, fit_calibration};
 
 const LAYER: LayerIndex = LayerIndex(0);
 const DIM: usize = 64;

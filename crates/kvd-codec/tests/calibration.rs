@@ -4,10 +4,9 @@
 mod common;
 
 use common::{calibrate, geometry};
-use kvd_codec::{
-    Calibration, CalibrationError, CodecError, ModelCodec, Samples, fit_calibration, resolve_spec,
-};
+use kvd_codec::{Calibration, CalibrationError, CodecError, ModelCodec, resolve_spec};
 use kvd_core::{Coded, DType, ErrorCode, LayerIndex, Side};
+use kvd_fit::{Samples, fit_calibration};
 use proptest::prelude::*;
 use safetensors::SafeTensors;
 

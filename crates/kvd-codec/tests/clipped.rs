@@ -5,10 +5,9 @@
 mod common;
 
 use common::{codec, geometry, noise};
-use kvd_codec::{
-    BlockRows, CalibrationError, ModelCodec, Samples, find_preset, fit_calibration, resolve_spec,
-};
+use kvd_codec::{BlockRows, CalibrationError, ModelCodec, find_preset, resolve_spec};
 use kvd_core::{DType, Geometry, LayerIndex, Side};
+use kvd_fit::{Samples, fit_calibration};
 use proptest::prelude::*;
 
 const LAYER: LayerIndex = LayerIndex(0);

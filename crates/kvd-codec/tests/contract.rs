@@ -4,11 +4,9 @@
 mod common;
 
 use common::{calibrate, geometry, noise, rows};
-use kvd_codec::{
-    BlockRows, EncodedBlock, ModelCodec, PageReader, RowSpace, Samples, fit_calibration,
-    resolve_spec,
-};
+use kvd_codec::{BlockRows, EncodedBlock, ModelCodec, PageReader, RowSpace, resolve_spec};
 use kvd_core::{DType, LayerIndex, Side};
+use kvd_fit::{Samples, fit_calibration};
 use proptest::prelude::*;
 
 const LAYER: LayerIndex = LayerIndex(1);

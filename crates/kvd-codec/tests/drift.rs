@@ -5,8 +5,9 @@
 mod common;
 
 use common::{codec, decode, geometry, noise, page};
-use kvd_codec::{BlockRows, ModelCodec, Page, Samples, fit_calibration, resolve_spec};
+use kvd_codec::{BlockRows, ModelCodec, Page, resolve_spec};
 use kvd_core::{DType, LayerIndex, Side};
+use kvd_fit::{Samples, fit_calibration};
 
 const LAYER: LayerIndex = LayerIndex(0);
 const SPEC: &str = "k=uniform(rel=0.05,axis=block)/huffman; v=uniform(b=4,axis=token)";

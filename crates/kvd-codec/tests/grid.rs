@@ -6,9 +6,10 @@ mod common;
 use common::{calibrate, decode, geometry, noise, page, rows};
 use kvd_codec::{
     BlockRows, Calibration, CalibrationError, CodecError, ModelCodec, PageReader, RowSpace,
-    Samples, fit_calibration, resolve_spec,
+    resolve_spec,
 };
 use kvd_core::{Coded, DType, ErrorCode, Geometry, LayerIndex, Side};
+use kvd_fit::{Samples, fit_calibration};
 use proptest::prelude::*;
 use safetensors::SafeTensors;
 use safetensors::tensor::TensorView;

@@ -5,10 +5,9 @@
 mod common;
 
 use common::{geometry, noise, page};
-use kvd_codec::{
-    BlockRows, ModelCodec, PageReader, SampleKind, Samples, fit_calibration, resolve_spec,
-};
+use kvd_codec::{BlockRows, ModelCodec, PageReader, resolve_spec};
 use kvd_core::{DType, LayerIndex, Side};
+use kvd_fit::{SampleKind, Samples, fit_calibration};
 
 const DIM: usize = 64;
 const HEADS: usize = 2;

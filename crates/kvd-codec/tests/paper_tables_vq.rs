@@ -15,10 +15,11 @@ mod common;
 
 use common::noise;
 use kvd_codec::{
-    BlockRows, CodecSpec, EncodedBlock, ModelCodec, Quantizer, Samples, SideSpec, VqSpec,
-    find_preset, fit_calibration, resolve_spec,
+    BlockRows, CodecSpec, EncodedBlock, ModelCodec, Quantizer, SideSpec, VqSpec, find_preset,
+    resolve_spec,
 };
 use kvd_core::{DType, Geometry, LayerIndex, RopePairing, Side};
+use kvd_fit::{Samples, fit_calibration};
 
 const LAYER: LayerIndex = LayerIndex(0);
 

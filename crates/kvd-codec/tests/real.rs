@@ -5,11 +5,9 @@
 mod common;
 
 use common::{decode_at, page};
-use kvd_codec::{
-    BlockRows, Calibration, CodecSpec, ModelCodec, Page, PageReader, Samples, fit_calibration,
-    resolve_spec,
-};
+use kvd_codec::{BlockRows, Calibration, CodecSpec, ModelCodec, Page, PageReader, resolve_spec};
 use kvd_core::{DType, Geometry, LayerIndex, RopePairing, Side};
+use kvd_fit::{Samples, fit_calibration};
 use safetensors::SafeTensors;
 use std::collections::BTreeMap;
 

@@ -4,11 +4,9 @@
 mod common;
 
 use common::{noise, rows};
-use kvd_codec::{
-    BlockRows, Calibration, CodecSpec, GroupCost, HeadGroup, ModelCodec, OpenCodec, OpenSide,
-    RatedCodec, Samples, fit_calibration, resolve_spec,
-};
+use kvd_codec::{BlockRows, Calibration, CodecSpec, ModelCodec, resolve_spec};
 use kvd_core::{DType, Geometry, LayerIndex, Side};
+use kvd_fit::{GroupCost, HeadGroup, OpenCodec, OpenSide, RatedCodec, Samples, fit_calibration};
 use proptest::prelude::*;
 use safetensors::SafeTensors;
 

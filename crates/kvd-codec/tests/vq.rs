@@ -7,9 +7,10 @@ mod common;
 use common::{decode, noise, page, round};
 use kvd_codec::{
     BlockRows, Calibration, CalibrationError, CodebookScope, EncodedBlock, ModelCodec, Quantizer,
-    Samples, VqSpec, fit_calibration, resolve_spec,
+    VqSpec, resolve_spec,
 };
 use kvd_core::{Coded, DType, ErrorCode, Geometry, LayerIndex, RopePairing, Side};
+use kvd_fit::{Samples, fit_calibration};
 use proptest::prelude::*;
 use std::fmt::Write;
 

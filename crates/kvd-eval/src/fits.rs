@@ -2,8 +2,9 @@
 
 use crate::progress::RunProgress;
 use anyhow::{Context, Result};
-use kvd_codec::{Calibration, CodecSpec, FloatFormat, Quantizer, Samples, SideSpec};
+use kvd_codec::{Calibration, CodecSpec, FloatFormat, Quantizer, SideSpec};
 use kvd_core::Side;
+use kvd_fit::Samples;
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -39,7 +40,7 @@ impl FittedSides {
             let begin = Instant::now();
             let text = side.to_string();
             let spec = one_side_codec(Side::BOTH[part.0], side);
-            let fitted = kvd_codec::fit_calibration(geometry, &spec, samples, seed, &mut |_| {
+            let fitted = kvd_fit::fit_calibration(geometry, &spec, samples, seed, &mut |_| {
                 progress.add_steps(1)
             });
             let fitted = fitted.with_context(|| format!("calibration of {text}"))?;
@@ -154,7 +155,7 @@ mod tests {
         assert!(fits.codec_artefact(&specs[2]).unwrap().is_none());
         assert_eq!(fits.merge_all().unwrap().unwrap().parts().count(), 2);
         let whole =
-            kvd_codec::fit_calibration(samples.geometry(), &specs[0], &samples, 3, &mut |_| {});
+            kvd_fit::fit_calibration(samples.geometry(), &specs[0], &samples, 3, &mut |_| {});
         assert_eq!(fits.codec_artefact(&specs[0]).unwrap().unwrap().0, whole.unwrap());
         let other = kvd_codec::resolve_spec("k=smooth/raw; v=raw").unwrap();
         assert!(fits.codec_artefact(&other).is_err());

@@ -1,12 +1,12 @@
 //! Rows for calibrations: queries, keys and values of held-out text.
 
 use anyhow::Result;
-use kvd_codec::Samples;
 use kvd_core::{Geometry, LayerIndex, Side};
 use kvd_engine::{
     AttentionRecorder, HeadCounts, LanguageModel, LayerRecording, LocalAttention, ModelConfig,
     TokenWindow,
 };
+use kvd_fit::Samples;
 
 /// Tokens per step of a calibration window. Without kvd the step changes nothing but the time
 /// it takes.

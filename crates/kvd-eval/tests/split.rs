@@ -2,13 +2,14 @@
 //! the even split where that cannot be known.
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
-use kvd_codec::{Calibration, Samples, fit_calibration};
+use kvd_codec::Calibration;
 use kvd_core::{DType, Geometry, LayerIndex, RopePairing, Side};
 use kvd_eval::calibrate::{
     CalibrateOptions, CalibrationRun, DumpSource, KvDump, LayerRows, ModelSource, RowSource,
     run_calibration,
 };
 use kvd_eval::split::{BitSplit, SplitVerdict};
+use kvd_fit::{Samples, fit_calibration};
 
 fn options(source: RowSource, split: BitSplit) -> CalibrateOptions {
     CalibrateOptions { source, codecs: vec!["kvd-2".parse().unwrap()], split, seed: 1, dump: None }

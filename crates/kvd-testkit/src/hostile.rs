@@ -4,10 +4,11 @@
 //! Nothing here may panic on any input, and rows come out only where they were asked for.
 
 use kvd_codec::{
-    BlockRows, Calibration, CodecSpec, HEADER_BYTES, ModelCodec, PAGE_ALIGN, PageReader, Samples,
-    fit_calibration, resolve_spec,
+    BlockRows, Calibration, CodecSpec, HEADER_BYTES, ModelCodec, PAGE_ALIGN, PageReader,
+    resolve_spec,
 };
 use kvd_core::{DType, Geometry, LayerIndex, RopePairing, Side};
+use kvd_fit::{Samples, fit_calibration};
 
 /// Every quantizer, with and without Huffman, and every way of finding a codebook.
 pub const SPECS: [&str; 12] = [

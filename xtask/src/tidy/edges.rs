@@ -8,6 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 const MEMBERS: &[(&str, &[&str])] = &[
     ("kvd-core", &[]),
     ("kvd-codec", &["kvd-core"]),
+    // Makes calibrations; no page is written or read with it.
+    ("kvd-fit", &["kvd-core", "kvd-codec"]),
     ("kvd-compute", &["kvd-core", "kvd-codec"]),
     ("kvd-cuda", &["kvd-core", "kvd-codec", "kvd-compute"]),
     // Runs the kernels on the CPU, in its own tests alone.
@@ -24,15 +26,19 @@ const MEMBERS: &[(&str, &[&str])] = &[
     ("kvd-remote", &["kvd-tier"]),
     ("kvd-engine", &["kvd-core"]),
     // Measurement and demonstration are clients like any other.
-    ("kvd-eval", &["kvd-core", "kvd-codec", "kvd-client", "kvd-engine"]),
+    ("kvd-eval", &["kvd-core", "kvd-codec", "kvd-fit", "kvd-client", "kvd-engine"]),
     // Measures devices and, as a client, daemons that somebody else starts.
-    ("kvd-bench", &["kvd-core", "kvd-codec", "kvd-compute", "kvd-store", "kvd-tier", "kvd-client"]),
+    (
+        "kvd-bench",
+        &["kvd-core", "kvd-codec", "kvd-fit", "kvd-compute", "kvd-store", "kvd-tier", "kvd-client"],
+    ),
     (
         "kvd",
         &[
             "kvd-core",
             "kvd-bench",
             "kvd-codec",
+            "kvd-fit",
             "kvd-compute",
             "kvd-cuda",
             "kvd-store",
@@ -45,13 +51,14 @@ const MEMBERS: &[(&str, &[&str])] = &[
         ],
     ),
     // Used by tests alone: of every crate, and of fuzzing.
-    ("kvd-testkit", &["kvd-core", "kvd-codec", "kvd-compute", "kvd-client", "kvd-shm"]),
+    ("kvd-testkit", &["kvd-core", "kvd-codec", "kvd-fit", "kvd-compute", "kvd-client", "kvd-shm"]),
     // Only tests use the daemon as a library.
     (
         "kvd-tests",
         &[
             "kvd-core",
             "kvd-codec",
+            "kvd-fit",
             "kvd-proto",
             "kvd-shm",
             "kvd-testkit",
@@ -73,13 +80,22 @@ const TESTS: &[(&str, &[&str])] = &[
     ("xtask", &["kvd-cuda"]),
     // Descriptors come over a Unix socket.
     ("kvd-cuda", &["kvd-shm", "kvd-testkit"]),
-    ("kvd-codec", &["kvd-testkit"]),
-    ("kvd-compute", &["kvd-testkit"]),
+    ("kvd-codec", &["kvd-testkit", "kvd-fit"]),
+    ("kvd-compute", &["kvd-testkit", "kvd-fit"]),
     ("kvd", &["kvd-testkit"]),
     // The daemon, and a client of it, over the CUDA backend with its kernels on the CPU.
     (
         "kvd-emu",
-        &["kvd-core", "kvd-codec", "kvd-compute", "kvd-cuda", "kvd-client", "kvd-testkit", "kvd"],
+        &[
+            "kvd-core",
+            "kvd-codec",
+            "kvd-fit",
+            "kvd-compute",
+            "kvd-cuda",
+            "kvd-client",
+            "kvd-testkit",
+            "kvd",
+        ],
     ),
 ];
 
@@ -87,8 +103,11 @@ const TESTS: &[(&str, &[&str])] = &[
 const NEVER: &[(&str, &[&str])] = &[
     ("kvd-core", &["tokio", "tonic", "cudarc"]),
     ("kvd-codec", &["tokio", "tonic", "cudarc"]),
-    ("kvd-compute", &["tokio", "tonic", "cudarc"]),
-    ("kvd-cuda", &["tokio", "tonic"]),
+    ("kvd-fit", &["tokio", "tonic", "cudarc"]),
+    // What serves fits nothing; the daemon does, when it is asked to calibrate.
+    ("kvd-compute", &["tokio", "tonic", "cudarc", "kvd-fit"]),
+    ("kvd-cuda", &["tokio", "tonic", "kvd-fit"]),
+    ("kvd-client", &["kvd-fit"]),
     ("kvd-store", &["tonic", "cudarc"]),
     ("kvd-tier", &["tokio", "tonic", "cudarc"]),
     ("kvd-remote", &["tonic", "cudarc"]),

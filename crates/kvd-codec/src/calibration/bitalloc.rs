@@ -9,15 +9,15 @@ use safetensors::tensor::Dtype;
 
 /// Tensors that `bitalloc` fits to samples.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct BitAllocTensors {
+pub struct BitAllocTensors {
     /// `[layers, kv_heads, head_dim]`: root mean square of each coefficient.
-    pub(crate) scales: Vec<f32>,
+    pub scales: Vec<f32>,
     /// `[layers, kv_heads, head_dim]`: bits of each coefficient.
-    pub(crate) widths: Vec<u8>,
+    pub widths: Vec<u8>,
     /// `[layers, LEVELS]`: levels of all widths from 1, ascending within a width.
-    pub(crate) levels: Vec<f16>,
+    pub levels: Vec<f16>,
     /// `[layers, kv_heads]`: largest error of a coefficient that is no outlier.
-    pub(crate) bounds: Vec<f32>,
+    pub bounds: Vec<f32>,
 }
 
 impl BitAllocTensors {

@@ -9,14 +9,14 @@ use std::sync::Arc;
 /// `[layers, kv_heads, positions, stages]` codebooks of `[2^b, d]`, row-major, with 1 for an axis
 /// along which they are shared. Heads that are bound share the books themselves.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct SideCodebooks {
+pub struct SideCodebooks {
     shape: [usize; 6],
     books: Vec<Arc<Codebook>>,
 }
 
 impl SideCodebooks {
     /// `books` are in the order of `shape`.
-    pub(crate) fn new(shape: [usize; 6], books: Vec<Arc<Codebook>>) -> Self {
+    pub fn new(shape: [usize; 6], books: Vec<Arc<Codebook>>) -> Self {
         assert_eq!(books.len(), shape[..4].iter().product::<usize>(), "codebooks of a side");
         Self { shape, books }
     }

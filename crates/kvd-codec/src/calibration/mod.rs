@@ -33,9 +33,10 @@ mod bitalloc;
 mod codebooks;
 mod tensors;
 
-pub(crate) use bitalloc::BitAllocTensors;
-pub(crate) use codebooks::SideCodebooks;
-pub(crate) use tensors::{GridTensors, LAYER_TABLE_BYTES, SideCalibration};
+pub use bitalloc::BitAllocTensors;
+pub use codebooks::SideCodebooks;
+pub(crate) use tensors::LAYER_TABLE_BYTES;
+pub use tensors::{GridTensors, SideCalibration};
 
 use crate::CalibrationError;
 use kvd_core::{Geometry, RopePairing, Side};
@@ -57,6 +58,12 @@ pub struct Calibration {
 }
 
 impl Calibration {
+    /// The calibration of a model with that geometry, of sides fitted from that seed.
+    #[must_use]
+    pub fn from_parts(geometry: &Geometry, seed: u64, parts: Vec<SideCalibration>) -> Self {
+        Self { geometry: geometry.clone(), seed, parts }
+    }
+
     /// Geometry of the model it was fitted for.
     #[must_use]
     pub fn geometry(&self) -> &Geometry {
@@ -94,7 +101,8 @@ impl Calibration {
     }
 
     /// The part fitted for that side and text.
-    pub(crate) fn part(&self, side: Side, fitted: &str) -> Option<&SideCalibration> {
+    #[must_use]
+    pub fn part(&self, side: Side, fitted: &str) -> Option<&SideCalibration> {
         self.parts.iter().find(|part| part.side == side && part.fitted == fitted)
     }
 

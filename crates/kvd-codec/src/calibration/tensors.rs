@@ -22,49 +22,49 @@ pub(crate) const LAYER_TABLE_BYTES: usize = {
 
 /// The fitted tensors of one side, row-major over `[layers, kv_heads, ..]`.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct SideCalibration {
+pub struct SideCalibration {
     /// Keys or values.
-    pub(crate) side: Side,
+    pub side: Side,
     /// The part of the spec that it was fitted for: [`crate::SideSpec::fitted_text`].
-    pub(crate) fitted: String,
+    pub fitted: String,
     /// `[layers, kv_heads, head_dim]`, empty without `smooth`.
-    pub(crate) smooth: Vec<f32>,
+    pub smooth: Vec<f32>,
     /// `[layers, kv_heads, head_dim]`, empty without `norm`.
-    pub(crate) norm: Vec<f32>,
+    pub norm: Vec<f32>,
     /// `[layers, kv_heads, head_dim / 2]`: largest radius of each pair, empty without `polar`.
-    pub(crate) radius: Vec<f16>,
+    pub radius: Vec<f16>,
     /// `[layers, kv_heads, head_dim]`, empty without `mean`.
-    pub(crate) mean: Vec<f32>,
+    pub mean: Vec<f32>,
     /// `[layers, kv_heads]`: median length of a row, empty without `gain`.
-    pub(crate) gain: Vec<f32>,
+    pub gain: Vec<f32>,
     /// `[layers, kv_heads, head_dim, head_dim]`, empty without `pca` and `qpca`.
-    pub(crate) matrix: Vec<f16>,
+    pub matrix: Vec<f16>,
     /// Codebooks of `vq`.
-    pub(crate) codebooks: Option<SideCodebooks>,
+    pub codebooks: Option<SideCodebooks>,
     /// Steps, classes and tables of a grid.
-    pub(crate) grid: Option<GridTensors>,
+    pub grid: Option<GridTensors>,
     /// `[layers, kv_heads]`: each step over that of an even split, or two to the bits of a
     /// coefficient that a head has fewer; empty for an even split. Nothing but reports reads it.
-    pub(crate) split: Vec<f32>,
+    pub split: Vec<f32>,
     /// Widths, levels, scales and bounds of a bit allocation.
-    pub(crate) bitalloc: Option<BitAllocTensors>,
+    pub bitalloc: Option<BitAllocTensors>,
 }
 
 /// Tensors that the grid quantizer fits to samples.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct GridTensors {
+pub struct GridTensors {
     /// `[layers, kv_heads]`.
-    pub(crate) steps: Vec<f32>,
+    pub steps: Vec<f32>,
     /// `[layers, kv_heads, head_dim]`, indices into [`CLASSES`].
-    pub(crate) classes: Vec<u8>,
+    pub classes: Vec<u8>,
     /// `[layers, LAYER_TABLE_BYTES]`: code lengths of the classes after the zero class.
-    pub(crate) tables: Vec<u8>,
+    pub tables: Vec<u8>,
 }
 
 impl GridTensors {
     /// The tables of a layer, by class from the first after the zero class, which has none. `None`
     /// when the lengths of a class are no complete code.
-    pub(crate) fn layer_tables(&self, layer: usize) -> Option<Vec<HuffmanTable>> {
+    pub fn layer_tables(&self, layer: usize) -> Option<Vec<HuffmanTable>> {
         let tables = layer * LAYER_TABLE_BYTES..(layer + 1) * LAYER_TABLE_BYTES;
         let mut lengths = self.tables.get(tables)?;
         let table = |class: &CodeClass| {
@@ -86,7 +86,8 @@ pub(super) struct TensorBuffer {
 
 impl SideCalibration {
     /// Nothing learned yet.
-    pub(crate) fn new(side: Side, fitted: String) -> Self {
+    #[must_use]
+    pub fn new(side: Side, fitted: String) -> Self {
         Self {
             side,
             fitted,

@@ -45,7 +45,7 @@ impl HuffmanTable {
 
     /// A table of codes of at most 8 bits for the symbols that are `kept`, 2 to 256 of them; the
     /// others have none.
-    pub(crate) fn for_kept_symbols(counts: &[u64], kept: &[bool]) -> Self {
+    pub fn for_kept_symbols(counts: &[u64], kept: &[bool]) -> Self {
         let symbols: Vec<usize> = (0..counts.len()).filter(|symbol| kept[*symbol]).collect();
         debug_assert!((2..=1 << LIMIT_SMALL).contains(&symbols.len()));
         let counts_kept: Vec<u64> = symbols.iter().map(|symbol| counts[*symbol].max(1)).collect();

@@ -4,20 +4,20 @@ use crate::simd::count_below;
 use pulp::Simd;
 
 /// Widest code.
-pub(crate) const WIDTH_MAX: usize = 8;
+pub const WIDTH_MAX: usize = 8;
 /// Levels of all widths from 1 to [`WIDTH_MAX`].
-pub(crate) const LEVELS: usize = (2 << WIDTH_MAX) - 2;
+pub const LEVELS: usize = (2 << WIDTH_MAX) - 2;
 /// Levels of widths up to this are found by counting the midpoints below, others by halving.
 const COUNTED_MAX: usize = 4;
 
 /// Where the levels of a width begin; there are `2^width`.
-pub(crate) const fn levels_at(width: usize) -> usize {
+pub const fn levels_at(width: usize) -> usize {
     (1 << width) - 2
 }
 
 /// Levels for coefficients of unit spread, ascending, and the bounds between them.
 #[derive(Clone, Debug)]
-pub(crate) struct BitLevels {
+pub struct BitLevels {
     values: Vec<f32>,
     /// Per width, `2^width - 1` midpoints and an infinity.
     midpoints: Vec<f32>,
@@ -25,7 +25,7 @@ pub(crate) struct BitLevels {
 
 impl BitLevels {
     /// From [`LEVELS`] values, width 1 first.
-    pub(crate) fn new(values: &[f32]) -> Self {
+    pub fn new(values: &[f32]) -> Self {
         let mut midpoints = Vec::with_capacity(values.len());
         for width in 1..=WIDTH_MAX {
             let table = &values[levels_at(width)..][..1 << width];
@@ -53,7 +53,7 @@ impl BitLevels {
 
     /// The nearest level of `width`, the lower of two.
     #[inline(always)]
-    pub(crate) fn nearest_code(&self, width: usize, x: f32) -> usize {
+    pub fn nearest_code(&self, width: usize, x: f32) -> usize {
         if width == 0 {
             return 0;
         }
@@ -88,7 +88,7 @@ impl BitLevels {
     }
 
     /// A level by width and code.
-    pub(crate) fn level_value(&self, width: usize, code: usize) -> f32 {
+    pub fn level_value(&self, width: usize, code: usize) -> f32 {
         self.width_levels(width)[code]
     }
 }

@@ -15,8 +15,6 @@ use super::registry::QuantizerSpec;
 use super::stored::StoredLayout;
 use super::{HeadQuantizer, PayloadRows, Unquantizable};
 use crate::bits::{self, CodeLayout, TILE_TOKENS};
-use crate::fit::{FitTarget, QuantizerFit};
-use crate::fit_bitalloc::BitAllocFit;
 use crate::page::id;
 use crate::parse::{ParseResult, QuantizerWord, SingleArgument, SpecCursor};
 use crate::simd::dispatch_simd;
@@ -85,10 +83,6 @@ impl QuantizerSpec for BitAllocSpec {
 
     fn is_fitted(&self) -> bool {
         true
-    }
-
-    fn start_fit<'a>(&self, target: FitTarget<'a>) -> Option<Box<dyn QuantizerFit + 'a>> {
-        Some(Box::new(BitAllocFit::new(target, self.bits)))
     }
 
     fn bind_side<'a>(&self, side: SideBinding<'a>) -> Result<HeadBinder<'a>, CodecError> {

@@ -16,8 +16,6 @@ use super::registry::QuantizerSpec;
 use super::stored::StoredLayout;
 use super::{HeadQuantizer, PayloadRows, Unquantizable};
 use crate::calibration::LAYER_TABLE_BYTES;
-use crate::fit::{FitTarget, QuantizerFit};
-use crate::fit_grid::GridFit;
 use crate::huffman::streams::{
     self, CHUNK_TOKENS, StreamCodes, StreamRun, StreamTable, SymbolGrouping,
 };
@@ -38,13 +36,13 @@ const DIM_MAX: usize = Geometry::HEAD_DIM_MAX as usize;
 const CODE_MAX: f32 = 32767.0;
 /// How the coefficients of one class are coded.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct CodeClass {
+pub struct CodeClass {
     /// Coefficients per symbol.
-    pub(crate) group: usize,
+    pub group: usize,
     /// Codes, without their low bits, go from minus this to this.
-    pub(crate) magnitude: i32,
+    pub magnitude: i32,
     /// Low bits that are stored as they are.
-    pub(crate) raw_bits: u32,
+    pub raw_bits: u32,
     /// Upper bound of the spreads (standard deviation over step) that the class is made for.
     spread_max: f32,
 }
@@ -54,7 +52,7 @@ const fn code_class(group: usize, magnitude: i32, raw_bits: u32, spread_max: f32
 }
 
 /// All classes, narrowest first. The first is the zero class, which has no table.
-pub(crate) const CLASSES: [CodeClass; 15] = [
+pub const CLASSES: [CodeClass; 15] = [
     code_class(1, 0, 0, 0.15),
     code_class(4, 1, 0, 0.22),
     code_class(4, 1, 0, 0.30),
@@ -79,7 +77,7 @@ impl CodeClass {
     }
 
     /// How stored codes become symbols.
-    pub(crate) const fn symbol_grouping(self) -> SymbolGrouping {
+    pub const fn symbol_grouping(self) -> SymbolGrouping {
         SymbolGrouping {
             group: self.group,
             levels: 2 * self.magnitude as u16 + 1,
@@ -89,12 +87,12 @@ impl CodeClass {
     }
 
     /// Symbols of the class.
-    pub(crate) const fn symbol_count(self) -> usize {
+    pub const fn symbol_count(self) -> usize {
         (2 * self.magnitude as usize + 1).pow(self.group as u32)
     }
 
     /// The code to store for `code`, and the difference to it.
-    pub(crate) fn cut_code(self, code: i32) -> (u16, i32) {
+    pub fn cut_code(self, code: i32) -> (u16, i32) {
         cut_to_range(code, self.bias(), self.largest_code())
     }
 
@@ -143,7 +141,7 @@ impl WithSimd for QuantizeGrid<'_> {
 }
 
 /// The class that is made for coefficients whose standard deviation is `spread` steps.
-pub(crate) fn class_of(spread: f32) -> u8 {
+pub fn class_of(spread: f32) -> u8 {
     CLASSES.iter().position(|class| spread < class.spread_max).unwrap_or(CLASSES.len() - 1) as u8
 }
 
@@ -214,10 +212,6 @@ impl QuantizerSpec for GridSpec {
         true
     }
 
-    fn start_fit<'a>(&self, target: FitTarget<'a>) -> Option<Box<dyn QuantizerFit + 'a>> {
-        Some(Box::new(GridFit::new(target, self.rate)))
-    }
-
     fn bind_side<'a>(&self, side: SideBinding<'a>) -> Result<HeadBinder<'a>, CodecError> {
         let which = side.side;
         let Some(grid) = side.part.and_then(|part| part.grid.as_ref()) else {
@@ -259,7 +253,7 @@ pub struct Grid {
 
 /// Codes of a row: `round(c / step)`, ties to even.
 #[inline(always)]
-pub(crate) fn round_row(row: &[f32], step: f32, codes: &mut [i32]) -> Result<(), Unquantizable> {
+pub fn round_row(row: &[f32], step: f32, codes: &mut [i32]) -> Result<(), Unquantizable> {
     // A number of this size has no room for a fraction: adding it rounds, without a call of the
     // mathematics library for each coefficient.
     const MAGIC: f32 = 12_582_912.0;
@@ -274,7 +268,9 @@ pub(crate) fn round_row(row: &[f32], step: f32, codes: &mut [i32]) -> Result<(),
 }
 
 impl Grid {
-    pub(crate) fn new(side: Side, step: f32, classes: &[u8], tables: GridTables) -> Self {
+    /// A grid of one class per coefficient; `tables` are those of the classes after the zero class.
+    #[must_use]
+    pub fn new(side: Side, step: f32, classes: &[u8], tables: GridTables) -> Self {
         Self { step, side, runs: class_runs(classes), classes: classes.to_vec(), tables }
     }
 
@@ -305,7 +301,7 @@ impl Grid {
 
     /// Appends lengths and chunks of `rows` (`[tokens, dim]`), at most `limit` bytes; returns the
     /// bytes of the lengths.
-    pub(crate) fn append_chunks(
+    pub fn append_chunks(
         &self,
         rows: &[f32],
         limit: usize,

@@ -404,7 +404,7 @@ fn solve_tridiagonal(rows: &[[f64; 4]]) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kmeans::SplitMix64;
+    use crate::random::SplitMix64;
 
     /// Positive levels and squared error of the unit Gaussian's best quantizers: J. Max,
     /// Quantizing for minimum distortion (1960), table I, for 2, 4, 8 and 16 levels.

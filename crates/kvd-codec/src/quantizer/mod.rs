@@ -40,7 +40,7 @@ use vq::{CODES_PER_ROW_MAX, VectorQuantizer};
 
 /// The page's values do not fit the quantizer; the page falls back to raw floats.
 #[derive(Debug)]
-pub(crate) struct Unquantizable;
+pub struct Unquantizable;
 
 /// The scales of some groups.
 #[derive(Clone, Copy)]

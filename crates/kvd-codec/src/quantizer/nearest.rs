@@ -17,7 +17,7 @@ pub(super) const BATCH_MAX: usize = REGISTERS * 16;
 
 /// Sub-vectors to look up: point `i` is `values[i * stride..][..dim]`.
 #[derive(Clone, Copy)]
-pub(crate) struct SubVectors<'a> {
+pub struct SubVectors<'a> {
     values: &'a [f32],
     stride: usize,
     dim: usize,
@@ -26,7 +26,7 @@ pub(crate) struct SubVectors<'a> {
 
 impl<'a> SubVectors<'a> {
     /// `[n, dim]`.
-    pub(crate) fn consecutive(values: &'a [f32], dim: usize) -> Self {
+    pub fn consecutive(values: &'a [f32], dim: usize) -> Self {
         Self { values, stride: dim, dim, count: values.len() / dim }
     }
 
@@ -52,11 +52,7 @@ impl Codebook {
     /// Calls `found` for each point, in order, with its index, the index of the nearest entry
     /// (ties go to the lower one) and `|entry|²/2 - x·entry` for that entry. Where that is NaN or
     /// overflows upwards for every entry, entry 0 and `f32::MAX`: so it is for a point with NaN.
-    pub(crate) fn find_nearest(
-        &self,
-        points: SubVectors<'_>,
-        mut found: impl FnMut(usize, usize, f32),
-    ) {
+    pub fn find_nearest(&self, points: SubVectors<'_>, mut found: impl FnMut(usize, usize, f32)) {
         self.nearest_batches(points, |start, at, scores| {
             for ((index, at), score) in (start..).zip(at).zip(scores) {
                 found(index, *at as usize, *score);

@@ -29,7 +29,7 @@ const REACH: f32 = 4.0;
 
 /// Which channels form a pair.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct PairLayout(pub(super) RopePairing);
+pub struct PairLayout(pub RopePairing);
 
 impl PairLayout {
     /// Writes first and second channels of all pairs.
@@ -57,7 +57,7 @@ impl PairLayout {
     }
 
     /// Each pair's largest radius over `rows`, rounded up; `None` when one is beyond f16.
-    pub(super) fn largest_radii(self, rows: &[f32], dim: usize) -> Option<Vec<f16>> {
+    pub fn largest_radii(self, rows: &[f32], dim: usize) -> Option<Vec<f16>> {
         let mut row = RowPairs::new(dim / 2);
         let mut largest = vec![0f32; dim / 2];
         for values in rows.chunks_exact(dim) {

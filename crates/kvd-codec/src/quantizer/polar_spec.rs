@@ -1,15 +1,12 @@
-//! `polar(..)` as a spec asks for it, and the fit of its largest radii.
+//! `polar(..)` as a spec asks for it.
 
 use super::HeadQuantizer;
 use super::bind::{HeadBinder, SideBinding, mismatch_error};
-use super::polar::{PairLayout, Polar};
+use super::polar::Polar;
 use super::registry::QuantizerSpec;
-use crate::calibration::SideCalibration;
-use crate::fit::{FitTarget, HeadFit, QuantizerFit};
+use crate::CodecError;
 use crate::page::id;
 use crate::parse::{Argument, ParseResult, QuantizerWord, SpecCursor};
-use crate::{CalibrationError, CodecError};
-use half::f16;
 use kvd_core::{DType, RopePairing};
 use std::fmt;
 use std::sync::Arc;
@@ -78,12 +75,6 @@ impl QuantizerSpec for PolarSpec {
         self.group.is_none()
     }
 
-    fn start_fit<'a>(&self, target: FitTarget<'a>) -> Option<Box<dyn QuantizerFit + 'a>> {
-        let pairs = PairLayout(target.geometry.rope_pairing);
-        self.is_fitted()
-            .then(|| Box::new(RadiusFit { pairs, radii: Vec::new() }) as Box<dyn QuantizerFit>)
-    }
-
     fn bind_side<'a>(&self, side: SideBinding<'a>) -> Result<HeadBinder<'a>, CodecError> {
         let pairing = side.geometry.rope_pairing;
         // Radii belong to pairs of channels.
@@ -115,27 +106,5 @@ impl fmt::Display for PolarSpec {
         write!(f, "polar(a={angle},r={radius}")?;
         group.map_or(Ok(()), |group| write!(f, ",g={group}"))?;
         f.write_str(")")
-    }
-}
-
-/// Largest radii of the heads so far.
-struct RadiusFit {
-    pairs: PairLayout,
-    radii: Vec<f16>,
-}
-
-impl QuantizerFit for RadiusFit {
-    fn add_head(&mut self, head: HeadFit<'_>) -> Result<(), CalibrationError> {
-        let radii = self.pairs.largest_radii(&head.rows, head.dim);
-        self.radii.extend(radii.ok_or_else(|| head.place.out_of_range())?);
-        Ok(())
-    }
-
-    fn store_tensors(
-        self: Box<Self>,
-        fitted: &mut SideCalibration,
-    ) -> Result<(), CalibrationError> {
-        fitted.radius = self.radii;
-        Ok(())
     }
 }

@@ -270,8 +270,8 @@ fn sort_by_region<S: Simd>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kmeans::{self, SplitMix64};
     use crate::quantizer::nearest::SubVectors;
+    use crate::random::SplitMix64;
 
     fn noise(count: usize, seed: u64, gain: f32) -> Vec<f32> {
         let mut rng = SplitMix64(seed);
@@ -279,10 +279,27 @@ mod tests {
         (0..count).map(|_| draw()).collect()
     }
 
+    /// 256 entries that lie as densely as points do: some rounds of means.
+    fn trained_entries(points: &[f32]) -> Vec<f32> {
+        let mut entries = points[..256 * DIM].to_vec();
+        for _ in 0..10 {
+            let book = Codebook::new(DIM, entries.clone());
+            let mut sums = vec![(0f32, [0f32; DIM]); 256];
+            book.find_nearest(SubVectors::consecutive(points, DIM), |index, entry, _| {
+                let (count, sum) = &mut sums[entry];
+                *count += 1.0;
+                sum.iter_mut().zip(&points[index * DIM..]).for_each(|(sum, x)| *sum += x);
+            });
+            for (entry, (count, sum)) in entries.chunks_exact_mut(DIM).zip(&sums) {
+                entry.iter_mut().zip(sum).for_each(|(x, sum)| *x = sum / count.max(1.0));
+            }
+        }
+        entries
+    }
+
     #[test]
     fn fewer_entries_give_the_same_ones() {
-        let fitted =
-            kmeans::fit_clusters(&noise(4 * 8192, 1, 1.7), DIM, 256, &mut SplitMix64(3)).entries;
+        let fitted = trained_entries(&noise(4 * 8192, 1, 1.7));
         let coarse: Vec<f32> = fitted.iter().map(|x| (x * 4.0).round() / 4.0).collect();
         for entries in [fitted, coarse, noise(4 * 100, 5, 1.0)] {
             let book = Codebook::new(DIM, entries);
@@ -314,8 +331,7 @@ mod tests {
     #[test]
     fn most_points_have_few_candidates() {
         let points = noise(4 * 8192, 1, 1.7);
-        let book =
-            Codebook::new(DIM, kmeans::fit_clusters(&points, DIM, 256, &mut SplitMix64(3)).entries);
+        let book = Codebook::new(DIM, trained_entries(&points));
         let regions = CandidateRegions::new(&book).expect("four channels, 256 entries");
         let (_, ends) = dispatch_simd(Sorted(&regions, points.as_chunks().0));
         let counts = ends.iter().scan(0, |start, end| Some(end - std::mem::replace(start, *end)));

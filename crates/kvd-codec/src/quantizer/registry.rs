@@ -12,7 +12,6 @@ use super::lloyd::LloydSpec;
 use super::polar_spec::PolarSpec;
 use super::uniform_spec::UniformSpec;
 use crate::bits::CodeLayout;
-use crate::fit::{FitTarget, QuantizerFit};
 use crate::huffman::ALPHABET_MAX;
 use crate::parse::{ParseResult, QuantizerWord, SpecCursor};
 use crate::{CodecError, EntropyCoding, FloatFormat, VqSpec};
@@ -89,11 +88,6 @@ pub(crate) trait QuantizerSpec: fmt::Display {
     /// Whether it takes anything from a calibration.
     fn is_fitted(&self) -> bool {
         false
-    }
-
-    /// Starts its fit to the coefficients of a side's heads; `None` where nothing is to be fitted.
-    fn start_fit<'a>(&self, _target: FitTarget<'a>) -> Option<Box<dyn QuantizerFit + 'a>> {
-        None
     }
 
     /// Makes the binder of the heads of one side of one layer, and all that these heads share.

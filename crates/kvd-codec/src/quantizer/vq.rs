@@ -46,7 +46,7 @@ impl PartialEq for Codebook {
 
 impl Codebook {
     /// Takes `[entries, dim]`, row-major, at least one entry, every value finite.
-    pub(crate) fn new(dim: usize, entries: Vec<f32>) -> Self {
+    pub fn new(dim: usize, entries: Vec<f32>) -> Self {
         let half_norm = |entry: &[f32]| 0.5 * entry.iter().map(|v| v * v).sum::<f32>();
         let half_norms = entries.chunks_exact(dim).map(half_norm).collect();
         Self { dim, entries, half_norms, regions: OnceLock::new() }
@@ -116,7 +116,7 @@ pub struct VectorQuantizer {
 
 impl VectorQuantizer {
     /// Binds the books of one head, `[positions or 1, stages]`, for rows of `row_dim` channels.
-    pub(crate) fn new(row_dim: usize, spec: &VqSpec, books: &[Arc<Codebook>]) -> Self {
+    pub fn new(row_dim: usize, spec: &VqSpec, books: &[Arc<Codebook>]) -> Self {
         let (dim, stages) = (usize::from(spec.dim), usize::from(spec.stages));
         let positions = row_dim / dim;
         let sets = if spec.scope == CodebookScope::Group { positions } else { 1 };

@@ -2,10 +2,11 @@
 #![allow(dead_code, reason = "each test file uses its own part")]
 
 use kvd_codec::{
-    BlockRows, Calibration, CodecSpec, EncodedBlock, ModelCodec, PageReader, Quantizer, Samples,
-    fit_calibration, resolve_spec,
+    BlockRows, Calibration, CodecSpec, EncodedBlock, ModelCodec, PageReader, Quantizer,
+    resolve_spec,
 };
 use kvd_core::{DType, Geometry, LayerIndex, RopePairing, Side};
+use kvd_fit::{Samples, fit_calibration};
 use std::cell::RefCell;
 use std::collections::HashMap;
 

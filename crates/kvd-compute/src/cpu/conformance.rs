@@ -4,8 +4,9 @@
 use super::*;
 use crate::{PlanPart, PlanQuery};
 use bytes::Bytes;
-use kvd_codec::{Calibration, CodecSpec, Samples, fit_calibration};
+use kvd_codec::{Calibration, CodecSpec};
 use kvd_core::{DType, Geometry, RopePairing, Side};
+use kvd_fit::{Samples, fit_calibration};
 use parking_lot::Mutex;
 use std::sync::LazyLock;
 

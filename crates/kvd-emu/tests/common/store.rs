@@ -1,11 +1,9 @@
 //! A sequence as the daemon stores it: pages by the reference encoder, windows as raw rows.
 
-use kvd_codec::{
-    BlockRows, Calibration, CodecSpec, ModelCodec, Page, PageHeader, Samples, fit_calibration,
-    resolve_spec,
-};
+use kvd_codec::{BlockRows, Calibration, CodecSpec, ModelCodec, Page, PageHeader, resolve_spec};
 use kvd_compute::{PlanPart, Source};
 use kvd_core::{DType, Extent, Geometry, LayerIndex, RopePairing, Side};
+use kvd_fit::{Samples, fit_calibration};
 use std::cell::RefCell;
 use std::collections::HashMap;
 

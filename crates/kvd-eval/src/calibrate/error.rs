@@ -1,6 +1,6 @@
 //! Errors of sources of calibration rows.
 
-use kvd_codec::{SampleKind, SampleShortage};
+use kvd_fit::{SampleKind, SampleShortage};
 
 /// A calibration that cannot be made from its input; each error says what to do.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -16,8 +16,9 @@ use crate::progress::RunProgress;
 use crate::samples;
 use crate::split::{self, BitSplit, DumpFits, SplitReport};
 use anyhow::{Context, Result};
-use kvd_codec::{Calibration, Samples, SetAside};
+use kvd_codec::Calibration;
 use kvd_core::{LayerIndex, Side};
+use kvd_fit::{Samples, SetAside};
 use std::path::PathBuf;
 
 /// Where rows come from.

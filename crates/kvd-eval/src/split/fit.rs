@@ -7,11 +7,10 @@ use crate::fits::{FittedCodec, FittedSides};
 use crate::progress::RunProgress;
 use crate::samples;
 use anyhow::{Context, Result};
-use kvd_codec::{
-    Calibration, CodecSpec, GroupCost, OpenCodec, OpenSide, RatedCodec, Samples, SideSpec,
-};
+use kvd_codec::{Calibration, CodecSpec, SideSpec};
 use kvd_core::{Geometry, Side};
 use kvd_engine::{LanguageModel, TokenWindow};
+use kvd_fit::{GroupCost, OpenCodec, OpenSide, RatedCodec, Samples};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -11,8 +11,9 @@ pub use report::{BitSplit, JudgedCodec, SplitReport, SplitVerdict};
 
 pub(crate) use fit::{CodecFits, DumpFits, ModelWindows, WindowFits, fit_dump, fit_windows};
 
-use kvd_codec::{Calibration, CodecSpec, GroupCost, HeadGroup};
+use kvd_codec::{Calibration, CodecSpec};
 use kvd_core::{Geometry, Side};
+use kvd_fit::{GroupCost, HeadGroup};
 use model_judge::ModelJudge;
 use rows_judge::RowsJudge;
 

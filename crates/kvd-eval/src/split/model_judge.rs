@@ -4,12 +4,13 @@ use super::packed_attention::{LayerOutputs, PackedAttention, PackedHeads};
 use super::{CodecCounts, JudgedCodec, ProbeGroups};
 use crate::progress::RunProgress;
 use anyhow::{Context, Result};
-use kvd_codec::{Calibration, CodecSpec, GroupCost, ModelCodec};
+use kvd_codec::{Calibration, CodecSpec, ModelCodec};
 use kvd_core::Geometry;
 use kvd_engine::{
     LanguageModel, ModelConfig, QualitySums, TextSteps, TokenWindow, WindowPredictions,
     teacher_forced,
 };
+use kvd_fit::GroupCost;
 
 /// Tokens of a step: queries see fewer of their newest neighbours packed than later ones will.
 const CHUNK: usize = 32;

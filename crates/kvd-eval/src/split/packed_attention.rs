@@ -2,9 +2,10 @@
 //! would answer, but for its kernels' rounding.
 
 use anyhow::{Result, ensure};
-use kvd_codec::{BlockRows, HeadGroup, ModelCodec, PageReader, RowSpace};
+use kvd_codec::{BlockRows, ModelCodec, PageReader, RowSpace};
 use kvd_core::{LayerIndex, Side};
 use kvd_engine::{AttentionInput, HeadCounts, LayerAttention, plain, round_to_f16};
+use kvd_fit::HeadGroup;
 use std::ops::Range;
 
 /// The rows that go through the codec.

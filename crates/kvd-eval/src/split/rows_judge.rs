@@ -7,9 +7,10 @@ use super::{CodecCounts, JudgedCodec, ProbeGroups};
 use crate::calibrate::LayerRows;
 use crate::progress::RunProgress;
 use anyhow::{Result, ensure};
-use kvd_codec::{Calibration, CodecSpec, GroupCost, ModelCodec};
+use kvd_codec::{Calibration, CodecSpec, ModelCodec};
 use kvd_core::{Geometry, Side};
 use kvd_engine::{AttentionInput, HeadCounts, LayerAttention};
+use kvd_fit::GroupCost;
 use std::ops::Range;
 
 /// Tokens of a step: queries see fewer of their newest neighbours packed than later ones will.

@@ -10,13 +10,12 @@ pub use cases::{AttendCase, LATE_CODEC, check_late_kernel, list_cases};
 pub use mount::{BackendUnderTest, check_case, check_cases, check_codec, check_codec_transfer};
 
 use bytes::Bytes;
-use kvd_codec::{
-    BlockRows, Calibration, CodecSpec, ModelCodec, PageReader, RowSpace, Samples, fit_calibration,
-};
+use kvd_codec::{BlockRows, Calibration, CodecSpec, ModelCodec, PageReader, RowSpace};
 use kvd_compute::{
     AttendPlan, Backend, EncodeSource, IncomingRows, PlanPart, PlanQuery, RawTarget, Source,
 };
 use kvd_core::{DType, Extent, Geometry, LayerIndex, ModelId, RopePairing, Side};
+use kvd_fit::{Samples, fit_calibration};
 use std::time::Instant;
 
 const MODEL: ModelId = ModelId(1);

@@ -6,13 +6,13 @@ use super::paths::{check_inputs, check_outputs};
 use super::{CliError, eval};
 use clap::{ArgGroup, Args};
 use kvd_client::Endpoint;
-use kvd_codec::SetAside;
 use kvd_core::{Namespace, SequenceId};
 use kvd_eval::calibrate::{
     self, CalibrateOptions, CalibrationRun, DaemonSource, DumpSource, ModelSource, RowSource,
 };
 use kvd_eval::eval::EvalCodec;
 use kvd_eval::split::BitSplit;
+use kvd_fit::SetAside;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 

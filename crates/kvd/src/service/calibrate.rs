@@ -4,10 +4,9 @@
 //! at a time in a daemon. A caller that leaves does not end a fit that has begun.
 
 use super::{CallContext, LoadPiece, RegisteredModel, Service, ServiceError};
-use kvd_codec::{
-    Calibration, CodecSpec, FloatFormat, Quantizer, SampleShortage, Samples, fit_calibration,
-};
+use kvd_codec::{Calibration, CodecSpec, FloatFormat, Quantizer};
 use kvd_core::{DType, ErrorCode, Geometry, LayerIndex, Side};
+use kvd_fit::{SampleShortage, Samples, fit_calibration};
 use kvd_proto::domain::{CalibrationOrder, LoadRange};
 use std::sync::Arc;
 use std::time::Duration;

@@ -4,15 +4,15 @@ use super::QUAD;
 
 /// How codes become symbols.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct SymbolGrouping {
+pub struct SymbolGrouping {
     /// Codes of a symbol: 1, 2 or 4.
-    pub(crate) group: usize,
+    pub group: usize,
     /// Codes without their low bits are below this.
-    pub(crate) levels: u16,
+    pub levels: u16,
     /// Low bits of a code that follow the symbol as they are; with a group of 1 only.
-    pub(crate) raw_bits: u32,
+    pub raw_bits: u32,
     /// The code, without low bits, that a missing one of a group counts as.
-    pub(crate) missing: u16,
+    pub missing: u16,
 }
 
 impl SymbolGrouping {
@@ -22,18 +22,18 @@ impl SymbolGrouping {
     }
 
     /// Symbols.
-    pub(crate) fn symbol_count(self) -> usize {
+    pub fn symbol_count(self) -> usize {
         usize::from(self.levels).pow(self.group as u32)
     }
 
     /// The symbol of the first codes of a quad.
-    pub(crate) fn symbol_from_codes(self, codes: &[u16]) -> u16 {
+    pub fn symbol_from_codes(self, codes: &[u16]) -> u16 {
         let code = |index: usize| codes.get(index).map_or(self.missing, |c| c >> self.raw_bits);
         (0..self.group).rev().fold(0, |symbol, index| symbol * self.levels + code(index))
     }
 
     /// The codes of a symbol, low bits zero.
-    pub(crate) fn symbol_codes(self, symbol: u16) -> [u16; QUAD] {
+    pub fn symbol_codes(self, symbol: u16) -> [u16; QUAD] {
         if self.group == 1 {
             return [symbol << self.raw_bits, 0, 0, 0];
         }

@@ -24,11 +24,12 @@ mod whole;
 pub use decode::{StreamChunk, StreamCodes};
 pub(crate) use decode::{StreamLayout, split_chunks};
 pub(crate) use encode::append_chunk as encode_chunk;
-pub(crate) use grouping::SymbolGrouping;
+pub use grouping::SymbolGrouping;
 pub use nibbles::{NibbleRow, NibbleTables};
 pub use outlier::CodeOutlier;
-pub(crate) use outlier::{append_outliers as write_outliers, outlier_bits};
-pub(crate) use substitute::cheapest_symbols;
+pub(crate) use outlier::append_outliers as write_outliers;
+pub use outlier::outlier_bits;
+pub use substitute::cheapest_symbols;
 
 use crate::huffman::HuffmanTable;
 use kvd_core::Side;
@@ -36,11 +37,11 @@ use std::sync::OnceLock;
 use whole::PairTable;
 
 /// Streams of a chunk.
-pub(crate) const STREAMS: usize = 16;
+pub const STREAMS: usize = 16;
 /// Tokens of a chunk; the last of a page has the rest.
 pub const CHUNK_TOKENS: usize = 64;
 /// Codes of a quad.
-pub(crate) const QUAD: usize = 4;
+pub const QUAD: usize = 4;
 /// Bits of a word.
 pub(crate) const WORD_BITS: u32 = 16;
 
@@ -110,7 +111,9 @@ pub struct ByteTables {
 }
 
 impl StreamTable {
-    pub(crate) fn new(huffman: HuffmanTable, grouping: SymbolGrouping) -> Self {
+    /// The table, with look-ups for what its codes allow.
+    #[must_use]
+    pub fn new(huffman: HuffmanTable, grouping: SymbolGrouping) -> Self {
         debug_assert_eq!(huffman.code_lengths().len(), grouping.symbol_count());
         let bytes = (huffman.longest_code() <= 8).then(|| {
             let width = 8 / grouping.group as u32;

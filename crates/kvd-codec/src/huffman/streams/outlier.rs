@@ -31,7 +31,7 @@ pub struct CodeOutlier {
 }
 
 /// Bits of an outlier that lies near the one before.
-pub(crate) fn outlier_bits(rest: i32) -> u64 {
+pub fn outlier_bits(rest: i32) -> u64 {
     match rest.unsigned_abs() {
         0 => 0,
         1..=SHORT_MAX => u64::from(WORD_BITS),

@@ -4,7 +4,7 @@ use super::{SymbolGrouping, outlier};
 
 /// For each symbol, under code lengths (0 for none), the symbol that codes it in the fewest bits
 /// and those bits, outliers counted; itself when it has a code.
-pub(crate) fn cheapest_symbols(grouping: SymbolGrouping, lengths: &[u8]) -> Vec<(u16, u64)> {
+pub fn cheapest_symbols(grouping: SymbolGrouping, lengths: &[u8]) -> Vec<(u16, u64)> {
     let all = (0..).zip(lengths).map(|(symbol, length)| (symbol, *length));
     let coded: Vec<(u16, u8, _)> = all
         .clone()

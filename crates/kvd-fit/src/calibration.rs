@@ -1,18 +1,17 @@
 //! Fits what a codec needs to samples of a model's K and V.
 
-use crate::calibration::SideCalibration;
-use crate::fit_grid::{GridHead, HeadScale};
-use crate::gain;
+use crate::covariance;
+use crate::grid::{GridHead, HeadScale};
 use crate::outliers::InlierRows;
+use crate::quantizer::{FitTarget, start_fit};
 use crate::repeats::VariedRows;
-use crate::rotation::RandomRotation;
 use crate::row_block::RowBlock;
-use crate::transform::TransformStep;
-use crate::{
-    Calibration, CalibrationError, CodecError, CodecSpec, SampleKind, Samples, SideSpec, Transform,
-    VqSpec, covariance,
-};
+use crate::{SampleKind, Samples};
 use half::f16;
+use kvd_codec::fitting::{FittedStep, SideCalibration, median_length, raise_short_rows};
+use kvd_codec::{
+    Calibration, CalibrationError, CodecError, CodecSpec, SideSpec, Transform, VqSpec,
+};
 use kvd_core::{Geometry, LayerIndex, Side};
 use std::borrow::Cow;
 
@@ -75,26 +74,7 @@ pub fn fit_calibration(
     let parts = parts.into_iter();
     let parts = parts.map(|part| fit_side(geometry, part, samples, seed, &mut one_more));
     let parts = parts.collect::<Result<_, _>>()?;
-    Ok(Calibration { geometry: geometry.clone(), seed, parts })
-}
-
-/// The side of a model whose quantizer is fitted.
-#[derive(Clone, Copy)]
-pub(crate) struct FitTarget<'a> {
-    pub(crate) geometry: &'a Geometry,
-    pub(crate) side: Side,
-    pub(crate) transforms: &'a [Transform],
-    pub(crate) seed: u64,
-}
-
-/// Fits a quantizer to the coefficients of a side's heads.
-pub(crate) trait QuantizerFit {
-    /// Takes the next head: those of layer 0, then of layer 1 and so on.
-    fn add_head(&mut self, head: HeadFit<'_>) -> Result<(), CalibrationError>;
-
-    /// Stores what was fitted, once every head was added.
-    fn store_tensors(self: Box<Self>, fitted: &mut SideCalibration)
-    -> Result<(), CalibrationError>;
+    Ok(Calibration::from_parts(geometry, seed, parts))
 }
 
 /// A side that is to be fitted.
@@ -115,7 +95,7 @@ fn fit_side(
     let mut fitted = SideCalibration::new(side, side_spec.fitted_text());
     let transforms = &side_spec.transforms[..];
     let target = FitTarget { geometry, side, transforms, seed };
-    let mut quantizer = side_spec.quantizer.as_spec().start_fit(target);
+    let mut quantizer = start_fit(&side_spec.quantizer, target);
     for layer in 0..geometry.layers {
         for head in 0..geometry.kv_heads as usize {
             let place = HeadIndex { layer, side, head };
@@ -167,7 +147,7 @@ pub(crate) struct HeadFit<'a> {
     /// Likewise: queries of keys; under `sveig` values by what their keys score. Mapped only where
     /// a transform looks at them.
     queries: Cow<'a, [f32]>,
-    steps: Vec<TransformStep>,
+    steps: Vec<FittedStep>,
     /// Step of the head's grid in relation to other heads, when the transforms decide it.
     weight: Option<f64>,
     /// The power of two by which stored matrices make coefficients larger than the axes do.
@@ -230,28 +210,28 @@ impl<'a> HeadFit<'a> {
     ) -> Result<(), CalibrationError> {
         let (dim, rows) = (self.dim, &self.rows[..self.fitted]);
         let step = match transform {
-            Transform::Hadamard => TransformStep::hadamard_blocks(dim),
-            Transform::Rotate { seed } => TransformStep::Rotation(RandomRotation::new(dim, seed)),
+            Transform::Hadamard => FittedStep::hadamard_blocks(dim),
+            Transform::Rotate { seed } => FittedStep::random_rotation(dim, seed),
             Transform::Smooth => {
                 let factors = smooth_factors(rows, dim);
                 fitted.smooth.extend_from_slice(&factors);
-                TransformStep::scale_channels(factors)
+                FittedStep::scale_channels(factors)
             }
             Transform::Norm => {
                 let factors = smooth_factors(rows, dim);
                 fitted.norm.extend_from_slice(&factors);
-                TransformStep::scale_channels(factors)
+                FittedStep::scale_channels(factors)
             }
             Transform::Gain => {
-                let median = gain::median_length(&self.raw, dim);
+                let median = median_length(&self.raw, dim);
                 fitted.gain.push(median);
-                gain::raise_short_rows(&self.raw, dim, median, &mut self.rows, &mut Vec::new());
+                raise_short_rows(&self.raw, dim, median, &mut self.rows, &mut Vec::new());
                 return Ok(());
             }
             Transform::Mean => {
                 let mean = mean_row(rows, dim);
                 fitted.mean.extend_from_slice(&mean);
-                TransformStep::Offset { mean }
+                FittedStep::offset_by(mean)
             }
             Transform::Pca => self.store_matrix(&covariance::principal_axes(rows, dim), fitted)?,
             Transform::QueryAxes => {
@@ -306,13 +286,13 @@ impl<'a> HeadFit<'a> {
         &mut self,
         axes: &[f64],
         fitted: &mut SideCalibration,
-    ) -> Result<TransformStep, CalibrationError> {
+    ) -> Result<FittedStep, CalibrationError> {
         let largest = axes.iter().fold(0f64, |largest, x| largest.max(x.abs()));
         // From the exponent's bits: every platform's logarithm would round in its own way.
         let exponent = (largest.to_bits() >> 52) as i32 - 1023;
         let scale = 2f64.powi(-exponent);
         let kept: Vec<f16> = axes.iter().map(|x| f16::from_f64(x * scale)).collect();
-        let step = TransformStep::from_matrix(self.dim, kept.iter().map(|x| x.to_f32()).collect());
+        let step = FittedStep::from_matrix(self.dim, kept.iter().map(|x| x.to_f32()).collect());
         fitted.matrix.extend(kept);
         self.scale *= scale;
         step.ok_or_else(|| self.place.out_of_range())

@@ -1,7 +1,8 @@
 //! Whether samples are enough to fit a codec to.
 
 use crate::outliers::count_full_rows;
-use crate::{CodecSpec, SampleKind, Samples, Transform};
+use crate::{SampleKind, Samples};
+use kvd_codec::{CodecSpec, Transform};
 use kvd_core::{LayerIndex, Side};
 
 /// Rows for each channel that a matrix is fitted on at least.
@@ -169,7 +170,7 @@ mod tests {
     #[test]
     fn a_matrix_needs_four_rows_for_each_channel_and_factors_one() {
         let check = |codec: &str, tokens, queries| {
-            let spec = crate::resolve_spec(codec).unwrap();
+            let spec = kvd_codec::resolve_spec(codec).unwrap();
             samples(tokens, queries, 1.0).check_counts(&spec)
         };
         assert_eq!(check("kvd-2", 32, 32), Ok(()));

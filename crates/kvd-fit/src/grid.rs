@@ -1,12 +1,11 @@
 //! Fits a side's grid: the step, with the classes and tables that come of it
 //! (`docs/adr/0005-grid-codec.md`).
 
-use crate::CalibrationError;
-use crate::calibration::{GridTensors, SideCalibration};
-use crate::fit::{FitTarget, HeadFit, QuantizerFit};
-use crate::fit_classes::LayerClasses;
-use crate::huffman::streams::{CHUNK_TOKENS, QUAD, STREAMS};
-use crate::page::{HEADER_BYTES, PAGE_ALIGN};
+use crate::calibration::HeadFit;
+use crate::classes::LayerClasses;
+use crate::quantizer::{FitTarget, QuantizerFit};
+use kvd_codec::fitting::{GridTensors, QUAD, STREAMS, SideCalibration};
+use kvd_codec::{CHUNK_TOKENS, CalibrationError, HEADER_BYTES, PAGE_ALIGN};
 use kvd_core::{Geometry, Side};
 
 /// Rows per head that are coded to find the step.

@@ -1,12 +1,15 @@
 //! Fits a side's bit allocation: widths, levels, scales and bounds
 //! (`docs/adr/0006-bit-allocation.md`).
 
-use crate::calibration::{BitAllocTensors, SideCalibration};
-use crate::fit::{FitTarget, HeadFit, QuantizerFit};
-use crate::fit_grid::{GridHead, HeadSamples, layer_heads};
-use crate::quantizer::bit_levels::{BitLevels, LEVELS, WIDTH_MAX, levels_at};
-use crate::{CalibrationError, Transform, levels, lloyd};
+use crate::calibration::HeadFit;
+use crate::grid::{GridHead, HeadSamples, layer_heads};
+use crate::lloyd;
+use crate::quantizer::{FitTarget, QuantizerFit};
 use half::f16;
+use kvd_codec::fitting::{
+    BitAllocTensors, BitLevels, LEVELS, SideCalibration, WIDTH_MAX, levels_at, snap_to_levels,
+};
+use kvd_codec::{CalibrationError, Transform};
 use kvd_core::Side;
 use std::collections::BinaryHeap;
 
@@ -244,7 +247,7 @@ fn train_levels(
         let points = own.as_ref().filter(|own| own.len() >= POINTS_MIN).unwrap_or(&all);
         distortions[width] = lloyd::train_levels(points, table);
         let mut snapped = table.to_vec();
-        levels::snap_to_levels(&mut snapped);
+        snap_to_levels(&mut snapped);
         let error = lloyd::mean_squared_error(points, &snapped);
         if error <= distortions[width] * SNAPPED_MAX {
             table.copy_from_slice(&snapped);

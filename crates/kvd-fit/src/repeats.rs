@@ -80,26 +80,6 @@ impl Samples {
     }
 }
 
-impl<'a> RowBlock<'a> {
-    fn count_tokens(self) -> usize {
-        self.rows.len() / self.dim
-    }
-
-    fn row_of(self, index: usize) -> &'a [f32] {
-        &self.rows[index * self.dim..][..self.dim]
-    }
-
-    fn hash_row(self, index: usize) -> u64 {
-        self.row_of(index).iter().fold(0, |hash: u64, x| {
-            (hash.rotate_left(23) ^ u64::from(x.to_bits())).wrapping_mul(0x9E37_79B9_7F4A_7C15)
-        })
-    }
-
-    fn has_equal(self, a: usize, b: usize) -> bool {
-        self.row_of(a).iter().zip(self.row_of(b)).all(|(a, b)| a.to_bits() == b.to_bits())
-    }
-}
-
 /// The first token with the same rows on all sides, by token; none for zeros, which are left out
 /// in any case.
 fn first_equals(sides: &[RowBlock<'_>]) -> Vec<Option<usize>> {

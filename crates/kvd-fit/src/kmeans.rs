@@ -5,32 +5,14 @@
 //! f32 arithmetic as IEEE 754 says.
 
 use crate::kmeans_cells;
-use crate::quantizer::nearest::SubVectors;
-use crate::quantizer::vq::Codebook;
+use kvd_codec::Codebook;
+use kvd_codec::fitting::{SplitMix64, SubVectors};
 
 /// Lloyd iterations at most; assignments have usually settled before.
 const ITERATIONS: usize = 25;
 
 /// Entries up to which every point is compared with every entry in every iteration.
 pub(crate) const EXACT_MAX: usize = 512;
-
-/// SplitMix64 (Steele, Lea, Flood 2014).
-pub(crate) struct SplitMix64(pub(crate) u64);
-
-impl SplitMix64 {
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    /// Uniform in `[0, 1)`.
-    pub(crate) fn next_unit(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
-    }
-}
 
 /// Entries, and which of them each point belongs to.
 #[derive(Clone, Debug, PartialEq)]

@@ -10,9 +10,9 @@
 //!
 //! With 4096 entries that is a quarter of the comparisons, with 65536 a sixteenth.
 
-use crate::kmeans::{self, ClusterFit, SplitMix64};
-use crate::quantizer::nearest::SubVectors;
-use crate::quantizer::vq::Codebook;
+use crate::kmeans::{self, ClusterFit};
+use kvd_codec::Codebook;
+use kvd_codec::fitting::{SplitMix64, SubVectors};
 use std::ops::Range;
 
 /// Points that coarse centres are fitted on.

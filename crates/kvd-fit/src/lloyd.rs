@@ -108,7 +108,7 @@ mod tests {
             assert!(levels.windows(2).all(|pair| pair[0] < pair[1]), "{levels:?}");
             assert!((mean_squared_error(&points, &levels) / got - 1.0).abs() < 1e-3);
             // Levels that bytes hold are hardly worse.
-            crate::levels::snap_to_levels(&mut levels);
+            kvd_codec::fitting::snap_to_levels(&mut levels);
             assert!(mean_squared_error(&points, &levels) < 1.01 * got);
         }
         let mut two = [0f32; 2];

@@ -4,10 +4,10 @@
 //! units of the split.
 
 use super::{HeadError, OpenCodec, OpenSide, RatedCodec, SplitRequest, error_factors, other_codec};
-use crate::calibration::{BitAllocTensors, SideCalibration};
-use crate::fit::FitTarget;
-use crate::fit_bitalloc::{BitAllocSide, FittedBits, fit_widths};
-use crate::{CalibrationError, CodecSpec, SideSpec};
+use crate::bitalloc::{BitAllocSide, FittedBits, fit_widths};
+use crate::quantizer::FitTarget;
+use kvd_codec::fitting::{BitAllocTensors, SideCalibration};
+use kvd_codec::{CalibrationError, CodecSpec, SideSpec};
 use kvd_core::Side;
 
 fn bit_side<'a>(open: &'a OpenSide, spec: &SideSpec) -> BitAllocSide<'a> {

@@ -1,7 +1,7 @@
 //! Rows that a calibration is fitted on.
 
-use crate::CalibrationError;
 use crate::outliers::InlierRows;
+use kvd_codec::CalibrationError;
 use kvd_core::{Geometry, LayerIndex, Side};
 
 /// Rows that a calibration looks at.
@@ -96,7 +96,7 @@ impl Samples {
     }
 
     /// Appends queries (`[tokens, head_dim_k]`, after RoPE) of any query head that shares the KV
-    /// head; of transforms that look at them ([`crate::Transform::reads_queries`]).
+    /// head; of transforms that look at them ([`kvd_codec::Transform::reads_queries`]).
     ///
     /// # Errors
     /// As [`Samples::push`].

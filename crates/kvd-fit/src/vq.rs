@@ -1,12 +1,11 @@
 //! Fits a side's codebooks: which sub-vectors each is made from, and its residual stages.
 
-use crate::calibration::{SideCalibration, SideCodebooks};
-use crate::fit::{FitTarget, HeadFit, HeadIndex, QuantizerFit};
-use crate::kmeans::{self, SplitMix64};
-use crate::levels;
-use crate::quantizer::vq::Codebook;
-use crate::{CalibrationError, CodebookScope, VqSpec};
+use crate::calibration::{HeadFit, HeadIndex};
+use crate::kmeans;
+use crate::quantizer::{FitTarget, QuantizerFit};
 use half::f16;
+use kvd_codec::fitting::{SideCalibration, SideCodebooks, SplitMix64, snap_to_levels};
+use kvd_codec::{CalibrationError, Codebook, CodebookScope, VqSpec};
 use std::sync::Arc;
 
 /// Sub-vectors that k-means looks at for a codebook,
@@ -96,7 +95,7 @@ impl VqFit {
         for _ in 0..self.spec.stages {
             let mut fitted = kmeans::fit_clusters(&points, dim, entries, rng);
             if self.spec.is_on_levels() {
-                levels::snap_to_levels(&mut fitted.entries);
+                snap_to_levels(&mut fitted.entries);
             }
             if !fitted.entries.iter().all(|v| v.abs() <= limit) {
                 return Err(place.out_of_range());
@@ -131,7 +130,7 @@ impl QuantizerFit for VqFit {
 fn position_rng(seed: u64, place: HeadIndex, position: u64) -> SplitMix64 {
     let head = u64::from(place.layer) << 32 | (place.head as u64) << 1 | place.side.index() as u64;
     let position = position.wrapping_mul(0xD1B5_4A32_D192_ED03);
-    SplitMix64(SplitMix64(seed).next() ^ head.wrapping_mul(0xA24B_AED4_963E_E407) ^ position)
+    SplitMix64(SplitMix64(seed).next_bits() ^ head.wrapping_mul(0xA24B_AED4_963E_E407) ^ position)
 }
 
 /// At most `most` sub-vectors, one drawn from each of as many equal stretches.

@@ -9,12 +9,14 @@
 mod bitalloc;
 mod grid;
 
-use crate::calibration::SideCalibration;
-use crate::fit::{HeadFit, HeadIndex};
-use crate::fit_grid::GridHead;
-use crate::quantizer::bitalloc::BitAllocSpec;
-use crate::quantizer::grid::GridSpec;
-use crate::{Calibration, CalibrationError, CodecError, CodecSpec, Quantizer, Samples, SideSpec};
+use crate::Samples;
+use crate::calibration::{HeadFit, HeadIndex};
+use crate::grid::GridHead;
+use kvd_codec::fitting::SideCalibration;
+use kvd_codec::{
+    BitAllocSpec, Calibration, CalibrationError, CodecError, CodecSpec, GridSpec, Quantizer,
+    SideSpec,
+};
 use kvd_core::{Geometry, LayerIndex, Side};
 use std::ops::Range;
 
@@ -206,7 +208,7 @@ impl OpenCodec<'_> {
     }
 
     fn close_codec(&self, parts: Vec<SideCalibration>) -> Calibration {
-        Calibration { geometry: self.key.geometry.clone(), seed: self.seed, parts }
+        Calibration::from_parts(&self.key.geometry, self.seed, parts)
     }
 }
 

@@ -2,7 +2,7 @@
 //! (`docs/adr/0005-grid-codec.md`).
 
 use crate::row_block::RowBlock;
-use crate::simd::dispatch_simd;
+use kvd_codec::fitting::dispatch_simd;
 use nalgebra::{DMatrix, SymmetricEigen};
 use pulp::{Simd, WithSimd};
 

@@ -1,9 +1,9 @@
 //! Steps of grids that share their bits.
 
 use super::{HeadError, OpenCodec, OpenSide, RatedCodec, SplitRequest, error_factors, other_codec};
-use crate::calibration::{GridTensors, SideCalibration};
-use crate::fit_grid::{FittedGains, GridSide};
-use crate::{CalibrationError, CodecSpec, SideSpec};
+use crate::grid::{FittedGains, GridSide};
+use kvd_codec::fitting::{GridTensors, SideCalibration};
+use kvd_codec::{CalibrationError, CodecSpec, SideSpec};
 use kvd_core::Side;
 
 /// The common factor of all steps is searched from the reciprocal of this to this,

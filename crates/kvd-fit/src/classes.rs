@@ -5,10 +5,10 @@
 //! in the fewest bits; then each class gets the best table for what it has, as far as smoothed
 //! counts tell.
 
-use crate::calibration::GridTensors;
-use crate::huffman::HuffmanTable;
-use crate::huffman::streams::{QUAD, cheapest_symbols, outlier_bits};
-use crate::quantizer::grid::{self, CLASSES, CodeClass};
+use kvd_codec::HuffmanTable;
+use kvd_codec::fitting::{
+    CLASSES, CodeClass, GridTensors, QUAD, cheapest_symbols, class_of, outlier_bits, round_row,
+};
 use kvd_core::Side;
 use std::iter::repeat_n;
 
@@ -60,7 +60,7 @@ impl ClassUnit {
     fn new(len: usize, spread: f64) -> Self {
         let alphabets = JOINT.map(|class| vec![0; class.symbol_count()]);
         let codes = vec![0; 2 * CODE_SPAN as usize + 1];
-        Self { len, class: grid::class_of(spread as f32), codes, joint: alphabets, cut: [0; 2] }
+        Self { len, class: class_of(spread as f32), codes, joint: alphabets, cut: [0; 2] }
     }
 
     /// Counts up to four codes that lie in one quad.
@@ -185,7 +185,7 @@ impl LayerClasses {
             let mut count = 0;
             for row in rows {
                 let codes = &mut codes[count * dim..][..dim];
-                match grid::round_row(row, step, codes) {
+                match round_row(row, step, codes) {
                     Ok(()) => count += 1,
                     Err(_) => self.raw_bits += 16 * dim as u64,
                 }
@@ -258,7 +258,7 @@ impl LayerClasses {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::huffman::streams::StreamTable;
+    use kvd_codec::{Grid, StreamTable};
 
     /// Rows of sums of noise, narrower from position to position.
     fn rows(count: usize, dim: usize) -> Vec<f32> {
@@ -300,7 +300,7 @@ mod tests {
             let tables = tables.into_iter().zip(&CLASSES[1..]);
             let tables =
                 tables.map(|(table, class)| StreamTable::new(table, class.symbol_grouping()));
-            let grid = grid::Grid::new(side, 0.05, &tensors.classes, tables.collect());
+            let grid = Grid::new(side, 0.05, &tensors.classes, tables.collect());
             let mut bytes = Vec::new();
             let lengths = grid.append_chunks(&rows, usize::MAX, &mut bytes).unwrap();
             let taken = 8.0 * (bytes.len() as u64 - lengths) as f64;
