@@ -33,6 +33,8 @@ pub enum QuotaKind {
     ReservedBytes,
     /// Bytes of cached blocks in the pools, those that open sequences share included.
     CacheBytes,
+    /// Bytes of cached blocks that are on disk or on their way there, of registered models.
+    DiskBytes,
     /// Open sequences.
     Sequences,
     /// Registered models.
@@ -47,10 +49,11 @@ pub enum QuotaKind {
 
 impl QuotaKind {
     /// All of them, in the order in which they are shown.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::PoolBytes,
         Self::ReservedBytes,
         Self::CacheBytes,
+        Self::DiskBytes,
         Self::Sequences,
         Self::Models,
         Self::Sessions,
@@ -65,6 +68,7 @@ impl QuotaKind {
             Self::PoolBytes => "pool_bytes",
             Self::ReservedBytes => "reserved_bytes",
             Self::CacheBytes => "cache_bytes",
+            Self::DiskBytes => "disk_bytes",
             Self::Sequences => "sequences",
             Self::Models => "models",
             Self::Sessions => "sessions",
@@ -84,7 +88,11 @@ impl QuotaKind {
     pub const fn counts_bytes(self) -> bool {
         matches!(
             self,
-            Self::PoolBytes | Self::ReservedBytes | Self::CacheBytes | Self::InflightBytes
+            Self::PoolBytes
+                | Self::ReservedBytes
+                | Self::CacheBytes
+                | Self::DiskBytes
+                | Self::InflightBytes
         )
     }
 
@@ -92,7 +100,7 @@ impl QuotaKind {
     const fn describe_remedy(self) -> &'static str {
         match self {
             Self::PoolBytes | Self::ReservedBytes => "close or truncate sequences of it",
-            Self::CacheBytes => "drop cached blocks of it",
+            Self::CacheBytes | Self::DiskBytes => "drop cached blocks of it",
             Self::Sequences => "close sequences of it",
             Self::Models => "unregister a model of it",
             Self::Sessions => "close a session of it",

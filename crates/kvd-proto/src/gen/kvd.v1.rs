@@ -704,7 +704,7 @@ pub struct NamespaceInfo {
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct NamespaceQuota {
-    /// "pool_bytes", "reserved_bytes", "cache_bytes", "sequences", "models", "sessions",
+    /// "pool_bytes", "reserved_bytes", "cache_bytes", "disk_bytes", "sequences", "models", "sessions",
     /// "inflight_bytes" or "queue_jobs".
     #[prost(string, tag = "1")]
     pub name: ::prost::alloc::string::String,
@@ -1175,8 +1175,8 @@ pub struct PublishBlocksResponse {
     /// Empty where `durable_length` is `length`, or where the call waited for PUBLISH_WAIT_SEALED; else
     /// why it is less: "NOT_DURABLE: " and NO_DISK (no cache.disk.path), OFF (cache.disk.write, or the
     /// disk failed), NO_IDENTITY (the model was registered without one), SCOPE_IN_USE (another
-    /// registration of the same content has it), QUEUE_FULL, DISK_FULL, DISK_ERROR or DEADLINE. The
-    /// pages can be found all the same.
+    /// registration of the same content has it), QUOTA_EXCEEDED (disk_bytes), QUEUE_FULL, DISK_FULL,
+    /// DISK_ERROR or DEADLINE. The pages can be found all the same.
     #[prost(string, tag = "6")]
     pub not_durable: ::prost::alloc::string::String,
 }

@@ -239,7 +239,8 @@ impl PrefixIndex {
     }
 
     /// Takes the blocks of a prefix for writing that are not where they are to be, those before
-    /// others first; of so many bytes at most. Those behind the last are left.
+    /// others first; of so many bytes at most, and within the namespace's quota of the disk. Those
+    /// behind the last are left.
     pub(crate) fn plan_writes(
         &self,
         last: &HeldEntry,
@@ -265,7 +266,8 @@ impl PrefixIndex {
             let entry = state.slots.find_entry(number);
             let Some(block) = entry.and_then(|entry| entry.block.clone()) else { break };
             bytes += block.bytes;
-            if bytes > bytes_max {
+            let is_to_disk = target == WriteTarget::Disk;
+            if bytes > bytes_max || (is_to_disk && !state.may_take_disk(number, block.bytes)) {
                 break;
             }
             let remote = entry.and_then(|entry| entry.disk.remote_place());

@@ -40,6 +40,11 @@ impl DiskState {
         }
     }
 
+    /// Whether it has room on disk, or is to have it.
+    pub(crate) fn takes_disk(self) -> bool {
+        matches!(self, Self::At(_) | Self::Queued(_))
+    }
+
     /// Its object, of a block that is not on disk.
     pub(crate) fn remote_place(self) -> Option<RemotePlace> {
         match self {

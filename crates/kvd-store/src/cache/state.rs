@@ -203,7 +203,6 @@ impl IndexState {
             parent.children += 1;
             parent.position + 1
         });
-        self.disk_entries += usize::from(disk.disk_place().is_some());
         let serial = self.slots.next_serial();
         let hold = Arc::<EntryHold>::default();
         let entry = self.slots.add_entry(IndexEntry {
@@ -224,6 +223,7 @@ impl IndexState {
             key,
         });
         self.by_digest.insert(digest, entry);
+        self.count_disk(entry, DiskState::Absent, disk);
         if let Some(block) = block {
             self.bring_block(entry, block);
         }
@@ -236,6 +236,8 @@ impl IndexState {
         let Some(entry) = self.slots.find_entry_mut(number) else { return };
         let bytes = block.bytes;
         let (namespace, parent) = (entry.namespace.clone(), entry.parent);
+        // A record has another length than its block in the pool.
+        let before = entry.disk.takes_disk().then_some(entry.bytes);
         (entry.bytes, entry.block) = (bytes, Some(block));
         if let Some(parent) = parent.and_then(|parent| self.slots.find_entry_mut(parent)) {
             parent.pool_children += 1;
@@ -251,6 +253,10 @@ impl IndexState {
         tenant.entries += 1;
         tenant.bytes += bytes;
         tenant.account.take_anyway(QuotaKind::CacheBytes, bytes);
+        if let Some(before) = before {
+            tenant.account.take_anyway(QuotaKind::DiskBytes, bytes);
+            tenant.account.give_back(QuotaKind::DiskBytes, before);
+        }
         self.bytes += bytes;
         self.pool_entries += 1;
         self.note_stored(number, BlockTier::Pool);
@@ -285,9 +291,29 @@ impl IndexState {
     pub(crate) fn set_disk(&mut self, number: u32, disk: DiskState) {
         let Some(entry) = self.slots.find_entry_mut(number) else { return };
         let before = std::mem::replace(&mut entry.disk, disk);
-        self.disk_entries += usize::from(disk.disk_place().is_some());
-        self.disk_entries -= usize::from(before.disk_place().is_some());
+        self.count_disk(number, before, disk);
         self.note_disk_change(number, before, disk);
+    }
+
+    /// Counts an entry's record, to its namespace too.
+    fn count_disk(&mut self, number: u32, before: DiskState, after: DiskState) {
+        self.disk_entries += usize::from(after.disk_place().is_some());
+        self.disk_entries -= usize::from(before.disk_place().is_some());
+        let Some(entry) = self.slots.find_entry(number) else { return };
+        let account = || self.quotas.table.open_account(&entry.namespace);
+        match (before.takes_disk(), after.takes_disk()) {
+            (false, true) => account().take_anyway(QuotaKind::DiskBytes, entry.bytes),
+            (true, false) => account().give_back(QuotaKind::DiskBytes, entry.bytes),
+            _ => {}
+        }
+    }
+
+    /// Whether an entry's namespace may have so many bytes more on disk; a refusal is counted.
+    pub(super) fn may_take_disk(&self, number: u32, bytes: u64) -> bool {
+        let Some(entry) = self.slots.find_entry(number) else { return false };
+        let Some(account) = self.quotas.table.find_account(&entry.namespace) else { return true };
+        let used = account.used_amount(QuotaKind::DiskBytes);
+        account.check_room(QuotaKind::DiskBytes, used, bytes).is_ok()
     }
 
     /// Gives an entry, and those before it that it has not, to the policy: the last first, so that

@@ -6,8 +6,8 @@ use super::harness::{Bench, shape};
 use super::prefixes::{PAGE, chain, keys, values};
 use crate::{
     BlockToRead, BlockToWrite, CacheLimits, DiskBlock, DiskPlace, HeldChain, LeaseRequest,
-    PackedBytes, PackedPages, RawSlot, ReadPlan, RecordPlace, RecordUse, RemoteBlocks, RemotePlace,
-    SlotRegion, StoredLayer, WriteTarget,
+    PackedBytes, PackedPages, QuotaKind, QuotaLimits, RawSlot, ReadPlan, RecordPlace, RecordUse,
+    RemoteBlocks, RemotePlace, SlotRegion, StoredLayer, WriteTarget,
 };
 use kvd_core::LeaseId;
 use std::collections::BTreeMap;
@@ -185,6 +185,48 @@ fn a_limit_of_bytes_takes_the_first_blocks_alone() {
     let all = b.cache_usage().bytes;
     assert_eq!(b.store.plan_writes(&held, WriteTarget::Disk, all / 3).len(), 1);
     assert_eq!(b.store.plan_writes(&held, WriteTarget::Disk, all).len(), 2);
+}
+
+#[test]
+fn a_namespace_at_its_quota_of_the_disk_writes_no_more_and_another_does() {
+    let limits = CacheLimits::default();
+    let table = limits.quotas.table.clone();
+    let b = Bench::cached(1 << 20, shape(1, PAGE, 0, 4), limits);
+    let (id, _) = b.publish_text("abcd");
+    let held = b.store.hold_published(b.ns(), id).unwrap().unwrap();
+    let block = b.cache_usage().bytes / 4;
+    let account = table.open_account(b.ns());
+    let used = || account.used_amount(QuotaKind::DiskBytes);
+    let set_limit = |bytes| {
+        let mut limits = QuotaLimits::default();
+        limits.set_limit(QuotaKind::DiskBytes, bytes);
+        table.set_limits(b.ns(), &limits);
+    };
+    set_limit(Some(3 * block - 1));
+    let mut disk = Disk::default();
+    // What waits to be written counts, and so does what is there.
+    let writes = b.store.plan_writes(&held, WriteTarget::Disk, u64::MAX);
+    assert_eq!((writes.len(), used()), (2, 2 * block));
+    assert!(b.store.plan_writes(&held, WriteTarget::Disk, u64::MAX).is_empty());
+    assert_eq!(account.refused_count(QuotaKind::DiskBytes), 2);
+    let index = b.store.prefix_index();
+    let place = disk.write(&b, &writes[0]);
+    index.note_written(&writes[0], Some(RecordPlace::Disk(place)));
+    index.note_written(&writes[1], None);
+    assert_eq!(used(), block, "what was not written is given back");
+    drop(writes);
+    set_limit(None);
+    assert_eq!(disk.write_chain(&b, &held), 3);
+    assert_eq!(used(), 4 * block);
+    // It leaves the pool, comes back, and goes: the count is that of the records throughout.
+    drop(held);
+    b.store.close_sequence(b.ns(), id).unwrap();
+    assert_eq!(evict_all(&b), 4);
+    assert_eq!(used(), 4 * block);
+    assert_eq!(disk.promote(&b, "abcd"), 4);
+    assert_eq!(used(), 4 * block);
+    index.drop_model_blocks(b.model.id);
+    assert_eq!(used(), 0);
 }
 
 #[test]

@@ -56,6 +56,9 @@ struct QuotaArgs {
     /// Bytes of cached blocks.
     #[arg(long, value_name = "SIZE|none", value_parser = parse_size)]
     cache_bytes: Option<QuotaLimit>,
+    /// Bytes of cached blocks on disk.
+    #[arg(long, value_name = "SIZE|none", value_parser = parse_size)]
+    disk_bytes: Option<QuotaLimit>,
     /// Open sequences.
     #[arg(long, value_name = "NUMBER|none", value_parser = parse_count)]
     sequences: Option<QuotaLimit>,
@@ -98,6 +101,7 @@ impl QuotaArgs {
             QuotaKind::PoolBytes => self.pool_bytes,
             QuotaKind::ReservedBytes => self.reserved_bytes,
             QuotaKind::CacheBytes => self.cache_bytes,
+            QuotaKind::DiskBytes => self.disk_bytes,
             QuotaKind::Sequences => self.sequences,
             QuotaKind::Models => self.models,
             QuotaKind::Sessions => self.sessions,

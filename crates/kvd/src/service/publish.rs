@@ -7,7 +7,7 @@ use crate::scheduler::JobKind;
 use kvd_compute::{Backend, Stop};
 use kvd_core::{ErrorCode, SequenceId};
 use kvd_proto::domain::BlockKeys;
-use kvd_store::{ArenaPool, HeldChain, PublishTicket, PublishedBlocks, SequenceStore};
+use kvd_store::{ArenaPool, HeldChain, PublishTicket, PublishedBlocks, QuotaKind, SequenceStore};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -77,15 +77,22 @@ impl Service {
         let first = start / shape.geometry.block_tokens;
         let prefix_tokens = reply.published.length;
         let keys = PublishedKeys { first, chain: &chains[0], prefix_tokens };
+        let account = self.quotas.quota_table().find_account(&call.namespace);
+        let refusals = || account.as_ref().map_or(0, |of| of.refused_count(QuotaKind::DiskBytes));
+        let refused_before = refusals();
         tiers.queue_blocks(&source, &held, keys);
+        let is_over_quota = refusals() > refused_before;
         let waits = mode.waits_for_disk && tiers.has_disk();
         let is_late = waits && !wait_for_disk(call, tiers, store, &held).await;
         let found = store.prefix_index().find_residency(&held);
         let durable = found.durable as u32 * shape.geometry.block_tokens;
         reply.durable_length = durable.min(reply.published.length);
         if mode.waits_for_disk && reply.durable_length < reply.published.length {
-            let reason = if is_late { "DEADLINE" } else { tiers.failure_reason() };
-            reply.not_durable = Some(reason);
+            reply.not_durable = Some(match is_over_quota {
+                true => ErrorCode::QuotaExceeded.name(),
+                false if is_late => "DEADLINE",
+                false => tiers.failure_reason(),
+            });
         }
         Ok(reply)
     }

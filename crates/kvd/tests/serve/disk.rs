@@ -4,7 +4,7 @@
 
 use super::cache::{LAYERS, PAGE, attend, keys, spec, store};
 use super::doors::page;
-use super::process::{Process, kvd, output, refused};
+use super::process::{Process, kvd, output, refused, run_at};
 use kvd_client::{Client, LayerIndex, LoadRange, ModelId, ModelIdentity, Namespace, SequenceId};
 use kvd_codec::{Calibration, resolve_spec};
 use kvd_core::Side;
@@ -451,4 +451,43 @@ async fn operators_drop_a_models_blocks_and_a_folders_scopes_and_segments() {
     let client = again.client().await;
     let model = register(&client, "kivi-4", &[]).await;
     assert_eq!(matched(&client, model, 2).await, [0, 0]);
+}
+
+/// Tokens of a published text that are on disk, and why there are no more.
+async fn publish_told(client: &Client, model: ModelId, text: u64) -> (u32, String) {
+    let sequence = client.open_sequence(model).await.expect("open");
+    store(client, sequence, text, 0, TOKENS).await;
+    let done = client.publish_durably(sequence, 0, keys(text, TOKENS)).await.expect("publish");
+    client.close_sequence(sequence).await.expect("close");
+    (done.durable_length, done.not_durable)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_namespace_at_its_quota_of_the_disk_is_told_and_another_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let allowed = "namespaces.allowed=[\"a\", \"b\"]";
+    let quotas = "namespaces.quotas=[\"a: disk_bytes=1 KiB\"]";
+    let daemon = start(folder.path(), &["--set", allowed, "--set", quotas]);
+    let client_of =
+        async |name: &str| daemon.client().await.with_namespace(&Namespace::new(name).unwrap());
+    let (a, b) = (client_of("a").await, client_of("b").await);
+    let models = [register(&a, "raw", &[]).await, register(&b, "raw", &[]).await];
+    let told = publish_told(&a, models[0], 1).await;
+    assert_eq!(told, (0, "NOT_DURABLE: QUOTA_EXCEEDED".to_owned()));
+    assert_eq!(matched(&a, models[0], 1).await, [PUBLISHED; 2], "found in the pool");
+    publish_durably(&b, models[1], 1).await;
+    let endpoint = format!("http://{}", daemon.tcp());
+    let set = ["namespaces", "set", "a", "--disk-bytes", "64MiB"];
+    let (code, text) = run_at(&endpoint, &set);
+    assert!(code == Some(0) && text.contains("disk_bytes 0 B of 64.0 MiB"), "{text}");
+    publish_durably(&a, models[0], 1).await;
+    let metrics = page(daemon.admin(), "/metrics");
+    let of = |name: &str| {
+        let named = format!("{name}{{namespace=\"a\",quota=\"disk_bytes\"}} ");
+        let found = metrics.lines().find_map(|line| line.strip_prefix(&named[..]));
+        found.and_then(|value| value.parse::<f64>().ok()).unwrap_or_else(|| panic!("{metrics}"))
+    };
+    let rows = f64::from(PUBLISHED * LAYERS) * 512.0;
+    assert!(of("kvd_quota_used") >= rows / 2.0, "{}", of("kvd_quota_used"));
+    assert!(of("kvd_quota_refusals_total") >= 1.0);
 }
