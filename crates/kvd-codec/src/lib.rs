@@ -24,6 +24,7 @@ pub mod fitting;
 mod gain;
 mod huffman;
 mod implied;
+mod layer_queries;
 mod levels;
 mod model;
 mod page;
@@ -32,7 +33,6 @@ mod payload_sizes;
 mod policy;
 mod preset;
 mod quantizer;
-mod queries;
 mod random;
 mod reader;
 mod rotation;
@@ -61,6 +61,7 @@ pub use huffman::streams::{
 };
 pub use implied::ImpliedBits;
 pub use kvd_core::PageBytes;
+pub use layer_queries::LayerQueries;
 pub use levels::level_unit;
 pub use model::{BlockRows, EncodedBlock, ModelCodec};
 pub use page::{
@@ -80,7 +81,6 @@ pub use quantizer::uniform_spec::{
 };
 pub use quantizer::vq::{Codebook, VectorQuantizer};
 pub use quantizer::{HeadCodec, HybridLayout};
-pub use queries::LayerQueries;
 pub use reader::{FixedCodes, PageReader, RowSpace};
 pub use row_block::LayerSide;
 pub use simd::{RegisterWidth, limit_width};

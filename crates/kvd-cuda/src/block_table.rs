@@ -16,7 +16,7 @@ use crate::abi::{
 use crate::buffers::{BUFFERS_MIN, TileBuffers};
 use crate::codebook_table::split_channels;
 use crate::huffman_tables::{BlockRoom, SharedMemory, plan_decoding};
-use crate::kernel_side::{
+use crate::kernel_choice::{
     COPY_BYTES, ChosenKernel, KernelPair, KernelVariant, ROWS, fallback_shape, rows_shape,
 };
 use crate::late_pairs::LatePairs;

@@ -2,7 +2,7 @@
 //! side's header in `kernels/include/kvd`.
 
 use crate::abi::SideShape;
-use crate::kernel_side::{COPY_BYTES, RUNS_MAX};
+use crate::kernel_choice::{COPY_BYTES, RUNS_MAX};
 use kvd_codec::{ModelCodec, VectorQuantizer};
 use kvd_core::{DType, LayerIndex, Side};
 

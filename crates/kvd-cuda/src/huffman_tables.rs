@@ -2,7 +2,7 @@
 //! and the shared memory that decoding takes.
 
 use crate::abi::{ENTRY_LENGTH, SideShape, TILE_TOKENS};
-use crate::kernel_side::COPY_BYTES;
+use crate::kernel_choice::COPY_BYTES;
 use crate::plan::SHARED_RESERVED;
 use kvd_codec::{CHUNK_TOKENS, EntropyCoding, Grid, SideSpec, StreamRun, StreamTable};
 use kvd_core::Side;

@@ -3,7 +3,7 @@
 
 use crate::block_table::LayerShapes;
 use crate::codebook_table::CodebookRoom;
-use crate::kernel_side::{KERNELS, KernelPair, KernelVariant};
+use crate::kernel_choice::{KERNELS, KernelPair, KernelVariant};
 use crate::tensor_core::choose_variant;
 use kvd_codec::ModelCodec;
 use kvd_core::{LayerIndex, Side};

@@ -18,7 +18,7 @@ mod error;
 mod finish;
 mod huffman_tables;
 mod jit;
-mod kernel_side;
+mod kernel_choice;
 mod kernel_table;
 mod late_pairs;
 mod layer_memory;

@@ -2,7 +2,7 @@
 //! codebooks on whole levels, levels and directions as high and low bytes.
 
 use crate::abi::SideShape;
-use crate::kernel_side::COPY_BYTES;
+use crate::kernel_choice::COPY_BYTES;
 use kvd_codec::{VectorQuantizer, level_unit};
 
 /// Codes whose bytes registers hold, where each has two.

@@ -4,7 +4,7 @@
 
 use crate::abi::{LINE_BYTES, SideKernel, SideShape, TILE_TOKENS};
 use crate::codebook_table::{CodebookRoom, TableWriter};
-use crate::kernel_side::{COPY_BYTES, base_shape};
+use crate::kernel_choice::{COPY_BYTES, base_shape};
 use crate::kernel_table::RUNS_MAX;
 use crate::lookup::{self, ALL_ENTRIES, LookupEntries};
 use crate::specialized::polar_table_bytes;

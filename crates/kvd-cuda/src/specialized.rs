@@ -3,7 +3,7 @@
 //! (`tokens.cuh`): they take fewer rows too, and need other shared memory.
 
 use crate::abi::{SideKernel, SideShape};
-use crate::kernel_side::{ChosenKernel, KernelVariant};
+use crate::kernel_choice::{ChosenKernel, KernelVariant};
 
 /// Channels of their heads, and query rows.
 const DIM: u32 = 128;
@@ -157,7 +157,7 @@ pub(crate) fn specialized_kernel(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernel_side::KernelPair;
+    use crate::kernel_choice::KernelPair;
 
     #[test]
     fn a_shape_that_differs_in_one_constant_has_the_kernel_for_any() {

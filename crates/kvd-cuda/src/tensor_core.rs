@@ -3,7 +3,7 @@
 
 use crate::abi::{FEW_ROWS, LINE_BYTES, SideKernel, SideShape, TILE_TOKENS, WEIGHT_SETS_MAX};
 use crate::buffers::tile_stop_bytes;
-use crate::kernel_side::{COPY_BYTES, ChosenKernel, KernelPair, KernelVariant, ROWS, rows_of};
+use crate::kernel_choice::{COPY_BYTES, ChosenKernel, KernelPair, KernelVariant, ROWS, rows_of};
 use crate::late_pairs::LatePairs;
 use crate::lookup;
 use crate::page_shapes::TileShape;

@@ -3,7 +3,7 @@
 //! of runs in whole groups, which `bit_groups.cuh` does not spread.
 
 use crate::abi::{SideShape, TILE_TOKENS};
-use crate::kernel_side::{COPY_BYTES, RUNS_MAX};
+use crate::kernel_choice::{COPY_BYTES, RUNS_MAX};
 use kvd_codec::level_unit;
 use kvd_core::Side;
 

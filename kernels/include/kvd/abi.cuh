@@ -319,10 +319,10 @@ struct StoreParameters {
 static_assert(sizeof(StoreParameters) == 64, "StoreParameters is another size on the host");
 
 // Threads of a block of these kernels.
-constexpr uint32_t TURN_THREADS = 128;
+constexpr uint32_t REGION_THREADS = 128;
 
 // Rows of a `TransformUnit` at most.
-constexpr unsigned TURN_ROWS = 8;
+constexpr unsigned TRANSFORM_ROWS = 8;
 
 // Index of the first value that is not finite, where all are.
 constexpr uint32_t ALL_FINITE = 0xFFFFFFFF;

@@ -1,6 +1,6 @@
 // How an attention kernel is declared: `kvd_attend_<keys>_<values>_<rows>`, for one, four and eight
 // query rows at a time, and `kvd_attend_huffman_...` where a side may hold Huffman codes. The host
-// names them so (crates/kvd-cuda/src/kernel_side.rs).
+// names them so (crates/kvd-cuda/src/kernel_choice.rs).
 #pragma once
 
 #include "attend.cuh"

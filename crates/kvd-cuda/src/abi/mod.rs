@@ -11,7 +11,7 @@ pub(crate) use attend::{
     TILE_TOKENS, WEIGHT_SETS_MAX,
 };
 pub use attend::{AttendParameters, AttendUnit, MergeParameters, PageEntry, SideKernel, SideShape};
-pub(crate) use region::{ALL_FINITE, TURN_ROWS, TURN_THREADS};
+pub(crate) use region::{ALL_FINITE, REGION_THREADS, TRANSFORM_ROWS};
 pub use region::{
     AnswerParameters, QueryParameters, RowsParameters, RowsUnit, StageCheck, StageParameters,
     StageSide, TransformUnit,

@@ -4,9 +4,9 @@ use super::{ReadAddress, WriteAddress};
 use bytemuck::{Pod, Zeroable};
 
 /// Threads of a block of these kernels.
-pub(crate) const TURN_THREADS: u32 = 128;
+pub(crate) const REGION_THREADS: u32 = 128;
 /// Rows of a [`TransformUnit`] at most.
-pub(crate) const TURN_ROWS: usize = 8;
+pub(crate) const TRANSFORM_ROWS: usize = 8;
 /// Index of the first value that is not finite, where all are.
 pub(crate) const ALL_FINITE: u32 = 0xFFFF_FFFF;
 

@@ -5,7 +5,7 @@ use super::attend::{PlanAddresses, upload_tables};
 use super::graphs::LaunchNode;
 use super::region::RegionValues;
 use super::{CudaBackend, device_error};
-use crate::abi::{ALL_FINITE, AnswerParameters, QueryParameters, TURN_THREADS, TransformUnit};
+use crate::abi::{ALL_FINITE, AnswerParameters, QueryParameters, REGION_THREADS, TransformUnit};
 use crate::store::dtype_number;
 use crate::{AttendTables, QueryTransforms};
 use kvd_compute::{AttendPlan, BackendError, RegionPlaces};
@@ -216,7 +216,7 @@ fn transform_node(
         stage,
         kernel: name.to_owned(),
         blocks: count as u32,
-        threads: TURN_THREADS,
+        threads: REGION_THREADS,
         shared_bytes: QueryTransforms::shared_bytes(dim) as u32,
         parameters: parameters.to_vec(),
     }

@@ -5,7 +5,7 @@ use super::{CudaBackend, ROWS_USUAL, device_error};
 use crate::backend::memory::ALIGN;
 use crate::block_table::one_page;
 use crate::jit::JitCompiler;
-use crate::kernel_side::ROWS;
+use crate::kernel_choice::ROWS;
 use crate::{LatePairs, LaunchChoices, LayerMemory, LayerShapes, QueryTransforms, StoreShapes};
 use kvd_codec::{EntropyCoding, ModelCodec, SideSpec};
 use kvd_compute::{BackendError, Sampling};

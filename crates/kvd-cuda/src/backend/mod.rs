@@ -27,7 +27,7 @@ mod wait;
 use crate::PlanError;
 use crate::driver::{DeviceCopy, Driver, DriverError};
 use crate::jit::{CompileReport, JitCompiler, KernelCompiler};
-use crate::kernel_side::ROWS;
+use crate::kernel_choice::ROWS;
 use encode::ScratchPages;
 use graphs::GraphCache;
 use kvd_codec::{ModelCodec, Page, PageHeader};

@@ -3,7 +3,7 @@
 
 use super::region::RegionValues;
 use super::{CudaBackend, device_error};
-use crate::abi::{RowsParameters, RowsUnit, StageCheck, StageParameters, TURN_THREADS};
+use crate::abi::{REGION_THREADS, RowsParameters, RowsUnit, StageCheck, StageParameters};
 use crate::driver::KernelLaunch;
 use kvd_compute::{BackendError, PlannedWrite, RawTarget, RegionRows, StagedRows, content_hash_of};
 use kvd_core::{DType, ErrorCode, Geometry, ModelId, Side};
@@ -51,7 +51,7 @@ impl CudaBackend {
         self.device.launch_kernel(KernelLaunch {
             kernel: "kvd_stage",
             blocks: plan.thread_blocks(),
-            threads: TURN_THREADS,
+            threads: REGION_THREADS,
             shared_bytes: StageParameters::SHARED_BYTES,
             parameters: bytemuck::bytes_of(&plan),
         })?;
@@ -151,7 +151,7 @@ impl CudaBackend {
         self.device.launch_kernel(KernelLaunch {
             kernel: "kvd_rows",
             blocks: table.len() as u32,
-            threads: TURN_THREADS,
+            threads: REGION_THREADS,
             shared_bytes: 0,
             parameters: bytemuck::bytes_of(&parameters),
         })

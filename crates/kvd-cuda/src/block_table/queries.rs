@@ -2,7 +2,7 @@
 //! in a worker's memory.
 
 use super::TableBuilder;
-use crate::abi::{TURN_ROWS, TransformUnit};
+use crate::abi::{TRANSFORM_ROWS, TransformUnit};
 use kvd_compute::PlanQuery;
 use kvd_core::Side;
 
@@ -43,15 +43,17 @@ impl TableBuilder<'_> {
 
     /// Units that take a head's queries from a worker's memory.
     fn append_transform_units(&mut self, rows: &HeadRows) {
-        self.tables.turns.extend((0..rows.count).step_by(TURN_ROWS).map(|first| TransformUnit {
-            fold: 0,
-            unfold: 0,
-            token: rows.batch_row as u32,
-            head: (rows.head * rows.group) as u32,
-            first: first as u32,
-            count: (rows.count - first).min(TURN_ROWS) as u32,
-            raw: (rows.first + first) as u32,
-            folded: (rows.first + rows.count + first) as u32,
+        self.tables.turns.extend((0..rows.count).step_by(TRANSFORM_ROWS).map(|first| {
+            TransformUnit {
+                fold: 0,
+                unfold: 0,
+                token: rows.batch_row as u32,
+                head: (rows.head * rows.group) as u32,
+                first: first as u32,
+                count: (rows.count - first).min(TRANSFORM_ROWS) as u32,
+                raw: (rows.first + first) as u32,
+                folded: (rows.first + rows.count + first) as u32,
+            }
         }));
     }
 

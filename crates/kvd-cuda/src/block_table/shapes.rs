@@ -3,7 +3,7 @@
 use crate::PlanError;
 use crate::abi::{SideKernel, SideShape};
 use crate::codebook_table::{CodebookRoom, TableVersions, table_versions};
-use crate::kernel_side::{
+use crate::kernel_choice::{
     COPY_BYTES, HeadShapes, LayerTables, TrainedTables, head_shapes, in_groups,
 };
 use crate::page_shapes::PageHead;

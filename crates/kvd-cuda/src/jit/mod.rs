@@ -9,7 +9,7 @@ mod cache;
 mod source;
 
 use crate::abi::SideKernel;
-use crate::kernel_side::{KernelPair, ROWS, rows_of};
+use crate::kernel_choice::{KernelPair, ROWS, rows_of};
 use crate::late_pairs::{LatePairs, wanted_pairs};
 use crate::tensor_core::multiplies_late;
 use cache::{CacheEntry, ImageCache};
@@ -353,7 +353,7 @@ impl CompileThread {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernel_side::KernelVariant;
+    use crate::kernel_choice::KernelVariant;
     use kvd_core::{DType, Geometry, RopePairing};
     use std::sync::mpsc::RecvError;
 

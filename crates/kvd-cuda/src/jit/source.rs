@@ -3,7 +3,7 @@
 
 use super::PairSource;
 use crate::abi::SideKernel;
-use crate::kernel_side::KERNELS;
+use crate::kernel_choice::KERNELS;
 use kvd_core::Side;
 use std::sync::OnceLock;
 use xxhash_rust::xxh3::Xxh3;

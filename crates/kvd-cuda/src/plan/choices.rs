@@ -6,7 +6,7 @@ use super::{GpuLimits, ROWS_MAX, split_units, stored_bits};
 use crate::TableOptions;
 use crate::codebook_table::CodebookRoom;
 use crate::huffman_tables::SharedMemory;
-use crate::kernel_side::rows_of;
+use crate::kernel_choice::rows_of;
 use crate::late_pairs::LatePairs;
 use kvd_codec::{ModelCodec, SideSpec};
 use kvd_compute::{AttendPlan, PlanQuery};

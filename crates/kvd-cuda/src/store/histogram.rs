@@ -5,7 +5,7 @@ use super::plan::{PlannedPage, StorePlanBuilder};
 use super::{CodeCounters, CodeOutput, HeadStore, StoreConstants, StoreLaunch, steps};
 use crate::abi::{STORE_THREADS, SideKernel};
 use crate::huffman_tables::SharedMemory;
-use crate::kernel_side::rows_shape;
+use crate::kernel_choice::rows_shape;
 use crate::{LayerShapes, SideShape};
 use kvd_codec::{CodeCounts, LayerSide, ModelCodec, PayloadSizes};
 use kvd_compute::EncodeSource;

@@ -11,7 +11,7 @@ pub use histogram::{CodeHistogram, HistogramPlan};
 pub use plan::{StoreLaunch, StorePlan, StoredPage};
 
 use crate::abi::{SideKernel, VQ_STAGES_MAX};
-use crate::kernel_side::TrainedTables;
+use crate::kernel_choice::TrainedTables;
 use crate::{LayerShapes, SideShape, layer_memory};
 use kvd_codec::{HeadCodec, ModelCodec, PayloadSizes, Quantizer, SideSpec, StoredLayout};
 use kvd_core::{DType, LayerIndex, Side};

@@ -4,7 +4,7 @@ use super::sizes::PageSizes;
 use super::{CodeOutput, HeadStore, StoreShapes, dtype_number};
 use crate::abi::{IN_SHARED, SideKernel, StoreUnit};
 use crate::huffman_tables::SharedMemory;
-use crate::kernel_side::{COPY_BYTES, rows_shape};
+use crate::kernel_choice::{COPY_BYTES, rows_shape};
 use kvd_codec::{HEADER_BYTES, ModelCodec, PageBytes, PageHeader, PayloadSizes};
 use kvd_compute::EncodeSource;
 use kvd_core::{LayerIndex, Side};

@@ -1,6 +1,6 @@
 //! A side's transform as `kernels/include/kvd/store/transform.cuh` reads it.
 
-use crate::kernel_side::COPY_BYTES;
+use crate::kernel_choice::COPY_BYTES;
 use kvd_codec::{ForwardStep, HeadCodec};
 use kvd_core::DType;
 

@@ -2,7 +2,7 @@
 //! `kernels/include/kvd/store/huffman.cuh`, and the room that its codes may take.
 
 use super::steps;
-use crate::kernel_side::COPY_BYTES;
+use crate::kernel_choice::COPY_BYTES;
 use kvd_codec::{CHUNK_TOKENS, Grid, StreamRun, StreamTable};
 use kvd_core::Side;
 

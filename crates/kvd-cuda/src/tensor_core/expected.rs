@@ -5,7 +5,7 @@ use super::{
     tensor_factor, tiles_together, uses_tensor_cores, work_bytes,
 };
 use crate::abi::{SideKernel, SideShape};
-use crate::kernel_side::{ChosenKernel, KernelPair, KernelVariant};
+use crate::kernel_choice::{ChosenKernel, KernelPair, KernelVariant};
 use crate::late_pairs::LatePairs;
 use crate::page_shapes::{ExpectedPages, TileShape};
 use crate::{specialized, unpack};

@@ -15,7 +15,7 @@ template <class Word, class Pick>
 KVD_DEVICE Word block_one(Word word, Word* words, Pick pick) {
     words[thread_index()] = word;
     KVD_BARRIER();
-    for (unsigned half = TURN_THREADS / 2; half > 0; half /= 2) {
+    for (unsigned half = REGION_THREADS / 2; half > 0; half /= 2) {
         if (thread_index() < half) {
             words[thread_index()] = pick(words[thread_index()], words[thread_index() + half]);
         }

@@ -77,17 +77,17 @@ struct Stager {
     // The whole words of a run.
     template <class Part>
     KVD_DEVICE void take_run(uint64_t first, uint64_t end) {
-        for (uint64_t from = first + thread_index(); from < end; from += AHEAD * TURN_THREADS) {
+        for (uint64_t from = first + thread_index(); from < end; from += AHEAD * REGION_THREADS) {
             // All are asked for before the first is needed.
             uint64_t words[AHEAD];
 #pragma unroll
             for (unsigned i = 0; i < AHEAD; i++) {
-                const uint64_t at = from + i * TURN_THREADS;
+                const uint64_t at = from + i * REGION_THREADS;
                 words[i] = at < end ? whole_word<Part>(side.from + 8 * at) : 0;
             }
 #pragma unroll
             for (unsigned i = 0; i < AHEAD; i++) {
-                const uint64_t at = from + i * TURN_THREADS;
+                const uint64_t at = from + i * REGION_THREADS;
                 if (at < end) {
                     take(at, words[i]);
                 }
@@ -118,7 +118,7 @@ KVD_DEVICE void stage(const StageParameters& parameters, uint8_t* shared) {
     }
     uint64_t* sums = reinterpret_cast<uint64_t*>(shared);
     const uint64_t sum = block_sum(of.sum, sums);
-    const uint32_t bad = block_least(of.bad, reinterpret_cast<uint32_t*>(sums + TURN_THREADS));
+    const uint32_t bad = block_least(of.bad, reinterpret_cast<uint32_t*>(sums + REGION_THREADS));
     if (thread_index() == 0) {
         parameters.checks[block_index()] = {sum, bad, 0};
     }

@@ -1,7 +1,7 @@
 // Rows of one head through the steps of its side's transform, by one thread block: queries into coefficient
 // space, sums of values out of it (kvd-codec/src/transform.rs). A step is four words (kind, a number, an
 // offset from the head's first step in bytes, a float), then its data. Host side:
-// crates/kvd-cuda/src/query_transform/.
+// crates/kvd-cuda/src/query_transform.rs.
 #pragma once
 
 #include "../abi.cuh"
@@ -9,7 +9,7 @@
 
 namespace kvd {
 
-constexpr unsigned TURN_STEP_WORDS = 4;
+constexpr unsigned TRANSFORM_STEP_WORDS = 4;
 
 enum class Turn : uint32_t {
     End = 0,
@@ -37,9 +37,9 @@ struct Turned {
 
     KVD_DEVICE Turned(uint8_t* shared, unsigned rows_of_unit, unsigned channels) {
         rows = reinterpret_cast<float*>(shared);
-        copy = rows + TURN_ROWS * channels;
-        marks = copy + TURN_ROWS * channels;
-        words = reinterpret_cast<uint32_t*>(marks + TURN_ROWS);
+        copy = rows + TRANSFORM_ROWS * channels;
+        marks = copy + TRANSFORM_ROWS * channels;
+        words = reinterpret_cast<uint32_t*>(marks + TRANSFORM_ROWS);
         count = rows_of_unit;
         dim = channels;
     }
@@ -47,7 +47,7 @@ struct Turned {
     // Each value once: `row`, `channel` and where it is.
     template <class Visit>
     KVD_DEVICE void each(Visit visit) const {
-        for (unsigned at = thread_index(); at < count * dim; at += TURN_THREADS) {
+        for (unsigned at = thread_index(); at < count * dim; at += REGION_THREADS) {
             visit(at / dim, at % dim, at);
         }
     }
@@ -60,7 +60,7 @@ struct Turned {
 
 KVD_DEVICE void turn_hadamard(const Turned& of, unsigned block, float norm) {
     for (unsigned half = 1; half < block; half *= 2) {
-        for (unsigned pair = thread_index(); pair < of.count * of.dim / 2; pair += TURN_THREADS) {
+        for (unsigned pair = thread_index(); pair < of.count * of.dim / 2; pair += REGION_THREADS) {
             // Blocks divide rows, so pairs of all rows are numbered as those of one.
             const unsigned low = (pair & ~(half - 1)) * 2 + (pair & (half - 1));
             const float a = of.rows[low];
@@ -76,19 +76,19 @@ KVD_DEVICE void turn_hadamard(const Turned& of, unsigned block, float norm) {
 // Outputs lie in threads, each entry is read once for all rows.
 KVD_DEVICE void turn_matrix(const Turned& of, const float* columns) {
     of.make_copy();
-    for (unsigned at = thread_index(); at < of.dim; at += TURN_THREADS) {
-        float sums[TURN_ROWS] = {};
+    for (unsigned at = thread_index(); at < of.dim; at += REGION_THREADS) {
+        float sums[TRANSFORM_ROWS] = {};
         for (unsigned input = 0; input < of.dim; input++) {
             const float entry = columns[uint64_t(input) * of.dim + at];
 #pragma unroll
-            for (unsigned row = 0; row < TURN_ROWS; row++) {
+            for (unsigned row = 0; row < TRANSFORM_ROWS; row++) {
                 if (row < of.count) {
                     sums[row] += of.copy[row * of.dim + input] * entry;
                 }
             }
         }
 #pragma unroll
-        for (unsigned row = 0; row < TURN_ROWS; row++) {
+        for (unsigned row = 0; row < TRANSFORM_ROWS; row++) {
             if (row < of.count) {
                 of.rows[row * of.dim + at] = sums[row];
             }
@@ -99,7 +99,7 @@ KVD_DEVICE void turn_matrix(const Turned& of, const float* columns) {
 // Products of rows with a mean, added to their marks: a warp per row.
 struct MeetMean {
     KVD_DEVICE static void step(const Turned& of, const float* mean) {
-        for (unsigned row = warp_index(); row < of.count; row += TURN_THREADS / WARP_LANES) {
+        for (unsigned row = warp_index(); row < of.count; row += REGION_THREADS / WARP_LANES) {
             float sum = 0;
             for (unsigned at = lane_index(); at < of.dim; at += WARP_LANES) {
                 sum += of.rows[row * of.dim + at] * mean[at];
@@ -125,7 +125,7 @@ struct AddMean {
 template <class Mean>
 KVD_DEVICE void turn(const Turned& of, const uint8_t* steps) {
     const uint32_t* step = reinterpret_cast<const uint32_t*>(steps);
-    for (; Turn(step[0]) != Turn::End; step += TURN_STEP_WORDS) {
+    for (; Turn(step[0]) != Turn::End; step += TRANSFORM_STEP_WORDS) {
         const uint8_t* data = steps + step[2];
         const float* values = reinterpret_cast<const float*>(data);
         const uint32_t* order = reinterpret_cast<const uint32_t*>(data);

@@ -15,11 +15,11 @@ KVD_DEVICE void copy_rows(const RowsUnit& unit) {
     const unsigned parts = unit.row_bytes / sizeof(Part);
     const unsigned end = unit.rows * parts;
     Part* to = reinterpret_cast<Part*>(unit.to);
-    for (unsigned from = thread_index(); from < end; from += AHEAD * TURN_THREADS) {
+    for (unsigned from = thread_index(); from < end; from += AHEAD * REGION_THREADS) {
         Part loaded[AHEAD];
 #pragma unroll
         for (unsigned i = 0; i < AHEAD; i++) {
-            const unsigned at = from + i * TURN_THREADS;
+            const unsigned at = from + i * REGION_THREADS;
             const uint8_t* row = unit.from + uint64_t(at / parts) * unit.stride;
             if (at < end) {
                 loaded[i] = reinterpret_cast<const Part*>(row)[at % parts];
@@ -27,7 +27,7 @@ KVD_DEVICE void copy_rows(const RowsUnit& unit) {
         }
 #pragma unroll
         for (unsigned i = 0; i < AHEAD; i++) {
-            const unsigned at = from + i * TURN_THREADS;
+            const unsigned at = from + i * REGION_THREADS;
             if (at < end) {
                 to[at] = loaded[i];
             }

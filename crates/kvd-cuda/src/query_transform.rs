@@ -2,7 +2,7 @@
 //! `kernels/region.cu` are given. [`QueryTransforms`] are the transforms of a layer's heads,
 //! queries into coefficient space and sums of values out of it. Pure: reads no memory of a device.
 
-use crate::abi::{TURN_ROWS, TURN_THREADS, TransformUnit};
+use crate::abi::{REGION_THREADS, TRANSFORM_ROWS, TransformUnit};
 use kvd_codec::{ModelCodec, QueryTransformStep};
 use kvd_core::{LayerIndex, Side};
 
@@ -48,7 +48,7 @@ impl QueryTransforms {
     /// number per row, a word per thread.
     #[must_use]
     pub fn shared_bytes(dim: usize) -> usize {
-        4 * (2 * TURN_ROWS * dim + TURN_ROWS + TURN_THREADS as usize)
+        4 * (2 * TRANSFORM_ROWS * dim + TRANSFORM_ROWS + REGION_THREADS as usize)
     }
 
     /// Appends steps and their end; gives their offset.
