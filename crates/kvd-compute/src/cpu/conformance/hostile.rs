@@ -255,9 +255,7 @@ fn ordinary_rows_are_not_answered_twice() {
             let ask = Question { position, ..ASK };
             let plan = plan(&geometry(64), &parts, data, ask);
             let rows = backend.with_job(&plan, attend::rows_again).unwrap();
-            // Its values are mostly zeros, and the estimate counts them as its largest (ADR 19).
-            let rows_max = if name == "kvd-1.5" { 2 } else { 0 };
-            assert!(rows <= rows_max, "{name}, {data:?}, {position}: {rows} rows");
+            assert_eq!(rows, 0, "{name}, {data:?}, {position}");
         }
     }
     for name in ["kivi-4", "vecinfer-2", "kvcomp", "kvd-4", "kvd-2", "turbo-4", "kvd-2-fast"] {
