@@ -1,6 +1,7 @@
 # Each fuzz target for some seconds, from its corpus, with AddressSanitizer. What `cargo fuzz run`
 # does, without having to compile cargo-fuzz first.
 # guards: crates/kvd-core crates/kvd-codec crates/kvd-tier crates/kvd-testkit fuzz
+# guards: crates/kvd-shm/src/ring crates/kvd-proto
 set -euo pipefail
 source .ci/lib.sh
 nightly=nightly
@@ -12,10 +13,14 @@ export RUSTFLAGS="--cfg fuzzing -Zsanitizer=address -Cpasses=sancov-module \
 export ASAN_OPTIONS=detect_leaks=0
 target=x86_64-unknown-linux-gnu
 cargo "+$nightly" build --manifest-path fuzz/Cargo.toml --target "$target" --release --bins
-for binary in page_decode spec_parse calibration_read record_read; do
+for binary in page_decode spec_parse calibration_read record_read ring_record request_read; do
     # New inputs go beside the corpus, which is committed.
     found=$(mktemp -d)
-    "fuzz/target/$target/release/$binary" -max_total_time="${KVD_FUZZ_SECONDS:-20}" \
-        -artifact_prefix=fuzz/ "$found" "fuzz/corpus/$binary"
-    rm -rf "$found"
+    if ! "fuzz/target/$target/release/$binary" -max_total_time="${KVD_FUZZ_SECONDS:-20}" \
+        -artifact_prefix=fuzz/ -print_final_stats=1 "$found" "fuzz/corpus/$binary" >"$found.log" 2>&1; then
+        tail -60 "$found.log"
+        exit 1
+    fi
+    echo "$binary: $(sed -n 's/^stat::number_of_executed_units: *//p' "$found.log") inputs"
+    rm -rf "$found" "$found.log"
 done

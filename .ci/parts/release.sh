@@ -2,6 +2,7 @@
 # demo runs; the list of crates holds every crate that cargo compiles into a released program.
 # guards: deploy/release.sh deploy/systemd Cargo.lock crates/*/Cargo.toml crates/kvd-eval/src/demo
 # guards: crates/kvd/src/cli/demo.rs crates/kvd-engine/src/assets.rs
+# limit: 1800
 set -euo pipefail
 source .ci/lib.sh
 export PATH=$PWD/target/cyclonedx/bin:$PATH
