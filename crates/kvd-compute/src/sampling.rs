@@ -11,7 +11,7 @@ pub(crate) const SAMPLE_INTERVAL: u64 = 256;
 /// it.
 const ALARM_BLOCKS: u64 = 16;
 
-/// Whether the block that a layer encodes after `index` others is measured: sooner at the beginning,
+/// Whether the block that a layer encodes after `index` others is measured: more of the first ones,
 /// so that errors of a short conversation show, and then one in [`SAMPLE_INTERVAL`].
 fn is_sampled(index: u64) -> bool {
     index.is_multiple_of(SAMPLE_INTERVAL) || index < SAMPLE_INTERVAL && index.is_power_of_two()

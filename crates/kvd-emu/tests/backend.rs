@@ -265,6 +265,11 @@ fn blocks(part: &PlanPart, count: usize) -> Vec<EncodeSource> {
     vec![EncodeSource { extent, capacity_rows, first_row, rows: 8 }; count]
 }
 
+/// Whether a layer's block is measured, of the first 256.
+fn is_measured(index: usize) -> bool {
+    index == 0 || index.is_power_of_two()
+}
+
 #[test]
 fn rows_that_kernels_encode_stay_on_the_device() {
     if !is_available() {
@@ -273,13 +278,13 @@ fn rows_that_kernels_encode_stay_on_the_device() {
     let (mut backend, watch, part) = with_rows(OPTIONS);
     let blocks = blocks(&part, 20);
     let encoded = backend.encode(ModelId(1), LayerIndex(0), &blocks).unwrap();
-    // Blocks 0 and 16 are measured, on the host; of the others it reads four headers.
+    // Six are measured, on the host; of the others it reads four headers.
     let rows = 8 * 2 * (64 + 64) * 4;
-    assert_eq!(watch.lock().read_bytes, 2 * rows + 18 * 4 * 32);
+    assert_eq!(watch.lock().read_bytes, 6 * rows + 14 * 4 * 32);
     let mut sizes = Vec::new();
     for (index, pages) in encoded.into_iter().enumerate() {
         let pages = pages.unwrap();
-        let measured = index % 16 == 0;
+        let measured = is_measured(index);
         assert_eq!((pages.held.is_none(), pages.sampled.is_some()), (measured, measured));
         assert_eq!(pages.packed.parts.total_bytes(), pages.size_bytes());
         assert_eq!(pages.packed.sides.iter().sum::<u64>(), pages.size_bytes());
@@ -314,15 +319,15 @@ fn pages_whose_size_the_kernel_finds_stay_on_the_device() {
     {
         let value = |i: u32| (i.wrapping_mul(2_654_435_761) >> 8) as f32 / 8_388_608.0 - 1.0;
         let (mut backend, watch, part) = with_codec(text, value, Pace::Late, OPTIONS);
-        let encoded = backend.encode(ModelId(1), LayerIndex(0), &blocks(&part, 3)).unwrap();
-        // One block that is measured, and four headers of each of the others; of a layer's first
+        let encoded = backend.encode(ModelId(1), LayerIndex(0), &blocks(&part, 6)).unwrap();
+        // Four blocks that are measured, and four headers of each of the others; of a layer's first
         // Huffman tables the counts of their codes.
-        let wanted = 8 * 2 * (64 + 64) * 4 + 2 * 4 * 32 + counters(text);
+        let wanted = 4 * 8 * 2 * (64 + 64) * 4 + 2 * 4 * 32 + counters(text);
         assert_eq!(watch.lock().read_bytes, wanted, "{text}");
         let mut sizes = Vec::new();
         for (index, pages) in encoded.into_iter().enumerate() {
             let pages = pages.unwrap();
-            assert_eq!(pages.held.is_none(), index == 0, "{text}");
+            assert_eq!(pages.held.is_none(), is_measured(index), "{text}");
             assert_eq!(
                 (pages.fallback_pages, pages.packed.parts.total_bytes()),
                 (0, pages.size_bytes())
@@ -331,15 +336,15 @@ fn pages_whose_size_the_kernel_finds_stay_on_the_device() {
             let copies = watch.lock().copies;
             backend.move_pages(&pages, extent);
             // Four pages with room between them go at once.
-            assert_eq!(watch.lock().copies - copies, usize::from(index > 0), "{text}");
+            assert_eq!(watch.lock().copies - copies, usize::from(index == 3), "{text}");
             let source = Source::Pages { extent, ends: pages.page_ends.clone(), first_row: 0 };
             let loaded = load(&mut backend, &PlanPart { source, ..part.clone() });
             sizes.push((pages.packed.parts, pages.page_ends, loaded.unwrap()));
-            if index == 1 {
+            if index == 3 {
                 break;
             }
         }
-        assert_eq!(sizes[0], sizes[1], "{text}: whoever encodes, pages are the same");
+        assert_eq!(sizes[0], sizes[3], "{text}: whoever encodes, pages are the same");
         assert_eq!(backend.failure(), None);
     }
 }
@@ -350,8 +355,8 @@ fn pages_that_are_no_longer_held_cannot_be_placed() {
         return;
     }
     let (mut backend, _, part) = with_rows(OPTIONS);
-    let encoded = backend.encode(ModelId(1), LayerIndex(0), &blocks(&part, 2)).unwrap();
-    let pages = encoded[1].as_ref().unwrap();
+    let encoded = backend.encode(ModelId(1), LayerIndex(0), &blocks(&part, 4)).unwrap();
+    let pages = encoded[3].as_ref().unwrap();
     backend.attend(&conformance::attend_plan(vec![part.clone()], 1)).unwrap();
     assert_eq!(backend.failure(), None);
     backend.move_pages(pages, Extent { offset: 65_536, len: pages.size_bytes() });
@@ -430,15 +435,16 @@ fn one_attend_is_one_copy_to_the_device_and_one_wait() {
 /// Rows written, encoded, placed and read, with copies to the device where others read before.
 fn work(backend: &mut CudaBackend, part: &PlanPart) -> Result<Vec<u8>, ErrorCode> {
     // So many that the tables of the attend go to where pages may not have been copied from yet.
-    let encoded = backend.encode(ModelId(1), LayerIndex(0), &blocks(part, 16));
+    let encoded = backend.encode(ModelId(1), LayerIndex(0), &blocks(part, 21));
     let encoded = encoded.map_err(|error| error.code())?;
-    for (slot, pages) in (0..).zip(&encoded[1..]) {
+    let others = encoded.iter().enumerate().filter(|(index, _)| !is_measured(*index));
+    for (slot, (_, pages)) in (0..).zip(others) {
         let pages = pages.as_ref().map_err(|error| error.code())?;
-        assert!(pages.held.is_some(), "the device encodes all but the first");
+        assert!(pages.held.is_some(), "the device encodes all that are not measured");
         let extent = Extent { offset: 65_536 + (slot << 14), len: pages.size_bytes() };
         backend.move_pages(pages, extent);
     }
-    let pages = encoded[1].as_ref().map_err(|error| error.code())?;
+    let pages = encoded[3].as_ref().map_err(|error| error.code())?;
     let extent = Extent { offset: 65_536, len: pages.size_bytes() };
     let plan = conformance::attend_plan(vec![part.clone()], 2);
     backend.attend(&plan).map_err(|error| error.code())?;

@@ -42,7 +42,7 @@ pub(super) struct RowDecoder<'a> {
     /// Positions of those.
     known: [Option<u32>; 2],
     streams: [Option<StreamTiles>; 2],
-    /// Of the values, once asked for.
+    /// The magnitudes of values, once asked for.
     held: Option<Option<HeldMagnitudes>>,
 }
 

@@ -145,8 +145,8 @@ fn first_tables_of_a_layer_are_the_hosts_and_its_rows_stay_on_the_device() {
             let made = |kernel: &String| kernel.starts_with("kvd_histogram_");
             assert_eq!(watch.lock().kernels.iter().any(made), counted, "{scratch_bytes}");
             if whole {
-                // Blocks 0 and 16 are measured.
-                let wanted = 2 * rows + 18 * 4 * 32 + counters(text);
+                // Six are measured.
+                let wanted = 6 * rows + 14 * 4 * 32 + counters(text);
                 assert_eq!(watch.lock().read_bytes, wanted, "{text}");
             }
             let versions = backend.model_bytes(ModelId(1)).unwrap().table_versions;

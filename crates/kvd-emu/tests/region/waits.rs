@@ -59,7 +59,10 @@ fn encoded_behind_rows(rows: &IncomingRows, planted: Planted) -> ([Vec<u8>; 2], 
     let to = RawTarget { extent, capacity_rows, first_row: 0 };
     backend.write(MODEL, &incoming(&geometry, BLOCK, 9.0), 0, BLOCK, to).unwrap();
     let block = EncodeSource { extent, capacity_rows, first_row: 0, rows: BLOCK };
-    backend.encode(MODEL, LAYER, &[block]).unwrap().remove(0).unwrap();
+    // After these none of the next seven is measured.
+    for encoded in backend.encode(MODEL, LAYER, &[block; 9]).unwrap() {
+        encoded.unwrap();
+    }
 
     let writes = writes(&geometry, 0, rows.tokens);
     let (_, staged) = stage(&mut fixture, rows);
