@@ -1,6 +1,7 @@
 # A real Prometheus with the shipped rules scrapes a daemon under load, and every query of the
 # dashboard has an answer that load moves.
-# guards: deploy/prometheus deploy/grafana tests/prometheus crates/kvd/src/metrics crates/kvd/src/dashboard
+# guards: deploy/prometheus deploy/grafana tests/prometheus tests/python crates/kvd/src/metrics
+# guards: crates/kvd/src/dashboard
 # guards: crates/kvd/src/service/stats.rs crates/kvd/src/admin
 set -euo pipefail
 source .ci/lib.sh

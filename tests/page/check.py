@@ -9,19 +9,18 @@ sideways; any word of the browser about the page's policy or an error of its scr
 
 import contextlib
 import hashlib
-import json
 import pathlib
 import subprocess
 import sys
 import tempfile
-import time
 
 import numpy as np
 from phone import phone
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "clients/python/src"))
+sys.path[:0] = [str(ROOT / "clients/python/src"), str(ROOT / "tests/python")]
 import kvd  # noqa: E402
+from daemon_log import await_admin  # noqa: E402
 
 # Milliseconds of the page's own clock: some looks at the daemon.
 BUDGET_MS = 9000
@@ -41,17 +40,6 @@ def daemon(program: str, folder: str, *settings: str):
     finally:
         process.terminate()
         process.wait(timeout=20)
-
-
-def await_admin(process: subprocess.Popen, log_path: pathlib.Path) -> str:
-    for _ in range(400):
-        for line in log_path.read_text().splitlines():
-            fields = json.loads(line).get("fields", {})
-            if "admin" in fields:
-                return fields["admin"]
-        assert process.poll() is None, log_path.read_text()
-        time.sleep(0.05)
-    raise TimeoutError(log_path.read_text())
 
 
 def browse(chromium: str, address: str, *options: str) -> str:

@@ -26,8 +26,9 @@ from collections.abc import Iterator
 import numpy as np
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "clients/python/src"))
+sys.path[:0] = [str(ROOT / "clients/python/src"), str(ROOT / "tests/python")]
 import kvd  # noqa: E402
+from daemon_log import await_admin  # noqa: E402
 
 # Some scrapes of the shipped 5 s, and two evaluations of rules of its 15 s.
 LOAD_SECONDS = 34
@@ -68,17 +69,6 @@ def running(command: list[str], log_path: pathlib.Path) -> Iterator[subprocess.P
     finally:
         process.terminate()
         process.wait(timeout=30)
-
-
-def await_admin(process: subprocess.Popen, log_path: pathlib.Path) -> str:
-    for _ in range(400):
-        for line in log_path.read_text().splitlines():
-            fields = json.loads(line).get("fields", {})
-            if "admin" in fields:
-                return fields["admin"]
-        assert process.poll() is None, log_path.read_text()
-        time.sleep(0.05)
-    raise TimeoutError(log_path.read_text())
 
 
 def get_text(url: str) -> str:

@@ -87,7 +87,7 @@ impl Calibration {
             ));
         }
         for part in other.parts {
-            if self.part(part.side, &part.fitted).is_none() {
+            if self.find_side(part.side, &part.fitted).is_none() {
                 self.parts.push(part);
             }
         }
@@ -102,7 +102,7 @@ impl Calibration {
 
     /// The part fitted for that side and text.
     #[must_use]
-    pub fn part(&self, side: Side, fitted: &str) -> Option<&SideCalibration> {
+    pub fn find_side(&self, side: Side, fitted: &str) -> Option<&SideCalibration> {
         self.parts.iter().find(|part| part.side == side && part.fitted == fitted)
     }
 

@@ -203,7 +203,7 @@ fn fitted_side<'a>(
     side: Side,
 ) -> Result<&'a SideCalibration, CodecError> {
     let wanted = spec.fitted_text();
-    calibration.part(side, &wanted).ok_or_else(|| {
+    calibration.find_side(side, &wanted).ok_or_else(|| {
         let held: Vec<String> =
             calibration.parts().map(|(side, fitted)| format!("{side}={fitted}")).collect();
         mismatch_error(format!("it was fitted for {}, not for {side}={wanted}", held.join("; ")))

@@ -224,7 +224,7 @@ pub struct RatedCodec<'a> {
 impl<'a> RatedCodec<'a> {
     /// The calibration's part of one side.
     fn side_part(&self, side: Side) -> Option<&'a SideCalibration> {
-        self.calibration.part(side, &self.spec.side(side).fitted_text())
+        self.calibration.find_side(side, &self.spec.side(side).fitted_text())
     }
 }
 

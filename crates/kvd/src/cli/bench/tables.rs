@@ -165,7 +165,7 @@ pub(super) const STORE: BenchSheet<StoreRow> = BenchSheet {
     },
     codec: (|row| row.codec.clone(), 17),
     note: "us of processor time, K and V of one layer; the first call trains tables where there \
-           are such. Errors are measured of one block in 16. GB/s of f16 input by processor \
+           are such. Errors are measured of one block in 256. GB/s of f16 input by processor \
            time; --wide: by wall time and of pages too.",
     wide: store_wide,
 };
