@@ -20,9 +20,9 @@ const SMALL: f64 = 0.01;
 const HEAD: &str = "\
 # Results
 
-`cargo xtask gen` writes this page from [bench/results](../../bench/results). Compare figures only
-within one table. What they mean: [attention](cpu.md), [encoding](encode.md),
-[Huffman codes](entropy.md), [transport](transport.md).
+`cargo xtask gen` writes this page from [bench/results](../../bench/results), which has the other
+tables. Compare figures only within one table. What they mean: [attention](cpu.md),
+[encoding](encode.md), [Huffman codes](entropy.md), [transport](transport.md).
 ";
 
 #[derive(Deserialize)]
@@ -49,7 +49,6 @@ pub(crate) fn render_page(root: &Path) -> Result<String> {
     files.retain(|file| file.extension().is_some_and(|end| end == "json"));
     files.sort();
     let mut page = HEAD.to_owned();
-    let mut links = String::new();
     for file in files {
         let read =
             || -> Result<ResultFile> { Ok(serde_json::from_str(&fs::read_to_string(&file)?)?) };
@@ -57,17 +56,9 @@ pub(crate) fn render_page(root: &Path) -> Result<String> {
         let results = read().with_context(context)?;
         if results.page {
             page.push_str(&results.section().with_context(context)?);
-        } else {
-            links.push_str(&link_item(&file));
         }
     }
-    Ok(format!("{page}\n## Other tables\n\n{links}"))
-}
-
-/// A line of the list of tables that the page does not show: the file's name says what it has.
-fn link_item(file: &Path) -> String {
-    let name = file.file_stem().unwrap_or_default().to_string_lossy();
-    format!("- [{name}](../../{FOLDER}/{name}.json)\n")
+    Ok(page)
 }
 
 impl ResultFile {

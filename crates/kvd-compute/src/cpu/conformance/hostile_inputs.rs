@@ -38,6 +38,12 @@ pub(super) enum HostileInput {
     EqualWeights(f32),
     /// Everything is so small.
     Tiny(f32),
+    /// Values have a common part of one beside such differences, and scores differ much.
+    CommonPart(f32),
+    /// So do those of the tokens with small weights alone.
+    CommonPartOfSmall(f32),
+    /// One token has most of the weight, and so do the values of every other token of the rest.
+    CommonPartOfHalf(f32),
     /// Magnitudes over twelve decades: of channels of queries, keys and values, of rows of values.
     Decades(u64),
 }
@@ -64,6 +70,9 @@ pub(super) const KINDS: &[HostileInput] = &[
     HostileInput::EqualWeights(5.7),
     HostileInput::EqualWeights(7.0),
     HostileInput::Tiny(1e-4),
+    HostileInput::CommonPart(0.05),
+    HostileInput::CommonPartOfSmall(0.05),
+    HostileInput::CommonPartOfHalf(0.05),
     HostileInput::Decades(1),
     HostileInput::Decades(2),
     HostileInput::Decades(3),
@@ -129,7 +138,10 @@ impl HostileInput {
                     let factor = sign * (size.abs() / (dim as f32).sqrt()).sqrt();
                     row.iter_mut().for_each(|q| *q = factor * (1.0 + 0.1 * *q));
                 }
-                Self::EmptySink | Self::EqualWeights(_) => row[0] = 8.0,
+                Self::EmptySink
+                | Self::EqualWeights(_)
+                | Self::CommonPartOfSmall(_)
+                | Self::CommonPartOfHalf(_) => row[0] = 8.0,
                 Self::Tiny(size) => row.iter_mut().for_each(|q| *q *= size),
                 Self::Decades(seed) => {
                     row.iter_mut().zip(decades(dim, seed)).for_each(|(q, size)| *q *= size);
@@ -208,6 +220,9 @@ impl HostileInput {
                 key[0] = if token == 20 { above - 1.0 } else { -1.0 };
             }
             Self::Tiny(size) => key.iter_mut().for_each(|k| *k *= size),
+            Self::CommonPart(_) => key.iter_mut().for_each(|k| *k *= 3.0),
+            Self::CommonPartOfSmall(_) => key[0] = small_score(token),
+            Self::CommonPartOfHalf(_) => key[0] = if token == 20 { 0.0 } else { key[0] - 8.0 },
             Self::Decades(seed) => {
                 key.iter_mut().zip(decades(dim, seed + 1)).for_each(|(k, size)| *k *= size);
             }
@@ -225,6 +240,13 @@ impl HostileInput {
             Self::EmptySink | Self::EqualWeights(_) if token == 20 => row.fill(0.0),
             Self::EqualWeights(_) => row.iter_mut().for_each(|v| *v = 1.0 + 0.1 * v.abs()),
             Self::Tiny(size) => row.iter_mut().for_each(|v| *v *= size),
+            Self::CommonPart(rest) => row.iter_mut().for_each(|v| *v = 1.0 + rest * *v),
+            Self::CommonPartOfSmall(rest) if small_score(token) < 0.0 => {
+                row.iter_mut().for_each(|v| *v = 1.0 + rest * *v);
+            }
+            Self::CommonPartOfHalf(rest) if token.is_multiple_of(2) => {
+                row.iter_mut().for_each(|v| *v = 1.0 + rest * *v);
+            }
             Self::Decades(seed) => {
                 let factor = decades(TOKENS * 2, seed + 2)[token];
                 let sizes = decades(dim, seed + 3);
@@ -233,6 +255,11 @@ impl HostileInput {
             _ => {}
         }
     }
+}
+
+/// A score of 0 for one token in sixteen, and of others that weigh less than half a unit each.
+fn small_score(token: usize) -> f32 {
+    if token.is_multiple_of(16) { 0.0 } else { -11.5 }
 }
 
 /// Rounds to eleven bits each.

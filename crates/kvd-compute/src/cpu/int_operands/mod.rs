@@ -263,6 +263,16 @@ impl IntOperands {
         RoundedRow { unit, lost, base: 0.0 }
     }
 
+    /// Units with which the integers of the first rows add up to what their values do: sums with
+    /// them are averages by the rounded weights, and what rounding took counts as those average.
+    pub(crate) fn exact_units(&self, pushed: &[RoundedRow; ROWS]) -> [f32; ROWS] {
+        let mut units = pushed.map(|row| row.unit);
+        for ((unit, row), sum) in units.iter_mut().zip(pushed).zip(&self.sums) {
+            *unit += if *sum > 0 { row.lost / *sum as f32 } else { 0.0 };
+        }
+        units
+    }
+
     /// Rows from `first` on, at most [`ROWS`].
     pub(crate) fn rows_from(&self, first: usize) -> IntRows<'_> {
         let end = self.sums.len().min(first + ROWS);

@@ -14,8 +14,8 @@ use crate::cpu::simd::{KernelConfig, Simd, per_level};
 use crate::cpu::span_scores::{SpanScores, TILE};
 use crate::cpu::tile_cursor::TileCursor;
 use crate::cpu::uniform::{
-    PAIR_BYTES, by_tile, channels_per_pair, code_lookup, code_reach, middle_code, scale_row,
-    steps_and_minima, sum_lanes, transpose_scales,
+    PAIR_BYTES, by_tile, channels_per_pair, code_lookup, code_reach, scale_row, steps_and_minima,
+    sum_lanes, transpose_scales,
 };
 use kvd_codec::{FixedCodes, GroupAxis, HeadCodec, UniformGroups, UniformMode};
 use kvd_core::DType;
@@ -123,6 +123,19 @@ pub(crate) fn takes_side(side: &HeadCodec) -> bool {
         UniformMode::Hybrid => {
             groups.axis == GroupAxis::Channel && groups.group == Some(TILE) && groups.bits < 8
         }
+    }
+}
+
+/// Units of the rows that were pushed. What rounding took from weights counts as the other weights
+/// do on average; of codes with signs as one of nothing, which is the middle of those.
+fn average_units(
+    groups: UniformGroups,
+    parts: &IntOperands,
+    pushed: &[RoundedRow; ROWS],
+) -> [f32; ROWS] {
+    match groups.mode {
+        UniformMode::Sym => pushed.map(|row| row.unit),
+        UniformMode::Asym | UniformMode::Hybrid => parts.exact_units(pushed),
     }
 }
 
@@ -264,11 +277,10 @@ impl UniformValues {
                 &mut pushed,
             );
             for (row, pushed) in rows.clone().zip(&pushed) {
-                let base = pushed.base + middle_code(self.groups) * pushed.lost;
-                self.bases[row * pairs + group] += base;
+                self.bases[row * pairs + group] += pushed.base;
                 self.folded[row * pairs + group].add_row(pushed, tokens);
             }
-            let units = pushed.map(|row| row.unit);
+            let units = average_units(self.groups, &self.parts, &pushed);
             let count = channels.min(self.dim - first);
             let target = SumTarget { units: &units[..rows.len()], factors: &[], first, count };
             let codes = TileCodes { prefetch: codes.prefetch.share_of(group, pairs), ..codes };
@@ -302,10 +314,10 @@ impl UniformValues {
             let mut pushed = [RoundedRow::default(); ROWS];
             self.parts.clear_rows(TILE);
             self.parts.push_folded(simd, &values[..count], ones, &mut pushed);
-            let units = pushed.map(|row| row.unit);
+            let units = average_units(self.groups, &self.parts, &pushed);
             let losts = self.lost[at..at + count].iter_mut().zip(&pushed);
             losts.for_each(|(lost, pushed)| *lost += pushed.lost);
-            let adds = pushed.map(|row| [middle_code(self.groups) * row.lost, row.base]);
+            let adds = pushed.map(|row| [0.0, row.base]);
             let (units, adds) = (&units[..count], &adds[..count]);
             let factors =
                 hybrid::GroupFactors { rows: self.parts.rows_from(0), positive: true, units, adds };
@@ -328,28 +340,26 @@ impl UniformValues {
         sums: &mut [f32],
     ) {
         self.parts.clear_rows(TILE);
-        let mut units = [0f32; ROWS];
+        let mut pushed = [RoundedRow::default(); ROWS];
         let sums = &mut sums[rows.start * self.dim..rows.end * self.dim];
         let ValueScales { minima, steps, hybrid, .. } = &self.scales;
-        let (minima, steps, centres) = match self.groups.mode {
-            UniformMode::Hybrid => (&hybrid.zeros[..], &hybrid.steps[..], &hybrid.centres[..]),
-            UniformMode::Asym | UniformMode::Sym => (&minima[..], &steps[..], &steps[..]),
+        let (minima, steps) = match self.groups.mode {
+            UniformMode::Hybrid => (&hybrid.zeros[..], &hybrid.steps[..]),
+            UniformMode::Asym | UniformMode::Sym => (&minima[..], &steps[..]),
         };
         for (index, row) in rows.clone().enumerate() {
             let (weights, most) = weights.tile_weights(row, tile..tile + 1);
             let weight = sum_lanes(weights);
-            let pushed = self.parts.push(simd, weights, most, Some(weight));
-            units[index] = pushed.unit;
-            self.lost[row] += pushed.lost;
-            let lost = middle_code(self.groups) * pushed.lost;
-            let sums = &mut sums[index * self.dim..][..self.dim];
-            match (minima, steps) {
-                ([minimum], [step]) => self.bases[row] += weight * minimum + lost * step,
-                _ => add_bases(simd, sums, minima, centres, [weight, lost]),
+            pushed[index] = self.parts.push(simd, weights, most, Some(weight));
+            self.lost[row] += pushed[index].lost;
+            match minima {
+                [minimum] => self.bases[row] += weight * minimum,
+                _ => add_minima(simd, &mut sums[index * self.dim..][..self.dim], minima, weight),
             }
-            if let [step] = steps {
-                units[index] *= step;
-            }
+        }
+        let mut units = average_units(self.groups, &self.parts, &pushed);
+        if let [step] = steps {
+            units.iter_mut().for_each(|unit| *unit *= step);
         }
         let factors = if steps.len() == 1 { &[] } else { steps };
         let target = SumTarget { units: &units[..rows.len()], factors, first: 0, count: self.dim };
@@ -389,15 +399,13 @@ impl UniformValues {
 }
 
 per_level!(
-    fn add_bases(sums: &mut [f32], minima: &[f32], centres: &[f32], of: [f32; 2])
-        = add_bases_body
+    fn add_minima(sums: &mut [f32], minima: &[f32], weight: f32) = add_minima_body
 );
 
-/// Adds what minima and centres are worth for a weight, and for what rounding took of it.
+/// Adds what minima are worth for a weight.
 #[inline(always)]
-fn add_bases_body(sums: &mut [f32], minima: &[f32], centres: &[f32], of: [f32; 2]) {
-    let [weight, lost] = of;
-    for (sum, (minimum, centre)) in sums.iter_mut().zip(minima.iter().zip(centres)) {
-        *sum += weight * minimum + lost * centre;
+fn add_minima_body(sums: &mut [f32], minima: &[f32], weight: f32) {
+    for (sum, minimum) in sums.iter_mut().zip(minima) {
+        *sum += weight * minimum;
     }
 }
