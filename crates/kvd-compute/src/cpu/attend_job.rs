@@ -5,6 +5,7 @@ use crate::cpu::kernel_table::KernelTarget;
 use crate::cpu::row_reader::LayerReader;
 use crate::cpu::scratch::ScratchStores;
 use crate::cpu::simd::{KernelConfig, Precision, Simd};
+use crate::cpu::value_looks::ValueLooks;
 use crate::{AttendPlan, PlanPart, PlanQuery, Stop};
 use std::ops::{Deref, Range};
 
@@ -82,6 +83,13 @@ impl<'a> AttendUnit<'a> {
         all.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0)
     }
 
+    /// Whether each token of its parts is seen by some query token.
+    pub(super) fn sees_all_parts(&self) -> bool {
+        let seen = self.seen_by_any();
+        self.parts.first().is_none_or(|part| seen.start <= part.first_token)
+            && self.parts.last().is_none_or(|part| part.end_token() <= seen.end)
+    }
+
     /// Positions that all of its query tokens see; it may be empty.
     pub(super) fn seen_by_all(&self) -> Range<u32> {
         let ends = self.tokens.iter().map(UnitTokens::visible_ends);
@@ -102,6 +110,8 @@ pub(crate) struct AttendJob<'a> {
     pub(crate) threads: usize,
     /// Memory for the threads.
     pub(crate) scratch: &'a ScratchStores,
+    /// Sides whose codes are looked at while they are multiplied.
+    pub(crate) looks: &'a ValueLooks,
     /// Whether the caller's thread does all of it: to wake others takes longer.
     pub(crate) is_small: bool,
     /// When it ends early, and when it pauses.

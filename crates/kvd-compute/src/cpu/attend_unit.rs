@@ -8,7 +8,7 @@ use crate::cpu::attend_job::{
 use crate::cpu::float::ROWS;
 use crate::cpu::huffman::{self, PageRequest, StreamTiles, TOGETHER};
 use crate::cpu::loss::{RowLoss, ValueLosses};
-use crate::cpu::part_bytes::PartBytes;
+use crate::cpu::part_bytes::{PARTS, PartBytes};
 use crate::cpu::prefetch::PartPrefetch;
 use crate::cpu::row_block::StridedRows;
 use crate::cpu::row_reader::RowReader;
@@ -49,9 +49,6 @@ impl DecodedParts {
 /// Tokens of float rows that are multiplied between two prefetch steps, in scores and in sums.
 const SCORE_TOKENS: usize = 8;
 const SUM_TOKENS: usize = 16;
-
-/// Parts of a unit that take no memory beside its own.
-const PARTS: usize = 8;
 
 /// A range in pieces of at most `len`.
 fn split_range(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> {
@@ -120,7 +117,9 @@ impl<'a> UnitState<'a> {
         let streams: Vec<_> = (0..slots).map(|_| streams()).collect();
         let tiles = |side: Side| streams.first().and_then(|tiles| tiles[side.index()].as_ref());
         let keys = KeyKernel::new(config, key_side, tiles(Side::Key), &queries.folded);
+        let looks = job.looks.wants_look(value_side);
         let values = ValueKernel::new(config, value_side, tiles(Side::Value), rows);
+        let values = values.map(|values| values.looking_at(looks, value_side, tiles(Side::Value)));
         let rounds = config.precision == Precision::Fast
             && keys.as_ref().is_some_and(KeyKernel::rounds_queries);
         let probe = if rounds { ScoreProbe::choose_token(unit, key_side, rows) } else { None };
@@ -444,6 +443,8 @@ impl<'a> UnitState<'a> {
         let precision = effective_precision(self.job.config(), self.states.len());
         if precision == Precision::Fast {
             let magnitude = self.values.as_ref().map_or(0.0, ValueKernel::largest_value);
+            let held = self.values.as_ref().filter(|_| self.unit.sees_all_parts());
+            let held = held.and_then(ValueKernel::held_magnitudes);
             for (row, loss) in self.losses.iter_mut().enumerate() {
                 loss.score = self.keys.as_ref().map_or(0.0, |keys| keys.score_loss(row));
                 let losses = self.values.as_ref().map(|values| ValueLosses {
@@ -452,6 +453,7 @@ impl<'a> UnitState<'a> {
                     folded: values.folded_loss(row),
                 });
                 loss.take_value_losses(losses.unwrap_or_default());
+                loss.held = held;
             }
         }
         if let Some(probe) = &self.probe {

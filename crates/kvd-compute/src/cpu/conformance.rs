@@ -53,8 +53,6 @@ const ROUNDED: &[&str] = &[
     "polar-4+4",
     "polar-4+2",
     "k=uniform(b=7,axis=channel)/huffman; v=uniform(b=8,axis=token)/huffman",
-    "k=raw; v=hadamard/uniform(b=2,g=32,axis=token)",
-    "k=raw; v=hadamard/uniform(b=4,axis=token)",
 ];
 /// Rounded codecs whose keys have score tables.
 const TABLES: &[&str] = &[

@@ -2,6 +2,7 @@
 //! and what remains is an integer dot product of codes. Coefficients of the zero class are in no
 //! tile; what tiles do not hold is added outlier by outlier.
 
+use crate::cpu::grid_energy::largest_energy;
 use crate::cpu::huffman::{OutlierRest, QUAD, StreamTiles};
 use crate::cpu::int_dot::{
     CodeLookup, ROWS, SETTLED_TILES, SumTarget, TileCodes, key_dots, value_dots,
@@ -45,38 +46,32 @@ fn byte_biases(positions: &[(i32, usize)]) -> Option<Vec<u8>> {
 }
 
 per_level!(
-    /// The largest sum over a token's codes of their squares, in tiles of keys; `biases` are those
-    /// of a token's codes.
-    fn largest_energy(tiles: &[u8], biases: &[u8]) -> f32 = largest_energy_body
+    /// The largest distance of a code from its bias, in tiles of values; `biases` are those of a
+    /// quad of tokens.
+    fn farthest_code(tiles: &[u8], biases: &[u8]) -> u8 = farthest_code_body
 );
 
 #[inline(always)]
-fn largest_energy_body(tiles: &[u8], biases: &[u8]) -> f32 {
-    const LANES: usize = QUAD * TILE;
+fn farthest_code_body(tiles: &[u8], biases: &[u8]) -> u8 {
+    const LANES: usize = 64;
+    let mut lanes = [0u8; LANES];
     let mut most = 0;
-    for tile in tiles.chunks_exact(TILE * biases.len()) {
-        let mut lanes = [0i32; LANES / 2];
-        // Four codes of each token, then the next four.
-        for (codes, biases) in tile.as_chunks::<LANES>().0.iter().zip(biases.as_chunks().0) {
-            let biases: &[u8; QUAD] = biases;
-            let mut apart = [0i16; LANES];
-            for (at, (apart, code)) in apart.iter_mut().zip(codes).enumerate() {
-                *apart = i16::from(*code) - i16::from(biases[at % QUAD]);
-            }
-            // Sums of two products of 16 bits are one instruction.
-            for (lane, pair) in lanes.iter_mut().zip(apart.as_chunks::<2>().0) {
-                let [a, b] = pair.map(i32::from);
-                *lane += a * a + b * b;
+    for quads in tiles.chunks_exact(biases.len()) {
+        let (codes, rest) = quads.as_chunks::<LANES>();
+        let (of_codes, of_rest) = biases.as_chunks::<LANES>();
+        for (codes, biases) in codes.iter().zip(of_codes) {
+            for (lane, (code, bias)) in lanes.iter_mut().zip(codes.iter().zip(biases)) {
+                *lane = (*lane).max(code.abs_diff(*bias));
             }
         }
-        let tokens = lanes.as_chunks::<2>().0.iter().map(|token| token.iter().sum::<i32>());
-        most = tokens.fold(most, i32::max);
+        let rest = rest.iter().zip(of_rest).map(|(code, bias)| code.abs_diff(*bias));
+        most = rest.fold(most, u8::max);
     }
-    most as f32
+    lanes.into_iter().fold(most, u8::max)
 }
 
 /// Magnitudes of the values of some pages.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct HeldMagnitudes {
     /// The largest that a tile holds.
     pub(super) largest: f32,
@@ -84,6 +79,13 @@ pub(super) struct HeldMagnitudes {
     pub(super) possible: f32,
     /// The largest bias of a code.
     pub(super) bias: f32,
+}
+
+impl HeldMagnitudes {
+    /// Those of the tiles of both.
+    pub(super) fn larger_of(self, other: Self) -> Self {
+        Self { largest: self.largest.max(other.largest), ..self }
+    }
 }
 
 /// Finds the magnitudes of the values of pages, one page after the other.
@@ -106,13 +108,9 @@ impl MagnitudeFinder {
         Some(Self { biases, step, held: HeldMagnitudes { largest: 0.0, possible, bias } })
     }
 
-    /// Takes the codes of a page's full tiles.
-    pub(super) fn add_tiles(&mut self, tiles: &[u8]) {
-        let mut most = 0u8;
-        for quads in tiles.chunks_exact(self.biases.len()) {
-            let apart = quads.iter().zip(&self.biases).map(|(code, bias)| code.abs_diff(*bias));
-            most = apart.fold(most, u8::max);
-        }
+    /// Takes the codes of full tiles.
+    pub(super) fn add_tiles(&mut self, simd: Simd, tiles: &[u8]) {
+        let most = farthest_code(simd, tiles, &self.biases);
         self.held.largest = self.held.largest.max(f32::from(most) * self.step);
     }
 
@@ -269,6 +267,8 @@ pub(crate) struct GridValues {
     /// The largest magnitude that a value in a tile could have. Sums have the biases of codes until
     /// the end, so that zeros cost as much.
     magnitude: f32,
+    /// Looks at the codes, where they will be asked for: see [`ValueLooks`].
+    finder: Option<MagnitudeFinder>,
 }
 
 impl GridValues {
@@ -289,10 +289,21 @@ impl GridValues {
             unsettled: 0,
             rests: vec![0.0; rows * side.dim()],
             magnitude: largest_codes(grid, &positions).0 * grid.step(),
+            finder: None,
             positions,
             parts: IntOperands::of_weights(config),
             dim: side.dim(),
         })
+    }
+
+    /// Looks at all codes from now on.
+    pub(crate) fn look_at_codes(&mut self, side: &HeadCodec, tiles: &StreamTiles) {
+        self.finder = side.grid().and_then(|grid| MagnitudeFinder::new(grid, tiles));
+    }
+
+    /// Magnitudes of the values in all tiles so far, where they were looked at.
+    pub(crate) fn held_magnitudes(&self) -> Option<HeldMagnitudes> {
+        self.finder.as_ref().map(MagnitudeFinder::held_magnitudes)
     }
 
     /// The largest magnitude of a value that rounded weights are multiplied with.
@@ -316,6 +327,9 @@ impl GridValues {
         let count = self.positions.len();
         if count == 0 {
             return;
+        }
+        if let Some(finder) = &mut self.finder {
+            finder.add_tiles(simd, codes.bytes);
         }
         self.unsettled += tiles.len();
         if self.unsettled > SETTLED_TILES {
@@ -385,25 +399,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_largest_energy_is_of_one_token_and_without_biases() {
-        const PER_ROW: usize = 12;
-        let biases: Vec<u8> = (0..PER_ROW).map(|at| (at * 7 % 40) as u8).collect();
-        let tiles: Vec<u8> = (0..3 * TILE * PER_ROW).map(|at| (at * 89 % 251) as u8).collect();
-        let energy = |tile: &[u8], token: usize| -> u32 {
-            let code = |at: usize| tile[at / QUAD * QUAD * TILE + token * QUAD + at % QUAD];
-            let square = |at: usize| u32::from(code(at).abs_diff(biases[at])).pow(2);
-            (0..PER_ROW).map(square).sum()
-        };
-        let all = tiles
-            .chunks_exact(TILE * PER_ROW)
-            .flat_map(|tile| (0..TILE).map(move |token| (tile, token)));
-        let most = all.map(|(tile, token)| energy(tile, token)).max().unwrap();
-        for simd in Simd::available_levels() {
-            assert_eq!(largest_energy(simd, &tiles, &biases), most as f32, "{simd:?}");
-            // Codes at their biases are zeros.
-            let zeros: Vec<u8> =
-                biases.chunks_exact(QUAD).flat_map(|quad| quad.repeat(TILE)).collect();
-            assert_eq!(largest_energy(simd, &zeros, &biases), 0.0, "{simd:?}");
+    fn the_farthest_code_is_found_wherever_it_stands() {
+        for positions in [1usize, 8, 15, 16, 33] {
+            let biases: Vec<u8> = (0..positions).flat_map(|at| [(at % 40) as u8; QUAD]).collect();
+            let calm: Vec<u8> =
+                biases.iter().map(|bias| bias + 1).collect::<Vec<_>>().repeat(TILE / QUAD);
+            for at in [0, calm.len() / 2, calm.len() - 1] {
+                for far in [0u8, 90] {
+                    let mut tiles = calm.clone();
+                    tiles[at] = far;
+                    let want = far.abs_diff(biases[at % biases.len()]).max(1);
+                    for simd in Simd::available_levels() {
+                        assert_eq!(farthest_code(simd, &tiles, &biases), want, "{simd:?} {at}");
+                    }
+                }
+            }
         }
     }
 }

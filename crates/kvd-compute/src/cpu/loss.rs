@@ -4,6 +4,7 @@
 
 use crate::cpu::attend_f64;
 use crate::cpu::attend_job::{AttendJob, AttendUnit};
+use crate::cpu::grid::HeldMagnitudes;
 use crate::cpu::int_operands::{RoundedRow, TOP};
 use crate::cpu::score_probe::{ProbeResult, RowDecoder, largest_product};
 use crate::cpu::simd::per_level;
@@ -178,6 +179,8 @@ pub(super) struct RowLoss {
     beyond_chance: bool,
     /// Keys that were decoded beside.
     pub(super) probed: ProbeResult,
+    /// Magnitudes of the values, where they were looked at on the way.
+    pub(super) held: Option<HeldMagnitudes>,
     /// Position of the token with the largest score.
     pub(super) largest_at: u32,
 }
@@ -224,6 +227,7 @@ impl RowLoss {
             lost: this.lost.abs() + that.lost.abs(),
         };
         self.beyond_chance |= other.beyond_chance;
+        self.held = self.held.zip(other.held).map(|(mine, theirs)| mine.larger_of(theirs));
         self.score = self.score.max(other.score);
         self.probed = self.probed.larger_of(&other.probed);
     }
@@ -320,7 +324,11 @@ impl MergedRows<'_> {
             return Ok(true);
         }
         // The largest codes that there could be have failed; those that there are may not.
-        let Some(held) = decoder.held_magnitudes(self.unit.parts)? else { return Ok(false) };
+        let held = match loss.held {
+            Some(held) => Some(held),
+            None => decoder.held_magnitudes(self.unit.parts)?,
+        };
+        let Some(held) = held else { return Ok(false) };
         let share = held.largest / held.possible;
         let summed = ROUNDED_SUMS * f32::EPSILON * held.bias * state.weight_sum;
         let (apart, lost) = (PEAK * apart * share + summed, lost * share + summed);
@@ -383,6 +391,7 @@ mod tests {
             beyond_chance: largest_at == 9,
             rounding: RoundingLoss { square: 4.0, lost: -1.0 },
             probed: ProbeResult { term: score, error: 0.0 },
+            held: None,
             largest_at,
         };
         let (a, b) = (of(1e-4, 3), of(2e-4, 9));

@@ -47,6 +47,7 @@ mod float;
 )]
 mod fp8;
 mod grid;
+mod grid_energy;
 mod huffman;
 mod hybrid;
 mod int_dot;
@@ -92,6 +93,7 @@ mod uniform;
 mod unit_answer;
 mod unit_plan;
 mod unit_queries;
+mod value_looks;
 mod vq;
 
 use crate::{
@@ -146,6 +148,8 @@ pub struct CpuBackend {
     threads: rayon::ThreadPool,
     /// Memory of attends, for each thread and one caller.
     scratch: ScratchStores,
+    /// Sides whose codes are looked at while they are multiplied.
+    looks: value_looks::ValueLooks,
     simd: Simd,
     precision: Precision,
 }
@@ -217,6 +221,7 @@ impl CpuBackend {
             arena: HostArena::new(options.arena_bytes, options.prefault.then_some(&threads))?,
             models: HashMap::new(),
             scratch: ScratchStores::for_threads(threads.current_num_threads() + 1),
+            looks: value_looks::ValueLooks::default(),
             threads,
             simd: Simd::detect_widest(),
             precision: Precision::default(),
@@ -332,6 +337,7 @@ impl CpuBackend {
             dropped,
             threads: self.threads.current_num_threads(),
             scratch: &self.scratch,
+            looks: &self.looks,
             is_small: self.is_small(plan),
             stop,
         })

@@ -5,6 +5,9 @@ use crate::{BackendError, PlanPart};
 use kvd_core::Side;
 use smallvec::SmallVec;
 
+/// Parts of a unit that take no memory beside its own.
+pub(super) const PARTS: usize = 8;
+
 /// A part of the plan, and where its rows or pages lie, by side.
 pub(super) struct PartBytes<'a> {
     pub(super) plan: &'a PlanPart,

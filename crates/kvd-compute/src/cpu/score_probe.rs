@@ -91,6 +91,12 @@ impl<'a> RowDecoder<'a> {
         parts: &[PlanPart],
     ) -> Result<Option<HeldMagnitudes>, BackendError> {
         if self.held.is_none() {
+            let reader = self.job.reader;
+            self.job.looks.keep_asked(reader.codec.head_codec(
+                reader.layer,
+                Side::Value,
+                self.head,
+            ));
             self.held = Some(self.find_magnitudes(parts)?);
         }
         Ok(self.held.flatten())
@@ -113,7 +119,7 @@ impl<'a> RowDecoder<'a> {
                 PageRequest { tiles: &mut tiles, page, rows: tokens, decoded: &mut decoded };
             huffman::decode_pages(self.job.simd, vec![wanted])?;
             if decoded {
-                finder.add_tiles(tiles.tile_bytes());
+                finder.add_tiles(self.job.simd, tiles.tile_bytes());
             }
         }
         Ok(Some(finder.held_magnitudes()))

@@ -199,6 +199,7 @@ impl<T: ScratchValue> ScratchVec<T> {
     }
 
     /// Appends a value.
+    #[inline]
     pub(crate) fn push_value(&mut self, value: T) {
         if self.0.len() == self.0.capacity() {
             self.make_room((2 * self.0.len()).max(4));

@@ -1,5 +1,6 @@
 //! Which sides have kernels that need no decoded rows, and what those have in common.
 
+use crate::cpu::grid::HeldMagnitudes;
 use crate::cpu::huffman::{OutlierRest, StreamTiles};
 use crate::cpu::int_dot::{TileCodes, wants_bytes};
 use crate::cpu::kernel_table::{
@@ -226,6 +227,24 @@ impl ValueKernel {
     /// next ones are to be prefetched in between.
     pub(super) fn tiles_at_once(&self) -> usize {
         if matches!(self, Self::Fp8(_)) { 1 } else { SPAN / TILE }
+    }
+
+    /// Looks at the codes of values from now on, where that is wanted and spares a second look.
+    pub(super) fn looking_at(
+        mut self,
+        wanted: bool,
+        side: &HeadCodec,
+        tiles: Option<&StreamTiles>,
+    ) -> Self {
+        if let (Self::Grid(values), Some(tiles), true) = (&mut self, tiles, wanted) {
+            values.look_at_codes(side, tiles);
+        }
+        self
+    }
+
+    /// Magnitudes of the values in tiles, where they were looked at.
+    pub(super) fn held_magnitudes(&self) -> Option<HeldMagnitudes> {
+        if let Self::Grid(values) = self { values.held_magnitudes() } else { None }
     }
 
     /// The largest magnitude that weights rounded to words are multiplied with, so far; 0 where

@@ -160,15 +160,20 @@ impl IntOperands {
 
     /// Rows will be multiplied with what is no larger than `meets`, on average over their values.
     pub(crate) fn multiplied_with(self, meets: i32) -> Self {
-        Self { meets, ..self }
+        // What depends on it is found with the next length.
+        Self { meets, len: 0, ..self }
     }
 
     /// Forgets its rows; each new one has `len` values, a multiple of four. Where products of so
     /// many might not fit, integers of two digits are smaller than those hold: beside bytes up to
     /// 255 from 260 values on, 13.8 bits and a sign at 576.
+    #[inline]
     pub(crate) fn clear_rows(&mut self, len: usize) {
         debug_assert!(len.is_multiple_of(4), "rows of {len}");
         self.sums.clear();
+        if self.len == len {
+            return;
+        }
         self.len = len;
         let single = self.single.filter(|_| len <= SINGLE_MAX);
         self.digits = if single.is_some() { 1 } else { 2 };
