@@ -22,6 +22,12 @@ const LARGEST_SHARE: f64 = 4.0;
 /// [`LARGEST_SHARE`] for channels of pages that have too few tokens to know how channels differ.
 const LARGEST_SHARE_OF_FEW: f64 = 16.0;
 const FEW_TOKENS: usize = 8;
+/// And channels of keys at most this many times what a fourth of them differ by: a long common row
+/// can turn in more than half of all channels.
+const LARGEST_SHARE_OF_FOURTH: f64 = 8.0;
+/// Channels of less than this share of the middle power are in none of the fourths: they have no
+/// part of a common row.
+const SMALLEST_POWER: f64 = 0.25;
 
 /// Channels of long keys draw queries to them; one counts as much as this many others at most.
 const LARGEST_WEIGHT: f64 = 8.0;
@@ -73,9 +79,14 @@ fn divide_error(error: f64, norm: f64) -> f64 {
 
 /// The middle one of those above zero; none when there is none.
 fn positive_median(values: &[f64]) -> Option<f64> {
-    let mut positive: Vec<f64> = values.iter().copied().filter(|x| *x > 0.0).collect();
-    let half = positive.len() / 2;
-    (!positive.is_empty()).then(|| *positive.select_nth_unstable_by(half, f64::total_cmp).1)
+    positive_quantile(values.iter().copied(), 2)
+}
+
+/// The one that one in so many of those above zero are below; none when there is none.
+fn positive_quantile(values: impl Iterator<Item = f64>, one_in: usize) -> Option<f64> {
+    let mut positive: Vec<f64> = values.filter(|x| *x > 0.0).collect();
+    let index = positive.len() / one_in;
+    (!positive.is_empty()).then(|| *positive.select_nth_unstable_by(index, f64::total_cmp).1)
 }
 
 /// How much each row counts: 1, and less for those much longer than the middle one.
@@ -142,6 +153,19 @@ impl ChannelStats {
         Self { power, variance, error }
     }
 
+    /// The largest variance that a channel counts with; none where tokens are all alike.
+    fn largest_variance(&self, tokens: usize) -> Option<f64> {
+        let middle = positive_median(&self.variance)?;
+        if tokens < FEW_TOKENS {
+            return Some(LARGEST_SHARE_OF_FEW * middle);
+        }
+        let least = SMALLEST_POWER * positive_median(&self.power).unwrap_or_default();
+        let channels = self.variance.iter().zip(&self.power);
+        let common = channels.filter(|(_, power)| **power >= least).map(|(variance, _)| *variance);
+        let fourth = positive_quantile(common, 4).unwrap_or(middle);
+        Some((LARGEST_SHARE * middle).min(LARGEST_SHARE_OF_FOURTH * fourth))
+    }
+
     /// Squared error against how scores differ, for queries that see a channel as `weight` says.
     fn weighted_error(&self, most: f64, weight: impl Fn(f64) -> f64) -> f64 {
         let (mut error, mut spread) = (0.0, 0.0);
@@ -158,8 +182,8 @@ impl ChannelStats {
 ///
 /// A part that all tokens have in common changes no weight, however long it makes the rows: errors
 /// are held against how tokens differ. A common row that RoPE has turned differs from token to
-/// token as well, in a few channels and by far more than others: no channel counts for much more
-/// than the middle one. And queries of a model look where its keys are long: errors there count
+/// token as well, by far more than others do: no channel counts for much more than the middle one,
+/// nor than a fourth of those that may have a part of such a row. And queries of a model look where its keys are long: errors there count
 /// for more.
 pub(crate) fn key_error_of_rows(delta: &[f32], rows: &[f32], dim: usize) -> f64 {
     let plain = row_error(delta, rows);
@@ -169,9 +193,7 @@ pub(crate) fn key_error_of_rows(delta: &[f32], rows: &[f32], dim: usize) -> f64 
     }
     let channels = ChannelStats::new(delta, rows, dim);
     // Tokens that are all alike get the same weight.
-    let Some(variance) = positive_median(&channels.variance) else { return plain };
-    let few = rows.len() / dim < FEW_TOKENS;
-    let most = variance * if few { LARGEST_SHARE_OF_FEW } else { LARGEST_SHARE };
+    let Some(most) = channels.largest_variance(rows.len() / dim) else { return plain };
     let power = positive_median(&channels.power).unwrap_or(f64::INFINITY);
     let alike = channels.weighted_error(most, |_| 1.0);
     let drawn = channels.weighted_error(most, |of| (of / power).clamp(1.0, LARGEST_WEIGHT));

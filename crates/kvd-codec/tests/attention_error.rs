@@ -167,6 +167,36 @@ fn keys_with_a_common_part_fall_back_wherever_outputs_are_wrong() {
     assert!(missed_by_rows > 10, "{missed_by_rows}");
 }
 
+/// A row of equal channels, which RoPE turns fast in more than half of them.
+#[test]
+fn a_common_part_in_all_channels_is_seen_before_anything_is_asked() {
+    let (pairs, theta) = (DIM / 2, 1e4f32);
+    for length in [30.0, 100.0, 300.0] {
+        let mut k = normal(TOKENS, 2.0, 8);
+        for (token, row) in k.chunks_exact_mut(DIM).enumerate() {
+            for pair in 0..pairs {
+                let angle = (1024 + token) as f32 * theta.powf(-(pair as f32) / pairs as f32);
+                let [cos, sin] = [angle.cos(), angle.sin()].map(|x| x * length);
+                row[pair] = common::round(row[pair] + cos - sin);
+                row[pair + pairs] = common::round(row[pair + pairs] + cos + sin);
+            }
+        }
+        let v = normal(TOKENS, 1.0, 9);
+        let queries = looking(0, 0.0);
+        let exact = outputs(&queries, &k, &v);
+        for text in ["turbo-3", "k=uniform(b=4,g=32,axis=token); v=raw"] {
+            let (_, held) = store(&mut codec(text), &k, &v);
+            let wrong = relative(&outputs(&queries, &held[0], &v), &exact);
+            assert!(wrong > 0.2, "{text} {length}: {wrong}");
+            let (checked, held) = store(&mut codec(&format!("{text}; k.bound=0.2")), &k, &v);
+            let left = relative(&outputs(&queries, &held[0], &v), &exact);
+            assert_eq!(checked.over_bound[0], 1, "{text} {length}");
+            // A fifth of at most two nats: weights are off by up to 0.4.
+            assert!(left < 0.4, "{text} {length}: {wrong} became {left}");
+        }
+    }
+}
+
 #[test]
 fn ordinary_keys_and_values_keep_their_bounds() {
     for (text, bound) in BOUNDED {

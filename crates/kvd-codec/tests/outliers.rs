@@ -1,5 +1,5 @@
-//! A few rows of the samples that are far beyond all others change no fit: ordinary rows lose what
-//! they lose without them.
+//! Rows of the samples that are far beyond all others, as long as they are fewer, change no fit:
+//! ordinary rows lose what they lose without them.
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
 mod common;
@@ -155,6 +155,29 @@ fn rows_far_beyond_all_others_change_no_fit() {
         let kind = [SampleKind::Keys, SampleKind::Values, SampleKind::Queries][number % 3];
         let one = Far::Rows { kind, first, count: 1, factor: 1e4 };
         for far in [one, Far::OfAll(1e4), Far::Channel(30.0)] {
+            for (found, usual) in costs(text, far).iter().zip(&usual) {
+                assert!(
+                    found.error <= 1.1 * usual.error,
+                    "{text}, {far:?}: {found:?} instead of {usual:?}"
+                );
+            }
+        }
+    }
+}
+
+/// More rows than a high percentile could tell from the others.
+#[test]
+fn a_share_of_long_rows_changes_no_fit() {
+    let kinds = [SampleKind::Keys, SampleKind::Values, SampleKind::Queries];
+    for (number, text) in fitted_presets().enumerate() {
+        let usual = costs(text, Far::None);
+        let (count, factor) = [(60, 30.0), (205, 30.0), (400, 1e3)][number % 3];
+        let mut all = vec![(kinds[number / 3 % 3], count, factor)];
+        if ["kvd-1", "kvd-2"].contains(&text) {
+            all.extend(kinds.map(|kind| (kind, 60, 30.0)));
+        }
+        for (kind, count, factor) in all {
+            let far = Far::Rows { kind, first: 100, count, factor };
             for (found, usual) in costs(text, far).iter().zip(&usual) {
                 assert!(
                     found.error <= 1.1 * usual.error,

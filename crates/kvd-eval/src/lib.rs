@@ -13,6 +13,7 @@ pub mod calibrate;
 pub mod demo;
 pub mod eval;
 mod fits;
+mod input_file;
 pub mod measure;
 mod model_report;
 mod progress;

@@ -1,6 +1,7 @@
 //! Text files as tokens.
 
 use crate::UsageError;
+use crate::input_file::read_input;
 use anyhow::{Context, Result};
 use kvd_engine::ModelAssets;
 use std::ops::Range;
@@ -8,7 +9,7 @@ use std::path::Path;
 
 /// The first `wanted` tokens of a file, or all if it has fewer.
 pub(crate) fn token_ids(assets: &ModelAssets, path: &Path, wanted: usize) -> Result<Vec<u32>> {
-    let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let bytes = read_input(path).with_context(|| format!("cannot read {}", path.display()))?;
     let text = String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
         UsageError(format!("{} is not UTF-8 from byte {at} on", path.display()))

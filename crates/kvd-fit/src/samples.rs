@@ -52,7 +52,7 @@ pub struct SetAside {
     pub left_out: usize,
     /// Rows with clipped values.
     pub clipped: usize,
-    /// Length of the longest row, in 95th percentiles of the lengths of its head's rows.
+    /// Length of the longest row, in medians of the lengths of its head's rows.
     pub longest: f64,
 }
 

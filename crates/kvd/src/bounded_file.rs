@@ -3,18 +3,52 @@
 
 use std::fs::File;
 use std::io::{Error, ErrorKind, Read};
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
+use std::sync::mpsc;
+use std::time::Duration;
 
 /// Most bytes of a configuration, a policy, a token, a key or certificates.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
+/// How long a pipe may have no writer.
+const WRITER_TIME: Duration = Duration::from_secs(if cfg!(test) { 1 } else { 10 });
+
+/// Opens a file, or a pipe that has a writer, as `<(command)` of a shell has.
+///
+/// # Errors
+/// When it cannot be opened, or is a pipe that nobody opens to write in ten seconds.
+pub(crate) fn open_file(path: &Path) -> Result<File, Error> {
+    if !path.metadata()?.file_type().is_fifo() {
+        return File::open(path);
+    }
+    let (opened, file) = mpsc::sync_channel(1);
+    let owned = path.to_owned();
+    // Opening waits for a writer, and nothing but a writer ends that.
+    std::thread::spawn(move || opened.send(File::open(owned)));
+    let late = |_| Error::new(ErrorKind::TimedOut, "it is a pipe that nobody writes to");
+    file.recv_timeout(WRITER_TIME).map_err(late)?
+}
+
+/// Opens a file of any length, or a pipe as [`open_file`] does.
+///
+/// # Errors
+/// As [`open_file`], and for a device, which need not end.
+pub(crate) fn open_input(path: &Path) -> Result<File, Error> {
+    let found = path.metadata()?.file_type();
+    if found.is_char_device() || found.is_block_device() {
+        return Err(Error::new(ErrorKind::InvalidInput, "it is a device, and no file"));
+    }
+    open_file(path)
+}
+
 /// The bytes of a file.
 ///
 /// # Errors
-/// When it cannot be read, or has more than 1 MiB.
+/// As [`open_file`], and when it has more than 1 MiB.
 pub(crate) fn read_bytes(path: &Path) -> Result<Vec<u8>, Error> {
     let mut bytes = Vec::new();
-    File::open(path)?.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes)?;
+    open_file(path)?.take(FILE_BYTES_MAX + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > FILE_BYTES_MAX {
         return Err(Error::new(ErrorKind::FileTooLarge, "it has more than 1 MiB"));
     }
@@ -40,9 +74,32 @@ mod tests {
         assert!(error.to_string().contains("more than 1 MiB"), "{error}");
         assert!(read_text(Path::new("/dev/zero")).is_err());
         assert!(read_bytes(Path::new("/dev/null")).unwrap().is_empty());
+        let error = open_input(Path::new("/dev/zero")).unwrap_err();
+        assert!(error.to_string().contains("device"), "{error}");
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("most");
         std::fs::write(&path, vec![b'#'; FILE_BYTES_MAX as usize]).unwrap();
         assert_eq!(read_text(&path).unwrap().len() as u64, FILE_BYTES_MAX);
+    }
+
+    #[test]
+    fn pipes_are_read_and_one_without_a_writer_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("pipe");
+        let status = std::process::Command::new("mkfifo").arg(&path).status().unwrap();
+        assert!(status.success());
+        let error = read_bytes(&path).unwrap_err();
+        assert!(error.to_string().contains("nobody writes"), "{error}");
+        // The open that was given up takes the first writer's place as a reader, and goes.
+        drop(std::fs::OpenOptions::new().write(true).open(&path).unwrap());
+        let writer = std::thread::spawn({
+            let path = path.clone();
+            move || {
+                std::thread::sleep(WRITER_TIME / 4);
+                std::fs::write(path, "late but there").unwrap();
+            }
+        });
+        assert_eq!(read_text(&path).unwrap(), "late but there");
+        writer.join().unwrap();
     }
 }

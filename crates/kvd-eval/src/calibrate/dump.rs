@@ -11,6 +11,7 @@
 //! so that the fixture's own dumps are read as they are.
 
 use super::CalibrateError;
+use crate::input_file::read_input;
 use anyhow::{Context, Result, ensure};
 use kvd_core::{DType, Geometry, RopePairing};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
@@ -56,7 +57,7 @@ impl DumpSource {
         let mut all: Option<KvDump> = None;
         for path in &self.files {
             let file = path.display().to_string();
-            let bytes = std::fs::read(path).with_context(|| format!("cannot read {file}"))?;
+            let bytes = read_input(path).with_context(|| format!("cannot read {file}"))?;
             let dump = KvDump::from_bytes(&bytes, self.block_tokens);
             let mut dump =
                 dump.map_err(|problem| CalibrateError::Dump { file: file.clone(), problem })?;

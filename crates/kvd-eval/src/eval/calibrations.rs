@@ -1,5 +1,6 @@
 //! Artefacts of all codecs: fitted once and shared by every text and all windows, or read.
 
+use crate::input_file::read_input;
 use crate::split::{CodecFits, SplitReport};
 use anyhow::{Context, Result};
 use bytes::Bytes;
@@ -17,7 +18,7 @@ pub(crate) enum CalibrationSource {
 impl CalibrationSource {
     /// One artefact for every codec that needs one.
     pub(crate) fn read_artefact(path: &Path) -> Result<Self> {
-        let bytes = std::fs::read(path);
+        let bytes = read_input(path);
         let bytes = bytes.with_context(|| format!("cannot read {}", path.display()))?;
         Calibration::from_bytes(&bytes).with_context(|| path.display().to_string())?;
         Ok(Self::File(bytes.into()))

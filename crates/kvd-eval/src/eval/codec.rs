@@ -1,5 +1,6 @@
 //! Codecs and windows as the command line names them.
 
+use crate::input_file::read_input;
 use anyhow::{Context, Result, ensure};
 use kvd_codec::CodecSpec;
 use std::fmt;
@@ -45,8 +46,10 @@ impl EvalCodec {
     /// # Errors
     /// When the file cannot be read or its text is no codec.
     pub fn from_file(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path);
-        let text = text.with_context(|| format!("cannot read {}", path.display()))?;
+        let bytes = read_input(path);
+        let bytes = bytes.with_context(|| format!("cannot read {}", path.display()))?;
+        let text = String::from_utf8(bytes);
+        let text = text.with_context(|| format!("{} is no UTF-8 text", path.display()))?;
         let spec = kvd_codec::resolve_spec(&text).map_err(|error| {
             let (line, column) = error.line_and_column(&text);
             let at = format!("policy file {}, line {line}, column {column}", path.display());

@@ -7,12 +7,12 @@ use super::cache_folder::{CacheFolderArgs, list_scopes, verify_folder};
 use super::cache_transfer::{CacheExportArgs, CacheImportArgs, export_folder, import_folder};
 use super::help;
 use super::table::{TableColumn, render_table};
+use crate::bounded_file::open_input;
 use clap::{Args, Subcommand};
 use kvd_client::CacheStats;
 use kvd_store::{CacheSimulator, EvictionChoice};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
-use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
@@ -157,7 +157,7 @@ fn stat_table(rows: &[CacheRow]) -> String {
 
 fn read_trace(path: &Path) -> Result<Vec<Vec<u64>>, CliError> {
     let refused = |reason: String| CliError::Usage(format!("--trace {}: {reason}", path.display()));
-    let file = File::open(path).map_err(|error| refused(error.to_string()))?;
+    let file = open_input(path).map_err(|error| refused(error.to_string()))?;
     let mut requests = Vec::new();
     for (index, line) in BufReader::new(file).lines().enumerate() {
         let refused = |error: String| refused(format!("line {}: {error}", index + 1));

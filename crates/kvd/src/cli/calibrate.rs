@@ -201,7 +201,7 @@ fn left_out(rows: &SetAside) -> String {
     if left_out + clipped > 0 {
         lines.push(format!(
             "warning: layer {layer}: {left_out} {of_all} left out, {clipped} clipped: the longest \
-             is {longest:.1} times as long as the 95th percentile of its head"
+             is {longest:.1} times as long as the median of its head"
         ));
     }
     lines.join("\n")

@@ -25,7 +25,8 @@ pub(super) fn check_outputs(outputs: &[(&str, Option<&Path>)]) -> Result<(), Cli
     Ok(())
 }
 
-/// Refuses inputs that are missing, cannot be read, or are devices, which need not end.
+/// Refuses inputs that are missing, cannot be read, or are devices, which need not end. A pipe is
+/// not opened: its writer would find it closed.
 pub(super) fn check_inputs<'a>(
     option: &str,
     paths: impl IntoIterator<Item = &'a PathBuf>,
@@ -39,7 +40,9 @@ pub(super) fn check_inputs<'a>(
         if found.is_char_device() || found.is_block_device() {
             return Err(refused("it is a device, and no file".to_owned()));
         }
-        File::open(path).map_err(|error| refused(error.to_string()))?;
+        if !found.is_fifo() {
+            File::open(path).map_err(|error| refused(error.to_string()))?;
+        }
     }
     Ok(())
 }

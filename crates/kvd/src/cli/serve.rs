@@ -63,8 +63,11 @@ type ReloadSlot = OnceLock<Arc<Notify>>;
 
 /// Keeps signals that end a process by default from ending the daemon, and with it all that it
 /// holds: SIGHUP of a closed terminal or of a reload, SIGUSR1, SIGUSR2, timers and SIGIO of a
-/// mistaken sender, SIGXFSZ of a file that reached its limit, whose write fails by itself. SIGHUP
-/// has the files of doors read anew.
+/// mistaken sender, SIGXFSZ of a file that reached its limit, whose write fails by itself, signals
+/// of real time. SIGHUP has the files of doors read anew.
+///
+/// What says that the program itself is wrong (SIGSEGV, SIGABRT and their like) ends it, as does
+/// what no program can catch: SIGKILL, and 32 and 33, which belong to the C library.
 fn outlive_other_signals(reload: Arc<ReloadSlot>) -> std::io::Result<()> {
     let mut hangup = signal(SignalKind::hangup())?;
     for (name, kind) in ignored_signals() {
@@ -75,6 +78,7 @@ fn outlive_other_signals(reload: Arc<ReloadSlot>) -> std::io::Result<()> {
             }
         });
     }
+    outlive_last_signal()?;
     tokio::spawn(async move {
         loop {
             hangup.recv().await;
@@ -90,9 +94,12 @@ fn outlive_other_signals(reload: Arc<ReloadSlot>) -> std::io::Result<()> {
     Ok(())
 }
 
+/// Signals of real time, from `SIGRTMIN`; tokio has no place for the last one, `SIGRTMAX`.
+const REAL_TIME: std::ops::Range<i32> = 34..64;
+
 /// Signals that are looked at no further.
-fn ignored_signals() -> [(&'static str, SignalKind); 7] {
-    [
+fn ignored_signals() -> Vec<(String, SignalKind)> {
+    let named = [
         ("SIGUSR1", SignalKind::user_defined1()),
         ("SIGUSR2", SignalKind::user_defined2()),
         ("SIGALRM", SignalKind::alarm()),
@@ -100,7 +107,18 @@ fn ignored_signals() -> [(&'static str, SignalKind); 7] {
         ("SIGPROF", raw_kind(SignalNumber::PROF)),
         ("SIGIO", SignalKind::io()),
         ("SIGXFSZ", raw_kind(SignalNumber::XFSZ)),
-    ]
+        ("SIGSTKFLT", raw_kind(SignalNumber::STKFLT)),
+    ];
+    let named = named.into_iter().map(|(name, kind)| (name.to_owned(), kind));
+    let of_real_time = |number: i32| {
+        (format!("SIGRTMIN+{}", number - REAL_TIME.start), SignalKind::from_raw(number))
+    };
+    named.chain(REAL_TIME.map(of_real_time)).collect()
+}
+
+/// Catches `SIGRTMAX` and does nothing about it.
+fn outlive_last_signal() -> std::io::Result<()> {
+    signal_hook::flag::register(REAL_TIME.end, Arc::default()).map(drop)
 }
 
 /// Does what [`outlive_other_signals`] does, before anything that takes time: files are read after
@@ -109,9 +127,10 @@ pub(super) fn outlive_early_signals() -> std::io::Result<()> {
     // A handler stays for as long as the process lives, whatever becomes of this runtime.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
     runtime.block_on(async {
-        let kinds = ignored_signals().map(|(_, kind)| kind);
-        let mut kinds = kinds.into_iter().chain([SignalKind::hangup()]);
-        kinds.try_for_each(|kind| signal(kind).map(drop))
+        let kinds = ignored_signals().into_iter().map(|(_, kind)| kind);
+        let mut kinds = kinds.chain([SignalKind::hangup()]);
+        kinds.try_for_each(|kind| signal(kind).map(drop))?;
+        outlive_last_signal()
     })
 }
 

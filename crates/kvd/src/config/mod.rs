@@ -6,6 +6,7 @@
 mod access;
 mod address;
 mod cache;
+mod environment;
 mod kernel_cache;
 mod log_filter;
 mod namespaces;

@@ -1,9 +1,10 @@
 //! The configuration as written: file, environment and flags laid over the defaults.
 
+use super::environment::{self, read_environment, variable_name};
 use super::{DEFAULT_TOML, SizeSetting};
 use crate::bounded_file::read_text;
 use figment::Figment;
-use figment::providers::{Env, Format, Serialized, Toml};
+use figment::providers::{Format, Serialized, Toml};
 use figment::value::{Dict, Value};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -302,7 +303,7 @@ impl RawConfig {
             figment = figment.merge(file);
         }
         if overrides.environment {
-            refuse_single_underscores(&known)?;
+            environment::check_names(&known)?;
             let environment = read_environment();
             if let Some((key, _)) =
                 environment.iter().find(|(key, _)| !is_known(&known, key.as_str()))
@@ -329,60 +330,6 @@ impl RawConfig {
     }
 }
 
-/// The variables that are settings. Others may begin with `KVD_` too: `KVD_CONFIG` names the file,
-/// and Kubernetes describes a service `kvd` in `KVD_PORT`, `KVD_SERVICE_HOST` and more.
-///
-/// An empty value is what a Compose file leaves of a variable that nobody set: it is a value where
-/// an empty text means something, and no setting elsewhere.
-fn read_environment() -> Env {
-    let is_setting = |key: &str| {
-        let is_empty = || {
-            let given = |name: &str| name.eq_ignore_ascii_case(&format!("{PREFIX}{key}"));
-            std::env::vars_os().any(|(name, value)| {
-                name.to_str().is_some_and(given) && value.to_string_lossy().trim().is_empty()
-            })
-        };
-        let key = key.to_lowercase().replace("__", ".");
-        key.contains('.') && (MAY_BE_EMPTY.contains(&key.as_str()) || !is_empty())
-    };
-    Env::prefixed(PREFIX).filter(move |key| is_setting(key.as_str())).split("__")
-}
-
-/// Refuses `KVD_SERVER_LISTEN_TCP`: without two underscores nothing would read it.
-fn refuse_single_underscores(defaults: &Dict) -> Result<(), ConfigError> {
-    let keys = defaults.iter().flat_map(|(section, value)| list_keys(section, value));
-    for key in keys {
-        let single = format!("{PREFIX}{}", key.replace('.', "_")).to_uppercase();
-        let given =
-            |name: &std::ffi::OsStr| name.to_str().is_some_and(|n| n.eq_ignore_ascii_case(&single));
-        if std::env::vars_os().any(|(name, _)| given(&name)) {
-            let reason = format!("is read by nothing; write {}", variable_name(&key));
-            return Err(ConfigError::new(format!("environment {single}"), reason));
-        }
-    }
-    Ok(())
-}
-
-/// Settings whose empty text says something.
-const MAY_BE_EMPTY: [&str; 14] = [
-    "cache.disk.path",
-    "server.listen_tcp",
-    "server.listen_unix",
-    "server.listen_region",
-    "server.tls_certificate",
-    "server.tls_key",
-    "server.tls_client_ca",
-    "admin.listen",
-    "admin.tls_certificate",
-    "admin.tls_key",
-    "admin.tls_client_ca",
-    "access.principals",
-    "namespaces.quota_file",
-    "device.kernel_cache",
-];
-
-const PREFIX: &str = "KVD_";
-
 /// An error of the wrong type, for people who do not know Rust's.
 fn plain_reason(reason: &str) -> String {
     const WORDS: [(&str, &str); 6] = [
@@ -399,14 +346,9 @@ fn plain_reason(reason: &str) -> String {
     WORDS.iter().find_map(known).unwrap_or_else(|| reason.to_owned())
 }
 
-/// The variable of a key, as an operator looks for it.
-fn variable_name(key: &str) -> String {
-    format!("environment {PREFIX}{}", key.replace('.', "__").to_uppercase())
-}
-
 /// The `section.key` of everything in a section and those inside it; the section itself when it is
 /// none.
-fn list_keys(section: &str, value: &Value) -> Vec<String> {
+pub(super) fn list_keys(section: &str, value: &Value) -> Vec<String> {
     let inside = |dict: &Dict| {
         let keys = dict.iter().map(|(key, value)| (format!("{section}.{key}"), value.clone()));
         keys.flat_map(|(key, value)| list_keys(&key, &value)).collect()

@@ -136,12 +136,12 @@ fn environment_probe() {
 
 /// Loads a configuration under some variables. A process has one environment, which tests that run
 /// beside one another must not change.
-fn with_environment(variables: &[(&str, &str)]) -> String {
+fn with_environment(variables: &[(&str, impl AsRef<std::ffi::OsStr>)]) -> String {
     let dir = tempfile::tempdir().unwrap();
     let answer = dir.path().join("answer");
     let mut probe = std::process::Command::new(std::env::current_exe().unwrap());
     probe.args(["--exact", "--ignored", "config::tests::environment_probe"]);
-    probe.env("PROBE_ANSWER", &answer).envs(variables.iter().copied());
+    probe.env("PROBE_ANSWER", &answer).envs(variables.iter().map(|(name, value)| (name, value)));
     assert!(probe.output().unwrap().status.success());
     std::fs::read_to_string(answer).unwrap()
 }
@@ -165,6 +165,23 @@ fn errors_name_the_variable() {
     assert!(answer.starts_with(key), "{answer}");
     let answer = with_environment(&[("KVD_DEVICE__THREADS", "many")]);
     assert!(answer.starts_with("configuration: environment KVD_DEVICE__THREADS: "), "{answer}");
+}
+
+#[test]
+fn variables_that_nothing_would_read_are_refused() {
+    use std::os::unix::ffi::OsStrExt;
+    let broken = std::ffi::OsStr::from_bytes(b"\xff4");
+    let one = std::ffi::OsStr::new("1");
+    for (name, value) in [
+        ("KVD_DEVICE__", one),
+        ("KVD__THREADS", one),
+        ("KVD_DEVICE____THREADS", one),
+        ("KVD_DEVICE__THREADS_", one),
+        ("KVD_DEVICE__THREADS", broken),
+    ] {
+        let answer = with_environment(&[(name, value)]);
+        assert!(answer.starts_with(&format!("configuration: environment {name}: ")), "{answer}");
+    }
 }
 
 #[test]

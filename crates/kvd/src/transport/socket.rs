@@ -11,6 +11,7 @@ use rustix::io::Errno;
 use std::fs::File;
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -103,7 +104,7 @@ async fn lock_folder(path: &Path) -> io::Result<Option<File>> {
     Err(io::Error::new(ErrorKind::WouldBlock, message))
 }
 
-/// A socket that nobody serves any more is what a crash leaves behind: it is replaced. One that
+/// A socket that nobody has any more is what a crash leaves behind: it is replaced. One that
 /// answers belongs to a running daemon, and anything else at the path to somebody who wants it.
 pub(super) async fn bind_path(path: &Path) -> io::Result<BoundSocket> {
     let _lock = lock_folder(path).await?;
@@ -126,13 +127,31 @@ async fn check_abandoned(path: &Path) -> io::Result<()> {
     }
     match UnixStream::connect(path).await {
         Ok(_) => Err(io::Error::new(ErrorKind::AddrInUse, "another process serves this socket")),
+        Err(error) if error.kind() == ErrorKind::ConnectionRefused => check_unbound(path),
+        Err(error) => Err(unknown_owner(&error)),
+    }
+}
+
+/// A socket that is bound and does not listen yet refuses connections as one does that nobody has.
+/// A socket of another type tells them apart: of the former the kernel says that the types differ.
+fn check_unbound(path: &Path) -> io::Result<()> {
+    match UnixDatagram::unbound()?.connect(path) {
         Err(error) if error.kind() == ErrorKind::ConnectionRefused => Ok(()),
-        Err(error) => {
-            let message =
-                format!("a socket is there, and whether it is served is unknown: {error}");
-            Err(io::Error::new(error.kind(), message))
+        Err(error) if Errno::from_io_error(&error) == Some(Errno::PROTOTYPE) => {
+            let message = "another process has bound this socket, and does not listen yet";
+            Err(io::Error::new(ErrorKind::AddrInUse, message))
+        }
+        Err(error) => Err(unknown_owner(&error)),
+        Ok(()) => {
+            let message = "another process has this socket, for datagrams";
+            Err(io::Error::new(ErrorKind::AddrInUse, message))
         }
     }
+}
+
+fn unknown_owner(error: &io::Error) -> io::Error {
+    let message = format!("a socket is there, and whether it is served is unknown: {error}");
+    io::Error::new(error.kind(), message)
 }
 
 #[cfg(test)]
@@ -140,6 +159,7 @@ mod tests {
     use super::*;
     use std::sync::Arc;
     use std::sync::atomic::{AtomicBool, Ordering};
+    use tokio::net::UnixSocket;
 
     #[tokio::test]
     async fn an_abandoned_socket_is_replaced() {
@@ -162,6 +182,23 @@ mod tests {
         let error = bind_path(&path).await.map(|_| ()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::AddrInUse);
         UnixStream::connect(&path).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_socket_that_does_not_listen_yet_stays_as_long_as_it_is_open() {
+        for folder in folders() {
+            let path = folder.path().join("kvd.sock");
+            for open_socket in [UnixSocket::new_stream, UnixSocket::new_datagram] {
+                let socket = open_socket().unwrap();
+                socket.bind(&path).unwrap();
+                let bound = FileIdentity::of_path(&path).unwrap();
+                assert!(bind_path(&path).await.is_err());
+                assert!(FileIdentity::of_path(&path).unwrap() == bound);
+                drop(socket);
+                drop(bind_path(&path).await.unwrap());
+                assert!(!path.exists());
+            }
+        }
     }
 
     #[tokio::test]
