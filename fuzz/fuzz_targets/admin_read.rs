@@ -71,7 +71,7 @@ async fn exchange_bytes(mut stream: DuplexStream, sent: &[u8], leaves: bool) -> 
     answer
 }
 
-fn holds(bytes: &[u8], word: &[u8]) -> bool {
+fn has_word(bytes: &[u8], word: &[u8]) -> bool {
     bytes.windows(word.len()).any(|window| window == word)
 }
 
@@ -92,8 +92,8 @@ fuzz_target!(|data: &[u8]| {
     let status = status.and_then(|digits| std::str::from_utf8(digits).ok()?.parse().ok());
     let status: u16 = status.expect("an answer begins with its status");
     assert!((100..500).contains(&status), "{status} to {:?}", String::from_utf8_lossy(sent));
-    if !holds(sent, TOKEN) {
-        let told = FIGURES.iter().find(|word| holds(&answer, word));
+    if !has_word(sent, TOKEN) {
+        let told = FIGURES.iter().find(|word| has_word(&answer, word));
         assert!(told.is_none(), "figures without a token: {:?}", String::from_utf8_lossy(sent));
     }
 });
