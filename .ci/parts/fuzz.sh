@@ -1,7 +1,8 @@
 # Each fuzz target for some seconds, from its corpus, with AddressSanitizer. What `cargo fuzz run`
 # does, without having to compile cargo-fuzz first.
-# guards: crates/kvd-core crates/kvd-codec crates/kvd-tier crates/kvd-testkit fuzz
-# guards: crates/kvd-shm/src/ring crates/kvd-proto
+# guards: crates/kvd-core crates/kvd-codec crates/kvd-tier crates/kvd-testkit crates/kvd-proto crates/kvd-shm/src/ring
+# guards: crates/kvd/src/config crates/kvd/src/admin crates/kvd/src/access fuzz
+# limit: 1800
 set -euo pipefail
 source .ci/lib.sh
 nightly=nightly
@@ -12,8 +13,10 @@ export RUSTFLAGS="--cfg fuzzing -Zsanitizer=address -Cpasses=sancov-module \
     -Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares"
 export ASAN_OPTIONS=detect_leaks=0
 target=x86_64-unknown-linux-gnu
-cargo "+$nightly" build --manifest-path fuzz/Cargo.toml --target "$target" --release --bins
-for binary in page_decode spec_parse calibration_read record_read ring_record request_read; do
+cargo "+$nightly" build --manifest-path fuzz/Cargo.toml --target "$target" --release --bins \
+    --features daemon
+for target_file in fuzz/fuzz_targets/*.rs; do
+    binary=$(basename "$target_file" .rs)
     # New inputs go beside the corpus, which is committed.
     found=$(mktemp -d)
     if ! "fuzz/target/$target/release/$binary" -max_total_time="${KVD_FUZZ_SECONDS:-20}" \

@@ -1,5 +1,5 @@
 # A real Prometheus with the shipped rules scrapes a daemon under load, and every query of the
-# dashboard has an answer that load moves.
+# dashboard has an answer that load moves. Every alert fires in its scenario, and clears.
 # guards: deploy/prometheus deploy/grafana tests/prometheus tests/python crates/kvd/src/metrics
 # guards: crates/kvd/src/dashboard
 # guards: crates/kvd/src/service/stats.rs crates/kvd/src/admin
@@ -14,3 +14,4 @@ if ! "$python" -c "import numpy" 2>/dev/null; then
 fi
 linted cargo build --workspace --quiet --bin kvd
 "$python" tests/prometheus/check.py target/debug/kvd "$(command -v prometheus)" "$(command -v promtool)"
+"$python" tests/prometheus/alerts.py target/debug/kvd "$(command -v prometheus)"

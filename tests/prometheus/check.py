@@ -12,16 +12,10 @@ import contextlib
 import json
 import math
 import pathlib
-import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -29,6 +23,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "clients/python/src"), str(ROOT / "tests/python")]
 import kvd  # noqa: E402
 from daemon_log import await_admin  # noqa: E402
+from prometheus_server import Prometheus, get_text, prometheus, running  # noqa: E402
 
 # Some scrapes of the shipped 5 s, and two evaluations of rules of its 15 s.
 LOAD_SECONDS = 34
@@ -58,75 +53,6 @@ kvd_tier_write_drops_total kvd_tier_errors_total kvd_import_refused_total kvd_co
 kvd_recovered_blocks_total kvd_remote_state kvd_remote_found_blocks_total kvd_access_refusals_total
 kvd_file_reloads_total kvd_insecure kvd_quota_refusals_total kvd_tier_queue_bytes kvd_durable_lag_seconds
 """.split()
-
-
-@contextlib.contextmanager
-def running(command: list[str], log_path: pathlib.Path) -> Iterator[subprocess.Popen]:
-    with open(log_path, "wb") as log:
-        process = subprocess.Popen(command, stderr=log, stdout=log)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait(timeout=30)
-
-
-def get_text(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=30) as answer:
-        return answer.read().decode()
-
-
-class Prometheus:
-    """The queries of one server."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-
-    def get_data(self, path: str, **fields: str) -> dict:
-        query = f"http://{self.address}/api/v1/{path}?{urllib.parse.urlencode(fields)}"
-        try:
-            answer = json.loads(get_text(query))
-        except urllib.error.HTTPError as error:
-            answer = json.loads(error.read())
-        assert answer["status"] == "success", f"{path} {fields}: {answer}"
-        return answer["data"]
-
-    def read_numbers(self, expression: str) -> list[float]:
-        result = self.get_data("query", query=expression)["result"]
-        return [float(series["value"][1]) for series in result]
-
-    def list_firing(self) -> set[str]:
-        alerts = self.get_data("alerts")["alerts"]
-        return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@contextlib.contextmanager
-def prometheus(program: str, folder: pathlib.Path, admin: str) -> Iterator[Prometheus]:
-    """The shipped files, with this daemon's address as the only change."""
-    files = folder / "prometheus"
-    shutil.copytree(ROOT / "deploy/prometheus", files)
-    (files / "targets.yml").write_text(f"- targets: ['{admin}']\n")
-    # It cannot say which port it was given, so another may take the one that was free.
-    for _ in range(5):
-        address = f"127.0.0.1:{free_port()}"
-        command = [program, f"--config.file={files}/prometheus.yml", f"--web.listen-address={address}"]
-        command += [f"--storage.tsdb.path={folder}/data"]
-        with running(command, folder / "prometheus.log") as process:
-            for _ in range(200):
-                with contextlib.suppress(OSError):
-                    get_text(f"http://{address}/-/ready")
-                    yield Prometheus(address)
-                    return
-                if process.poll() is not None:
-                    break
-                time.sleep(0.1)
-    raise TimeoutError((folder / "prometheus.log").read_text())
 
 
 class Load:
@@ -163,7 +89,7 @@ class Load:
                 kept.store_layers(rows, rows)
             # What was published a while ago comes back from the pool or from disk.
             keys = self.keys_of(max(0, self.rounds - 40))
-            lease = model.match([keys], lease=1).lease_id
+            lease = model.match([keys], lease=30).lease_id
             with model.open(keys, lease_id=lease):
                 pass
         self.rounds += 1
@@ -225,7 +151,7 @@ def check_rules(server: Prometheus) -> int:
 
 def await_alert(server: Prometheus, name: str) -> None:
     for _ in range(300):
-        if name in server.list_firing():
+        if any(name == alert for alert, _ in server.list_firing()):
             return
         time.sleep(0.2)
     raise TimeoutError(f"{name} does not fire: {server.get_data('alerts')}")
@@ -243,7 +169,7 @@ def main() -> None:
         command += [part for setting in settings for part in ("--set", setting)]
         daemon = stack.enter_context(running(command, folder / "log"))
         admin = await_admin(daemon, folder / "log")
-        server = stack.enter_context(prometheus(server_program, folder, admin))
+        server = stack.enter_context(prometheus(server_program, folder, [admin]))
         load = Load(stack.enter_context(kvd.connect(region)))
         began = time.monotonic()
         while time.monotonic() - began < LOAD_SECONDS:

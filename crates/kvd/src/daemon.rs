@@ -1,6 +1,6 @@
 //! The daemon's life: build (bind and take memory), spawn, drain.
 
-use crate::admin::AdminServer;
+use crate::admin::{AdminPages, AdminServer};
 use crate::config::{AccessConfig, Config, ConfigError, MetricsReaders, is_beyond_loopback};
 use crate::descriptors;
 use crate::device::{self, DeviceError};
@@ -247,6 +247,12 @@ impl Daemon {
         }
         let files = FileWatch::new(service.clone(), server_tls, admin_tls);
         Ok(Self { service, worker_threads, grpc, admin, files, failed })
+    }
+
+    /// The pages of the admin port, for connections that do not come by its socket.
+    #[must_use]
+    pub fn admin_pages(&self) -> AdminPages {
+        AdminPages::of_service(self.service.clone())
     }
 
     /// Begins to serve.

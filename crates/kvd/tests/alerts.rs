@@ -82,6 +82,20 @@ impl Engine {
         self.rpc.attend(support::attend_nothing(self.model_id, self.sequence_id)).await.map(|_| ())
     }
 
+    /// Loads as one step; the codes of the parts that failed.
+    async fn load_step(&mut self, tokens: u32) -> Vec<String> {
+        let side_bytes = u64::from(tokens) * TOKEN_BYTES as u64;
+        let rows = |offset| Some(v1::Rows { offset, ..Default::default() });
+        let (k, v) = (rows(0), rows(side_bytes));
+        let sequence_id = self.sequence_id;
+        let part = v1::StepPart { sequence_id, tokens, k, v, ..Default::default() };
+        let (model_id, memory_bytes) = (self.model_id, 2 * side_bytes);
+        let parts = vec![part];
+        let step = v1::LoadStepRequest { model_id, parts, memory_bytes, ..Default::default() };
+        let answer = self.rpc.load_step(step).await.unwrap().into_inner();
+        answer.errors.into_iter().map(|part| part.error.unwrap().code).collect()
+    }
+
     async fn load(&mut self, end: u32) -> Result<(), Status> {
         let sequence_id = self.sequence_id;
         let request = v1::LoadBlocksRequest { sequence_id, end, ..Default::default() };
@@ -256,6 +270,10 @@ async fn a_corrupt_page_is_counted_from_its_first_answer() {
     let error = engine.load(64).await.unwrap_err();
     assert_eq!(error.code(), Code::DataLoss, "{error}");
     assert_eq!(answered(&running, "LoadBlocks", "CORRUPT_PAGE"), 1.0);
+    // A step that loads it is answered, and its part alone fails.
+    assert_eq!(engine.load_step(64).await, ["CORRUPT_PAGE"]);
+    assert_eq!(answered(&running, "LoadStep", "CORRUPT_PAGE"), 1.0);
+    assert_eq!(answered(&running, "LoadStep", "OK"), 1.0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -48,6 +48,12 @@ pub(super) fn unsafe_words(path: &str, code: &str) -> Vec<TidyFinding> {
     lines.map(|(index, _)| TidyFinding::new(index + 1, "unsafe outside its fence")).collect()
 }
 
+/// Unsafe blocks, functions and implementations.
+pub(super) fn count_unsafe(code: &str) -> usize {
+    let lines = code.lines().map(str::trim_start).filter(|line| !line.starts_with("#"));
+    lines.filter(|line| has_word(line, "unsafe")).count()
+}
+
 /// Crate roots that do not forbid unsafe code.
 pub(super) fn check_roots(root: &Path, metadata: &Value) -> Result<Vec<String>> {
     let mut missing = Vec::new();

@@ -1,5 +1,5 @@
 //! House rules that no lint knows: sizes, words, dependency directions, left-overs, the unsafe
-//! fence, what the container image is built from.
+//! fence, what the container image is built from, tests that the threat model quotes.
 //!
 //! Each rule is a pure function from text to findings; this file feeds them.
 
@@ -7,11 +7,13 @@ mod edges;
 mod fence;
 mod image;
 mod mask;
+mod quoted;
 mod size;
 mod words;
 
 use crate::report::StepReport;
 use anyhow::{Context, Result, bail};
+use quoted::RustFile;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -25,6 +27,9 @@ pub(crate) struct TidyArguments {
     /// Prints the figures of words by crate, and checks nothing.
     #[arg(long)]
     measure: bool,
+    /// Prints which files hold how much unsafe code, and checks nothing.
+    #[arg(long)]
+    unsafe_code: bool,
     /// Lowers the maxima of xtask/src/tidy/words.toml to the measured figures.
     #[arg(long)]
     lower: bool,
@@ -46,6 +51,9 @@ impl TidyFinding {
 
 /// Checks the tree under `root`.
 pub(crate) fn run_rules(root: &Path, arguments: &TidyArguments, report: &StepReport) -> Result<()> {
+    if arguments.unsafe_code {
+        return list_unsafe(root, report);
+    }
     let measured = measure_words(root)?;
     if arguments.lower {
         measured.lower(root)?;
@@ -59,10 +67,9 @@ pub(crate) fn run_rules(root: &Path, arguments: &TidyArguments, report: &StepRep
 
 fn check_tree(root: &Path, measured: &MeasuredTree, report: &StepReport) -> Result<()> {
     let mut broken = 0;
-    let files = listed_files(root, "*.rs")?;
-    for path in &files {
-        let text = fs::read_to_string(root.join(path)).with_context(|| format!("read {path}"))?;
-        for finding in check_file(path, &text) {
+    let files = read_rust(root)?;
+    for RustFile { path, text } in &files {
+        for finding in check_file(path, text) {
             broken += 1;
             report.print_line(&format!("{path}:{}: {}", finding.line, finding.text));
         }
@@ -72,6 +79,7 @@ fn check_tree(root: &Path, measured: &MeasuredTree, report: &StepReport) -> Resu
         edges::check_edges(&metadata)?,
         fence::check_roots(root, &metadata)?,
         measured.check(root)?,
+        quoted::list_missing(&fs::read_to_string(root.join(quoted::MODEL))?, &files),
     ];
     for text in others.into_iter().flatten().chain(image::check_image(root, &metadata)?) {
         broken += 1;
@@ -82,6 +90,30 @@ fn check_tree(root: &Path, measured: &MeasuredTree, report: &StepReport) -> Resu
     }
     report.print_line(&format!("tidy: {} files, no findings", files.len()));
     Ok(())
+}
+
+/// Prints files with unsafe code, and how many blocks, functions and implementations are unsafe.
+fn list_unsafe(root: &Path, report: &StepReport) -> Result<()> {
+    let counted = read_rust(root)?.into_iter().map(|RustFile { path, text }| {
+        let count = fence::count_unsafe(&mask::mask_text(&text));
+        (path, count)
+    });
+    let held: Vec<_> = counted.filter(|(_, count)| *count > 0).collect();
+    for (path, count) in &held {
+        report.print_line(&format!("{count:>6} {path}"));
+    }
+    let all: usize = held.iter().map(|(_, count)| count).sum();
+    report.print_line(&format!("{all:>6} in {} files", held.len()));
+    Ok(())
+}
+
+/// Every Rust file of the tree.
+fn read_rust(root: &Path) -> Result<Vec<RustFile>> {
+    let read = |path: String| {
+        let text = fs::read_to_string(root.join(&path)).with_context(|| format!("read {path}"))?;
+        Ok(RustFile { path, text })
+    };
+    listed_files(root, "*.rs")?.into_iter().map(read).collect()
 }
 
 /// The figures of words.

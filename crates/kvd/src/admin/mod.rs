@@ -20,9 +20,11 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto::Builder;
 use hyper_util::service::TowerToHyperService;
 use kvd_core::{ErrorCode, Namespace};
+use metrics::Gauge;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -68,35 +70,20 @@ impl AdminServer {
         service: Arc<Service>,
         phase: watch::Receiver<ServerPhase>,
     ) -> std::io::Result<()> {
-        let open = OpenConnections::new(service.config().admin_connections_max);
-        let head_time = service.config().admin_head_timeout;
-        let gauge = connections_gauge(service.metrics(), "admin");
-        let routes = Router::new()
-            .route("/", get(page::answer_page))
-            .route("/overview.json", get(page::answer_overview))
-            .route("/metrics", get(answer_metrics))
-            .route("/healthz", get(|| async { "ok\n" }))
-            .route("/readyz", get(answer_ready))
-            .layer(CompressionLayer::new().quality(CompressionLevel::Fastest))
-            .with_state(service);
+        let pages = AdminPages::of_service(service);
         let mut connections = JoinSet::new();
         let drain = ServerPhase::Draining.wait_until(phase.clone());
         tokio::pin!(drain);
         loop {
             tokio::select! {
                 accepted = self.listener.accept() => match accepted {
-                    Ok((socket, _)) => match open.admit_socket().await {
-                        Some(admitted) => {
-                            let routes = routes.clone();
-                            let count = OpenCount::new(&gauge);
-                            let socket = DoorStream::new(socket, self.tls.as_deref());
-                            let peer = AdminPeer { socket, admitted, head_time, count };
-                            connections.spawn(peer.serve_requests(routes, phase.clone()));
+                    Ok((socket, _)) => {
+                        let socket = DoorStream::new(socket, self.tls.as_deref());
+                        let peer = socket.socket_peer().clone();
+                        if let Some(peer) = pages.admit_peer(socket, peer).await {
+                            connections.spawn(peer.serve_requests(phase.clone()));
                         }
-                        None => tracing::warn!(
-                            "admin.connections_max requests are being answered; one more is closed"
-                        ),
-                    },
+                    }
                     Err(error) => {
                         tracing::warn!(%error, "an admin connection could not be accepted");
                         tokio::time::sleep(ACCEPT_PAUSE).await;
@@ -112,12 +99,64 @@ impl AdminServer {
     }
 }
 
+/// The port's pages, for connections of any kind.
+pub struct AdminPages {
+    routes: Router,
+    open: Arc<OpenConnections>,
+    /// Time to send the head of each request.
+    head_time: Duration,
+    /// Counts connections.
+    gauge: Gauge,
+}
+
+impl AdminPages {
+    pub(crate) fn of_service(service: Arc<Service>) -> Self {
+        let open = OpenConnections::new(service.config().admin_connections_max);
+        let head_time = service.config().admin_head_timeout;
+        let gauge = connections_gauge(service.metrics(), "admin");
+        let routes = Router::new()
+            .route("/", get(page::answer_page))
+            .route("/overview.json", get(page::answer_overview))
+            .route("/metrics", get(answer_metrics))
+            .route("/healthz", get(|| async { "ok\n" }))
+            .route("/readyz", get(answer_ready))
+            .layer(CompressionLayer::new().quality(CompressionLevel::Fastest))
+            .with_state(service);
+        Self { routes, open, head_time, gauge }
+    }
+
+    /// Answers the requests of a stream that is no socket of the port, until it ends or its time is
+    /// up.
+    pub async fn serve_stream<S>(&self, stream: S)
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        let peer = Arc::new(ConnectionPeer::of_address(None));
+        let (_phase, serving) = watch::channel(ServerPhase::Serving);
+        if let Some(peer) = self.admit_peer(stream, peer).await {
+            peer.serve_requests(serving).await;
+        }
+    }
+
+    /// Lets a connection in; none, and it is closed, where as many are being answered as may be.
+    async fn admit_peer<S>(&self, stream: S, peer: Arc<ConnectionPeer>) -> Option<AdminPeer<S>> {
+        let Some(admitted) = self.open.admit_socket().await else {
+            tracing::warn!("admin.connections_max requests are being answered; one more is closed");
+            return None;
+        };
+        let (head_time, count) = (self.head_time, OpenCount::new(&self.gauge));
+        let routes = self.routes.clone().layer(Extension(peer));
+        Some(AdminPeer { stream, routes, admitted, head_time, count })
+    }
+}
+
 /// How long to wait when the system gives no socket, which is when it has no descriptors left.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 
 /// An accepted connection.
-struct AdminPeer {
-    socket: DoorStream,
+struct AdminPeer<S> {
+    stream: S,
+    routes: Router,
     admitted: AdmittedConnection,
     /// Time to send the head of each request.
     head_time: Duration,
@@ -125,17 +164,16 @@ struct AdminPeer {
     count: OpenCount,
 }
 
-impl AdminPeer {
+impl<S: AsyncRead + AsyncWrite + Unpin + Send + 'static> AdminPeer<S> {
     /// Answers until the peer leaves or takes too long, the connection gives way to another, or
     /// the daemon ends.
-    async fn serve_requests(self, routes: Router, phase: watch::Receiver<ServerPhase>) {
-        let Self { socket, admitted, head_time, count: _count } = self;
+    async fn serve_requests(self, phase: watch::Receiver<ServerPhase>) {
+        let Self { stream, routes, admitted, head_time, count: _count } = self;
         let mark = middleware::from_fn_with_state(admitted.open_connection().clone(), mark_answer);
         let mut builder = Builder::new(TokioExecutor::new()).http1_only();
         builder.http1().timer(TokioTimer::new()).header_read_timeout(head_time);
-        let routes = routes.layer(mark).layer(Extension(socket.socket_peer().clone()));
-        let routes = TowerToHyperService::new(routes);
-        let serving = builder.serve_connection(TokioIo::new(socket), routes);
+        let routes = TowerToHyperService::new(routes.layer(mark));
+        let serving = builder.serve_connection(TokioIo::new(stream), routes);
         let drain = ServerPhase::Draining.wait_until(phase.clone());
         let cut = ServerPhase::Cut.wait_until(phase);
         tokio::pin!(serving, drain, cut);

@@ -67,7 +67,7 @@ metrics! {
     BuildInfo = "kvd_build_info", Gauge, Daemon, "1, with version, commit, boot_id and device as labels.";
     Ready = "kvd_ready", Gauge, Daemon, "1 while requests are served, 0 while draining or failed.";
 
-    RequestsTotal = "kvd_requests_total", Counter, Daemon, "Finished calls, and messages of streams, by rpc and code.";
+    RequestsTotal = "kvd_requests_total", Counter, Daemon, "Finished calls, messages of streams, and parts of steps that fail alone, by rpc and code.";
     RequestSeconds = "kvd_request_seconds", Histogram, Daemon, "Time from receipt to answer, by rpc.";
     TransportRefusalsTotal = "kvd_transport_refusals_total", Counter, Daemon, "Requests that gRPC itself refused before a call began, by reason: they are in no other count.";
     AccessRefusalsTotal = "kvd_access_refusals_total", Counter, Daemon, "Calls that were not let in, by reason: unauthenticated, role, namespace, limit (of a principal).";

@@ -28,6 +28,11 @@ struct RequestHandles {
 pub(super) struct RequestSeries(RwLock<HashMap<EndedAlike, RequestHandles>>);
 
 impl Metrics {
+    /// Counts a part that failed alone of a call that is answered, and counted, itself.
+    pub(crate) fn count_part(&self, rpc: &'static str, code: ErrorCode) {
+        self.requests_counter(rpc, code.name()).increment(1);
+    }
+
     /// Counts one finished call.
     pub fn count_request(&self, rpc: &'static str, code: Option<ErrorCode>, took: Duration) {
         let ended = EndedAlike { rpc, code };

@@ -470,7 +470,7 @@ impl Kvd for GrpcService {
         self.answer_rpc("LoadStep", caller, async |call| {
             let mut loaded = self.service.load_step(call, to_domain(message)?, region).await?;
             meter.hold_answer(loaded.held.take());
-            Ok(step::loaded_response(loaded))
+            Ok(step::loaded_response(self.service.metrics(), loaded))
         })
         .await
     }

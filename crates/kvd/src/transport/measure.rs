@@ -113,15 +113,25 @@ pub(super) fn refuse_call(metrics: &Metrics, name: &'static str, error: &Service
     log_refusal(name, error)
 }
 
+/// Counts and logs a part that failed alone of a call that is answered.
+pub(super) fn count_failed_part(metrics: &Metrics, name: &'static str, error: &ServiceError) {
+    metrics.count_part(name, error.code());
+    log_error(name, error);
+}
+
 /// Logs an error and gives it the wire's form.
 fn log_refusal(name: &'static str, error: &ServiceError) -> Status {
+    log_error(name, error);
+    wire_status(error)
+}
+
+fn log_error(name: &'static str, error: &ServiceError) {
     match error.code() {
         ErrorCode::Internal | ErrorCode::DeviceFailed | ErrorCode::CorruptPage => {
             tracing::error!(rpc = name, code = %error.code(), %error, "request failed");
         }
         code => tracing::debug!(rpc = name, %code, %error, "request refused"),
     }
-    wire_status(error)
 }
 
 #[cfg(test)]
