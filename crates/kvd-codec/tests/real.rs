@@ -327,3 +327,36 @@ fn huffman_codes_of_real_rows_are_near_their_entropy() {
     }
     assert!(ratios.iter().all(|(_, ratio, most)| (1.0..*most).contains(ratio)), "{ratios:?}");
 }
+
+/// Bits per value of pages of one row again and again, of keys and values.
+fn bits_of_equal_rows(text: &str, value: f32) -> [f64; 2] {
+    let spec = resolve_spec(text).unwrap();
+    let calibration = calibrate(&spec);
+    let codec = ModelCodec::new(geometry(), spec, calibration.as_ref()).unwrap();
+    let rows = vec![value; HEADS * BLOCK * DIM];
+    let block = BlockRows { tokens: BLOCK, k: &rows, v: &rows };
+    let mut bits = [0f64; 2];
+    for layer in (0..LAYERS).map(LayerIndex) {
+        let mut bytes = Vec::new();
+        let encoded = codec.encode_block(layer, &block, &mut bytes).unwrap();
+        for index in 0..2 * HEADS {
+            bits[index / HEADS] += 8.0 * page(&bytes, &encoded, index).len() as f64;
+        }
+    }
+    bits.map(|bits| bits / (LAYERS as usize * rows.len()) as f64)
+}
+
+/// Grids have no width: keys of zeros are near the mean of all, values of zeros are raised by the
+/// largest gain, mean and all, until only raw floats hold them.
+#[test]
+fn pages_far_from_the_samples_take_at_most_what_raw_floats_do() {
+    for text in ["kvd-4", "kvd-1", "kvd-2-fast"] {
+        let usual = measure(text).bits;
+        let zeros = bits_of_equal_rows(text, 0.0);
+        assert!(zeros[0] <= 1.1 * usual[0], "{text}: {zeros:?} instead of {usual:?}");
+        for bits in zeros.into_iter().chain(bits_of_equal_rows(text, 3.0)) {
+            // 16 and a header of 32 bytes for 64 rows of 128.
+            assert!(bits <= 16.04, "{text}: {bits}");
+        }
+    }
+}
