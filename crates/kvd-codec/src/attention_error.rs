@@ -183,8 +183,8 @@ impl ChannelStats {
 /// A part that all tokens have in common changes no weight, however long it makes the rows: errors
 /// are held against how tokens differ. A common row that RoPE has turned differs from token to
 /// token as well, by far more than others do: no channel counts for much more than the middle one,
-/// nor than a fourth of those that may have a part of such a row. And queries of a model look where its keys are long: errors there count
-/// for more.
+/// nor than a fourth of those that may have a part of such a row. And queries of a model look where
+/// its keys are long: errors there count for more.
 pub(crate) fn key_error_of_rows(delta: &[f32], rows: &[f32], dim: usize) -> f64 {
     let plain = row_error(delta, rows);
     let plain = divide_error(plain.error, plain.norm);

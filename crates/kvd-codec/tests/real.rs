@@ -327,3 +327,38 @@ fn huffman_codes_of_real_rows_are_near_their_entropy() {
     }
     assert!(ratios.iter().all(|(_, ratio, most)| (1.0..*most).contains(ratio)), "{ratios:?}");
 }
+
+/// Bits per value of pages of one row again and again, of keys and values.
+fn bits_of_equal_rows(text: &str, value: f32) -> [f64; 2] {
+    let spec = resolve_spec(text).unwrap();
+    let calibration = calibrate(&spec);
+    let codec = ModelCodec::new(geometry(), spec, calibration.as_ref()).unwrap();
+    let rows = vec![value; HEADS * BLOCK * DIM];
+    let block = BlockRows { tokens: BLOCK, k: &rows, v: &rows };
+    let mut bits = [0f64; 2];
+    for layer in (0..LAYERS).map(LayerIndex) {
+        let mut bytes = Vec::new();
+        let encoded = codec.encode_block(layer, &block, &mut bytes).unwrap();
+        for index in 0..2 * HEADS {
+            bits[index / HEADS] += 8.0 * page(&bytes, &encoded, index).len() as f64;
+        }
+    }
+    bits.map(|bits| bits / (LAYERS as usize * rows.len()) as f64)
+}
+
+/// Zeros are padding, near the mean of all rows; rows of another kind may take what raw floats do.
+#[test]
+fn pages_of_zeros_take_the_usual_bits_and_no_page_more_than_raw_floats() {
+    for text in ["kvd-4", "kvd-3", "kvd-2", "kvd-1.5", "kvd-1", "kvd-2-fast"] {
+        let usual = measure(text).bits;
+        let zeros = bits_of_equal_rows(text, 0.0);
+        println!("{text}: zeros {zeros:.2?}, usual {usual:.2?}");
+        for (zeros, usual) in zeros.into_iter().zip(usual) {
+            assert!(zeros <= 1.1 * usual, "{text}: {zeros} instead of {usual}");
+        }
+        for bits in bits_of_equal_rows(text, 3.0) {
+            // 16 and a header of 32 bytes for 64 rows of 128.
+            assert!(bits <= 16.04, "{text}: {bits}");
+        }
+    }
+}

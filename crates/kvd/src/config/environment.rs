@@ -74,7 +74,7 @@ pub(super) fn check_names(defaults: &Dict) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// What is wrong with a variable; nothing of one that is a setting, or none of kvd's.
+/// Why nothing would read a variable as it is meant; none of a setting, and of what is not kvd's.
 fn find_mistake(name: &OsStr, value: &OsStr) -> Option<&'static str> {
     let bytes = name.as_bytes();
     let start = bytes.get(..PREFIX.len())?;
