@@ -28,6 +28,8 @@ const LARGEST_SHARE_OF_FOURTH: f64 = 8.0;
 /// Channels of less than this share of the middle power are in none of the fourths: they have no
 /// part of a common row.
 const SMALLEST_POWER: f64 = 0.25;
+/// Nor are those whose variance is less than this share of their power.
+const TURNING: f64 = 0.05;
 
 /// Channels of long keys draw queries to them; one counts as much as this many others at most.
 const LARGEST_WEIGHT: f64 = 8.0;
@@ -160,8 +162,11 @@ impl ChannelStats {
             return Some(LARGEST_SHARE_OF_FEW * middle);
         }
         let least = SMALLEST_POWER * positive_median(&self.power).unwrap_or_default();
+        // Of a common row that turns, most is variance.
+        let turns = |variance: f64, power: f64| power >= least && variance >= TURNING * power;
         let channels = self.variance.iter().zip(&self.power);
-        let common = channels.filter(|(_, power)| **power >= least).map(|(variance, _)| *variance);
+        let common = channels.filter(|(variance, power)| turns(**variance, **power));
+        let common = common.map(|(variance, _)| *variance);
         let fourth = positive_quantile(common, 4).unwrap_or(middle);
         Some((LARGEST_SHARE * middle).min(LARGEST_SHARE_OF_FOURTH * fourth))
     }

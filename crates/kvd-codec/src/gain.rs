@@ -4,7 +4,7 @@
 //! One step for all rows is right when all rows count alike. Values do not: in some heads a few
 //! tokens take most of the weight and have values far shorter than others. An error that is small
 //! beside an ordinary value is as large as those. So a row shorter than the head's median is
-//! brought near it, and its error shrinks with it; long rows and rows of zeros keep the step
+//! brought near it, and its error shrinks with it; long rows keep the step
 //! (`docs/adr/0009-token-gains.md` has the figures). A gain commutes with every linear transform;
 //! attention multiplies the token's weight by it.
 //!
@@ -48,8 +48,7 @@ pub fn raise_short_rows(
     for (rows, coefficients) in parts {
         let lengths = row_lengths(rows, dim);
         for (coefficients, length) in coefficients.chunks_exact_mut(dim).zip(lengths) {
-            // Zeros are padding: raised, the head's mean alone would be more than codes hold.
-            let shift = if length > 0.0 { nearest_shift(median / length) } else { 0 };
+            let shift = nearest_shift(median / length);
             shifts.push(shift);
             if shift > 0 {
                 let gain = f32::from(1u16 << shift);
@@ -127,15 +126,6 @@ mod tests {
         let of = |length: f32| nearest_shift(1.0 / length);
         assert_eq!([2.0, 1.0, 0.72, 0.70, 0.5, 0.36, 0.25].map(of), [0, 0, 0, 1, 1, 1, 2]);
         assert_eq!([1e-3, 0.0, f32::NAN].map(of), [SHIFT_MAX, SHIFT_MAX, 0]);
-    }
-
-    #[test]
-    fn rows_of_zeros_are_not_raised() {
-        let (rows, mut shifts) = ([0.0f32, 0.0, 0.25, 0.0, 4.0, 0.0], Vec::new());
-        let mut coefficients = rows.map(|x| x - 1.0);
-        raise_short_rows(&rows, 2, 4.0, &mut coefficients, &mut shifts);
-        assert_eq!(shifts, [0, 4, 0]);
-        assert_eq!(coefficients, [-1.0, -1.0, -12.0, -16.0, 3.0, -1.0]);
     }
 
     #[test]

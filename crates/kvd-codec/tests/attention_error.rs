@@ -197,6 +197,19 @@ fn a_common_part_in_all_channels_is_seen_before_anything_is_asked() {
     }
 }
 
+/// Many channels that hardly differ from token to token are no common row that turns.
+#[test]
+fn still_channels_hide_no_differences_of_the_others() {
+    let mut k = normal(TOKENS, 1.0, 8);
+    for row in k.chunks_exact_mut(DIM) {
+        row[..2 * DIM / 5].iter_mut().for_each(|x| *x = common::round(10.0 + 0.01 * *x));
+    }
+    let v = normal(TOKENS, 1.0, 9);
+    let text = "k=uniform(b=4,g=32,axis=channel); v=raw; k.bound=0.2";
+    let (checked, _) = store(&mut codec(text), &k, &v);
+    assert_eq!(checked.over_bound[0], 0);
+}
+
 #[test]
 fn ordinary_keys_and_values_keep_their_bounds() {
     for (text, bound) in BOUNDED {

@@ -171,7 +171,7 @@ fn a_share_of_long_rows_changes_no_fit() {
     let kinds = [SampleKind::Keys, SampleKind::Values, SampleKind::Queries];
     for (number, text) in fitted_presets().enumerate() {
         let usual = costs(text, Far::None);
-        let (count, factor) = [(60, 30.0), (205, 30.0), (400, 1e3)][number % 3];
+        let (count, factor) = [(60, 30.0), (205, 30.0), (240, 1e3)][number % 3];
         let mut all = vec![(kinds[number / 3 % 3], count, factor)];
         if ["kvd-1", "kvd-2"].contains(&text) {
             all.extend(kinds.map(|kind| (kind, 60, 30.0)));

@@ -3,8 +3,8 @@
 //! every fit is made without them (`docs/adr/0020-tables-from-a-prior.md`).
 //!
 //! How far a row may be is told by the 95th percentile of lengths, which no row in twenty can move,
-//! as long as it is not itself far beyond the median, which more than half of the rows would have
-//! to move. Magnitudes are compared in rows that are not left out.
+//! as long as it is not itself far beyond the median: up to a quarter of the rows may be long.
+//! Magnitudes are compared in rows that are not left out.
 //!
 //! Rows of zeros, as padding leaves them, tell nothing of the others and take next to no bits; a
 //! fit that counted them would give ordinary rows more bits than were asked for.
@@ -19,6 +19,9 @@ const ROWS_MIN: usize = 20;
 /// The usual length is the 95th percentile, but at most the median times this: lengths of ordinary
 /// rows spread by less (the fixture's heads by 1.34, a lognormal with a deviation of 0.4 by 1.9).
 const USUAL: f64 = 2.0;
+/// Rows that are long by the median, as a share of all, beyond which they are of another kind and
+/// not far off: then the 95th percentile stands.
+const OTHER_KIND: f64 = 0.25;
 /// Rows longer than the usual length times this are left out,
 const LEFT_OUT: f64 = 4.0;
 /// and those longer than that times this are brought to that length.
@@ -59,7 +62,11 @@ impl<'a> InlierRows<'a> {
         let lengths: Vec<f64> = rows.chunks_exact(dim).map(row_length).collect();
         let quantile = |share| select_quantile(&mut lengths.clone(), share, f64::total_cmp);
         let median = quantile(MEDIAN).unwrap_or(0.0);
-        let usual = quantile(PERCENT_95).unwrap_or(0.0).min(USUAL * median);
+        let percentile = quantile(PERCENT_95).unwrap_or(0.0);
+        let of_median = USUAL * median;
+        let long = lengths.iter().filter(|length| **length > LONGEST * of_median).count();
+        let mixed = long as f64 > OTHER_KIND * lengths.len() as f64;
+        let usual = if mixed { percentile } else { percentile.min(of_median) };
         if lengths.len() < ROWS_MIN || usual <= 0.0 || !usual.is_finite() {
             return inliers;
         }
@@ -167,6 +174,17 @@ mod tests {
         for few in [&[0.0; 64 * DIM][..], &rows[..19 * DIM], &[]] {
             assert_eq!(InlierRows::new(few, DIM).rows, few);
         }
+    }
+
+    #[test]
+    fn two_kinds_of_rows_are_both_kept() {
+        let ordinary = rows();
+        let count = ordinary.len() / DIM;
+        // More than half are short, and none of the others is far off.
+        let mut mixed: Vec<f32> = (0..count + count / 4).flat_map(|_| [1e-3f32; DIM]).collect();
+        mixed.extend(&ordinary);
+        let inliers = InlierRows::new(mixed, DIM);
+        assert_eq!(inliers.left_out, 0);
     }
 
     #[test]

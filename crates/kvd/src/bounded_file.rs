@@ -1,6 +1,7 @@
 //! Files that an operator names: read whole, and never more than such a file can have. A device or
 //! a pipe that does not end takes no memory.
 
+use rustix::fs::{Mode, OFlags};
 use std::fs::File;
 use std::io::{Error, ErrorKind, Read};
 use std::os::unix::fs::FileTypeExt;
@@ -26,8 +27,12 @@ pub(crate) fn open_file(path: &Path) -> Result<File, Error> {
     let owned = path.to_owned();
     // Opening waits for a writer, and nothing but a writer ends that.
     std::thread::spawn(move || opened.send(File::open(owned)));
-    let late = |_| Error::new(ErrorKind::TimedOut, "it is a pipe that nobody writes to");
-    file.recv_timeout(WRITER_TIME).map_err(late)?
+    file.recv_timeout(WRITER_TIME).unwrap_or_else(|_| {
+        // A writer for a moment: the thread goes.
+        let flags = OFlags::WRONLY | OFlags::NONBLOCK;
+        drop(rustix::fs::open(path, flags, Mode::empty()));
+        Err(Error::new(ErrorKind::TimedOut, "it is a pipe that nobody writes to"))
+    })
 }
 
 /// Opens a file of any length, or a pipe as [`open_file`] does.
@@ -90,8 +95,14 @@ mod tests {
         assert!(status.success());
         let error = read_bytes(&path).unwrap_err();
         assert!(error.to_string().contains("nobody writes"), "{error}");
-        // The open that was given up takes the first writer's place as a reader, and goes.
-        drop(std::fs::OpenOptions::new().write(true).open(&path).unwrap());
+        // Nobody reads any more: the open that was given up has ended.
+        let flags = OFlags::WRONLY | OFlags::NONBLOCK;
+        let reads = || rustix::fs::open(&path, flags, Mode::empty()).is_ok();
+        let tries = (0..100).any(|_| {
+            std::thread::sleep(Duration::from_millis(10));
+            !reads()
+        });
+        assert!(tries, "the thread still waits");
         let writer = std::thread::spawn({
             let path = path.clone();
             move || {

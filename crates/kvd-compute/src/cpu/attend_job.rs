@@ -83,13 +83,6 @@ impl<'a> AttendUnit<'a> {
         all.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0)
     }
 
-    /// Whether each token of its parts is seen by some query token.
-    pub(super) fn sees_all_parts(&self) -> bool {
-        let seen = self.seen_by_any();
-        self.parts.first().is_none_or(|part| seen.start <= part.first_token)
-            && self.parts.last().is_none_or(|part| part.end_token() <= seen.end)
-    }
-
     /// Positions that all of its query tokens see; it may be empty.
     pub(super) fn seen_by_all(&self) -> Range<u32> {
         let ends = self.tokens.iter().map(UnitTokens::visible_ends);

@@ -443,8 +443,7 @@ impl<'a> UnitState<'a> {
         let precision = effective_precision(self.job.config(), self.states.len());
         if precision == Precision::Fast {
             let magnitude = self.values.as_ref().map_or(0.0, ValueKernel::largest_value);
-            let held = self.values.as_ref().filter(|_| self.unit.sees_all_parts());
-            let held = held.and_then(ValueKernel::held_magnitudes);
+            let held = self.values.as_ref().and_then(ValueKernel::held_magnitudes);
             for (row, loss) in self.losses.iter_mut().enumerate() {
                 loss.score = self.keys.as_ref().map_or(0.0, |keys| keys.score_loss(row));
                 let losses = self.values.as_ref().map(|values| ValueLosses {

@@ -326,7 +326,7 @@ impl MergedRows<'_> {
         // The largest codes that there could be have failed; those that there are may not.
         let held = match loss.held {
             Some(held) => Some(held),
-            None => decoder.held_magnitudes(self.unit.parts)?,
+            None => decoder.held_magnitudes(self.unit)?,
         };
         let Some(held) = held else { return Ok(false) };
         let share = held.largest / held.possible;

@@ -11,7 +11,7 @@ use crate::cpu::row_reader::RowReader;
 use crate::cpu::scratch::ScratchVec;
 use crate::cpu::simd::per_level;
 use crate::cpu::span_scores::SpanScores;
-use crate::cpu::token_span::TokenSpan;
+use crate::cpu::token_span::{TokenSpan, spans_of};
 use crate::cpu::unit_queries::UnitQueries;
 use crate::{PlanPart, Source};
 use kvd_codec::{HeadCodec, RowSpace};
@@ -85,10 +85,10 @@ impl<'a> RowDecoder<'a> {
         Ok(())
     }
 
-    /// Magnitudes of the values of the parts' pages, of a grid side.
+    /// Magnitudes of the values in the tiles that a unit reads, of a grid side.
     pub(super) fn held_magnitudes(
         &mut self,
-        parts: &[PlanPart],
+        unit: &AttendUnit<'_>,
     ) -> Result<Option<HeldMagnitudes>, BackendError> {
         if self.held.is_none() {
             let reader = self.job.reader;
@@ -97,29 +97,38 @@ impl<'a> RowDecoder<'a> {
                 Side::Value,
                 self.head,
             ));
-            self.held = Some(self.find_magnitudes(parts)?);
+            self.held = Some(self.find_magnitudes(unit)?);
         }
         Ok(self.held.flatten())
     }
 
-    fn find_magnitudes(&self, parts: &[PlanPart]) -> Result<Option<HeldMagnitudes>, BackendError> {
+    fn find_magnitudes(
+        &self,
+        unit: &AttendUnit<'_>,
+    ) -> Result<Option<HeldMagnitudes>, BackendError> {
         let reader = self.job.reader;
         let side = reader.codec.head_codec(reader.layer, Side::Value, self.head);
         let Some(grid) = side.grid() else { return Ok(None) };
         let Some(mut tiles) = StreamTiles::new(side, Side::Value) else { return Ok(None) };
         let Some(mut finder) = MagnitudeFinder::new(grid, &tiles) else { return Ok(None) };
-        for part in parts {
+        let seen = unit.seen_by_any();
+        for part in unit.parts {
             let rows = reader.open_rows(&part.source, part.rows, Side::Value, self.head)?;
             let Some(page) = rows.as_page().filter(|page| !page.header().fallback) else {
                 continue;
             };
+            let spans = spans_of(part, seen.clone());
+            let wanted = spans.clone().map(|span| span.source_rows());
+            let wanted = wanted.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end));
+            let Some(wanted) = wanted else { continue };
             let mut decoded = false;
-            let tokens = 0..page.tokens();
-            let wanted =
-                PageRequest { tiles: &mut tiles, page, rows: tokens, decoded: &mut decoded };
-            huffman::decode_pages(self.job.simd, vec![wanted])?;
-            if decoded {
-                finder.add_tiles(self.job.simd, tiles.tile_bytes());
+            let request =
+                PageRequest { tiles: &mut tiles, page, rows: wanted, decoded: &mut decoded };
+            huffman::decode_pages(self.job.simd, vec![request])?;
+            for span in spans.filter(|_| decoded) {
+                let read = span.tile_range().map(|tile| span.page_tile(tile));
+                read.filter_map(|tile| tiles.full_tile(tile))
+                    .for_each(|tile| finder.add_tiles(self.job.simd, tile));
             }
         }
         Ok(Some(finder.held_magnitudes()))

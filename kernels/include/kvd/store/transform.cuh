@@ -101,7 +101,7 @@ KVD_DEVICE void find_shifts(const Work& work) {
         }
         const float ratio = over(work.unit.median, root(sum));
         unsigned shift = 0;
-        while (sum > 0 && shift < 7 && ratio >= times(1.41421356237309504880f, float(1u << shift))) {
+        while (shift < 7 && ratio >= times(1.41421356237309504880f, float(1u << shift))) {
             shift++;
         }
         work.shifts[token] = uint8_t(shift);

@@ -17,7 +17,7 @@ const EXCEPTION: f64 = 10.0;
 fn slack(name: &str, kind: HostileInput) -> f64 {
     let differs =
         matches!(kind, HostileInput::CommonPartOfSmall(_) | HostileInput::CommonPartOfHalf(_));
-    if differs && ROTATED.contains(&name) { EXCEPTION } else { SLACK }
+    if differs && name == ROTATED[1] { EXCEPTION } else { SLACK }
 }
 /// Factors of queries and weights whose errors of f16 make a mean: powers of the root of that order
 /// of 2, after which the same significant bits come again.
@@ -310,12 +310,40 @@ fn ordinary_contexts_of_every_length_are_not_answered_twice() {
 }
 
 #[test]
+fn int8_errs_by_a_few_hundredths_where_rotated_values_share_a_part() {
+    let kind = HostileInput::CommonPart(0.05);
+    let geometry = Geometry { dtype: kind.dtype(), ..geometry(64) };
+    for name in ROTATED {
+        let codec = codec(&geometry, name);
+        let (mut backend, parts) =
+            filled_with(codec, &[64, 64, 41], |block, tokens| kind.rows((64, 64), block, tokens));
+        let load = LoadPlan { model: MODEL, layer: LAYER, dtype: DType::F32, parts: parts.clone() };
+        let rows = backend.load(&load).unwrap();
+        let mut plan = plan(&geometry, &parts, InputKind::Normal, ASK);
+        plan.q = payload(DType::F32, &kind.queries(64, 2 * HEADS * 3));
+        let truth = reference(&geometry, &plan, &rows, |_| {});
+        for simd in Simd::available_levels() {
+            (backend.simd, backend.precision) = (simd, Precision::Int8);
+            let outputs = floats(&backend.attend(&plan).unwrap().out);
+            let errors = outputs
+                .chunks_exact(64)
+                .zip(&truth)
+                .flat_map(|(out, truth)| out.iter().zip(&truth.out).map(|(a, b)| (a - b).abs()));
+            let most = errors.fold(0f64, f64::max);
+            // Values are about one. AVX2 has codes of four bits with weights of seven.
+            assert!(most < 0.07, "{name}, {simd:?}: {most:.2e}");
+        }
+    }
+}
+
+#[test]
 fn looks_at_codes_on_the_way_answer_as_those_afterwards() {
     let geometry = geometry(128);
     for name in ["kvd-1.5", "kvd-1"] {
         let codec = codec(&geometry, name);
         let mut looks = 0;
-        let asks = [(16, None), (64, None), (64, Some(1700))];
+        // Windows that begin within a tile, and within a page but at a tile.
+        let asks = [(16, None), (64, None), (64, Some(1700)), (64, Some(1696))];
         for (scale, (blocks, window)) in
             [3.0, 8.0].into_iter().flat_map(|scale| asks.map(|ask| (scale, ask)))
         {

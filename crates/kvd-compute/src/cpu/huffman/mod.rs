@@ -153,6 +153,12 @@ impl StreamTiles {
         &self.bytes[..self.rows * self.per_row]
     }
 
+    /// The codes of a full tile.
+    pub(super) fn full_tile(&self, tile: usize) -> Option<&[u8]> {
+        let len = TILE * self.per_row;
+        self.tile_bytes().get(tile * len..(tile + 1) * len)
+    }
+
     /// The code of a row of the page, which lies in a full tile, at a position.
     pub(super) fn code_of_token(&self, token: usize, position: usize) -> u8 {
         let (quad, within) = match self.side {

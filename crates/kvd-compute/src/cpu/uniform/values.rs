@@ -14,8 +14,8 @@ use crate::cpu::simd::{KernelConfig, Simd, per_level};
 use crate::cpu::span_scores::{SpanScores, TILE};
 use crate::cpu::tile_cursor::TileCursor;
 use crate::cpu::uniform::{
-    PAIR_BYTES, by_tile, channels_per_pair, code_lookup, code_reach, scale_row, steps_and_minima,
-    sum_lanes, transpose_scales,
+    PAIR_BYTES, by_tile, channels_per_pair, code_lookup, code_reach, middle_code, scale_row,
+    steps_and_minima, sum_lanes, transpose_scales,
 };
 use kvd_codec::{FixedCodes, GroupAxis, HeadCodec, UniformGroups, UniformMode};
 use kvd_core::DType;
@@ -106,6 +106,10 @@ pub(crate) struct UniformValues {
     lost: ScratchVec<f32>,
     /// For rounding of weights times steps, `[rows, groups of channels]`.
     folded: ScratchVec<RoundingLoss>,
+    /// Whether what rounding took from weights counts as the other weights do on average, and not
+    /// as the code in the middle: a transform adds up in one channel what is alike in all, and the
+    /// middle may be. (Where tokens share their steps, codes differ no more than values do.)
+    averages: bool,
 }
 
 /// Whether there is a kernel for the side.
@@ -123,19 +127,6 @@ pub(crate) fn takes_side(side: &HeadCodec) -> bool {
         UniformMode::Hybrid => {
             groups.axis == GroupAxis::Channel && groups.group == Some(TILE) && groups.bits < 8
         }
-    }
-}
-
-/// Units of the rows that were pushed. What rounding took from weights counts as the other weights
-/// do on average; of codes with signs as one of nothing, which is the middle of those.
-fn average_units(
-    groups: UniformGroups,
-    parts: &IntOperands,
-    pushed: &[RoundedRow; ROWS],
-) -> [f32; ROWS] {
-    match groups.mode {
-        UniformMode::Sym => pushed.map(|row| row.unit),
-        UniformMode::Asym | UniformMode::Hybrid => parts.exact_units(pushed),
     }
 }
 
@@ -161,6 +152,9 @@ impl UniformValues {
                 GroupAxis::Token => ScratchVec::repeat_value(RoundingLoss::default(), rows * pairs),
                 GroupAxis::Channel | GroupAxis::Block => ScratchVec::default(),
             },
+            averages: groups.axis == GroupAxis::Token
+                && groups.mode == UniformMode::Asym
+                && !side.is_identity(),
         })
     }
 
@@ -276,11 +270,16 @@ impl UniformValues {
                 FoldScales { steps, minima },
                 &mut pushed,
             );
+            let middle = if self.averages { 0.0 } else { middle_code(self.groups) };
             for (row, pushed) in rows.clone().zip(&pushed) {
-                self.bases[row * pairs + group] += pushed.base;
+                self.bases[row * pairs + group] += pushed.base + middle * pushed.lost;
                 self.folded[row * pairs + group].add_row(pushed, tokens);
             }
-            let units = average_units(self.groups, &self.parts, &pushed);
+            let units = if self.averages {
+                self.parts.exact_units(&pushed)
+            } else {
+                pushed.map(|row| row.unit)
+            };
             let count = channels.min(self.dim - first);
             let target = SumTarget { units: &units[..rows.len()], factors: &[], first, count };
             let codes = TileCodes { prefetch: codes.prefetch.share_of(group, pairs), ..codes };
@@ -314,10 +313,10 @@ impl UniformValues {
             let mut pushed = [RoundedRow::default(); ROWS];
             self.parts.clear_rows(TILE);
             self.parts.push_folded(simd, &values[..count], ones, &mut pushed);
-            let units = average_units(self.groups, &self.parts, &pushed);
+            let units = pushed.map(|row| row.unit);
             let losts = self.lost[at..at + count].iter_mut().zip(&pushed);
             losts.for_each(|(lost, pushed)| *lost += pushed.lost);
-            let adds = pushed.map(|row| [0.0, row.base]);
+            let adds = pushed.map(|row| [middle_code(self.groups) * row.lost, row.base]);
             let (units, adds) = (&units[..count], &adds[..count]);
             let factors =
                 hybrid::GroupFactors { rows: self.parts.rows_from(0), positive: true, units, adds };
@@ -340,26 +339,28 @@ impl UniformValues {
         sums: &mut [f32],
     ) {
         self.parts.clear_rows(TILE);
-        let mut pushed = [RoundedRow::default(); ROWS];
+        let mut units = [0f32; ROWS];
         let sums = &mut sums[rows.start * self.dim..rows.end * self.dim];
         let ValueScales { minima, steps, hybrid, .. } = &self.scales;
-        let (minima, steps) = match self.groups.mode {
-            UniformMode::Hybrid => (&hybrid.zeros[..], &hybrid.steps[..]),
-            UniformMode::Asym | UniformMode::Sym => (&minima[..], &steps[..]),
+        let (minima, steps, centres) = match self.groups.mode {
+            UniformMode::Hybrid => (&hybrid.zeros[..], &hybrid.steps[..], &hybrid.centres[..]),
+            UniformMode::Asym | UniformMode::Sym => (&minima[..], &steps[..], &steps[..]),
         };
         for (index, row) in rows.clone().enumerate() {
             let (weights, most) = weights.tile_weights(row, tile..tile + 1);
             let weight = sum_lanes(weights);
-            pushed[index] = self.parts.push(simd, weights, most, Some(weight));
-            self.lost[row] += pushed[index].lost;
-            match minima {
-                [minimum] => self.bases[row] += weight * minimum,
-                _ => add_minima(simd, &mut sums[index * self.dim..][..self.dim], minima, weight),
+            let pushed = self.parts.push(simd, weights, most, Some(weight));
+            units[index] = pushed.unit;
+            self.lost[row] += pushed.lost;
+            let lost = middle_code(self.groups) * pushed.lost;
+            let sums = &mut sums[index * self.dim..][..self.dim];
+            match (minima, steps) {
+                ([minimum], [step]) => self.bases[row] += weight * minimum + lost * step,
+                _ => add_bases(simd, sums, minima, centres, [weight, lost]),
             }
-        }
-        let mut units = average_units(self.groups, &self.parts, &pushed);
-        if let [step] = steps {
-            units.iter_mut().for_each(|unit| *unit *= step);
+            if let [step] = steps {
+                units[index] *= step;
+            }
         }
         let factors = if steps.len() == 1 { &[] } else { steps };
         let target = SumTarget { units: &units[..rows.len()], factors, first: 0, count: self.dim };
@@ -399,13 +400,15 @@ impl UniformValues {
 }
 
 per_level!(
-    fn add_minima(sums: &mut [f32], minima: &[f32], weight: f32) = add_minima_body
+    fn add_bases(sums: &mut [f32], minima: &[f32], centres: &[f32], of: [f32; 2])
+        = add_bases_body
 );
 
-/// Adds what minima are worth for a weight.
+/// Adds what minima and centres are worth for a weight, and for what rounding took of it.
 #[inline(always)]
-fn add_minima_body(sums: &mut [f32], minima: &[f32], weight: f32) {
-    for (sum, minimum) in sums.iter_mut().zip(minima) {
-        *sum += weight * minimum;
+fn add_bases_body(sums: &mut [f32], minima: &[f32], centres: &[f32], of: [f32; 2]) {
+    let [weight, lost] = of;
+    for (sum, (minimum, centre)) in sums.iter_mut().zip(minima.iter().zip(centres)) {
+        *sum += weight * minimum + lost * centre;
     }
 }
