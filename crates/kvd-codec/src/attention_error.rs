@@ -29,7 +29,7 @@ const LARGEST_SHARE_OF_FOURTH: f64 = 8.0;
 /// part of a common row.
 const SMALLEST_POWER: f64 = 0.25;
 /// Nor are those whose variance is less than this share of their power.
-const TURNING: f64 = 1e-3;
+const TURNING: f64 = 1e-5;
 
 /// Channels of long keys draw queries to them; one counts as much as this many others at most.
 const LARGEST_WEIGHT: f64 = 8.0;
