@@ -1,4 +1,4 @@
-//! Rows of the samples that are far beyond all others, as long as they are fewer, change no fit:
+//! Rows of the samples that are far beyond all others, up to a quarter of them, change no fit:
 //! ordinary rows lose what they lose without them.
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 

@@ -267,7 +267,7 @@ pub(crate) struct GridValues {
     /// The largest magnitude that a value in a tile could have. Sums have the biases of codes until
     /// the end, so that zeros cost as much.
     magnitude: f32,
-    /// Looks at the codes, where they will be asked for: see [`ValueLooks`].
+    /// Looks at the codes, where they will be asked for (`value_looks.rs`).
     finder: Option<MagnitudeFinder>,
 }
 

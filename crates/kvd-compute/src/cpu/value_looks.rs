@@ -3,7 +3,7 @@
 //! Rows whose values fail by the largest codes that there could be are judged by those that there
 //! are (`loss.rs`). To find those afterwards, all pages are decoded once more; to find them on the
 //! way costs a few instructions for each 64 codes. Whoever asked once will ask again: so it is kept
-//! who did. Answers do not depend on it.
+//! who did, until the backend ends. Answers do not depend on it.
 
 use kvd_codec::HeadCodec;
 use std::sync::atomic::{AtomicBool, Ordering};

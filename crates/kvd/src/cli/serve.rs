@@ -66,8 +66,8 @@ type ReloadSlot = OnceLock<Arc<Notify>>;
 /// mistaken sender, SIGXFSZ of a file that reached its limit, whose write fails by itself, signals
 /// of real time. SIGHUP has the files of doors read anew.
 ///
-/// What says that the program itself is wrong (SIGSEGV, SIGABRT and their like) ends it, as does
-/// what no program can catch: SIGKILL, and 32 and 33, which belong to the C library.
+/// Signals of a fault of the program itself (SIGSEGV, SIGABRT and their like) end it, as do those
+/// that no program can catch: SIGKILL, and 32 and 33, which belong to the C library.
 fn outlive_other_signals(reload: Arc<ReloadSlot>) -> std::io::Result<()> {
     let mut hangup = signal(SignalKind::hangup())?;
     for (name, kind) in ignored_signals() {

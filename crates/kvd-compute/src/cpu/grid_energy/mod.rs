@@ -10,8 +10,8 @@ use crate::cpu::span_scores::TILE;
 /// Codes of one quad of positions: four of each token.
 const LANES: usize = QUAD * TILE;
 
-/// The largest sum over a token's codes of the squares of their distances from `biases`, which are
-/// those of a token's codes; both are fewer than 256 and of whole quads.
+/// The largest sum over a token's codes of the squares of their distances from `biases`. There is a
+/// bias for each position of a token, in whole quads; codes are bytes, as biases are.
 pub(super) fn largest_energy(simd: Simd, tiles: &[u8], biases: &[u8]) -> f32 {
     assert!(biases.len().is_multiple_of(QUAD), "energy: positions");
     let mut most = 0;
