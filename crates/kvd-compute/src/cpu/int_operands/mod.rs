@@ -10,7 +10,7 @@ pub(super) mod x86;
 
 use crate::cpu::int_dot::ROWS;
 use crate::cpu::scratch::ScratchVec;
-use crate::cpu::simd::{InstructionSet, KernelConfig, Precision, Simd};
+use crate::cpu::simd::{InstructionSet, KernelConfig, Precision, Simd, per_level};
 use kvd_core::DType;
 
 /// Rows that are multiplied with steps at once.
@@ -68,6 +68,15 @@ impl OperandLayout {
                 let high = 2 * first + at % EIGHT;
                 [high, high + EIGHT.min(len - first)]
             }
+        }
+    }
+
+    /// The integer with that high and low byte.
+    #[inline]
+    fn join_digits(self, [high, low]: [u8; 2]) -> i32 {
+        match self {
+            Self::Swapped | Self::Words => i32::from(i16::from_le_bytes([low, high])),
+            Self::Halves | Self::Eights => i32::from(high as i8) * 256 + i32::from(low as i8),
         }
     }
 }
@@ -278,6 +287,21 @@ impl IntOperands {
         units
     }
 
+    /// Writes the integers of row `row`, of two digits, as floats.
+    pub(crate) fn widen_row(&self, simd: Simd, row: usize, out: &mut [f32]) {
+        assert!(self.digits == 2 && out.len() == self.len, "operands: digits or row length");
+        let bytes = &self.bytes[2 * self.len * row..][..2 * self.len];
+        let layout = OperandLayout::chosen_for(simd);
+        if layout == OperandLayout::Halves {
+            let (high, low) = bytes.split_at(self.len);
+            return join_halves(simd, high, low, out);
+        }
+        for (at, value) in out.iter_mut().enumerate() {
+            let digits = layout.byte_offsets(at, self.len).map(|at| bytes[at]);
+            *value = layout.join_digits(digits) as f32;
+        }
+    }
+
     /// Rows from `first` on, at most [`ROWS`].
     pub(crate) fn rows_from(&self, first: usize) -> IntRows<'_> {
         let end = self.sums.len().min(first + ROWS);
@@ -307,16 +331,8 @@ impl IntRows<'_> {
         if self.digits == 1 {
             return i32::from(row[index] as i8);
         }
-        let cut = OperandLayout::chosen_for(simd);
-        let [high, low] = cut.byte_offsets(index, self.len).map(|at| row[at]);
-        match cut {
-            OperandLayout::Swapped | OperandLayout::Words => {
-                i32::from(i16::from_le_bytes([low, high]))
-            }
-            OperandLayout::Halves | OperandLayout::Eights => {
-                i32::from(high as i8) * 256 + i32::from(low as i8)
-            }
-        }
+        let layout = OperandLayout::chosen_for(simd);
+        layout.join_digits(layout.byte_offsets(index, self.len).map(|at| row[at]))
     }
 
     /// Value `index` of row `row`, as the portable path has it.
@@ -376,6 +392,18 @@ fn split_values(simd: Simd, values: &[f32], inverse: f32, out: &mut [u8], digits
         (out[high_at], out[low_at]) = (high as u8, rounded as u8);
     }
     sum
+}
+
+per_level!(
+    /// Joins the signed digits of [`OperandLayout::Halves`].
+    fn join_halves(high: &[u8], low: &[u8], out: &mut [f32]) = join_halves_body
+);
+
+#[inline(always)]
+fn join_halves_body(high: &[u8], low: &[u8], out: &mut [f32]) {
+    for (out, (high, low)) in out.iter_mut().zip(high.iter().zip(low)) {
+        *out = (i32::from(*high as i8) * 256 + i32::from(*low as i8)) as f32;
+    }
 }
 
 /// Results of folding up to [`FOLD_ROWS`] rows: the largest magnitudes, the sums with minima, and

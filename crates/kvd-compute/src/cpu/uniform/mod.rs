@@ -18,6 +18,7 @@ pub(super) mod by_token;
 pub(super) mod minima;
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "only AVX2 has a kernel"))]
 pub(super) mod nibbles;
+mod second_terms;
 pub(super) mod values;
 
 use crate::cpu::int_dot::{CodeLookup, ROWS, TileCodes, key_dots};

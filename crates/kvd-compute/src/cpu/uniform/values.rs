@@ -13,6 +13,7 @@ use crate::cpu::scratch::ScratchVec;
 use crate::cpu::simd::{KernelConfig, Simd, per_level};
 use crate::cpu::span_scores::{SpanScores, TILE};
 use crate::cpu::tile_cursor::TileCursor;
+use crate::cpu::uniform::second_terms::SecondTerms;
 use crate::cpu::uniform::{
     PAIR_BYTES, by_tile, channels_per_pair, code_lookup, code_reach, middle_code, scale_row,
     steps_and_minima, sum_lanes, transpose_scales,
@@ -110,6 +111,8 @@ pub(crate) struct UniformValues {
     /// as the code in the middle: a transform adds up in one channel what is alike in all, and the
     /// middle may be. (Where tokens share their steps, codes differ no more than values do.)
     averages: bool,
+    /// The rest of the weights, where one rounding takes too much.
+    second: Option<Box<SecondTerms>>,
 }
 
 /// Whether there is a kernel for the side.
@@ -135,6 +138,7 @@ impl UniformValues {
         let groups = side.uniform_groups()?;
         let dim = side.dim();
         let pairs = dim.div_ceil(channels_per_pair(groups, dim));
+        let second = SecondTerms::of_side(config, side).map(Box::new);
         Some(Self {
             groups,
             lookup: code_lookup(groups),
@@ -154,7 +158,9 @@ impl UniformValues {
             },
             averages: groups.axis == GroupAxis::Token
                 && groups.mode == UniformMode::Asym
-                && !side.is_identity(),
+                && !side.is_identity()
+                && second.is_none(),
+            second,
         })
     }
 
@@ -270,10 +276,17 @@ impl UniformValues {
                 FoldScales { steps, minima },
                 &mut pushed,
             );
+            let values = &values[..rows.len()];
+            let second = self
+                .second
+                .as_mut()
+                .map(|second| second.take_residuals(simd, values, steps, &self.parts, &pushed));
             let middle = if self.averages { 0.0 } else { middle_code(self.groups) };
-            for (row, pushed) in rows.clone().zip(&pushed) {
-                self.bases[row * pairs + group] += pushed.base + middle * pushed.lost;
-                self.folded[row * pairs + group].add_row(pushed, tokens);
+            for (row, (first, last)) in
+                rows.clone().zip(pushed.iter().zip(second.as_ref().unwrap_or(&pushed)))
+            {
+                self.bases[row * pairs + group] += first.base + middle * last.lost;
+                self.folded[row * pairs + group].add_row(last, tokens);
             }
             let units = if self.averages {
                 self.parts.exact_units(&pushed)
@@ -282,8 +295,14 @@ impl UniformValues {
             };
             let count = channels.min(self.dim - first);
             let target = SumTarget { units: &units[..rows.len()], factors: &[], first, count };
-            let codes = TileCodes { prefetch: codes.prefetch.share_of(group, pairs), ..codes };
+            let mut codes = TileCodes { prefetch: codes.prefetch.share_of(group, pairs), ..codes };
             value_dots(simd, codes, &self.lookup, self.parts.rows_from(0), target, sums);
+            if let (Some(terms), Some(second)) = (&self.second, second) {
+                codes.prefetch = PrefetchBytes::default();
+                let units = second.map(|row| row.unit);
+                let target = SumTarget { units: &units[..rows.len()], ..target };
+                value_dots(simd, codes, &self.lookup, terms.rows(), target, sums);
+            }
         }
     }
 
@@ -339,32 +358,45 @@ impl UniformValues {
         sums: &mut [f32],
     ) {
         self.parts.clear_rows(TILE);
-        let mut units = [0f32; ROWS];
         let sums = &mut sums[rows.start * self.dim..rows.end * self.dim];
         let ValueScales { minima, steps, hybrid, .. } = &self.scales;
         let (minima, steps, centres) = match self.groups.mode {
             UniformMode::Hybrid => (&hybrid.zeros[..], &hybrid.steps[..], &hybrid.centres[..]),
             UniformMode::Asym | UniformMode::Sym => (&minima[..], &steps[..], &steps[..]),
         };
+        let mut values: [&[f32]; ROWS] = [&[]; ROWS];
+        let mut pushed = [RoundedRow::default(); ROWS];
         for (index, row) in rows.clone().enumerate() {
             let (weights, most) = weights.tile_weights(row, tile..tile + 1);
             let weight = sum_lanes(weights);
-            let pushed = self.parts.push(simd, weights, most, Some(weight));
-            units[index] = pushed.unit;
-            self.lost[row] += pushed.lost;
-            let lost = middle_code(self.groups) * pushed.lost;
+            values[index] = weights;
+            pushed[index] = self.parts.push(simd, weights, most, Some(weight));
+            pushed[index].base = weight;
+        }
+        let second = self.second.as_mut().map(|second| {
+            second.take_residuals(simd, &values[..rows.len()], &ONES, &self.parts, &pushed)
+        });
+        for (index, row) in rows.clone().enumerate() {
+            let (weight, lost) =
+                (pushed[index].base, second.as_ref().unwrap_or(&pushed)[index].lost);
+            self.lost[row] += lost;
+            let lost = middle_code(self.groups) * lost;
             let sums = &mut sums[index * self.dim..][..self.dim];
             match (minima, steps) {
                 ([minimum], [step]) => self.bases[row] += weight * minimum + lost * step,
                 _ => add_bases(simd, sums, minima, centres, [weight, lost]),
             }
-            if let [step] = steps {
-                units[index] *= step;
-            }
         }
-        let factors = if steps.len() == 1 { &[] } else { steps };
+        let (factors, step) = if let [step] = steps { (&[][..], *step) } else { (steps, 1.0) };
+        let units = pushed.map(|row| row.unit * step);
         let target = SumTarget { units: &units[..rows.len()], factors, first: 0, count: self.dim };
         value_dots(simd, codes, &self.lookup, self.parts.rows_from(0), target, sums);
+        if let (Some(terms), Some(second)) = (&self.second, second) {
+            let units = second.map(|row| row.unit * step);
+            let target = SumTarget { units: &units[..rows.len()], ..target };
+            let codes = TileCodes { prefetch: PrefetchBytes::default(), ..codes };
+            value_dots(simd, codes, &self.lookup, terms.rows(), target, sums);
+        }
     }
 
     /// Scales row `row` of the sums; `sums` is that row.
