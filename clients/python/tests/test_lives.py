@@ -75,6 +75,44 @@ def test_a_restart_is_told_and_a_new_sequence_works(own, own_client):
     np.testing.assert_allclose(model.attend(0, [fresh], Q).out, 1.0)
 
 
+def test_a_model_that_shall_fail_after_a_restart_does(own):
+    with own.connect() as client:
+        model = client.model("m", GEOMETRY, dtype="f32", codec="raw", on_restart="fail")
+        old = model.open()
+        boot = client.boot_id
+        own.kill()
+        own.restart()
+        with pytest.raises(kvd.Disconnected):
+            old.describe()
+        for _ in range(2):
+            for call in (model.open, lambda: model.id, old.describe):
+                with pytest.raises(kvd.Restarted) as raised:
+                    call()
+                assert raised.value.old_boot[:8] == boot[:8]
+        # Another registration is another promise.
+        assert client.model("m", GEOMETRY, dtype="f32", codec="raw").open().length == 0
+        with pytest.raises(kvd.InvalidArgument, match="on_restart"):
+            client.model("m", GEOMETRY, dtype="f32", codec="raw", on_restart="retry")
+
+
+def test_hints_are_listed(own_client):
+    parent = own_client.model("m", GEOMETRY, dtype="f32", codec="raw").open()
+    child = parent.fork()
+
+    def said(of):
+        found = {one.sequence_id: one for one in own_client.sequences()}[of.id]
+        return found.phase, found.parent_sequence_id
+
+    phase = kvd.SequencePhase
+    assert (said(parent), said(child)) == ((phase.UNKNOWN, 0), (phase.UNKNOWN, parent.id))
+    child.hint(phase.END_OF_TURN)
+    parent.hint(phase.DONE, child)
+    assert (said(parent), said(child)) == ((phase.DONE, child.id), (phase.END_OF_TURN, 0))
+    with pytest.raises(kvd.InvalidArgument):
+        child.hint(phase.DONE, child)
+    assert phase(99) is phase.UNKNOWN
+
+
 def test_a_daemon_killed_under_a_call_ends_it(own, own_client):
     model = own_client.model("m", GEOMETRY, dtype="f32", codec="raw")
     sequence = model.open()

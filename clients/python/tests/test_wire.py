@@ -49,7 +49,7 @@ KINDS = {
     "bytes": {"bytes"},
     "float": {"float"},
     "double": {"double"},
-    "int": {"uint32", "uint64", "bool", "DType", "RopePairing", "RegionKind"},
+    "int": {"uint32", "uint64", "bool", "DType", "RopePairing", "RegionKind", "SequencePhase"},
     "optional int": {"uint32", "uint64"},
     "optional double": {"double"},
 }

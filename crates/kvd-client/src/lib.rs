@@ -107,7 +107,7 @@ pub use kvd_proto::v1::{
     DropBlocksResponse as DroppedBlocks, GetServerInfoResponse as ServerInfo,
     GetStatsResponse as Stats, ListSequencesResponse as SequencePage, ModelStats, NamespaceInfo,
     NamespaceQuota, PinBlocksResponse as PinnedBlocks, PoolStats,
-    PublishBlocksResponse as PublishedBlocks, QuotaChange, SequenceInfo, SessionInfo,
-    SetNamespaceQuotasRequest as QuotaOrder, SetNamespaceQuotasResponse as ChangedQuotas,
-    StoredBytes, WatchBlocksResponse as WatchedBlocks,
+    PublishBlocksResponse as PublishedBlocks, QuotaChange, SequenceInfo, SequencePhase,
+    SessionInfo, SetNamespaceQuotasRequest as QuotaOrder,
+    SetNamespaceQuotasResponse as ChangedQuotas, StoredBytes, WatchBlocksResponse as WatchedBlocks,
 };

@@ -111,6 +111,25 @@ impl Client {
         Ok(self.call_rpc(self.rpc.clone().list_sessions(request)).await?.sessions)
     }
 
+    /// Says what comes next for a sequence, and for which other one it works, in place of what was
+    /// said before.
+    ///
+    /// # Errors
+    /// `UNKNOWN_SEQUENCE` of either, or as every call.
+    pub async fn hint_sequence(
+        &self,
+        sequence: SequenceId,
+        phase: v1::SequencePhase,
+        parent: Option<SequenceId>,
+    ) -> Result<(), ClientError> {
+        let request = self.unary_request(v1::HintSequenceRequest {
+            sequence_id: sequence.0,
+            phase: phase.into(),
+            parent_sequence_id: parent.map_or(0, |parent| parent.0),
+        });
+        self.call_rpc(self.rpc.clone().hint_sequence(request)).await.map(drop)
+    }
+
     /// A page of the sequences of this namespace, in the order of their ids. `next_after_id` of it
     /// is [`SequenceFilter::after`] of the next; 0 where this was the last.
     ///

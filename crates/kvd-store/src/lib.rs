@@ -33,6 +33,7 @@ mod arrival;
 mod cache;
 mod error;
 mod free_ranges;
+mod hint;
 mod layer;
 mod layer_block;
 mod ledger;
@@ -62,6 +63,7 @@ pub use cache::{
     WriteTarget,
 };
 pub use error::StoreError;
+pub use hint::{SequenceHint, SequencePhase};
 pub use kvd_core::{PackedBytes, StoredBytes};
 pub use layer_block::{PackedPages, RawSlot, RowExtent, RowExtentRef, RowForm, RowFormRef};
 pub use ledger::ModelUsage;

@@ -11,6 +11,7 @@
 use crate::arrival::LayerArrival;
 use crate::cache::{CachedBlock, ChainOrigin, HeldEntry, PrefixIndex};
 use crate::error::StoreError;
+use crate::hint::{SequenceHint, SequencePhase};
 use crate::layer::SequenceLayer;
 use crate::ledger::ModelLedger;
 use crate::pool::ArenaPool;
@@ -57,6 +58,7 @@ pub(crate) struct SequenceEntry {
     pub(crate) cuts: RwLock<()>,
     pub(crate) session: Option<Arc<SessionSequences>>,
     pub(crate) times: UseTimes,
+    pub(crate) hint: Mutex<SequenceHint>,
     layers: Box<[LayerEntry]>,
     memory: SequenceMemory,
     /// Truncations so far: changed with `cuts` held alone.
@@ -83,6 +85,8 @@ pub(crate) struct NewSequence {
     pub(crate) layers: Vec<SequenceLayer>,
     pub(crate) published: PublishedChain,
     pub(crate) arrival: Option<Arc<LayerArrival>>,
+    /// The sequence that it was forked from.
+    pub(crate) parent: Option<SequenceId>,
 }
 
 /// The first blocks of a sequence, as far as they are cached under keys.
@@ -97,7 +101,7 @@ pub(crate) struct PublishedChain {
 impl SequenceEntry {
     pub(crate) fn new(new: NewSequence, memory: SequenceMemory) -> Self {
         let entry = |layer| LayerEntry { layer: Mutex::new(layer), busy: AtomicBool::new(false) };
-        let NewSequence { id, model, ledger, layers, published, arrival } = new;
+        let NewSequence { id, model, ledger, layers, published, arrival, parent } = new;
         Self {
             id,
             model,
@@ -105,6 +109,7 @@ impl SequenceEntry {
             cuts: RwLock::new(()),
             session: None,
             times: UseTimes::begin_now(),
+            hint: Mutex::new(SequenceHint { phase: SequencePhase::Unknown, parent }),
             layers: layers.into_iter().map(entry).collect(),
             memory,
             cut_count: AtomicU64::new(0),

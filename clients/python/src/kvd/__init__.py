@@ -52,7 +52,7 @@ from .errors import (
 from .keys import Dropped, Keys, Matches, Published
 from .merge import merge
 from .model import Geometry, Model
-from .sequence import Sequence, SequenceState, StoredBytes
+from .sequence import Sequence, SequencePhase, SequenceState, StoredBytes
 from .watch import BlockEvent, BlockUpdate, BlockWatch, Change, Tier, WatchPosition
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ __all__ = [
     "Sequence",
     "SequenceBusy",
     "SequenceInfo",
+    "SequencePhase",
     "SequenceState",
     "Server",
     "ServerInfo",

@@ -24,7 +24,7 @@ from .errors import (
 )
 from .model import Geometry, Model
 from .region import Region
-from .sequence import StoredBytes
+from .sequence import SequencePhase, StoredBytes
 from .watch import BlockWatch, WatchPosition
 
 if TYPE_CHECKING:
@@ -84,6 +84,9 @@ class SequenceInfo:
     age_ms: int
     idle_ms: int
     stored: StoredBytes
+    # As `Sequence.hint` said them; 0: no parent.
+    phase: SequencePhase
+    parent_sequence_id: int
 
 
 @dataclass(frozen=True)
@@ -248,11 +251,15 @@ class Client:
         calibration: bytes = b"",
         interleaved_rope: bool = False,
         weights: bytes = b"",
+        on_restart: str = "recompute",
     ) -> Model:
         """Registers a model: what is equal to one that is registered is that one.
 
         `codec` is a preset or a spec, "" the daemon's default, `kivi-4`. `weights`, up to 256
         bytes, say whose weights these are: models that differ in them share no cached page.
+        After a restart of the daemon its sequences raise `Restarted`; with `on_restart`
+        "recompute" new ones can be opened, to compute and store the rows again, and with "fail"
+        every call of the model raises it.
         """
         return Model(
             self,
@@ -263,6 +270,7 @@ class Client:
             calibration=calibration,
             interleaved_rope=interleaved_rope,
             weights=weights,
+            on_restart=on_restart,
         )
 
     def release_lease(self, lease_id: int) -> None:
@@ -280,7 +288,8 @@ class Client:
                 page = link.call("ListSequences", model_id=model_id, after_id=after)
             for one in page.sequences:
                 stored = StoredBytes.of(one.stored)
-                found.append(SequenceInfo(**{**vars(one), "stored": stored}))
+                phase = SequencePhase(one.phase)
+                found.append(SequenceInfo(**{**vars(one), "stored": stored, "phase": phase}))
             after = page.next_after_id
             if not after:
                 return found

@@ -95,6 +95,8 @@ SEQUENCE_INFO = _schema(
     (5, "age_ms"),
     (6, "idle_ms"),
     (7, "stored", STORED_BYTES),
+    (8, "phase"),
+    (9, "parent_sequence_id"),
 )
 LIST_SEQUENCES = _schema(
     (1, "model_id"), (2, "session_id"), (3, "idle_ms_min"), (4, "after_id"), (5, "limit")
@@ -242,6 +244,10 @@ UNARY: Final[dict[str, tuple[Schema, Schema]]] = {
         _schema((1, "sequence_id"), (2, "length")),
     ),
     "TruncateSequence": (_schema((1, "sequence_id"), (2, "length")), NOTHING),
+    "HintSequence": (
+        _schema((1, "sequence_id"), (2, "phase"), (3, "parent_sequence_id")),
+        NOTHING,
+    ),
     "CloseSequence": (_schema((1, "sequence_id"), (2, "idle_ms_min")), NOTHING),
     "DescribeSequence": (_schema((1, "sequence_id")), SEQUENCE_STATE),
     "ListSequences": (LIST_SEQUENCES, SEQUENCE_PAGE),

@@ -54,7 +54,8 @@ class _Registration:
 
 
 class Model:
-    """A registered model. After a restart of the daemon it registers itself again."""
+    """A registered model. After a restart of the daemon it registers itself again, or fails as it
+    was told."""
 
     def __init__(
         self,
@@ -67,14 +68,17 @@ class Model:
         calibration: bytes,
         interleaved_rope: bool,
         weights: bytes,
+        on_restart: str,
     ) -> None:
+        if on_restart not in ("recompute", "fail"):
+            raise InvalidArgument(f"on_restart={on_restart!r} is recompute or fail")
         self.client, self.name, self.dtype, self.codec = client, name, dtype, codec
         v = geometry.head_dim_v or geometry.head_dim_k
         self.geometry = Geometry(
             geometry.layers, geometry.kv_heads, geometry.head_dim_k, v, geometry.block_tokens
         )
         self._calibration, self._interleaved = calibration, interleaved_rope
-        self._weights = weights
+        self._weights, self._on_restart = weights, on_restart
         self._registration: _Registration | None = None
         self._forms: dict[object, AttendForm] = {}
         self._register(client.link())
@@ -86,6 +90,8 @@ class Model:
         known = self._registration
         if known is not None and known.boot_id == link.boot_id:
             return known
+        if known is not None and self._on_restart == "fail":
+            raise restarted(known.boot_id, link.boot_id)
         geometry = {
             **vars(self.geometry),
             "dtype": int(self.dtype),

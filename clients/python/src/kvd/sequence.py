@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,22 @@ from .wire import Message, varint
 if TYPE_CHECKING:
     from .client import Link
     from .model import Model
+
+
+class SequencePhase(enum.IntEnum):
+    """What comes next for a sequence, as its engine says."""
+
+    # Nothing is known, or a turn is under way.
+    UNKNOWN = 0
+    # A turn has ended; the next one may come after a while.
+    END_OF_TURN = 1
+    # No more tokens will come.
+    DONE = 2
+
+    @classmethod
+    def _missing_(cls, value: object) -> SequencePhase:
+        """One that a later daemon knows."""
+        return cls.UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -175,6 +192,18 @@ class Sequence:
         with link.watched():
             link.call("TruncateSequence", sequence_id=self.id, length=length)
         self.layer_lengths = [length] * len(self.layer_lengths)
+
+    def hint(self, phase: SequencePhase, parent: Sequence | None = None) -> None:
+        """Says what comes next, and for which sequence this one works, such as a sub-agent's: lists
+        show it. It replaces what was said before; a fork begins with what it was forked from."""
+        link = self.check_boot()
+        with link.watched():
+            link.call(
+                "HintSequence",
+                sequence_id=self.id,
+                phase=int(phase),
+                parent_sequence_id=0 if parent is None else parent.id,
+            )
 
     def describe(self) -> SequenceState:
         """What the daemon holds of it; also corrects the lengths that this client believes in."""

@@ -237,6 +237,13 @@ impl v1::kvd_server::Kvd for Fake {
         unimplemented()
     }
 
+    async fn hint_sequence(
+        &self,
+        _: Request<v1::HintSequenceRequest>,
+    ) -> Result<Response<v1::HintSequenceResponse>, Status> {
+        unimplemented()
+    }
+
     async fn close_sequence(
         &self,
         _: Request<v1::CloseSequenceRequest>,

@@ -339,6 +339,13 @@ impl v1::kvd_server::Kvd for StandIn {
         Err(Status::unimplemented("not part of the stand-in"))
     }
 
+    async fn hint_sequence(
+        &self,
+        _: Request<v1::HintSequenceRequest>,
+    ) -> Result<Response<v1::HintSequenceResponse>, Status> {
+        Err(Status::unimplemented("not part of the stand-in"))
+    }
+
     async fn truncate_sequence(
         &self,
         _: Request<v1::TruncateSequenceRequest>,

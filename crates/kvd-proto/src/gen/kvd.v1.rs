@@ -239,6 +239,20 @@ pub struct TruncateSequenceRequest {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct TruncateSequenceResponse {}
+/// Replaces what was said before. Lists show it; nothing else depends on it yet.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct HintSequenceRequest {
+    #[prost(uint64, tag = "1")]
+    pub sequence_id: u64,
+    #[prost(enumeration = "SequencePhase", tag = "2")]
+    pub phase: i32,
+    /// The sequence that this one works for, such as a sub-agent's; 0: none. A fork begins with the
+    /// sequence that it was forked from.
+    #[prost(uint64, tag = "3")]
+    pub parent_sequence_id: u64,
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct HintSequenceResponse {}
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct CloseSequenceRequest {
     #[prost(uint64, tag = "1")]
@@ -324,6 +338,12 @@ pub struct SequenceInfo {
     /// As DescribeSequence says it.
     #[prost(message, optional, tag = "7")]
     pub stored: ::core::option::Option<StoredBytes>,
+    /// As HintSequence said them.
+    #[prost(enumeration = "SequencePhase", tag = "8")]
+    pub phase: i32,
+    /// 0: none. It may be closed by now.
+    #[prost(uint64, tag = "9")]
+    pub parent_sequence_id: u64,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct HoldSessionRequest {
@@ -1367,6 +1387,39 @@ impl RopePairing {
         }
     }
 }
+/// What comes next for a sequence, as its engine knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum SequencePhase {
+    /// Nothing is known, or a turn is under way.
+    Unspecified = 0,
+    /// A turn has ended; the next one may come after a while.
+    EndOfTurn = 1,
+    /// No more tokens will come.
+    Done = 2,
+}
+impl SequencePhase {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unspecified => "SEQUENCE_PHASE_UNSPECIFIED",
+            Self::EndOfTurn => "SEQUENCE_PHASE_END_OF_TURN",
+            Self::Done => "SEQUENCE_PHASE_DONE",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "SEQUENCE_PHASE_UNSPECIFIED" => Some(Self::Unspecified),
+            "SEQUENCE_PHASE_END_OF_TURN" => Some(Self::EndOfTurn),
+            "SEQUENCE_PHASE_DONE" => Some(Self::Done),
+            _ => None,
+        }
+    }
+}
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
 pub enum LseBase {
@@ -1815,6 +1868,28 @@ pub mod kvd_client {
             let mut req = request.into_request();
             req.extensions_mut()
                 .insert(GrpcMethod::new("kvd.v1.Kvd", "TruncateSequence"));
+            self.inner.unary(req, path, codec).await
+        }
+        /// Says what an engine knows of a sequence's future.
+        pub async fn hint_sequence(
+            &mut self,
+            request: impl tonic::IntoRequest<super::HintSequenceRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::HintSequenceResponse>,
+            tonic::Status,
+        > {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = tonic_prost::ProstCodec::default();
+            let path = http::uri::PathAndQuery::from_static("/kvd.v1.Kvd/HintSequence");
+            let mut req = request.into_request();
+            req.extensions_mut().insert(GrpcMethod::new("kvd.v1.Kvd", "HintSequence"));
             self.inner.unary(req, path, codec).await
         }
         pub async fn close_sequence(
@@ -2465,6 +2540,14 @@ pub mod kvd_server {
             tonic::Response<super::TruncateSequenceResponse>,
             tonic::Status,
         >;
+        /// Says what an engine knows of a sequence's future.
+        async fn hint_sequence(
+            &self,
+            request: tonic::Request<super::HintSequenceRequest>,
+        ) -> std::result::Result<
+            tonic::Response<super::HintSequenceResponse>,
+            tonic::Status,
+        >;
         async fn close_sequence(
             &self,
             request: tonic::Request<super::CloseSequenceRequest>,
@@ -3111,6 +3194,49 @@ pub mod kvd_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = TruncateSequenceSvc(inner);
+                        let codec = tonic_prost::ProstCodec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.unary(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/kvd.v1.Kvd/HintSequence" => {
+                    #[allow(non_camel_case_types)]
+                    struct HintSequenceSvc<T: Kvd>(pub Arc<T>);
+                    impl<T: Kvd> tonic::server::UnaryService<super::HintSequenceRequest>
+                    for HintSequenceSvc<T> {
+                        type Response = super::HintSequenceResponse;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<super::HintSequenceRequest>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Kvd>::hint_sequence(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = HintSequenceSvc(inner);
                         let codec = tonic_prost::ProstCodec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(

@@ -104,6 +104,7 @@ impl SequenceStore {
             layers: sequence_layers,
             published,
             arrival: Some(arrival),
+            parent: None,
         };
         let id = self.insert_sequence(new, session.map(Arc::clone))?;
         let opened = AttachedSequence { id, length };

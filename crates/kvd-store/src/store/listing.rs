@@ -2,6 +2,7 @@
 
 use super::{ForkedSequence, SequenceStore, common_length};
 use crate::error::StoreError;
+use crate::hint::SequenceHint;
 use crate::sequence::{SequenceEntry, SequenceUsage};
 use crate::session_sequences::SessionSequences;
 use crate::shape::ModelShape;
@@ -51,6 +52,8 @@ pub struct SequenceSummary {
     pub idle: Duration,
     /// Bytes of its blocks by kind.
     pub stored: StoredBytes,
+    /// What its engine last said of it.
+    pub hint: SequenceHint,
 }
 
 impl SequenceStore {
@@ -122,6 +125,20 @@ impl SequenceStore {
         Ok(())
     }
 
+    /// Replaces what its engine says of a sequence.
+    ///
+    /// # Errors
+    /// [`StoreError::UnknownSequence`].
+    pub fn hint_sequence(
+        &self,
+        ns: &Namespace,
+        id: SequenceId,
+        hint: SequenceHint,
+    ) -> Result<(), StoreError> {
+        *self.find_entry(ns, id)?.hint.lock() = hint;
+        Ok(())
+    }
+
     /// Ids of the sequences that a query matches, in no order. This names none of them.
     #[must_use]
     pub fn find_sequences(&self, query: &SequenceQuery<'_>) -> Vec<SequenceId> {
@@ -139,7 +156,8 @@ impl SequenceStore {
         let SequenceUsage { model, length, stored, .. } = measure_usage(&entry);
         let (now, session) = (Instant::now(), entry.session_id());
         let (age, idle) = (entry.times.age_at(now), entry.times.idle_at(now));
-        Some(SequenceSummary { id, model, session, length, age, idle, stored })
+        let hint = *entry.hint.lock();
+        Some(SequenceSummary { id, model, session, length, age, idle, stored, hint })
     }
 
     /// Makes a sequence that was put on the map one of its session. When that has ended meanwhile

@@ -41,7 +41,8 @@ impl SequenceStore {
             (0..model.geometry.layers).map(|_| SequenceLayer::new(&self.view_count)).collect();
         let ledger = Arc::clone(&self.ledgers.entry(model.id).or_default());
         let published = PublishedChain::default();
-        let new = NewSequence { id, model, ledger, layers, published, arrival: None };
+        let (arrival, parent) = (None, None);
+        let new = NewSequence { id, model, ledger, layers, published, arrival, parent };
         self.insert_sequence(new, session)
     }
 
@@ -87,7 +88,8 @@ impl SequenceStore {
         drop(no_cut);
         let (model, ledger) = (Arc::clone(&parent.model), Arc::clone(&parent.ledger));
         let session = session.or_else(|| parent.session.clone());
-        let new = NewSequence { id: forked, model, ledger, layers, published, arrival: None };
+        let (arrival, parent) = (None, Some(parent.id));
+        let new = NewSequence { id: forked, model, ledger, layers, published, arrival, parent };
         let id = self.insert_sequence(new, session)?;
         Ok(ForkedSequence { id, length })
     }

@@ -109,7 +109,8 @@ impl SequenceStore {
         let ledger = Arc::clone(&self.ledgers.entry(model.id).or_default());
         let published =
             PublishedChain { blocks, tail: Some(found.held), origin: ChainOrigin::Found };
-        let new = NewSequence { id, model, ledger, layers, published, arrival: None };
+        let (arrival, parent) = (None, None);
+        let new = NewSequence { id, model, ledger, layers, published, arrival, parent };
         Ok(AttachedSequence { id: self.insert_sequence(new, session)?, length })
     }
 

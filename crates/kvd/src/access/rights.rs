@@ -39,7 +39,7 @@ const fn of_daemon_operators(rpc: &'static str) -> RpcRights {
     RpcRights { rpc, roles: OPERATE, is_of_namespace: false, is_administrative: true }
 }
 
-static TABLE: [RpcRights; 40] = [
+static TABLE: [RpcRights; 41] = [
     of_daemon("GetServerInfo", ANY),
     of_daemon("ListCodecs", ANY),
     of_daemon("ListNamespaces", OPERATE),
@@ -52,6 +52,7 @@ static TABLE: [RpcRights; 40] = [
     of_namespace("OpenSequence", USE),
     of_namespace("ForkSequence", USE),
     of_namespace("TruncateSequence", USE),
+    of_namespace("HintSequence", USE),
     of_namespace("CloseSequence", USE_OR_OPERATE),
     of_namespace("DescribeSequence", USE_OR_OPERATE),
     of_namespace("ListSequences", USE_OR_OPERATE),

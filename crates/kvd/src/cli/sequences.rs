@@ -11,6 +11,7 @@ use anyhow::anyhow;
 use clap::{ArgGroup, Args, Subcommand};
 use kvd_client::{
     Client, ClientError, ErrorCode, ModelId, SequenceFilter, SequenceId, SequenceInfo,
+    SequencePhase,
 };
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -76,6 +77,10 @@ struct SequenceRow {
     age_ms: u64,
     idle_ms: u64,
     held_bytes: u64,
+    /// What its engine says that comes next: `end_of_turn`, `done`, or nothing.
+    phase: &'static str,
+    /// The sequence that it works for or was forked from; empty for none.
+    parent: String,
 }
 
 /// Runs the command; what it prints.
@@ -110,17 +115,31 @@ fn find_model(names: &BTreeMap<u64, String>, model: &str) -> Result<ModelId, any
     id.map(ModelId).ok_or_else(|| anyhow!("no model {model:?} in this namespace"))
 }
 
+fn phase_name(phase: SequencePhase) -> &'static str {
+    match phase {
+        SequencePhase::Unspecified => "",
+        SequencePhase::EndOfTurn => "end_of_turn",
+        SequencePhase::Done => "done",
+    }
+}
+
+fn id_text(id: u64) -> String {
+    if id == 0 { String::new() } else { id.to_string() }
+}
+
 fn sequence_row(names: &BTreeMap<u64, String>, found: SequenceInfo) -> SequenceRow {
-    let stored = found.stored.unwrap_or_default();
+    let (stored, phase) = (found.stored.unwrap_or_default(), found.phase());
     SequenceRow {
         sequence: found.sequence_id.to_string(),
         model_id: found.model_id.to_string(),
         model: names.get(&found.model_id).cloned().unwrap_or_default(),
-        session: if found.session_id == 0 { String::new() } else { found.session_id.to_string() },
+        session: id_text(found.session_id),
         tokens: found.length,
         age_ms: found.age_ms,
         idle_ms: found.idle_ms,
         held_bytes: stored.packed_bytes + stored.raw_bytes,
+        phase: phase_name(phase),
+        parent: id_text(found.parent_sequence_id),
     }
 }
 
@@ -129,18 +148,18 @@ fn sequence_table(rows: &[SequenceRow]) -> String {
         return "no sequences\n".to_owned();
     }
     let cells = |cell: fn(&SequenceRow) -> String| rows.iter().map(cell).collect::<Vec<_>>();
-    let session = |row: &SequenceRow| match &row.session[..] {
-        "" => "-".to_owned(),
-        session => session.to_owned(),
-    };
+    let or_dash = |text: &str| if text.is_empty() { "-".to_owned() } else { text.to_owned() };
+    let session: Vec<_> = rows.iter().map(|row| or_dash(&row.session)).collect();
+    let phase: Vec<_> = rows.iter().map(|row| or_dash(row.phase)).collect();
     let text = render_table(&[
         TableColumn::of_text("sequence", cells(|row| row.sequence.clone())),
         TableColumn::of_text("model", cells(|row| shorten_text(&row.model, NAME_COLUMNS))),
-        TableColumn::of_text("session", cells(session)),
+        TableColumn::of_text("session", session),
         TableColumn::of_numbers("tokens", cells(|row| row.tokens.to_string())),
         TableColumn::of_numbers("age", cells(|row| format_time(row.age_ms))),
         TableColumn::of_numbers("idle", cells(|row| format_time(row.idle_ms))),
         TableColumn::of_numbers("held", cells(|row| format_bytes(row.held_bytes))),
+        TableColumn::of_text("phase", phase),
     ]);
     let held = format_bytes(rows.iter().map(|row| row.held_bytes).sum());
     text + &format!(
@@ -229,6 +248,8 @@ mod tests {
             age_ms: u64::MAX,
             idle_ms: u64::MAX,
             stored: Some(kvd_client::StoredBytes { packed_bytes: 999 << 30, ..Default::default() }),
+            phase: SequencePhase::EndOfTurn.into(),
+            parent_sequence_id: 5,
         };
         let free = SequenceInfo { session_id: 0, model_id: 1, ..info };
         let rows = [info, free].map(|info| sequence_row(&names, info));
@@ -241,6 +262,7 @@ mod tests {
         assert_eq!(sequence_table(&[]), "no sequences\n");
         let json = json_text(&rows).unwrap();
         assert!(json.contains("\"sequence\": \"18446744073709551615\""), "{json}");
+        assert!(json.contains("\"phase\": \"end_of_turn\"") && json.contains("\"parent\": \"5\""));
     }
 
     #[test]

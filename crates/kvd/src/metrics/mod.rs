@@ -40,7 +40,7 @@ pub const ALERT_CODES: [ErrorCode; 5] = [
 ];
 
 /// Names of calls in labels: those of the service, and those of regions.
-pub const RPCS: [&str; 36] = [
+pub const RPCS: [&str; 37] = [
     "GetServerInfo",
     "RegisterModel",
     "DescribeModel",
@@ -49,6 +49,7 @@ pub const RPCS: [&str; 36] = [
     "OpenSequence",
     "ForkSequence",
     "TruncateSequence",
+    "HintSequence",
     "CloseSequence",
     "DescribeSequence",
     "ListSequences",

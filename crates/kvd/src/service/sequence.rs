@@ -1,9 +1,9 @@
 //! Sequences: open, fork, truncate, close, describe.
 
 use super::{CallContext, Service, ServiceError};
-use kvd_core::{ModelId, SequenceId};
+use kvd_core::{ErrorCode, ModelId, SequenceId};
 use kvd_proto::domain::SequenceFork;
-use kvd_store::{ForkedSequence, SequenceUsage};
+use kvd_store::{ForkedSequence, SequenceHint, SequenceUsage};
 use std::time::Instant;
 
 impl Service {
@@ -76,6 +76,27 @@ impl Service {
     ) -> Result<(), ServiceError> {
         self.admit_call(call)?;
         Ok(self.shard_of(id)?.store.truncate_sequence(&call.namespace, id, length)?)
+    }
+
+    /// Replaces what an engine says of a sequence.
+    ///
+    /// # Errors
+    /// `UNKNOWN_SEQUENCE` of it or of the parent, `INVALID_ARGUMENT` of its own parent.
+    pub fn hint_sequence(
+        &self,
+        call: &CallContext,
+        id: SequenceId,
+        hint: SequenceHint,
+    ) -> Result<(), ServiceError> {
+        self.admit_call(call)?;
+        if let Some(parent) = hint.parent {
+            if parent == id {
+                let reason = format!("parent_sequence_id: {id} cannot work for itself");
+                return Err(ServiceError::new(ErrorCode::InvalidArgument, reason));
+            }
+            self.shard_of(parent)?.store.model_of(&call.namespace, parent)?;
+        }
+        Ok(self.shard_of(id)?.store.hint_sequence(&call.namespace, id, hint)?)
     }
 
     /// Gives a sequence up; blocks that others share stay.

@@ -6,7 +6,7 @@ use super::convert;
 use super::discovery;
 use super::load::{OpenedPieces, piece_stream};
 use super::measure::{measure_answer, refuse_call};
-use super::session::{hold_stream, peer_name, sequence_page, session_list};
+use super::session::{hold_stream, peer_name, read_hint, sequence_page, session_list};
 use super::step;
 use super::stream::{self, OpenedStream, ReplyStream, StreamAnswer, StreamKind, StreamState};
 use super::watch::{open_watch, watch_stream};
@@ -150,6 +150,19 @@ impl Kvd for GrpcService {
             self.service.wait_for_prefix(call, SequenceId(sequence_id)).await;
             self.service.truncate_sequence(call, SequenceId(sequence_id), length)?;
             Ok(v1::TruncateSequenceResponse {})
+        })
+        .await
+    }
+
+    async fn hint_sequence(
+        &self,
+        request: Request<v1::HintSequenceRequest>,
+    ) -> Result<Response<v1::HintSequenceResponse>, Status> {
+        let message = *request.get_ref();
+        self.answer_rpc("HintSequence", read_call(&request), async |call| {
+            let hint = read_hint(message)?;
+            self.service.hint_sequence(call, SequenceId(message.sequence_id), hint)?;
+            Ok(v1::HintSequenceResponse {})
         })
         .await
     }

@@ -4,10 +4,11 @@ use super::call::wire_status;
 use super::connection::{self, ServerPhase};
 use super::stream::{ReplyStream, StreamState, shutting_down};
 use crate::metrics::OpenCount;
-use crate::service::{SequencePage, SessionDescription, SessionLease};
+use crate::service::{SequencePage, ServiceError, SessionDescription, SessionLease};
 use futures_core::Stream;
+use kvd_core::{ErrorCode, SequenceId};
 use kvd_proto::v1;
-use kvd_store::SequenceSummary;
+use kvd_store::{SequenceHint, SequencePhase, SequenceSummary};
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -87,6 +88,29 @@ pub(super) fn session_list(sessions: Vec<SessionDescription>) -> v1::ListSession
     v1::ListSessionsResponse { sessions: sessions.into_iter().map(describe).collect() }
 }
 
+fn wire_phase(phase: SequencePhase) -> v1::SequencePhase {
+    match phase {
+        SequencePhase::Unknown => v1::SequencePhase::Unspecified,
+        SequencePhase::EndOfTurn => v1::SequencePhase::EndOfTurn,
+        SequencePhase::Done => v1::SequencePhase::Done,
+    }
+}
+
+/// What a `HintSequence` says.
+pub(super) fn read_hint(message: v1::HintSequenceRequest) -> Result<SequenceHint, ServiceError> {
+    let phase = match v1::SequencePhase::try_from(message.phase) {
+        Ok(v1::SequencePhase::Unspecified) => SequencePhase::Unknown,
+        Ok(v1::SequencePhase::EndOfTurn) => SequencePhase::EndOfTurn,
+        Ok(v1::SequencePhase::Done) => SequencePhase::Done,
+        Err(_) => {
+            let reason = format!("phase: {} is no SequencePhase", message.phase);
+            return Err(ServiceError::new(ErrorCode::InvalidArgument, reason));
+        }
+    };
+    let parent = message.parent_sequence_id;
+    Ok(SequenceHint { phase, parent: (parent != 0).then_some(SequenceId(parent)) })
+}
+
 /// The answer to `ListSequences`.
 pub(super) fn sequence_page(page: SequencePage) -> v1::ListSequencesResponse {
     let describe = |sequence: SequenceSummary| v1::SequenceInfo {
@@ -97,6 +121,8 @@ pub(super) fn sequence_page(page: SequencePage) -> v1::ListSequencesResponse {
         age_ms: whole_ms(sequence.age),
         idle_ms: whole_ms(sequence.idle),
         stored: Some(sequence.stored.into()),
+        phase: wire_phase(sequence.hint.phase).into(),
+        parent_sequence_id: sequence.hint.parent.map_or(0, |parent| parent.0),
     };
     v1::ListSequencesResponse {
         sequences: page.sequences.into_iter().map(describe).collect(),

@@ -4,6 +4,7 @@ use super::process::Process;
 use super::{assert_serves, batch, chunk, model};
 use kvd_client::{
     Client, ClientError, ErrorCode, LayerIndex, LoadRange, RegionClient, RegionOptions,
+    SequencePhase,
 };
 use std::path::Path;
 
@@ -61,6 +62,8 @@ async fn old_ids_reach_nothing_of_the_next_boot() {
     assert_stale("close", unknown, a.close_sequence(a_sequence).await, boots);
     assert_stale("describe", unknown, a.describe_sequence(a_sequence).await, boots);
     assert_stale("fork", unknown, a.fork_sequence(a_sequence, None).await, boots);
+    let hinted = a.hint_sequence(a_sequence, SequencePhase::Done, None).await;
+    assert_stale("hint", unknown, hinted, boots);
     assert_stale("truncate", unknown, a.truncate_sequence(a_sequence, 0).await, boots);
     let range =
         LoadRange { sequence: a_sequence, layer: LayerIndex(0), start: 0, end: 9, dtype: None };

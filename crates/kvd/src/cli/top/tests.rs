@@ -36,6 +36,7 @@ fn sequence(id: u64, session_id: u64, tokens: u32, idle_s: u64) -> SequenceInfo 
         age_ms: 3_600_000 + idle_s * 1000,
         idle_ms: idle_s * 1000,
         stored: Some(stored(u64::from(tokens) << 10, u64::from(tokens) << 8, 0)),
+        ..Default::default()
     }
 }
 

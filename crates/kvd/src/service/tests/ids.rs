@@ -4,6 +4,7 @@ use super::bench::{Bench, call, chunk};
 use crate::service::{Service, ServiceError};
 use kvd_core::{DType, ErrorCode, LayerIndex, ModelId, SequenceId};
 use kvd_proto::domain::{AttendBatch, AttendQuery, LoadRange};
+use kvd_store::SequenceHint;
 use std::sync::Arc;
 
 fn batch(model: ModelId, sequence: SequenceId) -> AttendBatch {
@@ -29,12 +30,14 @@ async fn refusals(
     use ErrorCode::{UnknownModel, UnknownSequence};
     let call = call();
     let range = LoadRange { sequence, layer: LayerIndex(0), start: 0, end: 1, dtype: None };
+    let hint = SequenceHint::default();
     let mut refused = vec![
         ("describe model", UnknownModel, service.find_model(&call, model).err()),
         ("open", UnknownModel, service.open_sequence(&call, model).err()),
         ("unregister", UnknownModel, service.unregister_model(&call, model).await.err()),
         ("fork", UnknownSequence, service.fork_sequence(&call, sequence, None).err()),
         ("truncate", UnknownSequence, service.truncate_sequence(&call, sequence, 0).err()),
+        ("hint", UnknownSequence, service.hint_sequence(&call, sequence, hint).err()),
         ("describe", UnknownSequence, service.describe_sequence(&call, sequence).err()),
         ("load", UnknownSequence, service.load_pieces(&call, &range).err()),
         ("close", UnknownSequence, service.close_sequence(&call, sequence).err()),

@@ -5,6 +5,7 @@ use crate::config::Config;
 use crate::service::{CallContext, Service, ServiceError, SessionLease};
 use kvd_core::{ErrorCode, Namespace, SequenceId, SessionId};
 use kvd_proto::domain::{HoldTarget, SequenceFilter, SequenceFork, SessionHold};
+use kvd_store::{SequenceHint, SequencePhase};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
@@ -238,6 +239,38 @@ async fn a_page_after_a_sequence_of_another_boot_is_refused() {
     let error = new.service.list_sequences(&call(), page).await.err().unwrap();
     assert_eq!(error.code(), ErrorCode::UnknownSequence);
     assert!(error.stale_id().is_some(), "{error}");
+}
+
+#[tokio::test]
+async fn hints_are_listed_until_they_are_replaced_and_name_no_foreign_parent() {
+    let bench = Bench::new(1 << 16, &[("namespaces.allowed", "[\"*\"]")]);
+    let service = &bench.service;
+    let model = bench.register("a", "raw").await.shape.id;
+    let parent = service.open_sequence(&call(), model).unwrap();
+    let child = service.fork_sequence(&call(), parent, None).unwrap().id;
+    let hint = |phase, parent| SequenceHint { phase, parent };
+    let listed = async |of: SequenceId| {
+        let page = service.list_sequences(&call(), filter()).await.unwrap();
+        page.sequences.into_iter().find(|sequence| sequence.id == of).unwrap().hint
+    };
+    assert_eq!(listed(parent).await, hint(SequencePhase::Unknown, None));
+    assert_eq!(listed(child).await, hint(SequencePhase::Unknown, Some(parent)), "a fork");
+    for said in [hint(SequencePhase::EndOfTurn, Some(child)), hint(SequencePhase::Done, None)] {
+        service.hint_sequence(&call(), parent, said).unwrap();
+        assert_eq!(listed(parent).await, said);
+    }
+    let theirs = service.register_model(&other(), spec("b", "raw")).await.unwrap().shape.id;
+    let theirs = service.open_sequence(&other(), theirs).unwrap();
+    let refusal = |call: CallContext, of, parent| {
+        let said = hint(SequencePhase::Done, Some(parent));
+        service.hint_sequence(&call, of, said).unwrap_err().code()
+    };
+    assert_eq!(refusal(call(), child, theirs), ErrorCode::UnknownSequence);
+    assert_eq!(refusal(other(), child, theirs), ErrorCode::UnknownSequence);
+    assert_eq!(refusal(call(), child, child), ErrorCode::InvalidArgument);
+    // A parent that is closed is still named.
+    service.close_sequence(&call(), parent).unwrap();
+    assert_eq!(listed(child).await, hint(SequencePhase::Unknown, Some(parent)));
 }
 
 #[tokio::test]
