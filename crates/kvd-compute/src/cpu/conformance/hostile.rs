@@ -234,6 +234,7 @@ fn parts_that_values_share_behind_a_rotation_are_served_at_every_head_size() {
         HostileInput::CommonPartOfSmall(0.05),
         HostileInput::CommonPartOfHalf(0.05),
         HostileInput::EqualWeights(7.0),
+        HostileInput::CancellingSigns,
     ];
     let by_token =
         ["b=2", "b=4", "b=8", "b=2,g=64", "b=4,g=64", "b=2,g=32", "b=4,g=32", "b=4,g=16"];
@@ -243,6 +244,7 @@ fn parts_that_values_share_behind_a_rotation_are_served_at_every_head_size() {
         "k=raw; v=hadamard/uniform(b=4,axis=block)",
         "k=raw; v=hadamard/uniform(b=4,g=64,axis=channel)",
         "k=raw; v=hadamard/lloyd(b=4)",
+        "k=raw; v=hadamard/lloyd(b=6)",
         "k=raw; v=hadamard/vq(d=2,b=4)",
         "turbo-4",
         "vecinfer-2",

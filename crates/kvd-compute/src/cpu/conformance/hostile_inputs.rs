@@ -44,6 +44,8 @@ pub(super) enum HostileInput {
     CommonPartOfSmall(f32),
     /// One token has most of the weight, and so do the values of every other token of the rest.
     CommonPartOfHalf(f32),
+    /// All tokens weigh alike, and all values are one or minus one, which adds up to next to nothing.
+    CancellingSigns,
     /// Magnitudes over twelve decades: of channels of queries, keys and values, of rows of values.
     Decades(u64),
 }
@@ -222,6 +224,7 @@ impl HostileInput {
             Self::Tiny(size) => key.iter_mut().for_each(|k| *k *= size),
             Self::CommonPart(_) => key.iter_mut().for_each(|k| *k *= 3.0),
             Self::CommonPartOfSmall(_) => key[0] = small_score(token),
+            Self::CancellingSigns => key.fill(1.0),
             Self::CommonPartOfHalf(_) => key[0] = if token == 20 { 0.0 } else { key[0] - 8.0 },
             Self::Decades(seed) => {
                 key.iter_mut().zip(decades(dim, seed + 1)).for_each(|(k, size)| *k *= size);
@@ -247,6 +250,7 @@ impl HostileInput {
             Self::CommonPartOfHalf(rest) if token.is_multiple_of(2) => {
                 row.iter_mut().for_each(|v| *v = 1.0 + rest * *v);
             }
+            Self::CancellingSigns => row.fill(if token.is_multiple_of(2) { 1.0 } else { -1.0 }),
             Self::Decades(seed) => {
                 let factor = decades(TOKENS * 2, seed + 2)[token];
                 let sizes = decades(dim, seed + 3);

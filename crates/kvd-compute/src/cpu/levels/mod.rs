@@ -36,10 +36,15 @@ impl LevelBytes {
         Self { tables: vec![(table, unit)] }
     }
 
-    /// Takes `2^bits` finite levels to two bytes, on steps of `2^-15` of the largest.
+    /// Takes `2^bits` finite levels to two bytes, on steps of about `2^-15` of the largest. The
+    /// smallest is exact: it stands for values near 0, and behind a transform most values of a
+    /// token may be that.
     pub(crate) fn on_two_bytes(levels: &[f32]) -> Self {
-        let largest = levels.iter().fold(0f32, |m, level| m.max(level.abs()));
-        let unit = largest / TOP;
+        let sizes = levels.iter().map(|level| level.abs());
+        let largest = sizes.clone().fold(0f32, f32::max);
+        let smallest = sizes.filter(|size| *size > 0.0).fold(largest, f32::min);
+        let steps = (smallest / (largest / TOP)).floor();
+        let unit = if steps >= 1.0 { smallest / steps } else { largest / TOP };
         // What is smaller than this is nothing beside any query or weight.
         let whole = |level: f32| if largest > 1e-30 { (level / unit).round() as i32 } else { 0 };
         let high = |level| (whole(level) + 128) >> 8;
