@@ -1,8 +1,8 @@
-//! What an engine says of a sequence's future: lists show it.
+//! Hints of engines about the future of their sequences: lists show them.
 
 use kvd_core::SequenceId;
 
-/// What comes next for a sequence.
+/// The next thing that will happen to a sequence.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SequencePhase {
     /// Nothing is known, or a turn is under way.
@@ -14,10 +14,10 @@ pub enum SequencePhase {
     Done,
 }
 
-/// What an engine last said of a sequence.
+/// An engine's last word on the future of a sequence.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SequenceHint {
-    /// What comes next.
+    /// The next thing that will happen to it.
     pub phase: SequencePhase,
     /// The sequence that it works for or was forked from. That may be closed by now.
     pub parent: Option<SequenceId>,

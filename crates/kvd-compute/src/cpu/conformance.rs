@@ -14,6 +14,7 @@ mod bits;
 mod hostile;
 mod hostile_inputs;
 mod ragged;
+mod rotated_values;
 mod scores;
 mod shapes;
 mod shared;

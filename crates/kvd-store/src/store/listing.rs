@@ -52,7 +52,7 @@ pub struct SequenceSummary {
     pub idle: Duration,
     /// Bytes of its blocks by kind.
     pub stored: StoredBytes,
-    /// What its engine last said of it.
+    /// Its engine's last word on its future.
     pub hint: SequenceHint,
 }
 

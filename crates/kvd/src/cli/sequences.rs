@@ -43,7 +43,7 @@ pub(super) struct ListArgs {
     /// Only those that no call has named for so long, as 90s, 10m or 2h.
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     idle: Option<Duration>,
-    /// Print JSON.
+    /// Print JSON, which also has what `HintSequence` said: phase and parent.
     #[arg(long)]
     json: bool,
 }
@@ -77,7 +77,7 @@ struct SequenceRow {
     age_ms: u64,
     idle_ms: u64,
     held_bytes: u64,
-    /// What its engine says that comes next: `end_of_turn`, `done`, or nothing.
+    /// The engine's last word on it: `end_of_turn`, `done`, or nothing.
     phase: &'static str,
     /// The sequence that it works for or was forked from; empty for none.
     parent: String,
@@ -148,18 +148,18 @@ fn sequence_table(rows: &[SequenceRow]) -> String {
         return "no sequences\n".to_owned();
     }
     let cells = |cell: fn(&SequenceRow) -> String| rows.iter().map(cell).collect::<Vec<_>>();
-    let or_dash = |text: &str| if text.is_empty() { "-".to_owned() } else { text.to_owned() };
-    let session: Vec<_> = rows.iter().map(|row| or_dash(&row.session)).collect();
-    let phase: Vec<_> = rows.iter().map(|row| or_dash(row.phase)).collect();
+    let session = |row: &SequenceRow| match &row.session[..] {
+        "" => "-".to_owned(),
+        session => session.to_owned(),
+    };
     let text = render_table(&[
         TableColumn::of_text("sequence", cells(|row| row.sequence.clone())),
         TableColumn::of_text("model", cells(|row| shorten_text(&row.model, NAME_COLUMNS))),
-        TableColumn::of_text("session", session),
+        TableColumn::of_text("session", cells(session)),
         TableColumn::of_numbers("tokens", cells(|row| row.tokens.to_string())),
         TableColumn::of_numbers("age", cells(|row| format_time(row.age_ms))),
         TableColumn::of_numbers("idle", cells(|row| format_time(row.idle_ms))),
         TableColumn::of_numbers("held", cells(|row| format_bytes(row.held_bytes))),
-        TableColumn::of_text("phase", phase),
     ]);
     let held = format_bytes(rows.iter().map(|row| row.held_bytes).sum());
     text + &format!(

@@ -96,7 +96,7 @@ fn wire_phase(phase: SequencePhase) -> v1::SequencePhase {
     }
 }
 
-/// What a `HintSequence` says.
+/// Reads the hint of a `HintSequence`.
 pub(super) fn read_hint(message: v1::HintSequenceRequest) -> Result<SequenceHint, ServiceError> {
     let phase = match v1::SequencePhase::try_from(message.phase) {
         Ok(v1::SequencePhase::Unspecified) => SequencePhase::Unknown,

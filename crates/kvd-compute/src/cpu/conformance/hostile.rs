@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use std::fmt::Write as _;
 
 /// Errors over the reference's.
-const SLACK: f64 = 4.0;
+pub(super) const SLACK: f64 = 4.0;
 /// Factors of queries and weights whose errors of f16 make a mean: powers of the root of that order
 /// of 2, after which the same significant bits come again.
 const FACTORS: i32 = 8;
@@ -125,7 +125,12 @@ fn units(
 }
 
 /// Errors over the reference's by instruction set, of the row where they are largest.
-fn errors(name: &str, dim: u32, kind: HostileInput, ask: Question) -> Vec<(Simd, f64, f64)> {
+pub(super) fn errors(
+    name: &str,
+    dim: u32,
+    kind: HostileInput,
+    ask: Question,
+) -> Vec<(Simd, f64, f64)> {
     let geometry = Geometry { dtype: kind.dtype(), ..geometry(dim) };
     let codec = codec(&geometry, name);
     let [dim_k, dim_v] = Side::BOTH.map(|side| geometry.head_dim(side));
@@ -166,7 +171,8 @@ fn names() -> Vec<&'static str> {
     names
 }
 
-const ASK: Question = Question { group: 3, n_q: 2, position: 174, window: None, cap: None };
+pub(super) const ASK: Question =
+    Question { group: 3, n_q: 2, position: 174, window: None, cap: None };
 
 fn assert_served(name: &str, dim: u32, kind: HostileInput, ask: Question) {
     for (simd, out, lse) in errors(name, dim, kind, ask) {
@@ -224,46 +230,6 @@ fn hostile_inputs_err_no_more_than_four_times_f16() {
         found.push((name, KINDS.iter().map(of_kind).collect()));
     }
     println!("{}", page(&found));
-    assert!(failed.is_empty(), "{} over the bound:\n{}", failed.len(), failed.join("\n"));
-}
-
-#[test]
-fn parts_that_values_share_behind_a_rotation_are_served_at_every_head_size() {
-    let shared = [
-        HostileInput::CommonPart(0.05),
-        HostileInput::CommonPartOfSmall(0.05),
-        HostileInput::CommonPartOfHalf(0.05),
-        HostileInput::EqualWeights(7.0),
-        HostileInput::CancellingSigns,
-    ];
-    let by_token =
-        ["b=2", "b=4", "b=8", "b=2,g=64", "b=4,g=64", "b=2,g=32", "b=4,g=32", "b=4,g=16"];
-    let by_token = by_token.map(|group| format!("k=raw; v=hadamard/uniform({group},axis=token)"));
-    let others = [
-        "k=raw; v=hadamard/uniform(b=4,axis=token,mode=sym)",
-        "k=raw; v=hadamard/uniform(b=4,axis=block)",
-        "k=raw; v=hadamard/uniform(b=4,g=64,axis=channel)",
-        "k=raw; v=hadamard/lloyd(b=4)",
-        "k=raw; v=hadamard/lloyd(b=6)",
-        "k=raw; v=hadamard/vq(d=2,b=4)",
-        "turbo-4",
-        "vecinfer-2",
-        "polar-4+4",
-        "oscar-2",
-        "kvd-2",
-        "kvd-2-fast",
-    ];
-    let names = by_token.into_iter().chain(others.map(String::from));
-    let mut failed = Vec::new();
-    for (name, dim) in names.flat_map(|name| [32, 64, 128, 256].map(|dim| (name.clone(), dim))) {
-        for (kind, group) in shared.into_iter().flat_map(|kind| [(kind, 3), (kind, 8)]) {
-            for (simd, out, lse) in errors(&name, dim, kind, Question { group, ..ASK }) {
-                if out.max(lse) > SLACK {
-                    failed.push(format!("{name}, {dim}, {kind:?}, {simd:?}: {out:.2} {lse:.2}"));
-                }
-            }
-        }
-    }
     assert!(failed.is_empty(), "{} over the bound:\n{}", failed.len(), failed.join("\n"));
 }
 

@@ -44,7 +44,7 @@ pub(super) enum HostileInput {
     CommonPartOfSmall(f32),
     /// One token has most of the weight, and so do the values of every other token of the rest.
     CommonPartOfHalf(f32),
-    /// All tokens weigh alike, and all values are one or minus one, which adds up to next to nothing.
+    /// All tokens weigh alike; their values are ones or minus ones and add up to next to nothing.
     CancellingSigns,
     /// Magnitudes over twelve decades: of channels of queries, keys and values, of rows of values.
     Decades(u64),

@@ -73,7 +73,8 @@ impl OperandLayout {
 
     /// The integer with that high and low byte.
     #[inline]
-    fn join_digits(self, [high, low]: [u8; 2]) -> i32 {
+    fn join_digits(self, digits: [u8; 2]) -> i32 {
+        let [high, low] = digits;
         match self {
             Self::Swapped | Self::Words => i32::from(i16::from_le_bytes([low, high])),
             Self::Halves | Self::Eights => i32::from(high as i8) * 256 + i32::from(low as i8),

@@ -1,5 +1,5 @@
-//! What rounding took from weights, or from weights times steps, as integers again: with these
-//! weights have 30 bits of the largest in their row.
+//! Second integers of weights, or of weights times steps: they hold the rest that the first
+//! rounding left, so that both together have 30 bits of the largest in their row.
 
 use crate::cpu::int_dot::ROWS;
 use crate::cpu::int_operands::{IntOperands, IntRows, RoundedRow};
@@ -16,8 +16,8 @@ pub(super) struct SecondTerms {
 }
 
 impl SecondTerms {
-    /// Those of a side where one term is not enough: channels share a step, so that one large value
-    /// gives all others the same code, and a transform adds up in one channel what all lose alike.
+    /// Those of a side where one term is not enough. There channels share a step: one large value
+    /// gives all others the same code. What these lose alike a transform adds up in one channel.
     pub(super) fn of_side(config: KernelConfig, side: &HeadCodec) -> Option<Self> {
         let groups = side.uniform_groups()?;
         let needed = config.precision == Precision::Fast
@@ -31,25 +31,28 @@ impl SecondTerms {
         })
     }
 
-    /// Takes what is left of `weights` times `steps` (f16) beside the rows of `first`, and returns
-    /// what the second rounding left, by row.
+    /// Takes what the rows of `first` leave of `weights`, times `steps` (f16) where there are some,
+    /// and returns what the second rounding left, by row.
     pub(super) fn take_residuals(
         &mut self,
         simd: Simd,
         weights: &[&[f32]],
-        steps: &[u8],
+        steps: Option<&[u8]>,
         first: &IntOperands,
         pushed: &[RoundedRow; ROWS],
     ) -> [RoundedRow; ROWS] {
-        let tokens = steps.len() / 2;
-        self.steps.resize_with_room(tokens, 0.0);
-        DType::F16.widen_values(steps, &mut self.steps);
+        let tokens = weights.first().map_or(0, |row| row.len());
+        self.steps.clear();
+        self.steps.resize_with_room(tokens, 1.0);
+        if let Some(steps) = steps {
+            DType::F16.widen_values(steps, &mut self.steps);
+        }
         self.parts.clear_rows(tokens);
         let mut second = [RoundedRow::default(); ROWS];
         for (row, weights) in weights.iter().enumerate() {
             self.residuals.resize_with_room(tokens, 0.0);
             first.widen_row(simd, row, &mut self.residuals);
-            let factors = Factors { weights, steps: &self.steps, unit: pushed[row].unit };
+            let factors = WeightFactors { weights, steps: &self.steps, unit: pushed[row].unit };
             let [largest, total] = subtract_integers(simd, factors, &mut self.residuals);
             // A step that overflows has no unit; the sum is then of no use anyway.
             let largest = if largest.is_finite() { largest } else { 0.0 };
@@ -59,29 +62,29 @@ impl SecondTerms {
     }
 
     /// The rows taken last.
-    pub(super) fn rows(&self) -> IntRows<'_> {
+    pub(super) fn last_rows(&self) -> IntRows<'_> {
         self.parts.rows_from(0)
     }
 }
 
 /// Weights and steps, and one unit of the integers that their products were rounded to.
 #[derive(Clone, Copy)]
-struct Factors<'a> {
+struct WeightFactors<'a> {
     weights: &'a [f32],
     steps: &'a [f32],
     unit: f32,
 }
 
 per_level!(
-    fn subtract_integers(factors: Factors<'_>, integers: &mut [f32]) -> [f32; 2]
+    fn subtract_integers(factors: WeightFactors<'_>, integers: &mut [f32]) -> [f32; 2]
         = subtract_integers_body
 );
 
 /// Writes what integers left of products, and returns its largest magnitude and its sum.
 #[inline(always)]
-fn subtract_integers_body(factors: Factors<'_>, integers: &mut [f32]) -> [f32; 2] {
+fn subtract_integers_body(factors: WeightFactors<'_>, integers: &mut [f32]) -> [f32; 2] {
     const LANES: usize = 16;
-    let Factors { weights, steps, unit } = factors;
+    let WeightFactors { weights, steps, unit } = factors;
     let (mut largest, mut sums) = ([0f32; LANES], [0f32; LANES]);
     let products = weights.as_chunks::<LANES>().0.iter().zip(steps.as_chunks::<LANES>().0);
     for (integers, (weights, steps)) in integers.as_chunks_mut::<LANES>().0.iter_mut().zip(products)

@@ -107,9 +107,9 @@ pub(crate) struct UniformValues {
     lost: ScratchVec<f32>,
     /// For rounding of weights times steps, `[rows, groups of channels]`.
     folded: ScratchVec<RoundingLoss>,
-    /// Whether what rounding took from weights counts as the other weights do on average, and not
-    /// as the code in the middle: a transform adds up in one channel what is alike in all, and the
-    /// middle may be. (Where tokens share their steps, codes differ no more than values do.)
+    /// Whether, under `int8`, what rounding took from weights counts as the other weights do on
+    /// average, and not as the code in the middle: a transform adds up in one channel what is alike
+    /// in all, and the middle may be.
     averages: bool,
     /// The rest of the weights, where one rounding takes too much.
     second: Option<Box<SecondTerms>>,
@@ -277,10 +277,9 @@ impl UniformValues {
                 &mut pushed,
             );
             let values = &values[..rows.len()];
-            let second = self
-                .second
-                .as_mut()
-                .map(|second| second.take_residuals(simd, values, steps, &self.parts, &pushed));
+            let second = self.second.as_mut().map(|second| {
+                second.take_residuals(simd, values, Some(steps), &self.parts, &pushed)
+            });
             let middle = if self.averages { 0.0 } else { middle_code(self.groups) };
             for (row, (first, last)) in
                 rows.clone().zip(pushed.iter().zip(second.as_ref().unwrap_or(&pushed)))
@@ -301,7 +300,7 @@ impl UniformValues {
                 codes.prefetch = PrefetchBytes::default();
                 let units = second.map(|row| row.unit);
                 let target = SumTarget { units: &units[..rows.len()], ..target };
-                value_dots(simd, codes, &self.lookup, terms.rows(), target, sums);
+                value_dots(simd, codes, &self.lookup, terms.last_rows(), target, sums);
             }
         }
     }
@@ -365,20 +364,19 @@ impl UniformValues {
             UniformMode::Asym | UniformMode::Sym => (&minima[..], &steps[..], &steps[..]),
         };
         let mut values: [&[f32]; ROWS] = [&[]; ROWS];
-        let mut pushed = [RoundedRow::default(); ROWS];
+        let (mut pushed, mut totals) = ([RoundedRow::default(); ROWS], [0f32; ROWS]);
         for (index, row) in rows.clone().enumerate() {
             let (weights, most) = weights.tile_weights(row, tile..tile + 1);
             let weight = sum_lanes(weights);
             values[index] = weights;
             pushed[index] = self.parts.push(simd, weights, most, Some(weight));
-            pushed[index].base = weight;
+            totals[index] = weight;
         }
         let second = self.second.as_mut().map(|second| {
-            second.take_residuals(simd, &values[..rows.len()], &ONES, &self.parts, &pushed)
+            second.take_residuals(simd, &values[..rows.len()], None, &self.parts, &pushed)
         });
         for (index, row) in rows.clone().enumerate() {
-            let (weight, lost) =
-                (pushed[index].base, second.as_ref().unwrap_or(&pushed)[index].lost);
+            let (weight, lost) = (totals[index], second.as_ref().unwrap_or(&pushed)[index].lost);
             self.lost[row] += lost;
             let lost = middle_code(self.groups) * lost;
             let sums = &mut sums[index * self.dim..][..self.dim];
@@ -395,7 +393,7 @@ impl UniformValues {
             let units = second.map(|row| row.unit * step);
             let target = SumTarget { units: &units[..rows.len()], ..target };
             let codes = TileCodes { prefetch: PrefetchBytes::default(), ..codes };
-            value_dots(simd, codes, &self.lookup, terms.rows(), target, sums);
+            value_dots(simd, codes, &self.lookup, terms.last_rows(), target, sums);
         }
     }
 
