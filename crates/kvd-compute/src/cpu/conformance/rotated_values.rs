@@ -45,3 +45,12 @@ fn parts_that_values_share_behind_a_rotation_are_served_at_every_head_size() {
     }
     assert!(failed.is_empty(), "{} over the bound:\n{}", failed.len(), failed.join("\n"));
 }
+
+/// Where f16 has the weights exactly and values cancel, levels on two bytes are over the bound.
+#[test]
+fn values_that_cancel_err_up_to_twelve_times() {
+    let name = "k=bitalloc(b=0.7); v=gain/bitalloc(b=7.4)";
+    for (simd, out, lse) in errors(name, 64, HostileInput::CancellingSigns, ASK) {
+        assert!(out <= 12.0 && lse <= SLACK, "{simd:?}: {out:.2} {lse:.2}");
+    }
+}

@@ -13,6 +13,23 @@ use crate::cpu::scratch::ScratchVec;
 use crate::cpu::simd::{InstructionSet, KernelConfig, Precision, Simd, per_level};
 use kvd_core::DType;
 
+/// Values of a row, lane by lane, that are rounded with the same offset.
+pub(super) const LANES: usize = 16;
+/// Offsets that are added to the values of a lane before they are rounded. Weights that are alike
+/// then round up in as many lanes as their fraction says, and keep their sum. Neighbours, and every
+/// second, fourth or eighth lane, have offsets from all of the range. An offset is less than a half,
+/// so that 0 stays 0 and the largest stays the largest.
+pub(super) static LANE_OFFSETS: [f32; LANES] = {
+    let mut offsets = [0.0; LANES];
+    let mut lane = 0;
+    while lane < LANES {
+        offsets[lane] = ((5 * lane % LANES) as f32 + 0.5) / LANES as f32 - 0.5;
+        lane += 1;
+    }
+    offsets
+};
+/// The offsets of rows that are rounded to the nearest.
+static NO_OFFSETS: [f32; LANES] = [0.0; LANES];
 /// Rows that are multiplied with steps at once.
 pub(super) const FOLD_ROWS: usize = 4;
 /// Largest magnitude of a factor: the most that two signed bytes hold both ways.
@@ -96,6 +113,8 @@ pub(crate) struct IntOperands {
     top: f32,
     /// The largest magnitudes of what rows are multiplied with, on average.
     meets: i32,
+    /// Added to values before they are rounded, lane by lane.
+    offsets: &'static [f32; LANES],
     sums: ScratchVec<i32>,
     len: usize,
     /// Values times steps.
@@ -155,7 +174,7 @@ impl IntOperands {
     /// No rows of weights yet: those are not negative, so that one byte has no sign. (A page whose
     /// steps are negative, which no encoder writes, gives sums of no use.)
     pub(crate) fn of_weights(config: KernelConfig) -> Self {
-        Self::new(config, TOP_WEIGHT_8)
+        Self { offsets: &LANE_OFFSETS, ..Self::new(config, TOP_WEIGHT_8) }
     }
 
     fn new(config: KernelConfig, top: f32) -> Self {
@@ -165,7 +184,8 @@ impl IntOperands {
         let (bytes, sums) = (ScratchVec::default(), ScratchVec::default());
         let folded = ScratchVec::default();
         let (single, meets) = (single.then_some(top), BYTE_MAX);
-        Self { bytes, digits: 2, single, top: TOP, meets, sums, len: 0, folded }
+        let offsets = &NO_OFFSETS;
+        Self { bytes, digits: 2, single, top: TOP, meets, offsets, sums, len: 0, folded }
     }
 
     /// Rows will be multiplied with what is no larger than `meets`, on average over their values.
@@ -247,7 +267,7 @@ impl IntOperands {
         for (values, pushed) in values.chunks(FOLD_ROWS).zip(pushed.chunks_mut(FOLD_ROWS)) {
             let range = self.reserve_rows(values.len());
             let (bytes, digits, top) = (&mut self.bytes[range], self.digits, self.top);
-            let out = x86::SplitTarget { bytes, digits, top };
+            let out = x86::SplitTarget { bytes, digits, top, offsets: self.offsets };
             let cut = x86::fold_and_split(simd, values, scales, out);
             for (row, pushed) in pushed.iter_mut().enumerate().take(values.len()) {
                 let (unit, lost, base) = (cut.units[row], cut.losts[row], cut.bases[row]);
@@ -272,7 +292,8 @@ impl IntOperands {
         let (range, top) = (self.reserve_rows(1), self.top);
         let inverse = if largest > NOTHING { top / largest } else { 0.0 };
         let unit = if inverse > 0.0 { largest / top } else { 0.0 };
-        let sum = split_values(simd, values, inverse, &mut self.bytes[range], self.digits);
+        let scale = RowScale { inverse, offsets: self.offsets };
+        let sum = split_values(simd, values, scale, &mut self.bytes[range], self.digits);
         self.sums.push_value(sum);
         let lost = if inverse > 0.0 { total - sum as f32 * unit } else { 0.0 };
         RoundedRow { unit, lost, base: 0.0 }
@@ -365,20 +386,28 @@ pub(super) fn round_to_int(x: f32) -> i32 {
     (x + MAGIC).to_bits().wrapping_sub(MAGIC.to_bits()) as i32
 }
 
-/// Rounds `values · inverse` to so many bytes, cuts it as the set multiplies it, and returns the
-/// integers' sum.
-fn split_values(simd: Simd, values: &[f32], inverse: f32, out: &mut [u8], digits: usize) -> i32 {
+/// The way from values of a row to its integers: values times `inverse`, and the offset of their
+/// lane, are rounded.
+#[derive(Clone, Copy)]
+struct RowScale {
+    inverse: f32,
+    offsets: &'static [f32; LANES],
+}
+
+/// Rounds values to so many bytes, cuts these as the set multiplies them, and returns the integers'
+/// sum.
+fn split_values(simd: Simd, values: &[f32], scale: RowScale, out: &mut [u8], digits: usize) -> i32 {
     #[cfg(target_arch = "x86_64")]
     if simd.vector_set() != InstructionSet::Portable && values.len().is_multiple_of(x86::STEP) {
-        return x86::split_values(simd, values, inverse, out, digits);
+        return x86::split_values(simd, values, scale, out, digits);
     }
     #[cfg(target_arch = "aarch64")]
     if simd.vector_set() != InstructionSet::Portable && values.len().is_multiple_of(EIGHT) {
-        return neon::split_values(simd, values, inverse, out);
+        return neon::split_values(simd, values, scale, out);
     }
     let (mut sum, cut) = (0, OperandLayout::chosen_for(simd));
     for (at, value) in values.iter().enumerate() {
-        let rounded = round_to_int(value * inverse);
+        let rounded = round_to_int(value * scale.inverse + scale.offsets[at % LANES]);
         sum += rounded;
         if digits == 1 {
             out[at] = rounded as u8;
@@ -455,6 +484,35 @@ mod tests {
     }
 
     #[test]
+    fn weights_that_are_alike_keep_their_sum_and_none_is_made_of_nothing() {
+        for simd in Simd::available_levels() {
+            let mut parts =
+                IntOperands::of_weights(KernelConfig { simd, precision: Precision::Fast });
+            for (tokens, fraction) in [16, 64, 128]
+                .into_iter()
+                .flat_map(|n| [0.07, 0.3, 0.49, 0.51, 100.49].map(|f| (n, f)))
+            {
+                // One large weight, every eighth is nothing, the others are alike.
+                let unit = 1.0 / TOP;
+                let mut weights = vec![fraction * unit; tokens];
+                weights.iter_mut().step_by(8).for_each(|weight| *weight = 0.0);
+                weights[8] = 1.0;
+                let total: f32 = weights.iter().sum();
+                parts.clear_rows(tokens);
+                let lost = parts.push(simd, &weights, 1.0, Some(total)).lost;
+                // A sixteenth for each of the lanes, and for those that have nothing.
+                let units = (lost / unit).abs();
+                assert!(units < 1.0 + tokens as f32 / 10.0, "{units}, {tokens} of {fraction}");
+                let words = (0..tokens).map(|at| parts.rows_from(0).value_at(simd, 0, at));
+                for (at, word) in words.enumerate() {
+                    assert!(word >= 0 && (weights[at] > 0.0 || word == 0), "{at}: {word}");
+                }
+                assert_eq!(parts.rows_from(0).value_at(simd, 0, 8), TOP as i32);
+            }
+        }
+    }
+
+    #[test]
     fn every_level_folds_alike() {
         let wave = |i: usize, gain: f32| (i as f32 * 0.7).sin() * gain;
         for n in [16, 64, 80, 20] {
@@ -470,7 +528,7 @@ mod tests {
             for rows in 1..=ROWS {
                 let run = |simd: Simd| {
                     let mut parts =
-                        IntOperands::of_queries(KernelConfig { simd, precision: Precision::Fast });
+                        IntOperands::of_weights(KernelConfig { simd, precision: Precision::Fast });
                     parts.clear_rows(n);
                     let mut pushed = [RoundedRow::default(); ROWS];
                     let values: Vec<&[f32]> = values[..rows].iter().map(|row| &row[..]).collect();

@@ -4,19 +4,19 @@
 //! lengths; pointers stay inside those.
 #![allow(unsafe_code)] // Register loads and stores through pointers into checked slices.
 
-use crate::cpu::int_operands::EIGHT;
+use crate::cpu::int_operands::{EIGHT, RowScale};
 use crate::cpu::simd::{InstructionSet, Simd};
 use std::arch::aarch64::*;
 
-/// Rounds `values · inverse` and cuts it as the set multiplies it; returns the sum of the integers.
-/// There are a multiple of [`EIGHT`] values and twice as many bytes.
-pub(super) fn split_values(simd: Simd, values: &[f32], inverse: f32, out: &mut [u8]) -> i32 {
+/// Rounds values and cuts them as the set multiplies them; returns the sum of the integers. There
+/// are a multiple of [`EIGHT`] values and twice as many bytes.
+pub(super) fn split_values(simd: Simd, values: &[f32], scale: RowScale, out: &mut [u8]) -> i32 {
     let (values, out) = (values.as_chunks::<EIGHT>().0, out.as_chunks_mut::<{ 2 * EIGHT }>().0);
     // SAFETY: NEON is part of the target.
     unsafe {
         match simd.vector_set() {
-            InstructionSet::Neon => cut_values::<false>(values, inverse, out),
-            _ => cut_values::<true>(values, inverse, out),
+            InstructionSet::Neon => cut_values::<false>(values, scale, out),
+            _ => cut_values::<true>(values, scale, out),
         }
     }
 }
@@ -25,15 +25,16 @@ pub(super) fn split_values(simd: Simd, values: &[f32], inverse: f32, out: &mut [
 #[target_feature(enable = "neon")]
 fn cut_values<const BYTES: bool>(
     values: &[[f32; EIGHT]],
-    inverse: f32,
+    scale: RowScale,
     out: &mut [[u8; 2 * EIGHT]],
 ) -> i32 {
     let mut sum = vdupq_n_s32(0);
-    for (values, out) in values.iter().zip(out) {
+    let lanes = scale.offsets.as_chunks::<EIGHT>().0.iter().cycle();
+    for ((values, out), offsets) in values.iter().zip(out).zip(lanes) {
         let rounded = |at: usize| {
-            // SAFETY: four of eight values.
-            let four = unsafe { vld1q_f32(values[at..].as_ptr()) };
-            vcvtnq_s32_f32(vmulq_n_f32(four, inverse))
+            // SAFETY: four of eight values, and of as many offsets.
+            let four = unsafe { [values, offsets].map(|of| vld1q_f32(of[at..].as_ptr())) };
+            vcvtnq_s32_f32(vaddq_f32(vmulq_n_f32(four[0], scale.inverse), four[1]))
         };
         let (first, second) = (rounded(0), rounded(4));
         sum = vaddq_s32(sum, vaddq_s32(first, second));

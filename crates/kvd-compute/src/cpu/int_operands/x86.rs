@@ -8,18 +8,18 @@
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
 pub(super) use crate::cpu::int_operands::simd_fold::STEP;
-use crate::cpu::int_operands::{FOLD_ROWS, FoldScales, NOTHING};
+use crate::cpu::int_operands::{FOLD_ROWS, FoldScales, LANES, NOTHING, RowScale};
 use crate::cpu::simd::{InstructionSet, Simd};
 use crate::cpu::simd_vector::SimdVector;
 use crate::cpu::simd_vector::x86::Avx512Vector;
 use std::arch::x86_64::*;
 
-/// Rounds `values · inverse` and cuts it as the set multiplies it; returns the sum of the integers.
-/// There are a multiple of [`STEP`] values and `digits` times as many bytes.
+/// Rounds values and cuts them as the set multiplies them; returns the sum of the integers. There
+/// are a multiple of [`STEP`] values and `digits` times as many bytes.
 pub(super) fn split_values(
     simd: Simd,
     values: &[f32],
-    inverse: f32,
+    scale: RowScale,
     out: &mut [u8],
     digits: usize,
 ) -> i32 {
@@ -27,10 +27,10 @@ pub(super) fn split_values(
     // SAFETY: as above.
     unsafe {
         match (simd.vector_set(), digits) {
-            (InstructionSet::Avx512, 1) => split_bytes::<1>(values, n, inverse, out),
-            (InstructionSet::Avx512, _) => split_bytes::<2>(values, n, inverse, out),
-            _ if simd.has_avx_vnni() => split_bytes_256(values, n, digits, inverse, out),
-            _ => split_words(values, n, inverse, out),
+            (InstructionSet::Avx512, 1) => split_bytes::<1>(values, n, scale, out),
+            (InstructionSet::Avx512, _) => split_bytes::<2>(values, n, scale, out),
+            _ if simd.has_avx_vnni() => split_bytes_256(values, n, digits, scale, out),
+            _ => split_words(values, n, scale, out),
         }
     }
 }
@@ -51,6 +51,8 @@ pub(super) struct SplitTarget<'a> {
     pub(super) digits: usize,
     /// The largest magnitude of an integer.
     pub(super) top: f32,
+    /// See [`RowScale`].
+    pub(super) offsets: &'static [f32; LANES],
 }
 
 /// Multiplies up to [`FOLD_ROWS`] rows with steps, of f16 as minima are, and cuts the products for
@@ -61,7 +63,9 @@ pub(super) fn fold_and_split(
     scales: FoldScales<'_>,
     out: SplitTarget<'_>,
 ) -> SplitRows {
-    let (FoldScales { steps, minima }, SplitTarget { bytes: out, digits, top }) = (scales, out);
+    let FoldScales { steps, minima } = scales;
+    let SplitTarget { bytes: out, digits, top, offsets } = out;
+    let limits = FoldLimits { top, offsets };
     let (n, rows) = (values[0].len(), values.len());
     assert_eq!(simd.vector_set(), InstructionSet::Avx512, "fold: instruction set");
     assert!(n.is_multiple_of(STEP) && values.iter().all(|row| row.len() == n), "fold: rows");
@@ -73,16 +77,23 @@ pub(super) fn fold_and_split(
     // SAFETY: the set was detected, lengths are as asserted.
     unsafe {
         match (rows, digits) {
-            (1, 1) => fold_512::<1, 1>(from, scales, n, out, top),
-            (2, 1) => fold_512::<2, 1>(from, scales, n, out, top),
-            (3, 1) => fold_512::<3, 1>(from, scales, n, out, top),
-            (_, 1) => fold_512::<4, 1>(from, scales, n, out, top),
-            (1, _) => fold_512::<1, 2>(from, scales, n, out, top),
-            (2, _) => fold_512::<2, 2>(from, scales, n, out, top),
-            (3, _) => fold_512::<3, 2>(from, scales, n, out, top),
-            (_, _) => fold_512::<4, 2>(from, scales, n, out, top),
+            (1, 1) => fold_512::<1, 1>(from, scales, n, out, limits),
+            (2, 1) => fold_512::<2, 1>(from, scales, n, out, limits),
+            (3, 1) => fold_512::<3, 1>(from, scales, n, out, limits),
+            (_, 1) => fold_512::<4, 1>(from, scales, n, out, limits),
+            (1, _) => fold_512::<1, 2>(from, scales, n, out, limits),
+            (2, _) => fold_512::<2, 2>(from, scales, n, out, limits),
+            (3, _) => fold_512::<3, 2>(from, scales, n, out, limits),
+            (_, _) => fold_512::<4, 2>(from, scales, n, out, limits),
         }
     }
+}
+
+/// The largest magnitude of an integer, and what is added before values are rounded.
+#[derive(Clone, Copy)]
+struct FoldLimits {
+    top: f32,
+    offsets: &'static [f32; LANES],
 }
 
 /// Products are made twice, once for their largest: that is less than to keep them.
@@ -92,7 +103,7 @@ unsafe fn fold_512<const R: usize, const D: usize>(
     scales: FoldScales<'_>,
     n: usize,
     out: *mut u8,
-    top: f32,
+    limits: FoldLimits,
 ) -> SplitRows {
     let (steps, minima) = (scales.steps.as_ptr(), scales.minima.as_ptr());
     let mut largest = [_mm512_setzero_ps(); FOLD_ROWS];
@@ -114,7 +125,8 @@ unsafe fn fold_512<const R: usize, const D: usize>(
     // An overflow of value times step has no unit; the sum is then of no use anyway.
     let some = _mm_cmp_ps_mask::<_CMP_GT_OQ>(largest, _mm_set1_ps(NOTHING))
         & _mm_cmp_ps_mask::<_CMP_LT_OQ>(largest, _mm_set1_ps(f32::INFINITY));
-    let top = _mm_set1_ps(top);
+    let top = _mm_set1_ps(limits.top);
+    let offsets = _mm512_loadu_ps(limits.offsets.as_ptr());
     let units = _mm_maskz_div_ps(some, largest, top);
     let mut inverses = [0f32; FOLD_ROWS];
     _mm_storeu_ps(inverses.as_mut_ptr(), _mm_maskz_div_ps(some, top, largest));
@@ -128,7 +140,7 @@ unsafe fn fold_512<const R: usize, const D: usize>(
         for row in 0..R {
             let scaled = |at: usize, step: __m512| {
                 let folded = _mm512_mul_ps(_mm512_loadu_ps(values[row].add(at)), step);
-                _mm512_mul_ps(folded, inverses[row])
+                _mm512_add_ps(_mm512_mul_ps(folded, inverses[row]), offsets)
             };
             let out = out.add(D * row * n + at);
             sums[row] = if whole {
@@ -215,11 +227,13 @@ unsafe fn cut_512<const D: usize>(
 unsafe fn split_bytes<const D: usize>(
     values: *const f32,
     n: usize,
-    inverse: f32,
+    scale: RowScale,
     out: *mut u8,
 ) -> i32 {
-    let inverse = _mm512_set1_ps(inverse);
-    let scaled = |at: usize| _mm512_mul_ps(_mm512_loadu_ps(values.add(at)), inverse);
+    let inverse = _mm512_set1_ps(scale.inverse);
+    let offsets = _mm512_loadu_ps(scale.offsets.as_ptr());
+    let scaled =
+        |at: usize| _mm512_add_ps(_mm512_mul_ps(_mm512_loadu_ps(values.add(at)), inverse), offsets);
     let mut sum = _mm512_setzero_si512();
     for at in (0..n).step_by(2 * STEP) {
         sum = if n - at >= 2 * STEP {
@@ -237,14 +251,13 @@ unsafe fn split_bytes_256(
     values: *const f32,
     n: usize,
     digits: usize,
-    inverse: f32,
+    scale: RowScale,
     out: *mut u8,
 ) -> i32 {
-    let (inverse, byte) = (_mm256_set1_ps(inverse), _mm256_set1_epi32(0xFF));
+    let byte = _mm256_set1_epi32(0xFF);
     let mut sum = _mm256_setzero_si256();
     for at in (0..n).step_by(STEP) {
-        let scaled = |at: usize| _mm256_mul_ps(_mm256_loadu_ps(values.add(at)), inverse);
-        let (a, b) = (_mm256_cvtps_epi32(scaled(at)), _mm256_cvtps_epi32(scaled(at + 8)));
+        let [a, b] = round_step_256(values.add(at), scale);
         sum = _mm256_add_epi32(sum, _mm256_add_epi32(a, b));
         // In each half four words of one and four of the other, until bytes are in order.
         let low = _mm256_packus_epi32(_mm256_and_si256(a, byte), _mm256_and_si256(b, byte));
@@ -262,6 +275,17 @@ unsafe fn split_bytes_256(
     sum_256(sum)
 }
 
+/// Rounds [`STEP`] values.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn round_step_256(values: *const f32, scale: RowScale) -> [__m256i; 2] {
+    let inverse = _mm256_set1_ps(scale.inverse);
+    [0, 8].map(|at| {
+        let scaled = _mm256_mul_ps(_mm256_loadu_ps(values.add(at)), inverse);
+        _mm256_cvtps_epi32(_mm256_add_ps(scaled, _mm256_loadu_ps(scale.offsets[at..].as_ptr())))
+    })
+}
+
 #[inline]
 #[target_feature(enable = "avx2")]
 fn sum_256(sum: __m256i) -> i32 {
@@ -272,14 +296,11 @@ fn sum_256(sum: __m256i) -> i32 {
 
 /// Words in the order 0, 2, 1, 3 of each four.
 #[target_feature(enable = "avx2")]
-unsafe fn split_words(values: *const f32, n: usize, inverse: f32, out: *mut u8) -> i32 {
+unsafe fn split_words(values: *const f32, n: usize, scale: RowScale, out: *mut u8) -> i32 {
     let mut sum = _mm256_setzero_si256();
     let mut at = 0;
     while at < n {
-        let inverse = _mm256_set1_ps(inverse);
-        let low = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(values.add(at)), inverse));
-        let high = _mm256_loadu_ps(values.add(at + 8));
-        let high = _mm256_cvtps_epi32(_mm256_mul_ps(high, inverse));
+        let [low, high] = round_step_256(values.add(at), scale);
         sum = _mm256_add_epi32(sum, _mm256_add_epi32(low, high));
         let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(low, high));
         let words = _mm256_shufflelo_epi16::<0b11_01_10_00>(words);
