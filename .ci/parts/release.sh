@@ -1,6 +1,7 @@
 # What is released: packed twice from one program, the same bytes; unpacked, and from nothing else, the
-# demo runs; the list of crates holds every crate that cargo compiles into a released program.
-# guards: deploy/release.sh deploy/systemd Cargo.lock crates/*/Cargo.toml crates/kvd-eval/src/demo
+# demo runs, as it does in an image of the archive; the list of crates holds every crate that cargo
+# compiles into a released program.
+# guards: deploy/release.sh deploy/Dockerfile.release deploy/systemd Cargo.lock crates/*/Cargo.toml crates/kvd-eval/src/demo
 # guards: crates/kvd/src/cli/demo.rs crates/kvd-engine/src/assets.rs
 # limit: 1800
 set -euo pipefail
@@ -49,3 +50,22 @@ unlicensed = [one["name"] for one in components if not one.get("licenses")]
 assert not unlicensed, f"crates without a license: {unlicensed}"
 print(f"{len(components)} components, {len(crates)} compiled in")
 CHECK
+# The image, by a builder without a daemon, on the libraries that the program asks for and nothing else.
+has buildah buildah || { lacking "release: buildah (Debian's package) cannot be installed"; exit; }
+images=$(mktemp -d)
+builder=(buildah --root "$images/stored" --runroot "$images/run" --storage-driver vfs)
+trap '"${builder[@]}" rm --all >/dev/null 2>&1 || true; rm -rf "$images"' EXIT
+base=$("${builder[@]}" from scratch)
+root=$("${builder[@]}" mount "$base")
+ldd target/debug/kvd | grep -o '/[^ ]*' | while read -r library; do
+    install -D "$library" "$root$library"
+done
+mkdir --mode 1777 "$root/tmp"
+"${builder[@]}" umount "$base" >/dev/null
+"${builder[@]}" commit --quiet "$base" localhost/base >/dev/null
+"${builder[@]}" build --quiet --format docker --build-arg BASE=localhost/base --build-arg "ARCH=$arch" \
+    --file deploy/Dockerfile.release --tag localhost/kvd "$out/first" >/dev/null
+image=$("${builder[@]}" from localhost/kvd)
+"${builder[@]}" run --isolation chroot "$image" -- \
+    /usr/local/bin/kvd demo --codec kivi-4 --passages 1 --tokens 8 >"$out/demo"
+grep -q '^ *kivi-4 ' "$out/demo" || { cat "$out/demo"; exit 1; }
