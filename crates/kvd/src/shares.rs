@@ -29,6 +29,14 @@ pub(crate) struct TimeShares<K, V> {
     members: HashMap<K, ShareMember<V>>,
 }
 
+/// A member that is being served.
+pub(crate) struct ServedMember<'a, K> {
+    pub(crate) key: &'a K,
+    /// How long so far.
+    pub(crate) had: Duration,
+    pub(crate) weight: u32,
+}
+
 struct ShareMember<V> {
     start: f64,
     work: V,
@@ -96,6 +104,15 @@ impl<K: Clone + Eq + Hash, V: WaitingWork + Default> TimeShares<K, V> {
         member.start += share;
         // Slower by one member, so that who comes anew goes before who was just served.
         self.now += share / (self.waited + 1) as f64;
+    }
+
+    /// Whether a member that waits for nothing would go before one that is being served.
+    pub(crate) fn outruns(&self, coming: &K, served: ServedMember<'_, K>) -> bool {
+        let start = |key| self.members.get(key).map_or(self.now, |member| member.start);
+        let waits = self.members.get(coming).is_some_and(|member| !member.work.is_empty());
+        let ServedMember { key, had, weight } = served;
+        let share = had.as_secs_f64() / f64::from(weight.max(1));
+        !waits && coming != key && start(coming).max(self.now) < start(key) + share
     }
 
     /// The work of all members.
