@@ -201,6 +201,24 @@ mod tests {
     }
 
     #[test]
+    fn who_comes_passes_one_that_is_served_and_has_had_more_for_its_weight() {
+        let mut shares = TimeShares::<u32, Endless>::default();
+        let millis = Duration::from_millis;
+        let served = |had, weight| ServedMember { key: &1, had: millis(had), weight };
+        shares.join_member(&1).0 = true;
+        assert_eq!(shares.next(), Some(1));
+        assert!(shares.outruns(&2, served(1, 1)), "it was never here");
+        assert!(!shares.outruns(&2, served(0, 1)), "both have had nothing");
+        assert!(!shares.outruns(&1, served(1, 1)), "its own work has its order");
+        // It has had 10 ms, and the other may have as much for its weight before.
+        shares.charge_time(&2, millis(10), 1);
+        assert!(!shares.outruns(&2, served(9, 1)) && shares.outruns(&2, served(11, 1)));
+        assert!(!shares.outruns(&2, served(29, 3)) && shares.outruns(&2, served(31, 3)));
+        shares.join_member(&2).0 = true;
+        assert!(!shares.outruns(&2, served(31, 3)), "what it has waiting was chosen among");
+    }
+
+    #[test]
     fn who_leaves_after_a_long_job_has_not_had_it_for_nothing() {
         let mut shares = TimeShares::<u32, Endless>::default();
         shares.join_member(&1).0 = true;
