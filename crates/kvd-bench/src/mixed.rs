@@ -35,8 +35,10 @@ pub struct MixedBench {
     pub codec: String,
     /// Stored tokens, all of which long attends and the flood see.
     pub context: u32,
-    /// Clients that ask for one token one call after another, each on a connection.
+    /// Clients that ask for few tokens one call after another, each on a connection.
     pub clients: usize,
+    /// Stored tokens that such a client sees.
+    pub tokens: u32,
     /// Pause of such a client between two calls.
     pub think: Duration,
     /// Calls that one more client has under way all the time.
@@ -164,11 +166,14 @@ impl LoadTarget {
         let bench = &self.bench;
         let mut rows = Vec::new();
         let mut kinds = Vec::new();
-        let one =
-            AttendQuery { start: Some(0), end: Some(1), ..AttendQuery::new(self.sequence, 1) };
+        let few = AttendQuery {
+            start: Some(0),
+            end: Some(bench.tokens),
+            ..AttendQuery::new(self.sequence, 1)
+        };
         let steady: Vec<_> =
-            (0..bench.clients).map(|_| self.clone().ask_repeatedly(one, 1, bench.think)).collect();
-        kinds.push(("one token", spawn_all(steady)));
+            (0..bench.clients).map(|_| self.clone().ask_repeatedly(few, 1, bench.think)).collect();
+        kinds.push(("few tokens", spawn_all(steady)));
         let flood = AttendQuery::new(self.sequence, 1);
         let flood = (bench.flood > 0)
             .then(|| self.clone().ask_repeatedly(flood, bench.flood, Duration::ZERO));
@@ -336,7 +341,7 @@ mod tests {
             ms: (from..from + 50).map(f64::from).collect(),
             refused,
         };
-        let row = row_of_kind("one token", vec![of(0, 2), of(50, 1)]).unwrap();
+        let row = row_of_kind("few tokens", vec![of(0, 2), of(50, 1)]).unwrap();
         assert_eq!((row.clients, row.calls, row.refused), (2, 100, 3));
         assert_eq!((row.p50_ms, row.p99_ms, row.most_ms, row.jain), (49.0, 98.0, 99.0, 1.0));
         assert!(row_of_kind("flood", Vec::new()).is_none());

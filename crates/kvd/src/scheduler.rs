@@ -12,13 +12,13 @@
 //! share its part alike ([`crate::shares`]). Jobs of one connection run in the order they came; an
 //! attend that pauses goes behind those that its connection has waiting.
 
-use crate::shares::{TimeShares, WaitingWork};
+use crate::shares::{ServedMember, TimeShares, WaitingWork};
 use kvd_core::Namespace;
 use kvd_store::QuotaTable;
 use std::collections::{BTreeSet, VecDeque};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The least and the most that attention may take in its turn.
 const SHARE: RangeInclusive<Duration> = Duration::from_millis(2)..=Duration::from_millis(100);
@@ -64,6 +64,12 @@ pub(crate) struct JobTicket {
     pub(crate) owner: OwnerKey,
     /// Whether it takes one of the places that are limited.
     pub(crate) is_counted: bool,
+}
+
+/// An attend that has the device.
+pub(crate) struct RunningAttend {
+    pub(crate) namespace: Namespace,
+    pub(crate) began: Instant,
 }
 
 /// A job that waits.
@@ -385,6 +391,16 @@ impl<J> JobScheduler<J> {
         let next = self.attends.pop()?;
         self.attend_serials.remove(&next.ticket.serial);
         Some(next)
+    }
+
+    /// Whether an attend that comes goes before one that has the device: its namespace has none
+    /// waiting, and had less than its share.
+    pub(crate) fn outruns(&self, coming: &OwnerKey, running: &RunningAttend) -> bool {
+        let RunningAttend { namespace: key, began } = running;
+        let (had, weight) = (began.elapsed(), self.weights.weight_of(key));
+        let is_turn = self.others.waiting == 0 || self.turn == NextKind::Attends;
+        let served = ServedMember { key, had, weight };
+        is_turn && self.attends.namespaces.outruns(&coming.namespace, served)
     }
 
     /// Forgets who had attends, where none waits. An attend that never waits would else leave a

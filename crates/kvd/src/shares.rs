@@ -29,6 +29,14 @@ pub(crate) struct TimeShares<K, V> {
     members: HashMap<K, ShareMember<V>>,
 }
 
+/// A member that is being served.
+pub(crate) struct ServedMember<'a, K> {
+    pub(crate) key: &'a K,
+    /// How long so far.
+    pub(crate) had: Duration,
+    pub(crate) weight: u32,
+}
+
 struct ShareMember<V> {
     start: f64,
     work: V,
@@ -96,6 +104,15 @@ impl<K: Clone + Eq + Hash, V: WaitingWork + Default> TimeShares<K, V> {
         member.start += share;
         // Slower by one member, so that who comes anew goes before who was just served.
         self.now += share / (self.waited + 1) as f64;
+    }
+
+    /// Whether a member that waits for nothing would go before one that is being served.
+    pub(crate) fn outruns(&self, coming: &K, served: ServedMember<'_, K>) -> bool {
+        let start = |key| self.members.get(key).map_or(self.now, |member| member.start);
+        let waits = self.members.get(coming).is_some_and(|member| !member.work.is_empty());
+        let ServedMember { key, had, weight } = served;
+        let share = had.as_secs_f64() / f64::from(weight.max(1));
+        !waits && coming != key && start(coming).max(self.now) < start(key) + share
     }
 
     /// The work of all members.
@@ -181,6 +198,24 @@ mod tests {
         assert_eq!(turns[0], 2);
         let of_first = turns.iter().filter(|key| **key == 1).count();
         assert!((2..=3).contains(&of_first), "{turns:?}");
+    }
+
+    #[test]
+    fn who_comes_passes_one_that_is_served_and_has_had_more_for_its_weight() {
+        let mut shares = TimeShares::<u32, Endless>::default();
+        let millis = Duration::from_millis;
+        let served = |had, weight| ServedMember { key: &1, had: millis(had), weight };
+        shares.join_member(&1).0 = true;
+        assert_eq!(shares.next(), Some(1));
+        assert!(shares.outruns(&2, served(1, 1)), "it was never here");
+        assert!(!shares.outruns(&2, served(0, 1)), "both have had nothing");
+        assert!(!shares.outruns(&1, served(1, 1)), "its own work has its order");
+        // It has had 10 ms, and the other may have as much for its weight before.
+        shares.charge_time(&2, millis(10), 1);
+        assert!(!shares.outruns(&2, served(9, 1)) && shares.outruns(&2, served(11, 1)));
+        assert!(!shares.outruns(&2, served(29, 3)) && shares.outruns(&2, served(31, 3)));
+        shares.join_member(&2).0 = true;
+        assert!(!shares.outruns(&2, served(31, 3)), "what it has waiting was chosen among");
     }
 
     #[test]

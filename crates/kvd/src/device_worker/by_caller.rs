@@ -65,7 +65,7 @@ impl DeviceWorker {
             shutting_down: shared.stopped.clone(),
             deadline: call.deadline,
             slice: Some(Slice { ends: began + SLICE, waiting: shared.waiting.clone() }),
-            pause: None,
+            pause: Some(shared.outrun_pause()),
         };
         // As on the device's thread.
         let ran = catch_unwind(AssertUnwindSafe(|| {
@@ -120,6 +120,7 @@ impl DeviceWorker {
         queue.jobs.forget_served();
         let (owner, is_counted) = (Self::owner_of(call), !call.waits_for_queue);
         let ticket = queue.jobs.make_ticket(work.job_kind(), owner, is_counted);
+        shared.note_begin(&mut queue, &ticket);
         Some(TakenDevice { backend, ticket })
     }
 

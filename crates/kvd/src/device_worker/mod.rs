@@ -3,15 +3,16 @@
 //! Who has the device's [`Backend`] is its only caller: the worker's thread or, for a small attend
 //! that finds the device idle and nothing waiting, the thread that asks for it (`by_caller`). Jobs
 //! run one after another, so bytes written by one are visible to all later ones; in which order,
-//! the scheduler says ([`crate::scheduler`]). An attend pauses after [`SLICE`] while others wait. A
-//! job whose caller leaves is taken out of the queue at once, with all it holds; one that runs is
-//! told to stop. A full queue is an answer, not a delay, except for messages of streams. Attends
-//! that read mostly the same pages go in one pass (`merged`).
+//! the scheduler says ([`crate::scheduler`]). An attend pauses after [`SLICE`] while others wait, and
+//! at once for a namespace that has had less (`running`). A job whose caller leaves is taken out of
+//! the queue at once; one that runs is told to stop. A full queue is an answer, not a delay, except
+//! for messages of streams. Attends that read mostly the same pages go in one pass (`merged`).
 
 mod accepted;
 mod by_caller;
 mod job;
 mod merged;
+mod running;
 mod thread;
 
 pub(crate) use accepted::AcceptedJob;
@@ -19,7 +20,7 @@ pub(crate) use job::{AskedWork, DeviceJob, DeviceWork, JobCaller};
 pub use thread::DeviceWorkerThread;
 
 use crate::metrics::{DeviceMetrics, Metrics};
-use crate::scheduler::{JobKind, JobScheduler, OwnerKey, WaitingJob};
+use crate::scheduler::{JobKind, JobScheduler, OwnerKey, RunningAttend, WaitingJob};
 use crate::service::{CallContext, ServiceError};
 use by_caller::{BegunJob, CallerStep};
 use job::CustomJob;
@@ -95,8 +96,10 @@ struct WorkerState {
     waiting: Arc<AtomicUsize>,
     /// Those of them that are no transfers: what a running transfer looks at.
     waiting_first: Arc<AtomicUsize>,
-    /// Set when a caller leaves: what merged attends look at.
+    /// Set when a caller leaves, and with `outrun`: what merged attends look at.
     left: Arc<AtomicBool>,
+    /// Set when an attend comes that goes before the one that has the device.
+    outrun: Arc<AtomicBool>,
     failed: AtomicBool,
     stopped: Arc<AtomicBool>,
     /// Never set: of jobs whose caller cannot leave while they run.
@@ -110,6 +113,8 @@ struct JobQueue {
     device: Option<Box<dyn Backend>>,
     /// Whether a caller has taken it, who looks after the thread when it gives it back.
     is_lent: bool,
+    /// The attend that has the device, or had it last.
+    running: Option<RunningAttend>,
     /// Whether no more are taken.
     closed: bool,
     /// About how long a job takes, by kind.
@@ -221,6 +226,7 @@ impl DeviceWorker {
             jobs: JobScheduler::new(limits.quotas.clone()),
             device: Some(backend),
             is_lent: false,
+            running: None,
             closed: false,
             job_time: [Duration::ZERO; 2],
         };
@@ -230,6 +236,7 @@ impl DeviceWorker {
             waiting: Arc::default(),
             waiting_first: Arc::default(),
             left: Arc::default(),
+            outrun: Arc::default(),
             failed: AtomicBool::new(false),
             stopped: Arc::default(),
             stays: Arc::default(),
@@ -461,6 +468,7 @@ impl DeviceWorker {
                 queue.jobs.make_ticket(kind, owner, is_counted)
             }
         };
+        shared.outrun_for(&queue, &ticket);
         queue.jobs.push(ticket.clone(), entry);
         shared.count_waiting(&queue);
         let error = refused.as_ref().map(|of| self.queue_full(&queue, kind, &of.ticket.owner));

@@ -158,6 +158,7 @@ impl WorkerThread {
                 self.shared.changed.wait(&mut queue);
             };
             self.backend = queue.device.take();
+            self.shared.note_begin(&mut queue, &next.ticket);
             let others = self.take_others(&mut queue, &next.job);
             self.shared.count_waiting(&queue);
             drop(queue);
@@ -259,7 +260,7 @@ impl WorkerThread {
             shutting_down: self.shared.stopped.clone(),
             deadline: entry.deadline,
             slice: Some(self.shared.slice_of(ticket.kind, began)),
-            pause: None,
+            pause: Some(self.shared.outrun_pause()),
         };
         let Some(backend) = self.backend.as_deref_mut() else { return false };
         // After a panic the device's state is unknown, as after an error that sticks: it is never
@@ -300,8 +301,6 @@ impl WorkerThread {
     /// Gives merged attends the device; false when that has failed.
     fn serve_merged(&mut self, ticket: JobTicket, entry: QueuedJob) -> bool {
         let (entry, QueuedWork::Merged(merged)) = entry.swap_work(()) else { return true };
-        // Before the members are looked at: who leaves after that is seen in the pass.
-        self.shared.left.store(false, Ordering::Release);
         let began = Instant::now();
         let wanted = self.shared.left.clone();
         let stop = Stop {

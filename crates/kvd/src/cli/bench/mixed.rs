@@ -29,9 +29,12 @@ pub(in crate::cli) struct MixedArgs {
     /// Stored tokens, of which the flood and the long attend see all.
     #[arg(long, default_value_t = 8192, value_parser = count_up_to(limits::CONTEXT_MAX))]
     context: u32,
-    /// Clients that ask for one token, one call after another.
+    /// Clients that ask for few tokens, one call after another.
     #[arg(long, default_value_t = 4, value_parser = count_up_to(limits::CALLS_MAX))]
     clients: usize,
+    /// Stored tokens that such a client sees.
+    #[arg(long, default_value_t = 1, value_parser = count_up_to(limits::CONTEXT_MAX))]
+    tokens: u32,
     /// Milliseconds that such a client waits between two calls.
     #[arg(long, default_value_t = 0)]
     think_ms: u64,
@@ -62,6 +65,7 @@ pub(super) fn run_mixed(args: MixedArgs) -> Result<String, CliError> {
         codec: args.codec,
         context: args.context,
         clients: args.clients,
+        tokens: args.tokens.min(args.context),
         think: Duration::from_millis(args.think_ms),
         flood: args.flood,
         long: args.long,
