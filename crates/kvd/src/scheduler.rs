@@ -395,12 +395,12 @@ impl<J> JobScheduler<J> {
 
     /// Whether an attend that comes goes before one that has the device: its namespace has none
     /// waiting, and had less than its share.
-    pub(crate) fn outruns(&self, coming: &OwnerKey, running: &RunningAttend) -> bool {
+    pub(crate) fn goes_before(&self, coming: &OwnerKey, running: &RunningAttend) -> bool {
         let RunningAttend { namespace: key, began } = running;
         let (had, weight) = (began.elapsed(), self.weights.weight_of(key));
         let is_turn = self.others.waiting == 0 || self.turn == NextKind::Attends;
         let served = ServedMember { key, had, weight };
-        is_turn && self.attends.namespaces.outruns(&coming.namespace, served)
+        is_turn && self.attends.namespaces.goes_before(&coming.namespace, served)
     }
 
     /// Forgets who had attends, where none waits. An attend that never waits would else leave a

@@ -107,7 +107,7 @@ impl<K: Clone + Eq + Hash, V: WaitingWork + Default> TimeShares<K, V> {
     }
 
     /// Whether a member that waits for nothing would go before one that is being served.
-    pub(crate) fn outruns(&self, coming: &K, served: ServedMember<'_, K>) -> bool {
+    pub(crate) fn goes_before(&self, coming: &K, served: ServedMember<'_, K>) -> bool {
         let start = |key| self.members.get(key).map_or(self.now, |member| member.start);
         let waits = self.members.get(coming).is_some_and(|member| !member.work.is_empty());
         let ServedMember { key, had, weight } = served;
@@ -207,15 +207,15 @@ mod tests {
         let served = |had, weight| ServedMember { key: &1, had: millis(had), weight };
         shares.join_member(&1).0 = true;
         assert_eq!(shares.next(), Some(1));
-        assert!(shares.outruns(&2, served(1, 1)), "it was never here");
-        assert!(!shares.outruns(&2, served(0, 1)), "both have had nothing");
-        assert!(!shares.outruns(&1, served(1, 1)), "its own work has its order");
+        assert!(shares.goes_before(&2, served(1, 1)), "it was never here");
+        assert!(!shares.goes_before(&2, served(0, 1)), "both have had nothing");
+        assert!(!shares.goes_before(&1, served(1, 1)), "its own work has its order");
         // It has had 10 ms, and the other may have as much for its weight before.
         shares.charge_time(&2, millis(10), 1);
-        assert!(!shares.outruns(&2, served(9, 1)) && shares.outruns(&2, served(11, 1)));
-        assert!(!shares.outruns(&2, served(29, 3)) && shares.outruns(&2, served(31, 3)));
+        assert!(!shares.goes_before(&2, served(9, 1)) && shares.goes_before(&2, served(11, 1)));
+        assert!(!shares.goes_before(&2, served(29, 3)) && shares.goes_before(&2, served(31, 3)));
         shares.join_member(&2).0 = true;
-        assert!(!shares.outruns(&2, served(31, 3)), "what it has waiting was chosen among");
+        assert!(!shares.goes_before(&2, served(31, 3)), "what it has waiting was chosen among");
     }
 
     #[test]

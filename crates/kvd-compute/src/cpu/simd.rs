@@ -279,6 +279,7 @@ impl Simd {
     }
 
     /// Whether registers of 256 bits have products of four bytes.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "no kernel asks"))]
     pub(crate) fn has_avx_vnni(self) -> bool {
         self.set == InstructionSet::AvxVnni
     }

@@ -21,7 +21,7 @@ impl WorkerState {
     pub(super) fn outrun_for(&self, queue: &JobQueue, coming: &JobTicket) {
         let running = queue.running.as_ref().filter(|_| queue.device.is_none());
         let Some(running) = running.filter(|_| coming.kind == JobKind::Attend) else { return };
-        if queue.jobs.outruns(&coming.owner, running) {
+        if queue.jobs.goes_before(&coming.owner, running) {
             self.outrun.store(true, Ordering::Release);
             // A pass of several callers looks there alone.
             self.left.store(true, Ordering::Release);

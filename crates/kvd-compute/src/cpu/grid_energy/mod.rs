@@ -4,7 +4,9 @@
 mod x86;
 
 use crate::cpu::huffman::QUAD;
-use crate::cpu::simd::{InstructionSet, Simd};
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::simd::InstructionSet;
+use crate::cpu::simd::Simd;
 use crate::cpu::span_scores::TILE;
 
 /// Codes of one quad of positions: four of each token.

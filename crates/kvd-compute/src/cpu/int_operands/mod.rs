@@ -17,8 +17,8 @@ use kvd_core::DType;
 pub(super) const LANES: usize = 16;
 /// Offsets that are added to the values of a lane before they are rounded. Weights that are alike
 /// then round up in as many lanes as their fraction says, and keep their sum. Neighbours, and every
-/// second, fourth or eighth lane, have offsets from all of the range. An offset is less than a half,
-/// so that 0 stays 0 and the largest stays the largest.
+/// second, fourth or eighth lane, have offsets from all of the range. An offset is less than a
+/// half, so that 0 stays 0 and the largest stays the largest.
 pub(super) static LANE_OFFSETS: [f32; LANES] = {
     let mut offsets = [0.0; LANES];
     let mut lane = 0;

@@ -89,6 +89,7 @@ impl TableKeys {
     }
 
     /// Takes queries `[rows, dim]` and the entries of codes, `[codes, dims]`.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(unused, reason = "no kernel there"))]
     fn new(simd: Simd, queries: RowBlock<'_>, entries: RowBlock<'_>) -> Option<Self> {
         let RowBlock { values: queries, dim } = queries;
         let RowBlock { values: entries, dim: dims } = entries;
