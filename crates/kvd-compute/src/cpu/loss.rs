@@ -115,6 +115,10 @@ pub(super) fn all_finite(values: &[f32]) -> bool {
     values.iter().fold(true, |all, value| all & (value.to_bits() << 1 < 0xFF00_0000))
 }
 
+/// The mean square of what rounding by lanes takes from a weight, in units: that of a fraction
+/// times the rest of one.
+const WEIGHT_VARIANCE: f64 = 1.0 / 6.0;
+
 /// Loss of a weighted sum for what rounding took from its weights.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct RoundingLoss {
@@ -127,7 +131,7 @@ pub(super) struct RoundingLoss {
 impl RoundingLoss {
     /// Takes a row of so many weights.
     pub(super) fn add_row(&mut self, pushed: &RoundedRow, tokens: usize) {
-        self.square += f64::from(pushed.unit).powi(2) * (tokens as f64 * (1.0 / 12.0));
+        self.square += f64::from(pushed.unit).powi(2) * (tokens as f64 * WEIGHT_VARIANCE);
         self.lost += pushed.lost;
     }
 
@@ -203,7 +207,7 @@ impl RowLoss {
     /// At the end of a unit: takes the losses of its values.
     pub(super) fn take_value_losses(&mut self, losses: ValueLosses) {
         let ValueLosses { magnitude, lost, folded } = losses;
-        let square = f64::from(magnitude / TOP).powi(2) * f64::from(self.weights) / 12.0;
+        let square = f64::from(magnitude / TOP).powi(2) * f64::from(self.weights) * WEIGHT_VARIANCE;
         self.rounding = RoundingLoss { square, lost }.larger_of(&folded);
         let most = (self.weights * self.tokens).sqrt();
         let chance = if most > 0.0 { CHANCE.min(CHANCE_OF_SMALL * self.sum / most) } else { 0.0 };

@@ -50,7 +50,7 @@ pub(super) fn prefetch_lines(bytes: &[u8]) {
             std::arch::asm!(
                 "prfm pldl1keep, [{0}]",
                 in(reg) line.as_ptr(),
-                options(nomem, nostack, preserves_flags)
+                options(readonly, nostack, preserves_flags)
             );
         }
     }

@@ -37,6 +37,10 @@ pub(super) struct Probe {
     pub(super) refuse_transfers: Mutex<bool>,
     /// Calls of `attend_slice`.
     pub(super) slices: Mutex<usize>,
+    /// Query tokens of each of them.
+    pub(super) asked: Mutex<Vec<usize>>,
+    /// Units that [`SliceEvent::Units`] has run.
+    pub(super) units: Mutex<usize>,
     /// The thread of the last of them.
     pub(super) attended_on: Mutex<Option<ThreadId>>,
     /// Event of the next of them.
@@ -55,6 +59,33 @@ pub(super) enum SliceEvent {
     Panic,
     /// It waits for this first.
     Wait(mpsc::Receiver<()>),
+    /// It has so many units first, which end early where a pause is wanted at once.
+    Units(CountedUnits),
+}
+
+/// Units of a slice. The second tells that it has begun, and ends when it may.
+pub(super) struct CountedUnits {
+    pub(super) count: usize,
+    pub(super) begun: mpsc::SyncSender<()>,
+    pub(super) go: mpsc::Receiver<()>,
+}
+
+impl Probe {
+    /// Runs units; whether a pause was wanted. Not by the clock, which goes on while tests work.
+    fn run_units(&self, units: &CountedUnits, stop: &Stop) -> bool {
+        let untimed = Stop { slice: None, ..stop.clone() };
+        for unit in 0..units.count {
+            if unit == 1 {
+                units.begun.send(()).unwrap();
+                units.go.recv().unwrap();
+            }
+            *self.units.lock() += 1;
+            if untimed.slice_is_over() {
+                return true;
+            }
+        }
+        false
+    }
 }
 
 struct Device {
@@ -129,6 +160,7 @@ impl ForwardingBackend for Device {
     ) -> Result<Option<Attended>, BackendError> {
         *self.probe.attended_on.lock() = Some(thread::current().id());
         *self.probe.slices.lock() += 1;
+        self.probe.asked.lock().push(task.plan.query_tokens());
         let event = std::mem::take(&mut *self.probe.next_slice.lock());
         match event {
             SliceEvent::Answer => {}
@@ -136,6 +168,8 @@ impl ForwardingBackend for Device {
             SliceEvent::Panic => panic!("a defect"),
             // The other end may be gone: nothing to wait for.
             SliceEvent::Wait(gate) => drop(gate.recv()),
+            SliceEvent::Units(units) if self.probe.run_units(&units, stop) => return Ok(None),
+            SliceEvent::Units(_) => {}
         }
         self.inner.attend_slice(task, stop)
     }

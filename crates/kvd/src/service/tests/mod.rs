@@ -4,6 +4,7 @@ mod bench;
 mod by_caller;
 mod devices;
 mod failure;
+mod floods;
 mod ids;
 mod limits;
 mod merged;
