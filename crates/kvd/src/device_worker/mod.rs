@@ -5,7 +5,7 @@
 //! run one after another, so bytes written by one are visible to all later ones; in which order,
 //! the scheduler says ([`crate::scheduler`]). An attend pauses after [`SLICE`] while others wait,
 //! and at once for a namespace that has had less (`running`). A job whose caller leaves is taken
-//! out of the queue at once; one that runs is told to stop. A full queue is an answer, no delay, but
+//! out of the queue at once; one that runs is told to stop. A full queue is an answer, except
 //! for messages of streams. Attends that read mostly the same pages go in one pass (`merged`).
 
 mod accepted;
