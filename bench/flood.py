@@ -1,4 +1,4 @@
-"""How long one namespace waits beside the flood of another: `bench/results/flood.json`.
+"""How long one namespace waits beside the flood of another; `--machine` keeps the figures.
 
     python3 bench/flood.py --kvd target/release/kvd --turns 7
 
