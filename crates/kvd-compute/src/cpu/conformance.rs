@@ -11,6 +11,8 @@ use parking_lot::Mutex;
 use std::sync::LazyLock;
 
 mod bits;
+mod code_looks;
+mod drawn_rows;
 mod hostile;
 mod hostile_inputs;
 mod ragged;

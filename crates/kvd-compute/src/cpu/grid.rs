@@ -336,6 +336,7 @@ impl GridValues {
             self.unsettled = tiles.len();
             self.settle_sums();
         }
+        self.parts.change_offsets();
         for first in (0..weights.row_count()).step_by(ROWS) {
             let rows = first..weights.row_count().min(first + ROWS);
             self.parts.clear_rows(tiles.len() * TILE);

@@ -1,11 +1,11 @@
-//! Lloyd sides, straight from their codes: a level is two bytes, looked up like two channels of a
+//! Lloyd sides, straight from their codes: a level is some bytes, looked up like channels of a
 //! codebook, or what it adds to a score is looked up itself (`score_tables/`). A row's scale goes
 //! into its score or its weight.
 
 use crate::cpu::int_dot::{ROWS, SumTarget, TileCodes, value_dots};
-use crate::cpu::int_operands::{FoldScales, IntOperands, RoundedRow, TOP};
+use crate::cpu::int_operands::{FoldScales, IntOperands, RoundedRow};
 use crate::cpu::levels::LevelBytes;
-use crate::cpu::loss::{RoundingLoss, largest_magnitude, largest_of};
+use crate::cpu::loss::{RoundingLoss, largest_of};
 use crate::cpu::score_tables;
 use crate::cpu::simd::{KernelConfig, Simd};
 use crate::cpu::span_scores::{SPAN, SpanScores, TILE};
@@ -14,28 +14,25 @@ use crate::cpu::vq::{self, VqLookup};
 use kvd_codec::HeadCodec;
 use kvd_core::{DType, Side};
 
-/// Bytes of a level.
-const BYTES: usize = 2;
-/// Two bytes of a level are off by so much of the largest.
-const LEVEL_ERROR: f32 = 0.5 / TOP;
-/// Most tokens of a unit whose values may be alike, so that their levels are off alike; in longer
-/// ones f16 loses as much.
-const ALIKE_TOKENS: usize = 1024;
-
 /// Whether there is a kernel for the side.
 pub(crate) fn takes_side(side: &HeadCodec) -> bool {
     side.lloyd_levels().is_some_and(|levels| levels.len() <= 256) && side.dim().is_multiple_of(4)
 }
 
-/// The levels as a codebook of two channels, and the factor of each.
+/// The levels as a codebook whose channels are bytes, an even number of them as kernels take them,
+/// and the factor of each.
 fn level_lookup(
     config: KernelConfig,
-    side: &HeadCodec,
+    codec: &HeadCodec,
+    side: Side,
     rows: usize,
-) -> Option<(VqLookup, [f32; BYTES])> {
-    let levels = LevelBytes::on_two_bytes(side.lloyd_levels()?);
-    let factors = std::array::from_fn(|byte| levels.tables[byte].1);
-    Some((VqLookup::of_lookup(config.simd, levels.to_lookup(), side.dim(), rows), factors))
+) -> Option<(VqLookup, Vec<f32>)> {
+    let levels = LevelBytes::new(codec.lloyd_levels()?, side);
+    let count = levels.tables.len().next_multiple_of(2);
+    let levels = levels.padded_to(count);
+    let factors = levels.tables.iter().map(|(_, factor)| *factor).collect();
+    let lookup = VqLookup::of_lookup(config.simd, levels.to_lookup(), codec.dim(), rows);
+    Some((lookup, factors))
 }
 
 /// Queries of a unit.
@@ -80,9 +77,10 @@ impl LloydKeys {
     }
 
     fn word_keys(config: KernelConfig, side: &HeadCodec, queries: &[f32]) -> Option<LloydKernel> {
-        let (book, factors) = level_lookup(config, side, queries.len() / side.dim())?;
+        let rows = queries.len() / side.dim();
+        let (book, factors) = level_lookup(config, side, Side::Key, rows)?;
         let planes = |query: &[f32], planar: &mut [f32]| {
-            for (plane, factor) in planar.chunks_exact_mut(query.len()).zip(factors) {
+            for (plane, factor) in planar.chunks_exact_mut(query.len()).zip(&factors) {
                 plane.iter_mut().zip(query).for_each(|(to, from)| *to = factor * from);
             }
         };
@@ -120,7 +118,8 @@ impl LloydKeys {
 pub(crate) struct LloydValues {
     book: VqLookup,
     spread: Vec<u8>,
-    factors: [f32; BYTES],
+    /// The factors of the bytes of a level.
+    factors: Vec<f32>,
     parts: IntOperands,
     /// Zeros of f16, one for each token of a span: scales have no minima.
     zeros: Vec<u8>,
@@ -129,19 +128,15 @@ pub(crate) struct LloydValues {
     dim: usize,
     /// For rounding of weights times scales, by row.
     rounding: Vec<RoundingLoss>,
-    /// Weights times scales, by row.
-    scaled: Vec<f32>,
-    /// Tokens so far.
-    tokens: usize,
     /// The largest magnitude of a level.
     largest: f32,
 }
 
 impl LloydValues {
     pub(crate) fn new(config: KernelConfig, side: &HeadCodec, rows: usize) -> Option<Self> {
-        let (book, factors) = level_lookup(config, side, rows)?;
+        let (book, factors) = level_lookup(config, side, Side::Value, rows)?;
         let (parts, dim) = (IntOperands::of_weights(config), side.dim());
-        let sums = vec![0.0; rows * BYTES * dim];
+        let sums = vec![0.0; rows * factors.len() * dim];
         Some(Self {
             book,
             spread: Vec::new(),
@@ -151,23 +146,13 @@ impl LloydValues {
             sums,
             dim,
             rounding: vec![RoundingLoss::default(); rows],
-            scaled: vec![0.0; rows],
-            tokens: 0,
             largest: side.lloyd_levels()?.iter().fold(0f32, |most, level| most.max(level.abs())),
         })
     }
 
-    /// Losses of a sum for rounding of weights times scales, and of levels where sums are so large
-    /// that values must be alike.
+    /// Losses of a sum for rounding of weights times scales.
     pub(crate) fn folded_loss(&self, row: usize) -> RoundingLoss {
-        let mut rounding = self.rounding[row].times_magnitude(self.largest);
-        let most = self.scaled[row].abs() * self.largest;
-        let mut sums = vec![0f32; self.dim];
-        self.unfold_row(row, &mut sums);
-        if self.tokens <= ALIKE_TOKENS && 2.0 * largest_magnitude(&sums) >= most {
-            rounding.lost = rounding.lost.abs() + LEVEL_ERROR * most;
-        }
-        rounding
+        self.rounding[row].times_magnitude(self.largest)
     }
 
     /// Adds the weighted codes of tiles.
@@ -179,10 +164,10 @@ impl LloydValues {
         weights: &SpanScores,
     ) {
         let (codes, lookup) = self.book.expand_tiles(simd, codes, Side::Value, &mut self.spread);
-        let (tokens, width) = (cursor.count * TILE, BYTES * self.dim);
+        let (tokens, width) = (cursor.count * TILE, self.factors.len() * self.dim);
         let scales = &cursor.page.scales[2 * TILE * cursor.in_page..][..2 * tokens];
-        self.tokens += tokens;
         self.zeros.resize(2 * tokens, 0);
+        self.parts.change_offsets();
         for first in (0..weights.row_count()).step_by(ROWS) {
             let rows = first..weights.row_count().min(first + ROWS);
             let mut values: [&[f32]; ROWS] = [&[]; ROWS];
@@ -196,10 +181,6 @@ impl LloydValues {
             for (rounding, pushed) in self.rounding[rows.clone()].iter_mut().zip(&pushed) {
                 rounding.add_row(pushed, tokens);
             }
-            let factors = self.parts.rows_from(0);
-            for (at, scaled) in self.scaled[rows.clone()].iter_mut().enumerate() {
-                *scaled += factors.sums[at] as f32 * pushed[at].unit;
-            }
             let units = pushed.map(|row| row.unit);
             let units = &units[..rows.len()];
             let target = SumTarget { units, factors: &[], first: 0, count: codes.per_row };
@@ -210,16 +191,15 @@ impl LloydValues {
 
     /// Scales the sums of a row.
     pub(crate) fn scale_row(&mut self, row: usize, factor: f32) {
-        let width = BYTES * self.dim;
+        let width = self.factors.len() * self.dim;
         self.rounding[row].scale_by(factor);
-        self.scaled[row] *= factor;
         self.sums[row * width..][..width].iter_mut().for_each(|sum| *sum *= factor);
     }
 
     /// Adds the sums of row `row` to `out`.
     pub(crate) fn unfold_row(&self, row: usize, out: &mut [f32]) {
-        let planes = self.sums[row * BYTES * self.dim..].chunks_exact(self.dim);
-        for (plane, factor) in planes.zip(self.factors) {
+        let planes = self.sums[row * self.factors.len() * self.dim..].chunks_exact(self.dim);
+        for (plane, factor) in planes.zip(&self.factors) {
             out.iter_mut().zip(plane).for_each(|(out, sum)| *out += factor * sum);
         }
     }

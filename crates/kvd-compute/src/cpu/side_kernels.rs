@@ -168,6 +168,7 @@ impl KeyKernel {
 }
 
 /// The value side of a unit.
+#[expect(clippy::large_enum_variant, reason = "there is one for each unit, on the stack")]
 pub(super) enum ValueKernel {
     Fp8(fp8::Fp8Values),
     Vq(vq::VqValues),

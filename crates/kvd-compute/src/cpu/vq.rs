@@ -228,6 +228,7 @@ impl VqValues {
     ) {
         let dim = self.book.dims * self.book.per_row;
         let (codes, lookup) = self.book.expand_tiles(simd, codes, Side::Value, &mut self.spread);
+        self.parts.change_offsets();
         for first in (0..weights.row_count()).step_by(ROWS) {
             let rows = first..weights.row_count().min(first + ROWS);
             self.parts.clear_rows(tiles.len() * TILE);

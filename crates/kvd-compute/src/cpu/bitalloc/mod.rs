@@ -4,8 +4,8 @@
 //! AVX-512 multiplies the codes of runs of whole registers as they lie, run after run
 //! (`avx512_runs.rs`). Elsewhere, and where AMX takes over or a run has other lengths, codes of a
 //! tile become bytes first, those of all runs side by side, so that one integer product serves
-//! widths of every kind. Fits put the levels of narrow codes on bytes; levels that are not take two
-//! positions, of high and of low bytes.
+//! widths of every kind. Fits put the levels of narrow codes on bytes; levels that are not take
+//! positions of their own for each byte, two of keys and three of values.
 
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx512_runs;
@@ -79,7 +79,7 @@ impl RunBook {
         let bitalloc = head.bitalloc()?;
         let (mut codes, mut positions) = (Vec::new(), Vec::new());
         for run in bitalloc.runs() {
-            let levels = LevelBytes::new(bitalloc.levels_of(run));
+            let levels = LevelBytes::new(bitalloc.levels_of(run), side);
             let mut tables = Vec::new();
             // Without bits there is but a zero.
             for (table, unit) in levels.tables.into_iter().filter(|_| run.width > 0) {
@@ -412,6 +412,7 @@ impl BitAllocValues {
     /// Adds a few weighted tiles.
     pub(crate) fn add_tiles(&mut self, simd: Simd, cursor: TileCursor<'_>, weights: &SpanScores) {
         let TileCursor { page, in_page, in_span, count, .. } = cursor;
+        self.parts.change_offsets();
         match self.book.direct {
             #[cfg(target_arch = "x86_64")]
             true => self.add_runs(simd, cursor, weights),

@@ -131,11 +131,22 @@ pub(super) fn errors(
     kind: HostileInput,
     ask: Question,
 ) -> Vec<(Simd, f64, f64)> {
+    errors_over(&[64, 64, 41], name, dim, kind, ask)
+}
+
+/// As [`errors`], over blocks of so many tokens.
+pub(super) fn errors_over(
+    blocks: &[u32],
+    name: &str,
+    dim: u32,
+    kind: HostileInput,
+    ask: Question,
+) -> Vec<(Simd, f64, f64)> {
     let geometry = Geometry { dtype: kind.dtype(), ..geometry(dim) };
     let codec = codec(&geometry, name);
     let [dim_k, dim_v] = Side::BOTH.map(|side| geometry.head_dim(side));
     let (mut backend, parts) =
-        filled_with(codec, &[64, 64, 41], |block, tokens| kind.rows((dim_k, dim_v), block, tokens));
+        filled_with(codec, blocks, |block, tokens| kind.rows((dim_k, dim_v), block, tokens));
     let load = LoadPlan { model: MODEL, layer: LAYER, dtype: DType::F32, parts: parts.clone() };
     let rows = backend.load(&load).unwrap();
     let mut plan = plan(&geometry, &parts, InputKind::Normal, ask);
@@ -331,48 +342,6 @@ fn int8_errs_by_a_quarter_at_most_where_rotated_values_share_a_part() {
             assert!(most < 0.25, "{name}, {simd:?}: {most:.2e}");
         }
     }
-}
-
-#[test]
-fn looks_at_codes_on_the_way_answer_as_those_afterwards() {
-    let geometry = geometry(128);
-    let mut looks = 0;
-    for name in ["kvd-1.5", "kvd-1"] {
-        let codec = codec(&geometry, name);
-        // Windows that begin within a tile, and within a page but at a tile.
-        let asks = [(16, None), (64, None), (64, Some(1700)), (64, Some(1696))];
-        for (scale, (blocks, window)) in
-            [3.0, 8.0].into_iter().flat_map(|scale| asks.map(|ask| (scale, ask)))
-        {
-            let (mut backend, parts) =
-                filled_with(codec.clone(), &vec![64; blocks], |block, tokens| {
-                    let count = tokens as usize * HEADS * 128;
-                    [2, 3].map(|side| values(count, 1000 * side + block))
-                });
-            let position = 64 * blocks as u32 - 1;
-            let ask = Question { group: 4, n_q: 1, position, window, cap: None };
-            let mut plan = plan(&geometry, &parts, InputKind::Normal, ask);
-            let q: Vec<f32> = floats(&plan.q).iter().map(|q| scale * *q as f32).collect();
-            plan.q = payload(DType::F32, &q);
-            let wants = |backend: &CpuBackend| {
-                let wants = |job: &attend_job::AttendJob<'_>| {
-                    let side = |head| job.reader.codec.head_codec(LAYER, Side::Value, head);
-                    Ok((0..HEADS).any(|head| job.looks.wants_look(side(head))))
-                };
-                backend.with_job(&plan, wants).unwrap()
-            };
-            assert!(!wants(&backend), "{name}");
-            let first = backend.attend(&plan).unwrap();
-            looks += u32::from(wants(&backend));
-            let next = backend.attend(&plan).unwrap();
-            assert_eq!(
-                (first.out, first.lse),
-                (next.out, next.lse),
-                "{name}, {blocks}, {window:?}"
-            );
-        }
-    }
-    assert!(looks > 0);
 }
 
 #[test]

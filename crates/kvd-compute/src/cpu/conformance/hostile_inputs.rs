@@ -1,5 +1,6 @@
 //! Queries, keys and values that are bad for integers.
 
+use super::drawn_rows::DrawnRows;
 use super::*;
 
 /// Tokens of all blocks.
@@ -48,6 +49,8 @@ pub(super) enum HostileInput {
     CancellingSigns,
     /// Magnitudes over twelve decades: of channels of queries, keys and values, of rows of values.
     Decades(u64),
+    /// Weights that lose alike and values that add that up.
+    Drawn(u64),
 }
 
 pub(super) const KINDS: &[HostileInput] = &[
@@ -148,6 +151,7 @@ impl HostileInput {
                 Self::Decades(seed) => {
                     row.iter_mut().zip(decades(dim, seed)).for_each(|(q, size)| *q *= size);
                 }
+                Self::Drawn(_) => row[0] = (dim as f32).sqrt(),
                 _ => {}
             }
         }
@@ -229,6 +233,10 @@ impl HostileInput {
             Self::Decades(seed) => {
                 key.iter_mut().zip(decades(dim, seed + 1)).for_each(|(k, size)| *k *= size);
             }
+            Self::Drawn(seed) => {
+                key.fill(0.0);
+                key[0] = DrawnRows::from_seed(seed).score_of(token);
+            }
             _ => {}
         }
     }
@@ -256,6 +264,7 @@ impl HostileInput {
                 let sizes = decades(dim, seed + 3);
                 row.iter_mut().zip(sizes).for_each(|(v, size)| *v *= size * factor);
             }
+            Self::Drawn(seed) => DrawnRows::from_seed(seed).shape_value(token, row),
             _ => {}
         }
     }

@@ -1,7 +1,8 @@
 //! Products on every instruction set: the same bits, and exact.
 
 use super::*;
-use crate::cpu::int_operands::{IntOperands, LANE_OFFSETS, largest_fitting};
+use crate::cpu::int_operands::lane_offsets::LANE_OFFSETS;
+use crate::cpu::int_operands::{IntOperands, largest_fitting};
 use crate::cpu::prefetch::PrefetchBytes;
 use crate::cpu::simd::{KernelConfig, Precision};
 
@@ -123,7 +124,7 @@ fn bytes(simd: Simd, rows: usize, len: usize, weights: bool) -> (IntOperands, Ve
         let values = values.into_iter().map(|x| if weights { x.abs() } else { x });
         let values: Vec<f32> = values.collect();
         assert_eq!(parts.push(simd, &values, 1.0, None).unit, 1.0 / top);
-        let offsets = LANE_OFFSETS.into_iter().cycle().map(|x| if weights { x } else { 0.0 });
+        let offsets = LANE_OFFSETS[0].into_iter().cycle().map(|x| if weights { x } else { 0.0 });
         values
             .iter()
             .zip(offsets)

@@ -7,8 +7,9 @@
 #![allow(unsafe_op_in_unsafe_fn, reason = "the whole of each body needs what its caller upholds")]
 #![expect(clippy::needless_range_loop, reason = "indices name registers")]
 
+use crate::cpu::int_operands::lane_offsets::{LANES, LaneOffsets};
 pub(super) use crate::cpu::int_operands::simd_fold::STEP;
-use crate::cpu::int_operands::{FOLD_ROWS, FoldScales, LANES, NOTHING, RowScale};
+use crate::cpu::int_operands::{FOLD_ROWS, FoldScales, NOTHING, RowScale};
 use crate::cpu::simd::{InstructionSet, Simd};
 use crate::cpu::simd_vector::SimdVector;
 use crate::cpu::simd_vector::x86::Avx512Vector;
@@ -52,7 +53,7 @@ pub(super) struct SplitTarget<'a> {
     /// The largest magnitude of an integer.
     pub(super) top: f32,
     /// See [`RowScale`].
-    pub(super) offsets: &'static [f32; LANES],
+    pub(super) offsets: &'static LaneOffsets,
 }
 
 /// Multiplies up to [`FOLD_ROWS`] rows with steps, of f16 as minima are, and cuts the products for
@@ -74,80 +75,148 @@ pub(super) fn fold_and_split(
     assert_eq!(out.len(), digits * n * rows, "fold: output");
     let from = std::array::from_fn(|row| values[row.min(rows - 1)].as_ptr());
     let out = out.as_mut_ptr();
+    macro_rules! fold {
+        ($rows:literal, $digits:literal) => {
+            if n == HELD * STEP {
+                fold_512::<$rows, $digits, true>(from, scales, n, out, limits)
+            } else {
+                fold_512::<$rows, $digits, false>(from, scales, n, out, limits)
+            }
+        };
+    }
     // SAFETY: the set was detected, lengths are as asserted.
     unsafe {
         match (rows, digits) {
-            (1, 1) => fold_512::<1, 1>(from, scales, n, out, limits),
-            (2, 1) => fold_512::<2, 1>(from, scales, n, out, limits),
-            (3, 1) => fold_512::<3, 1>(from, scales, n, out, limits),
-            (_, 1) => fold_512::<4, 1>(from, scales, n, out, limits),
-            (1, _) => fold_512::<1, 2>(from, scales, n, out, limits),
-            (2, _) => fold_512::<2, 2>(from, scales, n, out, limits),
-            (3, _) => fold_512::<3, 2>(from, scales, n, out, limits),
-            (_, _) => fold_512::<4, 2>(from, scales, n, out, limits),
+            (1, 1) => fold!(1, 1),
+            (2, 1) => fold!(2, 1),
+            (3, 1) => fold!(3, 1),
+            (_, 1) => fold!(4, 1),
+            (1, _) => fold!(1, 2),
+            (2, _) => fold!(2, 2),
+            (3, _) => fold!(3, 2),
+            (_, _) => fold!(4, 2),
         }
     }
+}
+
+/// Registers of products that are held for each row: those of a page.
+const HELD: usize = 4;
+
+/// Products of up to [`FOLD_ROWS`] rows with steps.
+struct FoldedProducts<const R: usize> {
+    /// Those of a page, where they are held.
+    held: [[__m512; HELD]; R],
+    /// By lane: the largest magnitudes, the sums of values times minima, and of products.
+    largest: [__m512; FOLD_ROWS],
+    bases: [__m512; FOLD_ROWS],
+    totals: [__m512; FOLD_ROWS],
 }
 
 /// The largest magnitude of an integer, and what is added before values are rounded.
 #[derive(Clone, Copy)]
 struct FoldLimits {
     top: f32,
-    offsets: &'static [f32; LANES],
+    offsets: &'static LaneOffsets,
 }
 
-/// Products are made twice, once for their largest: that is less than to keep them.
+/// Multiplies rows with steps and minima.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+unsafe fn fold_products<const R: usize, const HOLD: bool>(
+    values: [*const f32; FOLD_ROWS],
+    scales: FoldScales<'_>,
+    n: usize,
+) -> FoldedProducts<R> {
+    let (steps, minima) = (scales.steps.as_ptr(), scales.minima.as_ptr());
+    let nothing = [_mm512_setzero_ps(); FOLD_ROWS];
+    let mut folds = FoldedProducts {
+        held: [[_mm512_setzero_ps(); HELD]; R],
+        largest: nothing,
+        bases: nothing,
+        totals: nothing,
+    };
+    let steps_at = |at: usize| Avx512Vector::load_f16(steps.add(2 * at), STEP);
+    let minima_at = |at: usize| Avx512Vector::load_f16(minima.add(2 * at), STEP);
+    if HOLD {
+        let steps: [_; HELD] = std::array::from_fn(|part| steps_at(part * STEP));
+        let minima: [_; HELD] = std::array::from_fn(|part| minima_at(part * STEP));
+        for row in 0..R {
+            let value = |part: usize| _mm512_loadu_ps(values[row].add(part * STEP));
+            let values: [_; HELD] = std::array::from_fn(value);
+            let folded: [_; HELD] =
+                std::array::from_fn(|part| _mm512_mul_ps(values[part], steps[part]));
+            let [a, b, c, d] = folded;
+            folds.held[row] = folded;
+            folds.largest[row] = Avx512Vector::max_magnitude(
+                Avx512Vector::max_magnitude(a, b),
+                Avx512Vector::max_magnitude(c, d),
+            );
+            folds.totals[row] = _mm512_add_ps(_mm512_add_ps(a, b), _mm512_add_ps(c, d));
+            let base = _mm512_mul_ps(values[0], minima[0]);
+            folds.bases[row] =
+                (1..HELD).fold(base, |sum, part| _mm512_fmadd_ps(values[part], minima[part], sum));
+        }
+        return folds;
+    }
+    for at in (0..n).step_by(STEP) {
+        let (step, minimum) = (steps_at(at), minima_at(at));
+        for row in 0..R {
+            let value = _mm512_loadu_ps(values[row].add(at));
+            let folded = _mm512_mul_ps(value, step);
+            folds.largest[row] = Avx512Vector::max_magnitude(folds.largest[row], folded);
+            folds.bases[row] = _mm512_fmadd_ps(value, minimum, folds.bases[row]);
+            folds.totals[row] = _mm512_add_ps(folds.totals[row], folded);
+        }
+    }
+    folds
+}
+
+/// Products of longer rows are made twice, once for their largest: that is less than to keep them.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn fold_512<const R: usize, const D: usize>(
+unsafe fn fold_512<const R: usize, const D: usize, const HOLD: bool>(
     values: [*const f32; FOLD_ROWS],
     scales: FoldScales<'_>,
     n: usize,
     out: *mut u8,
     limits: FoldLimits,
 ) -> SplitRows {
-    let (steps, minima) = (scales.steps.as_ptr(), scales.minima.as_ptr());
-    let mut largest = [_mm512_setzero_ps(); FOLD_ROWS];
-    let (mut bases, mut totals) = (largest, largest);
-    for at in (0..n).step_by(STEP) {
-        let step = Avx512Vector::load_f16(steps.add(2 * at), STEP);
-        let minimum = Avx512Vector::load_f16(minima.add(2 * at), STEP);
-        for row in 0..R {
-            let value = _mm512_loadu_ps(values[row].add(at));
-            let folded = _mm512_mul_ps(value, step);
-            largest[row] = Avx512Vector::max_magnitude(largest[row], folded);
-            bases[row] = _mm512_fmadd_ps(value, minimum, bases[row]);
-            totals[row] = _mm512_add_ps(totals[row], folded);
-        }
-    }
-    let (bases, totals) =
-        (Avx512Vector::lane_sums(bases), _mm_loadu_ps(Avx512Vector::lane_sums(totals).as_ptr()));
-    let largest = _mm_loadu_ps(Avx512Vector::lane_maxima(largest).as_ptr());
+    let folds = fold_products::<R, HOLD>(values, scales, n);
+    let steps = scales.steps.as_ptr();
+    let (bases, totals) = (
+        Avx512Vector::lane_sums(folds.bases),
+        _mm_loadu_ps(Avx512Vector::lane_sums(folds.totals).as_ptr()),
+    );
+    let largest = _mm_loadu_ps(Avx512Vector::lane_maxima(folds.largest).as_ptr());
     // An overflow of value times step has no unit; the sum is then of no use anyway.
     let some = _mm_cmp_ps_mask::<_CMP_GT_OQ>(largest, _mm_set1_ps(NOTHING))
         & _mm_cmp_ps_mask::<_CMP_LT_OQ>(largest, _mm_set1_ps(f32::INFINITY));
     let top = _mm_set1_ps(limits.top);
-    let offsets = _mm512_loadu_ps(limits.offsets.as_ptr());
     let units = _mm_maskz_div_ps(some, largest, top);
     let mut inverses = [0f32; FOLD_ROWS];
     _mm_storeu_ps(inverses.as_mut_ptr(), _mm_maskz_div_ps(some, top, largest));
     let inverses: [__m512; R] = std::array::from_fn(|row| _mm512_set1_ps(inverses[row]));
     let mut sums = [_mm512_setzero_si512(); FOLD_ROWS];
     for at in (0..n).step_by(2 * STEP) {
-        let whole = n - at >= 2 * STEP;
-        let first = Avx512Vector::load_f16(steps.add(2 * at), STEP);
-        let second =
-            if whole { Avx512Vector::load_f16(steps.add(2 * (at + STEP)), STEP) } else { first };
+        let whole = HOLD || n - at >= 2 * STEP;
+        let offsets: [_; 2] = std::array::from_fn(|part| {
+            _mm512_loadu_ps(limits.offsets[(at + part * STEP) % LANES..].as_ptr())
+        });
         for row in 0..R {
-            let scaled = |at: usize, step: __m512| {
-                let folded = _mm512_mul_ps(_mm512_loadu_ps(values[row].add(at)), step);
-                _mm512_add_ps(_mm512_mul_ps(folded, inverses[row]), offsets)
+            let scaled = |part: usize| {
+                let at = at + part * STEP;
+                let folded = if HOLD {
+                    folds.held[row][at / STEP]
+                } else {
+                    let step = Avx512Vector::load_f16(steps.add(2 * at), STEP);
+                    _mm512_mul_ps(_mm512_loadu_ps(values[row].add(at)), step)
+                };
+                _mm512_add_ps(_mm512_mul_ps(folded, inverses[row]), offsets[part])
             };
             let out = out.add(D * row * n + at);
             sums[row] = if whole {
-                let scaled = [scaled(at, first), scaled(at + STEP, second)];
-                cut_two_512::<D>(scaled, out, n, sums[row])
+                cut_two_512::<D>([scaled(0), scaled(1)], out, n, sums[row])
             } else {
-                cut_512::<D>(scaled(at, first), out, n, sums[row])
+                cut_512::<D>(scaled(0), out, n, sums[row])
             };
         }
     }
@@ -231,9 +300,10 @@ unsafe fn split_bytes<const D: usize>(
     out: *mut u8,
 ) -> i32 {
     let inverse = _mm512_set1_ps(scale.inverse);
-    let offsets = _mm512_loadu_ps(scale.offsets.as_ptr());
-    let scaled =
-        |at: usize| _mm512_add_ps(_mm512_mul_ps(_mm512_loadu_ps(values.add(at)), inverse), offsets);
+    let scaled = |at: usize| {
+        let offsets = _mm512_loadu_ps(scale.offsets[at % LANES..].as_ptr());
+        _mm512_add_ps(_mm512_mul_ps(_mm512_loadu_ps(values.add(at)), inverse), offsets)
+    };
     let mut sum = _mm512_setzero_si512();
     for at in (0..n).step_by(2 * STEP) {
         sum = if n - at >= 2 * STEP {
@@ -257,7 +327,7 @@ unsafe fn split_bytes_256(
     let byte = _mm256_set1_epi32(0xFF);
     let mut sum = _mm256_setzero_si256();
     for at in (0..n).step_by(STEP) {
-        let [a, b] = round_step_256(values.add(at), scale);
+        let [a, b] = round_step_256(values, at, scale);
         sum = _mm256_add_epi32(sum, _mm256_add_epi32(a, b));
         // In each half four words of one and four of the other, until bytes are in order.
         let low = _mm256_packus_epi32(_mm256_and_si256(a, byte), _mm256_and_si256(b, byte));
@@ -275,14 +345,15 @@ unsafe fn split_bytes_256(
     sum_256(sum)
 }
 
-/// Rounds [`STEP`] values.
+/// Rounds [`STEP`] values of a row, from `first` on.
 #[inline]
 #[target_feature(enable = "avx2")]
-unsafe fn round_step_256(values: *const f32, scale: RowScale) -> [__m256i; 2] {
+unsafe fn round_step_256(values: *const f32, first: usize, scale: RowScale) -> [__m256i; 2] {
     let inverse = _mm256_set1_ps(scale.inverse);
-    [0, 8].map(|at| {
+    [first, first + 8].map(|at| {
         let scaled = _mm256_mul_ps(_mm256_loadu_ps(values.add(at)), inverse);
-        _mm256_cvtps_epi32(_mm256_add_ps(scaled, _mm256_loadu_ps(scale.offsets[at..].as_ptr())))
+        let offsets = _mm256_loadu_ps(scale.offsets[at % LANES..].as_ptr());
+        _mm256_cvtps_epi32(_mm256_add_ps(scaled, offsets))
     })
 }
 
@@ -300,7 +371,7 @@ unsafe fn split_words(values: *const f32, n: usize, scale: RowScale, out: *mut u
     let mut sum = _mm256_setzero_si256();
     let mut at = 0;
     while at < n {
-        let [low, high] = round_step_256(values.add(at), scale);
+        let [low, high] = round_step_256(values, at, scale);
         sum = _mm256_add_epi32(sum, _mm256_add_epi32(low, high));
         let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(low, high));
         let words = _mm256_shufflelo_epi16::<0b11_01_10_00>(words);

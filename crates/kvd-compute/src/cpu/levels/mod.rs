@@ -10,9 +10,14 @@ use crate::cpu::int_dot::{BIAS, CodeLookup, repeat_entries};
 use crate::cpu::simd::{InstructionSet, Simd};
 use crate::cpu::span_scores::TILE;
 use kvd_codec::level_unit;
+use kvd_core::Side;
 
-/// Largest magnitude of a level of two signed bytes.
-const TOP: f32 = 32639.0;
+/// Bytes of a level of keys that no single byte holds: steps of about `2^-15` of the largest, which
+/// cost a score less than queries of f16 do.
+const KEY_BYTES: usize = 2;
+/// Bytes of such a level of values: they are as exact as f32, since values may cancel where weights
+/// are equal, and a transform adds up what all channels lose alike.
+const VALUE_BYTES: usize = 3;
 
 /// A byte, plus [`BIAS`], for each code; repeated to fill.
 #[derive(Clone, Debug)]
@@ -29,28 +34,52 @@ pub(crate) struct LevelBytes {
 
 impl LevelBytes {
     /// Takes `2^bits` finite levels. Those that are whole numbers of a unit up to 127, as fits make
-    /// them, are one byte and exact; others are two.
-    pub(crate) fn new(levels: &[f32]) -> Self {
-        let Some(unit) = level_unit(levels) else { return Self::on_two_bytes(levels) };
+    /// them, are one byte and exact; others are several.
+    pub(crate) fn new(levels: &[f32], side: Side) -> Self {
+        let Some(unit) = level_unit(levels) else {
+            return match side {
+                Side::Key => Self::on_bytes(levels, KEY_BYTES),
+                Side::Value => Self::on_bytes(levels, VALUE_BYTES),
+            };
+        };
         let table = LevelTable::new(levels, |level| (level / unit).round() as i32);
         Self { tables: vec![(table, unit)] }
     }
 
-    /// Takes `2^bits` finite levels to two bytes, on steps of about `2^-15` of the largest. The
-    /// smallest is exact: it stands for values near 0, and behind a transform most values of a
-    /// token may be that.
+    /// Takes `2^bits` finite levels of keys to two bytes.
     pub(crate) fn on_two_bytes(levels: &[f32]) -> Self {
+        Self::on_bytes(levels, KEY_BYTES)
+    }
+
+    /// Takes `2^bits` finite levels to whole numbers of that many bytes. The smallest is exact: it
+    /// stands for what is near 0, and behind a transform most coefficients of a token may be that.
+    fn on_bytes(levels: &[f32], count: usize) -> Self {
         let sizes = levels.iter().map(|level| level.abs());
         let largest = sizes.clone().fold(0f32, f32::max);
         let smallest = sizes.filter(|size| *size > 0.0).fold(largest, f32::min);
-        let steps = (smallest / (largest / TOP)).floor();
-        let unit = if steps >= 1.0 { smallest / steps } else { largest / TOP };
+        // All bytes are 127.
+        let top = (0..count).fold(0, |top, _| 256 * top + i32::from(i8::MAX)) as f32;
+        let steps = (smallest / (largest / top)).floor();
+        let unit = if steps >= 1.0 { smallest / steps } else { largest / top };
         // What is smaller than this is nothing beside any query or weight.
-        let whole = |level: f32| if largest > 1e-30 { (level / unit).round() as i32 } else { 0 };
-        let high = |level| (whole(level) + 128) >> 8;
-        let low = |level| whole(level) - 256 * high(level);
-        let table = |byte: &dyn Fn(f32) -> i32| LevelTable::new(levels, byte);
-        Self { tables: vec![(table(&high), 256.0 * unit), (table(&low), unit)] }
+        let whole = |level: f32| {
+            // The quotient of the largest may be rounded up.
+            let whole = (level / unit).round().clamp(-top, top);
+            if largest > 1e-30 { whole as i32 } else { 0 }
+        };
+        let table = |byte: usize| {
+            let table = LevelTable::new(levels, |level| signed_digit(whole(level), byte));
+            (table, 256f32.powi(byte as i32) * unit)
+        };
+        Self { tables: (0..count).rev().map(table).collect() }
+    }
+
+    /// With tables of zeros, up to so many.
+    pub(crate) fn padded_to(mut self, count: usize) -> Self {
+        let Some((LevelTable { bits, .. }, _)) = self.tables.first() else { return self };
+        let zeros = LevelTable { bits: *bits, bytes: [BIAS as u8; 256] };
+        self.tables.resize(self.tables.len().max(count), (zeros, 0.0));
+        self
     }
 
     /// The bytes as channels of a code.
@@ -58,6 +87,13 @@ impl LevelBytes {
         let bits = self.tables[0].0.bits;
         CodeLookup::of_tables(bits, self.tables.iter().map(|(table, _)| table.bytes).collect())
     }
+}
+
+/// The byte at `place` of a number whose bytes all have signs.
+fn signed_digit(whole: i32, place: usize) -> i32 {
+    let above = |whole: i32| (whole + 128) >> 8;
+    let rest = (0..place).fold(whole, |rest, _| above(rest));
+    rest - 256 * above(rest)
 }
 
 impl LevelTable {
@@ -213,7 +249,6 @@ pub(super) fn code_at(planes: &[BitPlane<'_>; 3], index: usize, chunk: usize, at
 mod tests {
     use super::*;
     use kvd_codec::CodeLayout;
-    use kvd_core::Side;
 
     #[test]
     fn every_level_of_instructions_looks_up_what_tiles_hold() {
@@ -276,18 +311,23 @@ mod tests {
             bytes.tables.iter().map(|(table, unit)| byte(table) as f32 * unit).sum()
         };
         let snapped = [-127f32, -41.0, 3.0, 120.0].map(|level| level * 11.0 / 1024.0);
-        let one = LevelBytes::new(&snapped);
+        let one = LevelBytes::new(&snapped, Side::Value);
         assert_eq!(one.tables.len(), 1);
         for (code, level) in snapped.iter().enumerate() {
             assert_eq!(value(&one, code), *level);
         }
         let free: Vec<f32> = (0..64).map(|i| (i as f32 * 0.37).sin() * 2.0).collect();
-        let two = LevelBytes::new(&free);
-        assert_eq!(two.tables.len(), 2);
-        for (code, level) in free.iter().enumerate() {
-            assert!((value(&two, code + 64) - level).abs() < 2.0 / 65000.0, "{level}");
+        for (side, bytes, error) in [(Side::Key, 2, 2.0 / 65000.0), (Side::Value, 3, 2.4e-7)] {
+            let many = LevelBytes::new(&free, side);
+            assert_eq!(many.tables.len(), bytes);
+            let padded = many.clone().padded_to(4);
+            assert_eq!(padded.tables.len(), 4);
+            for (code, level) in free.iter().enumerate() {
+                assert!((value(&many, code + 64) - level).abs() < error, "{level}");
+                assert_eq!(value(&padded, code), value(&many, code));
+            }
         }
-        let nothing = LevelBytes::new(&[0.0, 0.0]);
+        let nothing = LevelBytes::new(&[0.0, 0.0], Side::Value);
         assert_eq!(value(&nothing, 1), 0.0);
     }
 }

@@ -201,6 +201,7 @@ impl UniformValues {
         }
         if self.groups.axis == GroupAxis::Token {
             transpose_scales(self.groups, self.dim, cursor, &mut self.turned);
+            self.parts.change_offsets();
             for first in (0..weights.row_count()).step_by(ROWS) {
                 let rows = first..weights.row_count().min(first + ROWS);
                 self.add_by_token(simd, codes, &tiles, rows, weights, sums);
@@ -209,6 +210,7 @@ impl UniformValues {
         }
         let bytes = codes.bytes.len() / tiles.len();
         for (index, bytes) in codes.bytes.chunks_exact(bytes).enumerate() {
+            self.parts.change_offsets();
             let prefetch = codes.prefetch.share_of(index, tiles.len());
             let mut codes = TileCodes { bytes, prefetch, ..codes };
             let pairs = if self.groups.axis == GroupAxis::Block { 1 } else { self.dim };
