@@ -18,7 +18,7 @@ fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 "$python" -m build --no-isolation --wheel --outdir "$work" clients/python >/dev/null
-"$python" -m pip install --quiet --no-deps --no-index --force-reinstall "$work"/kvd-*.whl
+"$python" -m pip install --quiet --no-deps --no-index --force-reinstall "$work"/kvd_client-*.whl
 pytested clients/python/tests
 PYTHON=$python clients/python-server/build.sh "$work" >/dev/null
 "$python" -m pip install --quiet --no-deps --no-index --target "$work/site" "$work"/kvd_server-*.whl

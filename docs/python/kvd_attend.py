@@ -26,6 +26,9 @@ def compile_proto(root):
     arguments = ["protoc", f"-I{root}", f"--python_out={out}", f"--grpc_python_out={out}", str(source)]
     if protoc.main(arguments) != 0:
         sys.exit(f"{source} does not compile")
+    # Packages, or an installed one named kvd would be found before this folder.
+    for folder in ("kvd", "kvd/v1"):
+        (pathlib.Path(out) / folder / "__init__.py").touch()
     sys.path.insert(0, out)
     return importlib.import_module("kvd.v1.kvd_pb2"), importlib.import_module("kvd.v1.kvd_pb2_grpc")
 

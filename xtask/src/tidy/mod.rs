@@ -7,6 +7,7 @@ mod edges;
 mod fence;
 mod image;
 mod mask;
+mod packages;
 mod quoted;
 mod size;
 mod words;
@@ -76,6 +77,7 @@ fn check_tree(root: &Path, measured: &MeasuredTree, report: &StepReport) -> Resu
     }
     let metadata = read_metadata(root)?;
     let others = [
+        list_foreign_packages(root)?,
         edges::check_edges(&metadata)?,
         fence::check_roots(root, &metadata)?,
         measured.check(root)?,
@@ -90,6 +92,21 @@ fn check_tree(root: &Path, measured: &MeasuredTree, report: &StepReport) -> Resu
     }
     report.print_line(&format!("tidy: {} files, no findings", files.len()));
     Ok(())
+}
+
+/// Lines that install a package of others, in files whose lines people copy.
+fn list_foreign_packages(root: &Path) -> Result<Vec<String>> {
+    let mut found = Vec::new();
+    for pattern in packages::PATTERNS {
+        for path in listed_files(root, pattern)? {
+            let text = fs::read_to_string(root.join(&path)).with_context(|| path.clone())?;
+            let findings = packages::find_foreign_packages(&text).into_iter();
+            found.extend(
+                findings.map(|finding| format!("{path}:{}: {}", finding.line, finding.text)),
+            );
+        }
+    }
+    Ok(found)
 }
 
 /// Prints files with unsafe code, and how many blocks, functions and implementations are unsafe.

@@ -366,7 +366,7 @@ def connect(
     """Connects to a daemon.
 
     `target` is the path of its region (`server.listen_region`; fastest, needs nothing but this
-    package), `unix:PATH`, `HOST:PORT` or `https://HOST:PORT` (these need `kvd[grpc]`). `timeout` is
+    package), `unix:PATH`, `HOST:PORT` or `https://HOST:PORT` (these need grpcio). `timeout` is
     of each call, in seconds. All that is opened belongs to a session, which ends `session_ttl`
     seconds after the connection; one with a name, `session`, takes over what an earlier one of that
     name left.

@@ -1,5 +1,5 @@
 """Tells routers which blocks a daemon has, in the frames in which vLLM tells of its own
-(`pip install kvd[events]`):
+(needs pyzmq, msgspec and grpcio):
 
     python -m kvd.kv_events --daemon 127.0.0.1:7070 --model llama --listen tcp://127.0.0.1:5557
 
@@ -37,7 +37,7 @@ try:
     import msgspec
     import zmq
 except ImportError as missing:  # pragma: no cover
-    raise ImportError("the bridge needs pyzmq and msgspec: pip install 'kvd[events]'") from missing
+    raise ImportError("the bridge needs pyzmq and msgspec: pip install pyzmq msgspec grpcio") from missing
 
 _log = logging.getLogger("kvd.kv_events")
 

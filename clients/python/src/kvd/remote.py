@@ -1,4 +1,4 @@
-"""gRPC, for daemons of other machines (`pip install kvd[grpc]`): blocking calls of bytes.
+"""gRPC, for daemons of other machines (needs grpcio): blocking calls of bytes.
 
 This package encodes them itself: no protobuf runtime, no generated code."""
 
@@ -93,7 +93,7 @@ class Remote:
             import grpc  # noqa: PLC0415 (an extra of this package)
         except ImportError as error:
             raise Unsupported(
-                f"{target} is reached by gRPC: pip install 'kvd[grpc]', or connect to the path of"
+                f"{target} is reached by gRPC: pip install grpcio, or connect to the path of"
                 " a region (server.listen_region) on this machine"
             ) from error
         self._grpc, self.target, self.timeout = grpc, target, timeout

@@ -146,7 +146,7 @@ def find_binary() -> str:
     found = shutil.which("kvd")
     if found is None:
         raise Unsupported(
-            "no daemon here: pip install kvd-server, put kvd on PATH, or set KVD_BINARY"
+            "no daemon here: put the program kvd on PATH, or set KVD_BINARY to its path"
         )
     return found
 

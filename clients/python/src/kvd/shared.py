@@ -36,7 +36,7 @@ class SharedMemory:
         if sys.platform != "linux" or machine not in _FUTEX_CALLS:
             raise Unsupported(
                 f"regions need Linux on x86_64 or aarch64, not {sys.platform} on {machine}:"
-                " connect by gRPC (pip install 'kvd[grpc]')"
+                " connect by gRPC (pip install grpcio)"
             )
         self.size = size
         fd = os.memfd_create("kvd-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
