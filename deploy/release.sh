@@ -1,17 +1,31 @@
 #!/usr/bin/env bash
-# Packs what users install: deploy/release.sh OUT [PROGRAM]
+# Packs what users install: deploy/release.sh [--arch x86_64|aarch64] OUT [PROGRAM]
 #
 # PROGRAM has the features below: the list of crates is of those. Without it the program is built,
-# against glibc 2.28 by `cargo zigbuild`
-# (`pip install ziglang cargo-zigbuild`). OUT gets kvd-VERSION-linux-ARCH.tar.gz, where there is
+# against glibc 2.28 by `cargo zigbuild` (`pip install ziglang cargo-zigbuild`). A program of another
+# architecture than this machine's runs under qemu, to write its own manual (Debian: `qemu-user`, and
+# for aarch64 `gcc-aarch64-linux-gnu`). OUT gets kvd-VERSION-linux-ARCH.tar.gz, where there is
 # dpkg-deb a Debian package, a list of all crates inside (CycloneDX, by
 # `cargo install cargo-cyclonedx`), and SHA256SUMS. All are the same, byte by byte, for the same
 # program and commit.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=${1:?deploy/release.sh OUT [PROGRAM]}
-program=${2:-}
 arch=$(uname -m)
+if [ "${1:-}" = --arch ]; then
+    arch=${2:?--arch x86_64 or --arch aarch64}
+    shift 2
+fi
+case $arch in
+    x86_64) debian=amd64 ;;
+    aarch64) debian=arm64 ;;
+    *) echo "no release is made for $arch" >&2; exit 2 ;;
+esac
+out=${1:?deploy/release.sh [--arch ARCH] OUT [PROGRAM]}
+program=${2:-}
+runner=() tools=
+if [ "$arch" != "$(uname -m)" ]; then
+    runner=("qemu-$arch" -L "/usr/$arch-linux-gnu") tools=$arch-linux-gnu-
+fi
 # With the demo and its model: whoever unpacks the archive can try it.
 features=(--no-default-features --features eval,remote)
 cargo cyclonedx --version >/dev/null 2>&1 || {
@@ -24,23 +38,24 @@ if [ -z "$program" ]; then
     program=target/$target/dist/kvd
 fi
 
-"$program" demo --help >/dev/null || { echo "$program has no demo: build it with ${features[*]}" >&2; exit 1; }
+run() { "${runner[@]}" "$program" "$@"; }
+run demo --help >/dev/null || { echo "$program has no demo: build it with ${features[*]}" >&2; exit 1; }
 # A program that needs a later glibc than it says does not start on older systems.
-needs=$(objdump -T "$program" | grep -o 'GLIBC_2\.[0-9]*' | sort -uV | tail -1)
-version=$("$program" --version | cut -d' ' -f2)
+needs=$("${tools}objdump" -T "$program" | grep -o 'GLIBC_2\.[0-9]*' | sort -uV | tail -1)
+version=$(run --version | cut -d' ' -f2)
 name=kvd-$version-linux-$arch
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 root=$work/$name
 mkdir -p "$root"/{bin,share/man/man1,share/doc/kvd,share/kvd}
 install -m 755 "$program" "$root/bin/kvd"
-strip "$root/bin/kvd"
-"$program" man-pages "$root/share/man/man1" >/dev/null
+"${tools}strip" "$root/bin/kvd"
+run man-pages "$root/share/man/man1" >/dev/null
 for shell in bash zsh fish; do
-    "$program" completions "$shell" >"$root/share/kvd/completions.$shell"
+    run completions "$shell" >"$root/share/kvd/completions.$shell"
 done
-"$program" config --print-default >"$root/share/kvd/kvd.toml"
-"$program" dashboard >"$root/share/kvd/grafana-dashboard.json"
+run config --print-default >"$root/share/kvd/kvd.toml"
+run dashboard >"$root/share/kvd/grafana-dashboard.json"
 cp deploy/prometheus/alerts.yml deploy/systemd/kvd.service deploy/systemd/kvd.sysusers.conf "$root/share/kvd/"
 cp README.md CHANGELOG.md LICENSE* docs/operating.md docs/contract.md docs/threat-model.md "$root/share/doc/kvd/"
 
@@ -53,7 +68,6 @@ tar --sort=name --owner=0 --group=0 --numeric-owner --mtime="@$date" -C "$work" 
 made=("$name.tar.gz")
 
 if command -v dpkg-deb >/dev/null; then
-    debian=$(dpkg --print-architecture)
     deb=$work/deb
     mkdir -p "$deb"/{DEBIAN,etc/kvd,usr/bin,usr/lib/systemd/system,usr/lib/sysusers.d}
     mkdir -p "$deb"/usr/share/{bash-completion/completions,fish/vendor_completions.d}
