@@ -289,7 +289,7 @@ fn run_some<P: Sync, T: Send>(
     Ok(done)
 }
 
-/// What pieces came to, in order, up to the first that is missing.
+/// Answers of pieces, in order, up to the first that is missing.
 fn keep_first<T>(mut done: Vec<(usize, T)>) -> Vec<T> {
     done.sort_unstable_by_key(|(at, _)| *at);
     let first = done.into_iter().enumerate().take_while(|(number, (at, _))| number == at);

@@ -35,7 +35,7 @@ impl<'a> PieceStop<'a> {
     }
 }
 
-/// What tests do while pieces are at work.
+/// Tests look on while pieces are at work.
 #[cfg(test)]
 pub(super) mod looks {
     use std::cell::RefCell;
