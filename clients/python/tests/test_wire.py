@@ -7,6 +7,7 @@ import pytest
 
 import kvd
 from kvd import calls, messages
+from kvd.model import model_label
 from kvd.wire import Field, decode, encode, varint
 
 PROTO = pathlib.Path(__file__).parents[3] / "proto/kvd/v1/kvd.proto"
@@ -158,3 +159,16 @@ def test_every_code_has_its_exception():
         error = kvd.errors.error_of(code, "why")
         assert error.code == code and str(error) == f"{code}: why"
     assert isinstance(kvd.errors.error_of("NEW_CODE", "why"), kvd.Internal)
+
+
+@pytest.mark.parametrize(
+    "text, label",
+    [
+        ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B"),
+        ("../models//a b/./x/", "models/a-b/x"),
+        ("/", "model"),
+        ("x" * 8 + "/" + "y" * 19, "y" * 19),
+    ],
+)
+def test_a_path_becomes_a_name_that_the_daemon_takes(text, label):
+    assert model_label(text, 20) == label

@@ -73,6 +73,7 @@ pub enum BackendError {
             StopReason::DeadlinePassed => "the deadline passed before the answer was ready",
             StopReason::ShuttingDown =>
                 "the daemon has stopped its device; retry on its successor",
+            StopReason::Outrun => "work that goes first has the device",
         }
     )]
     Stopped(StopReason),
@@ -118,7 +119,7 @@ impl Coded for BackendError {
             Self::Device { code, .. } => *code,
             Self::Codec(error) => error.code(),
             Self::Page(error) => error.code(),
-            Self::Stopped(StopReason::Cancelled) => ErrorCode::Cancelled,
+            Self::Stopped(StopReason::Cancelled | StopReason::Outrun) => ErrorCode::Cancelled,
             Self::Stopped(StopReason::DeadlinePassed) => ErrorCode::DeadlineExceeded,
             Self::Stopped(StopReason::ShuttingDown) => ErrorCode::ShuttingDown,
         }

@@ -14,6 +14,8 @@ pub enum StopReason {
     DeadlinePassed,
     /// The device is about to be given back.
     ShuttingDown,
+    /// A piece of it was given up for work that goes first, and is done again; no answer ends so.
+    Outrun,
 }
 
 /// The end of a slice of work: it is over once `ends` has passed and other work waits.
@@ -35,7 +37,7 @@ pub struct WantedPause {
 }
 
 /// Looked at by a backend between pieces of its work: whether to go on at all, and whether to
-/// pause. A look costs two atomic loads and at most two readings of the clock.
+/// pause. A look costs at most five atomic loads and two readings of the clock.
 #[derive(Clone, Debug, Default)]
 pub struct Stop {
     /// Set once nobody waits for the answer.
@@ -48,6 +50,9 @@ pub struct Stop {
     pub slice: Option<Slice>,
     /// When the work pauses so that its owners may be looked after; none for work of one owner.
     pub pause: Option<WantedPause>,
+    /// Set when work comes that goes first: the work pauses, and a backend may give up the piece
+    /// at work, to do it again.
+    pub outrun: Arc<AtomicBool>,
 }
 
 impl Stop {
@@ -78,6 +83,12 @@ impl Stop {
         self.reason().map_or(Ok(()), |reason| Err(BackendError::Stopped(reason)))
     }
 
+    /// Whether work has come that goes first.
+    #[must_use]
+    pub fn is_outrun(&self) -> bool {
+        self.outrun.load(Ordering::Acquire)
+    }
+
     /// Whether the work is to pause: other work waits that is to go first, or a pause is wanted.
     #[must_use]
     pub fn slice_is_over(&self) -> bool {
@@ -87,7 +98,9 @@ impl Stop {
         let is_wanted = |pause: &WantedPause| {
             pause.wanted.load(Ordering::Acquire) || pause.at.is_some_and(|at| at <= Instant::now())
         };
-        self.slice.as_ref().is_some_and(is_over) || self.pause.as_ref().is_some_and(is_wanted)
+        self.is_outrun()
+            || self.slice.as_ref().is_some_and(is_over)
+            || self.pause.as_ref().is_some_and(is_wanted)
     }
 }
 
@@ -114,6 +127,8 @@ mod tests {
         assert!(!wanted.slice_is_over());
         wanted.pause.iter().for_each(|pause| pause.wanted.store(true, Ordering::Release));
         assert!(wanted.slice_is_over());
+        let outrun = Stop { outrun: Arc::new(true.into()), ..Stop::never() };
+        assert!(outrun.slice_is_over() && outrun.reason().is_none());
         assert!(!Stop::never().slice_is_over());
         assert_eq!(over.reason(), None);
     }

@@ -12,13 +12,21 @@ const PIPE_BYTES_MAX: u64 = 1 << 30;
 /// A pipe that takes longer is named.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// The bytes of a file, or of a pipe until its writer closes it.
-pub(crate) fn read_input(path: &Path) -> Result<Vec<u8>, Error> {
+/// Whether an input is a pipe.
+///
+/// # Errors
+/// When it is missing, or a device, which need not end.
+pub fn is_pipe(path: &Path) -> Result<bool, Error> {
     let found = path.metadata()?.file_type();
     if found.is_char_device() || found.is_block_device() {
         return Err(Error::new(ErrorKind::InvalidInput, "it is a device, and no file"));
     }
-    if !found.is_fifo() {
+    Ok(found.is_fifo())
+}
+
+/// The bytes of a file, or of a pipe until its writer closes it.
+pub(crate) fn read_input(path: &Path) -> Result<Vec<u8>, Error> {
+    if !is_pipe(path)? {
         return std::fs::read(path);
     }
     let text = format!("waiting for {}: a pipe whose writer has not closed it", path.display());

@@ -23,6 +23,7 @@ pub mod split;
 mod table;
 mod text;
 
+pub use input_file::is_pipe;
 pub use kvd_engine::ModelError;
 pub use model_report::ModelReport;
 

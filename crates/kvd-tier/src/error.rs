@@ -17,7 +17,7 @@ pub enum DiskError {
     },
     /// Another process has the folder (exit 69).
     #[error(
-        "another process uses {}: stop it, or give this daemon a folder of its own",
+        "another process uses {}: stop it first, or use another folder",
         folder.display()
     )]
     InUse {
@@ -56,7 +56,7 @@ pub enum DiskError {
         what: String,
     },
     /// The system refused.
-    #[error("{what} in {}: {source}", folder.display())]
+    #[error("{what} ({}): {source}", folder.display())]
     Io {
         /// The folder.
         folder: PathBuf,

@@ -35,18 +35,6 @@ pub(crate) fn open_file(path: &Path) -> Result<File, Error> {
     })
 }
 
-/// Opens a file of any length, or a pipe as [`open_file`] does.
-///
-/// # Errors
-/// As [`open_file`], and for a device, which need not end.
-pub(crate) fn open_input(path: &Path) -> Result<File, Error> {
-    let found = path.metadata()?.file_type();
-    if found.is_char_device() || found.is_block_device() {
-        return Err(Error::new(ErrorKind::InvalidInput, "it is a device, and no file"));
-    }
-    open_file(path)
-}
-
 /// The bytes of a file.
 ///
 /// # Errors
@@ -79,8 +67,6 @@ mod tests {
         assert!(error.to_string().contains("more than 1 MiB"), "{error}");
         assert!(read_text(Path::new("/dev/zero")).is_err());
         assert!(read_bytes(Path::new("/dev/null")).unwrap().is_empty());
-        let error = open_input(Path::new("/dev/zero")).unwrap_err();
-        assert!(error.to_string().contains("device"), "{error}");
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("most");
         std::fs::write(&path, vec![b'#'; FILE_BYTES_MAX as usize]).unwrap();

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +33,7 @@ from .errors import (
     ShuttingDown,
 )
 from .keys import Keys
-from .model import Geometry, Model
+from .model import Geometry, Model, model_label
 from .region import Region
 from .region_steps import error_of_part
 from .sequence import Sequence
@@ -143,9 +142,8 @@ class ChunkHome:
         )
         said = (geometry, int(shape.dtype), self.codec, hashlib.sha256(self.calibration).digest())
         tag = hashlib.sha256(digest + repr(said).encode()).hexdigest()[:12]
-        label = re.sub(r"[^A-Za-z0-9._/-]", "-", self.model).strip("/") or "model"
         return client.model(
-            f"{self.engine}/{label[-_NAME_CHARACTERS_MAX:]}-{tag}",
+            f"{self.engine}/{model_label(self.model, _NAME_CHARACTERS_MAX)}-{tag}",
             geometry,
             dtype=shape.dtype,
             codec=self.codec,

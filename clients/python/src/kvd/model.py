@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -16,6 +17,13 @@ from .sequence import Sequence, q_rows
 
 if TYPE_CHECKING:
     from .client import Client, Link
+
+
+def model_label(text: str, most: int) -> str:
+    """A text, such as a path, as part of a model's name: its last characters, at most so many, with
+    what the daemon takes between slashes."""
+    plain = re.sub(r"[^A-Za-z0-9._/-]", "-", text).strip("/")[-most:]
+    return "/".join(of for of in plain.split("/") if of not in ("", ".", "..")) or "model"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,10 @@ use parking_lot::Mutex;
 
 /// Page memory that the operating system does not give.
 #[derive(Debug, thiserror::Error)]
-#[error("take {bytes} bytes of page memory (device.pool_bytes): {source}")]
+#[error(
+    "take {bytes} bytes of page memory (device.pool_bytes): {source}; make the pool smaller than \
+     the memory that is free"
+)]
 pub struct ArenaError {
     /// The size asked for.
     pub bytes: u64,

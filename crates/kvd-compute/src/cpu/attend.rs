@@ -10,7 +10,7 @@ use crate::cpu::row_reader::LayerReader;
 use crate::cpu::scratch::ScratchVec;
 use crate::cpu::unit_answer::UnitAnswer;
 use crate::cpu::unit_plan::{PlannedUnits, RowGroup, SharedPasses, UnitPlan, plan_units};
-use crate::{AttendPlan, Attended, BackendError, PartialState};
+use crate::{AttendPlan, Attended, BackendError, PartialState, StopReason};
 use kvd_core::{DType, Side};
 use rayon::prelude::*;
 use smallvec::SmallVec;
@@ -38,6 +38,8 @@ pub(super) struct AttendProgress {
     reply: BatchReply,
     again: Vec<RepeatedRows>,
     wide: WideCursor,
+    /// So many of the next pieces were begun and given up: they are not given up once more.
+    whole: usize,
 }
 
 /// How far the second pass has come.
@@ -79,6 +81,7 @@ impl AttendProgress {
             reply: BatchReply::new(job),
             again: Vec::new(),
             wide: WideCursor::default(),
+            whole: 0,
         }
     }
 
@@ -109,7 +112,8 @@ impl AttendProgress {
             let end = units.min(self.done + ANSWERS_PER_THREAD * job.threads);
             let next = &self.planned.units[self.done..end];
             let groups = &self.planned.groups;
-            let answers = run_some(job, next, |unit| run_unit(job, unit, groups))?;
+            let run = |job: &AttendJob<'_>, unit: &UnitPlan| run_unit(job, unit, groups);
+            let answers = run_some(job, next, &mut self.whole, run)?;
             let paused = answers.len() < next.len();
             for answers in answers {
                 self.merge_answers(job, answers);
@@ -126,7 +130,10 @@ impl AttendProgress {
             return Ok(true);
         }
         let groups = &self.planned.groups;
-        let tested = run_some(job, &self.written, |group| group.find_repeated_rows(job, groups))?;
+        let test =
+            |job: &AttendJob<'_>, group: &WrittenGroup| group.find_repeated_rows(job, groups);
+        // They are short and look at no stop.
+        let tested = run_some(job, &self.written, &mut 0, test)?;
         self.written.drain(..tested.len());
         self.again.extend(tested.into_iter().filter(|again| !again.rows.is_empty()));
         Ok(self.written.is_empty())
@@ -171,7 +178,7 @@ impl AttendProgress {
             if next.is_empty() {
                 return Ok(true);
             }
-            let states = run_some(job, &next, |piece| {
+            let states = run_some(job, &next, &mut self.whole, |job, piece| {
                 let RepeatedRows { group, rows } = &self.again[piece.group];
                 let unit = self.planned.groups[*group].to_unit(job, piece.parts.clone());
                 attend_f64::attend_rows(job, &unit, rows)
@@ -239,20 +246,21 @@ impl AttendProgress {
 }
 
 /// Runs the first of some pieces of work on all threads, until the slice is over; what they came
-/// to, in order, and of one at least.
+/// to, in order. Pieces at work are given up for work that goes first, but for the first `whole`,
+/// of which one is run at least: so each is begun twice at most.
 fn run_some<P: Sync, T: Send>(
     job: &AttendJob<'_>,
     pieces: &[P],
-    run: impl Fn(&P) -> Result<T, BackendError> + Sync,
+    whole: &mut usize,
+    run: impl Fn(&AttendJob<'_>, &P) -> Result<T, BackendError> + Sync,
 ) -> Result<Vec<T>, BackendError> {
     job.stop.check()?;
-    if let [piece] = pieces {
-        return Ok(vec![run(piece)?]);
-    }
     if job.is_small {
         return run_here(job, pieces, run);
     }
+    let giving_way = job.giving_way();
     let taken = AtomicUsize::new(0);
+    let first_whole = *whole;
     // Whoever takes a piece runs it, so that those that are done are the first ones.
     let worker = |_| {
         let _scratch = job.scratch.take_store();
@@ -261,23 +269,38 @@ fn run_some<P: Sync, T: Send>(
             let at = taken.fetch_add(1, Ordering::Relaxed);
             let Some(piece) = pieces.get(at) else { break };
             job.stop.check()?;
-            done.push((at, run(piece)?));
+            match run(if at < first_whole { job } else { &giving_way }, piece) {
+                Err(BackendError::Stopped(StopReason::Outrun)) => break,
+                ran => done.push((at, ran?)),
+            }
         }
         Ok(done)
     };
-    let workers = job.threads.min(pieces.len());
-    let done =
-        (0..workers).into_par_iter().map(worker).collect::<Result<Vec<_>, BackendError>>()?;
-    let mut all: Vec<(usize, T)> = done.into_iter().flatten().collect();
-    all.sort_unstable_by_key(|(at, _)| *at);
-    Ok(all.into_iter().map(|(_, answer)| answer).collect())
+    let done = if pieces.len() == 1 {
+        worker(0)?
+    } else {
+        let workers = job.threads.min(pieces.len());
+        let done = (0..workers).into_par_iter().map(worker);
+        done.collect::<Result<Vec<_>, BackendError>>()?.into_iter().flatten().collect()
+    };
+    let begun = taken.into_inner().min(pieces.len());
+    let done = keep_first(done);
+    *whole = (begun - done.len()).max(whole.saturating_sub(done.len()));
+    Ok(done)
+}
+
+/// Answers of pieces, in order, up to the first that is missing.
+fn keep_first<T>(mut done: Vec<(usize, T)>) -> Vec<T> {
+    done.sort_unstable_by_key(|(at, _)| *at);
+    let first = done.into_iter().enumerate().take_while(|(number, (at, _))| number == at);
+    first.map(|(_, (_, answer))| answer).collect()
 }
 
 /// Runs pieces of work as [`run_some`], on this thread.
 fn run_here<P, T>(
     job: &AttendJob<'_>,
     pieces: &[P],
-    run: impl Fn(&P) -> Result<T, BackendError>,
+    run: impl Fn(&AttendJob<'_>, &P) -> Result<T, BackendError>,
 ) -> Result<Vec<T>, BackendError> {
     let mut done = Vec::with_capacity(pieces.len());
     for piece in pieces {
@@ -285,7 +308,7 @@ fn run_here<P, T>(
             break;
         }
         job.stop.check()?;
-        done.push(run(piece)?);
+        done.push(run(job, piece)?);
     }
     Ok(done)
 }

@@ -2,11 +2,12 @@
 //! into.
 
 use crate::cpu::kernel_table::KernelTarget;
+use crate::cpu::piece_stop::PieceStop;
 use crate::cpu::row_reader::LayerReader;
 use crate::cpu::scratch::ScratchStores;
 use crate::cpu::simd::{KernelConfig, Precision, Simd};
 use crate::cpu::value_looks::ValueLooks;
-use crate::{AttendPlan, PlanPart, PlanQuery, Stop};
+use crate::{AttendPlan, PlanPart, PlanQuery};
 use std::ops::{Deref, Range};
 
 /// A piece of work: some query tokens, one KV head, some parts.
@@ -108,13 +109,18 @@ pub(crate) struct AttendJob<'a> {
     /// Whether the caller's thread does all of it: to wake others takes longer.
     pub(crate) is_small: bool,
     /// When it ends early, and when it pauses.
-    pub(crate) stop: &'a Stop,
+    pub(crate) stop: PieceStop<'a>,
 }
 
 impl AttendJob<'_> {
     /// How its kernels are to work.
     pub(super) fn config(&self) -> KernelConfig {
         KernelConfig { simd: self.simd, precision: self.precision }
+    }
+
+    /// The job as its pieces see it that are given up for work that goes first.
+    pub(super) fn giving_way(&self) -> Self {
+        Self { stop: self.stop.giving_way(), ..*self }
     }
 
     /// Whether nobody waits for a query.

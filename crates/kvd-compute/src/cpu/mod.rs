@@ -68,6 +68,7 @@ mod multiply_kind;
 )]
 mod part_bytes;
 mod peak;
+mod piece_stop;
 mod polar;
 mod prefetch;
 mod raw_slots;
@@ -339,7 +340,7 @@ impl CpuBackend {
             scratch: &self.scratch,
             looks: &self.looks,
             is_small: self.is_small(plan),
-            stop,
+            stop: piece_stop::PieceStop::new(stop),
         })
     }
 

@@ -169,7 +169,7 @@ struct CutPiece {
 }
 
 impl CutPiece {
-    fn splits(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+    fn list_splits(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         split_parts(self.parts.clone(), self.per_split)
     }
 }
@@ -392,7 +392,7 @@ impl PlanCutter<'_, '_> {
     fn merge_order(&self, query: usize) -> PartSplits {
         let mut pieces: FewQueries<&CutPiece> = self.cuts[query].pieces.iter().collect();
         pieces.sort_by_key(|piece| piece.run.unwrap_or(usize::MAX));
-        let mut splits = pieces.into_iter().flat_map(CutPiece::splits);
+        let mut splits = pieces.into_iter().flat_map(CutPiece::list_splits);
         match (splits.next(), splits.next()) {
             (Some(one), None) => PartSplits::One([one]),
             (first, second) => {
@@ -422,7 +422,7 @@ impl PlanCutter<'_, '_> {
         let Some(first) = chunks.first() else { return };
         let pieces = &self.cuts[first.reader.query].pieces;
         let Some(piece) = pieces.iter().find(|piece| piece.run == Some(run)) else { return };
-        let splits: Vec<_> = piece.splits().collect();
+        let splits: Vec<_> = piece.list_splits().collect();
         for parts in splits {
             let group =
                 |chunk: &QueryChunk| self.cuts[chunk.reader.query].first_group + chunk.number;
@@ -440,7 +440,7 @@ impl PlanCutter<'_, '_> {
         let chunks = token_chunks(&self.job.plan.queries[query]).count();
         for group in *first_group..first_group + chunks {
             for piece in pieces.iter().filter(|piece| piece.run.is_none()) {
-                for parts in piece.splits() {
+                for parts in piece.list_splits() {
                     self.planned.push_unit(UnitGroups::One(group), parts);
                 }
             }

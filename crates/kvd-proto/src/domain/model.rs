@@ -36,6 +36,7 @@ impl ModelSpec {
         block_tokens_default: u32,
     ) -> Result<Self, RequestError> {
         check_name(&request.name)?;
+        check_segments(&request.name)?;
         let codec = with_windows(request.codec, request.windows);
         let given = codec.len() as u64;
         if given > Self::CODEC_LENGTH_MAX {
@@ -169,8 +170,7 @@ fn geometry_from_wire(wire: v1::Geometry) -> Result<Geometry, RequestError> {
     Ok(geometry)
 }
 
-/// Refuses a name that is no metric label of bounded length. Model hubs write `owner/model`.
-/// Refuses a name that would not do as a metric label.
+/// Refuses a name that is no metric label of bounded length.
 pub(super) fn check_name(name: &str) -> Result<(), RequestError> {
     if name.is_empty() {
         return Err(RequestError::Missing { field: "name" });
@@ -182,6 +182,18 @@ pub(super) fn check_name(name: &str) -> Result<(), RequestError> {
         return Err(RequestError::invalid_field("name", reason));
     }
     Ok(())
+}
+
+/// Refuses a name that a program would take for another, or for one outside, as a path. Model hubs
+/// write `owner/model`.
+fn check_segments(name: &str) -> Result<(), RequestError> {
+    match name.split('/').find(|segment| matches!(*segment, "" | "." | "..")) {
+        Some(segment) => {
+            let reason = format!("{name:?} has the segment {segment:?} between its slashes");
+            Err(RequestError::invalid_field("name", reason))
+        }
+        None => Ok(()),
+    }
 }
 
 #[cfg(test)]
@@ -238,7 +250,12 @@ mod tests {
 
     #[test]
     fn names_of_model_hubs_are_taken() {
-        for name in ["meta-llama/Llama-3.1-8B-Instruct", &"a/".repeat(64)] {
+        for name in [
+            "meta-llama/Llama-3.1-8B-Instruct",
+            &format!("{}ab", "a/".repeat(63)),
+            "..a/b..",
+            "...",
+        ] {
             let named = ModelSpec { name: name.to_owned(), ..spec() };
             assert_eq!(ModelSpec::from_wire(named.into(), 64).unwrap().name, name);
         }
@@ -256,6 +273,10 @@ mod tests {
     fn refusals_name_the_field() {
         assert_eq!(refusal(|r| r.name.clear()), "name is missing");
         assert!(refusal(|r| r.name = "a b".into()).starts_with("name: must be 1 to 128"));
+        for name in ["a/../b", "..", "./a", "a/.", "/x", "x/", "a//b", "/"] {
+            let refused = refusal(|r| r.name = name.into());
+            assert!(refused.starts_with("name: ") && refused.contains("segment"), "{refused}");
+        }
         assert!(refusal(|r| r.name = "a".repeat(129)).starts_with("name: must be 1 to 128"));
         assert!(refusal(|r| r.name = "mod\u{e8}le".into()).starts_with("name: must be"));
         assert_eq!(refusal(|r| r.geometry = None), "geometry is missing");

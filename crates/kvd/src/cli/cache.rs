@@ -7,13 +7,13 @@ use super::cache_folder::{CacheFolderArgs, list_scopes, verify_folder};
 use super::cache_transfer::{CacheExportArgs, CacheImportArgs, export_folder, import_folder};
 use super::help;
 use super::table::{TableColumn, render_table};
-use crate::bounded_file::open_input;
+use crate::bounded_file::open_file;
 use clap::{Args, Subcommand};
 use kvd_client::CacheStats;
 use kvd_store::{CacheSimulator, EvictionChoice};
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 #[derive(Subcommand)]
@@ -94,6 +94,9 @@ struct TraceRequest {
     hash_ids: Vec<u64>,
 }
 
+/// Most bytes of a request: a device's line need not end.
+const LINE_BYTES_MAX: u64 = 16 << 20;
+
 /// Hit rates of one policy.
 #[derive(Serialize)]
 struct PolicyRow {
@@ -157,16 +160,21 @@ fn stat_table(rows: &[CacheRow]) -> String {
 
 fn read_trace(path: &Path) -> Result<Vec<Vec<u64>>, CliError> {
     let refused = |reason: String| CliError::Usage(format!("--trace {}: {reason}", path.display()));
-    let file = open_input(path).map_err(|error| refused(error.to_string()))?;
-    let mut requests = Vec::new();
-    for (index, line) in BufReader::new(file).lines().enumerate() {
-        let refused = |error: String| refused(format!("line {}: {error}", index + 1));
-        let line = line.map_err(|error| refused(error.to_string()))?;
+    let file = open_file(path).map_err(|error| refused(error.to_string()))?;
+    let (mut lines, mut line, mut requests) = (BufReader::new(file), String::new(), Vec::new());
+    loop {
+        let refused = |error: String| refused(format!("line {}: {error}", requests.len() + 1));
+        line.clear();
+        let read = lines.by_ref().take(LINE_BYTES_MAX + 1).read_line(&mut line);
+        match read.map_err(|error| refused(error.to_string()))? as u64 {
+            0 => return Ok(requests),
+            1..=LINE_BYTES_MAX => {}
+            _ => return Err(refused(format!("it has more than {LINE_BYTES_MAX} bytes"))),
+        }
         let request: TraceRequest =
             serde_json::from_str(&line).map_err(|error| refused(error.to_string()))?;
         requests.push(request.hash_ids);
     }
-    Ok(requests)
 }
 
 fn simulate_trace(path: &Path, sizes: &[usize]) -> Result<CacheSimulation, CliError> {
@@ -233,5 +241,7 @@ mod tests {
         std::fs::write(&path, "").unwrap();
         assert!(matches!(simulate_trace(&path, &[]), Err(CliError::Usage(_))));
         assert!(simulate_trace(Path::new("/nowhere"), &[]).is_err());
+        let refused = simulate_trace(Path::new("/dev/zero"), &[]).err().unwrap().to_string();
+        assert!(refused.contains("line 1") && refused.contains("more than 16777216"), "{refused}");
     }
 }

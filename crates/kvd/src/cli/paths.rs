@@ -3,7 +3,6 @@
 use super::CliError;
 use std::fs::{File, OpenOptions};
 use std::io::{Error, ErrorKind};
-use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 /// Refuses outputs that could not be written: a folder that is missing or read-only, a folder in
@@ -36,11 +35,7 @@ pub(super) fn check_inputs<'a>(
         let refused = |reason: String| {
             CliError::Usage(format!("{option}: cannot read {}: {reason}", path.display()))
         };
-        let found = path.metadata().map_err(|error| refused(error.to_string()))?.file_type();
-        if found.is_char_device() || found.is_block_device() {
-            return Err(refused("it is a device, and no file".to_owned()));
-        }
-        if !found.is_fifo() {
+        if !kvd_eval::is_pipe(path).map_err(|error| refused(error.to_string()))? {
             File::open(path).map_err(|error| refused(error.to_string()))?;
         }
     }

@@ -11,6 +11,15 @@ use serde::Serialize;
 pub(super) struct HealthArgs {
     #[command(flatten)]
     daemon: DaemonArgs,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Health of a daemon that serves.
+#[derive(Serialize)]
+struct DaemonHealth {
+    serving: bool,
 }
 
 #[derive(Args)]
@@ -60,6 +69,7 @@ impl From<PoolStats> for PoolRow {
 pub(super) async fn check_health(args: HealthArgs) -> Result<String, CliError> {
     let client = args.daemon.connect_briefly().await?;
     match client.is_serving().await {
+        Ok(true) if args.json => json_text(&DaemonHealth { serving: true }),
         Ok(true) => Ok("serving\n".to_owned()),
         Ok(false) => Err(CliError::NotServing),
         Err(error) => Err(CliError::Unreachable(error)),

@@ -322,10 +322,14 @@ impl RawConfig {
         figment.extract().map_err(|error| {
             // The first of a chain; later ones are found once it is mended.
             let key = error.path.join(".");
-            let of_environment =
-                error.metadata.as_ref().is_some_and(|source| source.name.contains("environment"));
-            let key = if of_environment { variable_name(&key) } else { key };
-            ConfigError::new(key, plain_reason(&error.kind.to_string()))
+            let is_of =
+                |source: &str| error.metadata.as_ref().is_some_and(|of| of.name.contains(source));
+            let key = if is_of("environment") { variable_name(&key) } else { key };
+            let reason = plain_reason(&error.kind.to_string());
+            match overrides.file.as_ref().filter(|_| is_of("TOML")) {
+                Some(path) => ConfigError::new(key, format!("{reason}, in {}", path.display())),
+                None => ConfigError::new(key, reason),
+            }
         })
     }
 }

@@ -116,6 +116,17 @@ fn errors_name_the_key() {
 }
 
 #[test]
+fn a_value_of_the_wrong_type_names_the_file_that_has_it() {
+    for file in ["[device]\nprecision = 3\n", "[device]\npool_bytes = 3.5\n"] {
+        let error = load(file, &[("device.graphs_max", "3")]).unwrap_err();
+        assert!(error.key.starts_with("device.p"), "{error}");
+        assert!(error.reason.ends_with("kvd.toml"), "{error}");
+    }
+    let error = load("[device]\nthreads = 3\n", &[("device.threads", "x")]).unwrap_err();
+    assert!(error.key == "device.threads" && !error.reason.contains("toml"), "{error}");
+}
+
+#[test]
 fn sizes_that_belong_together_may_grow_together() {
     let file = "[server]\nmessage_bytes_max = \"256 MiB\"\n\
                 [limits]\ncalibration_bytes_max = \"256 MiB\"\n";

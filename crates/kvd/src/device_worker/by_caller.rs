@@ -65,7 +65,8 @@ impl DeviceWorker {
             shutting_down: shared.stopped.clone(),
             deadline: call.deadline,
             slice: Some(Slice { ends: began + SLICE, waiting: shared.waiting.clone() }),
-            pause: Some(shared.outrun_pause()),
+            pause: None,
+            outrun: shared.outrun.clone(),
         };
         // As on the device's thread.
         let ran = catch_unwind(AssertUnwindSafe(|| {

@@ -96,7 +96,7 @@ struct WorkerState {
     waiting: Arc<AtomicUsize>,
     /// Those of them that are no transfers: what a running transfer looks at.
     waiting_first: Arc<AtomicUsize>,
-    /// Set when a caller leaves, and with `outrun`: what merged attends look at.
+    /// Set when a caller leaves: what merged attends look at.
     left: Arc<AtomicBool>,
     /// Set when an attend comes that goes before the one that has the device.
     outrun: Arc<AtomicBool>,

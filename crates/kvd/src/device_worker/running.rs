@@ -1,9 +1,8 @@
 //! Whose job has the device, and who makes it pause: an attend of a namespace that has had less
-//! than its share does not wait for another's slice to be over, but for one unit of it.
+//! than its share does not wait for another's slice to be over, but for a few pages of it.
 
 use super::{JobQueue, WorkerState};
 use crate::scheduler::{JobKind, JobTicket, RunningAttend};
-use kvd_compute::WantedPause;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -23,13 +22,6 @@ impl WorkerState {
         let Some(running) = running.filter(|_| coming.kind == JobKind::Attend) else { return };
         if queue.jobs.goes_before(&coming.owner, running) {
             self.outrun.store(true, Ordering::Release);
-            // A pass of several callers looks there alone.
-            self.left.store(true, Ordering::Release);
         }
-    }
-
-    /// The pause of a job of one caller.
-    pub(super) fn outrun_pause(&self) -> WantedPause {
-        WantedPause { wanted: self.outrun.clone(), at: None }
     }
 }

@@ -260,7 +260,8 @@ impl WorkerThread {
             shutting_down: self.shared.stopped.clone(),
             deadline: entry.deadline,
             slice: Some(self.shared.slice_of(ticket.kind, began)),
-            pause: Some(self.shared.outrun_pause()),
+            pause: None,
+            outrun: self.shared.outrun.clone(),
         };
         let Some(backend) = self.backend.as_deref_mut() else { return false };
         // After a panic the device's state is unknown, as after an error that sticks: it is never
@@ -309,6 +310,7 @@ impl WorkerThread {
             deadline: None,
             slice: Some(Slice { ends: began + SLICE, waiting: self.shared.waiting.clone() }),
             pause: Some(WantedPause { wanted, at: merged.first_deadline() }),
+            outrun: self.shared.outrun.clone(),
         };
         let (shares, members) = (merged.each_share(), merged.count_members());
         let Some(backend) = self.backend.as_deref_mut() else { return false };

@@ -8,6 +8,9 @@ use kvd_store::StoreError;
 use std::sync::Arc;
 use tracing::level_filters::LevelFilter;
 
+/// Upper half of ids that no boot gives: -1 stands for none in many programs.
+const NO_BOOT: u32 = u32::MAX;
+
 /// The ids of a new start.
 ///
 /// # Errors
@@ -18,8 +21,8 @@ pub(crate) fn draw_ids() -> Result<Arc<IdSpace>, getrandom::Error> {
         getrandom::fill(&mut bytes).map(|()| bytes)
     };
     let boot = loop {
-        // One draw in 2^32 is none.
-        if let Some(boot) = BootId::new(bytes()?) {
+        // Two draws in 2^32 are none.
+        if let Some(boot) = BootId::new(bytes()?).filter(|boot| boot.id_bits() != NO_BOOT) {
             break boot;
         }
     };
@@ -67,7 +70,8 @@ pub(super) fn unknown_lease(
 
 /// The error of an id that another boot gave.
 fn stale_error(ids: &IdSpace, code: ErrorCode, kind: &str, id: u64) -> Option<ServiceError> {
-    let id_boot = format!("{:08x}", ids.other_boot(id)?);
+    let id_boot = ids.other_boot(id).filter(|boot| *boot != NO_BOOT)?;
+    let id_boot = format!("{id_boot:08x}");
     let boot_id = ids.boot().to_string();
     // Short enough for a completion record of a region, behind its code and its query.
     let message = format!(

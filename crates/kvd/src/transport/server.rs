@@ -15,6 +15,7 @@ use crate::service::Service;
 use crate::tls::{DoorStream, DoorTls};
 use kvd_proto::v1::kvd_server::KvdServer;
 use metrics::Gauge;
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -31,7 +32,7 @@ use tower::Layer;
 
 /// A socket that could not be opened.
 #[derive(Debug, thiserror::Error)]
-#[error("listen on {address} ({key}): {source}")]
+#[error("listen on {address} ({key}): {source}{}", advise_listener(source))]
 pub struct ListenError {
     /// Where.
     pub address: String,
@@ -39,6 +40,19 @@ pub struct ListenError {
     pub key: &'static str,
     /// Why not.
     pub source: std::io::Error,
+}
+
+/// A way out of the system's own errors; those that kvd words itself have theirs.
+fn advise_listener(source: &std::io::Error) -> &'static str {
+    match source.kind() {
+        _ if source.raw_os_error().is_none() => "",
+        ErrorKind::AddrInUse => "; another program listens there: end it, or set another address",
+        ErrorKind::AddrNotAvailable => "; no network of this machine has that address",
+        ErrorKind::PermissionDenied => {
+            "; this user may not: set a port from 1024 on, or a folder of its own"
+        }
+        _ => "",
+    }
 }
 
 /// Where the daemon can be reached; ports are the real ones even when 0 was asked for.

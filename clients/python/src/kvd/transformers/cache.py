@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -24,7 +23,7 @@ from transformers.cache_utils import (
 from ..calls import Attended, PendingAttend
 from ..client import Client
 from ..errors import InvalidArgument, KvdError
-from ..model import Model
+from ..model import Model, model_label
 from ..sequence import SequenceState
 from .attention import NAME, Asked, register
 from .held import HeldBatch
@@ -363,7 +362,7 @@ class KvdCache(Cache):  # type: ignore[misc]
 
 def _register_model(client: Client, layout: Layout, codec: str, calibration: bytes) -> Model:
     """Registers the layers that kvd holds, by a name that says which model and which codec."""
-    label = re.sub(r"[^A-Za-z0-9._/-]", "-", layout.label).strip("/")[-64:]
+    label = model_label(layout.label, 64)
     spec = f"{layout.held}{layout.geometry}{layout.dtype}{codec}".encode() + calibration
     name = f"{label}.{hashlib.sha256(spec).hexdigest()[:12]}"
     return client.model(

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from ..arrays import DType
 from ..client import Client, connect
 from ..errors import InvalidArgument, Unsupported
-from ..model import Geometry, Model
+from ..model import Geometry, Model, model_label
 from ..options import STORE_OPTIONS, check_options
 from . import TESTED_MINORS
 from .plugin import ATTENTION_VARIABLE, is_attention_asked
@@ -120,7 +120,7 @@ def make_plan(vllm_config: Any, kv_cache_config: Any) -> Plan:
     weights = _digest_weights(vllm_config, options.get("weights"))
     digest = hashlib.sha256(calibration)
     digest.update(repr((geometry, int(dtype), codec, weights)).encode())
-    label = re.sub(r"[^A-Za-z0-9._/-]", "-", str(vllm_config.model_config.model)).strip("/")
+    label = model_label(str(vllm_config.model_config.model), _NAME_CHARACTERS_MAX)
     return Plan(
         region=options["region"],
         namespace=options.get("namespace"),
@@ -129,7 +129,7 @@ def make_plan(vllm_config: Any, kv_cache_config: Any) -> Plan:
         codec=codec,
         calibration=calibration,
         # A name stands for one registration.
-        name=f"{label[-_NAME_CHARACTERS_MAX:]}-{digest.hexdigest()[:12]}",
+        name=f"{label}-{digest.hexdigest()[:12]}",
         weights=weights,
         geometry=geometry,
         dtype=dtype,

@@ -1,7 +1,8 @@
 //! Attends in slices answer as those that are not cut, bit for bit, and end when they are told to.
 
 use super::*;
-use crate::{AttendTask, Slice, Stop, StopReason};
+use crate::cpu::piece_stop::looks::{LookHook, set_hook};
+use crate::{AttendTask, Attended, Slice, Stop, StopReason};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
@@ -80,4 +81,66 @@ fn a_unit_of_many_rows_is_short() {
         .unwrap();
     // 128 rows and a token's decoding, of 64 tokens a part, in 2^18.
     assert!(parts.unwrap() <= 28, "{parts:?}");
+}
+
+/// A question of 64 tokens as so many queries of one token over the same parts: one pass reads
+/// those for all of them.
+fn merged(plan: AttendPlan) -> AttendPlan {
+    let query =
+        |token: u32| PlanQuery { n_q: 1, position: 8191 - token, ..plan.queries[0].clone() };
+    AttendPlan { queries: (0..64).map(query).collect(), ..plan }
+}
+
+#[test]
+fn work_that_goes_first_waits_for_a_part_of_a_unit_and_answers_stay_as_they_are() {
+    let cases = [("kivi-4", None), ("kvcomp", None), ("raw", Some(SCALE)), ("kivi-4", Some(SCALE))];
+    for (name, scale) in cases {
+        for merge in [false, true] {
+            let (mut backend, plan) = flat(name, scale);
+            let plan = if merge { merged(plan) } else { plan };
+            let whole = backend.attend(&plan).unwrap();
+            assert_eq!(whole.saved_passes > 0, merge, "{name}");
+            for (threads, comes_after) in [(1, 0), (1, 5), (1, 40), (2, 5)] {
+                let what = format!("{name}, {scale:?}, merged {merge}, {threads}, {comes_after}");
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
+                backend.threads = pool.build().unwrap();
+                let (answer, waits) = answer_outrun(&mut backend, &plan, comes_after);
+                assert_eq!((&answer.out, &answer.lse), (&whole.out, &whole.lse), "{what}");
+                assert_eq!(answer.saved_passes, whole.saved_passes, "{what}");
+                // Looks before tests and pieces and in one. What was cut runs whole the next
+                // time, by several threads for longer than others take.
+                let short = waits.iter().filter(|looks| **looks <= 6).count();
+                let enough = short > 2 && (2 * short >= waits.len() || threads > 1);
+                assert!(enough, "{what}: {waits:?}");
+            }
+        }
+    }
+}
+
+/// The answer to a plan that is outrun in each slice after so many looks at its stop; and how many
+/// looks who came waited for, by slice.
+fn answer_outrun(
+    backend: &mut CpuBackend,
+    plan: &AttendPlan,
+    comes_after: usize,
+) -> (Attended, Vec<usize>) {
+    let (stop, looks) = (Stop::never(), Arc::new(AtomicUsize::new(0)));
+    let (outrun, seen) = (stop.outrun.clone(), looks.clone());
+    let hook: LookHook = Arc::new(move || {
+        if seen.fetch_add(1, Ordering::AcqRel) >= comes_after {
+            outrun.store(true, Ordering::Release);
+        }
+    });
+    backend.threads.broadcast(|_| set_hook(hook.clone()));
+    let (mut task, mut waits) = (AttendTask::new(plan.clone()), Vec::new());
+    let answer = loop {
+        looks.store(0, Ordering::Release);
+        stop.outrun.store(false, Ordering::Release);
+        if let Some(answer) = backend.attend_slice(&mut task, &stop).unwrap() {
+            break answer;
+        }
+        waits.push(looks.load(Ordering::Acquire).saturating_sub(comes_after));
+    };
+    backend.threads.broadcast(|_| set_hook(Arc::new(|| {})));
+    (answer, waits)
 }

@@ -91,6 +91,7 @@ async fn ids_of_this_boot_that_are_unknown_say_nothing_of_a_restart() {
         (ModelId(model.0 + 1), SequenceId(sequence.0 ^ 1)),
         (ModelId(1), SequenceId(1)),
         (ModelId(0), SequenceId(0)),
+        (ModelId(u64::MAX), SequenceId(u64::MAX)),
     ];
     for (model, sequence) in pairs {
         for (name, code, error) in refusals(&bench.service, model, sequence).await {
