@@ -298,7 +298,8 @@ impl RawConfig {
             let given: Dict = file.extract().map_err(|error| failed(error.kind.to_string()))?;
             let mut keys = given.iter().flat_map(|(section, value)| list_keys(section, value));
             if let Some(key) = keys.find(|key| !is_known(&known, key)) {
-                return Err(unknown_setting(key, &format!("in {}", path.display())));
+                let place = format!("in {}", path.display());
+                return Err(unknown_setting(&known, key.clone(), &key, &place));
             }
             figment = figment.merge(file);
         }
@@ -308,13 +309,14 @@ impl RawConfig {
             if let Some((key, _)) =
                 environment.iter().find(|(key, _)| !is_known(&known, key.as_str()))
             {
-                return Err(unknown_setting(variable_name(key.as_str()), "in the environment"));
+                let shown = variable_name(key.as_str());
+                return Err(unknown_setting(&known, shown, key.as_str(), "in the environment"));
             }
             figment = figment.merge(environment);
         }
         for (key, value) in &overrides.flags {
             if !is_known(&known, key) {
-                return Err(unknown_setting(key, "on the command line"));
+                return Err(unknown_setting(&known, key.clone(), key, "on the command line"));
             }
             let value: Value = value.parse().expect("any text is a figment value");
             figment = figment.merge(Serialized::default(key, value));
@@ -370,7 +372,19 @@ fn is_known(defaults: &Dict, key: &str) -> bool {
     }
 }
 
-fn unknown_setting(key: impl Into<String>, place: &str) -> ConfigError {
-    let reason = format!("no such setting, {place}; kvd config --print-default lists them");
-    ConfigError::new(key, reason)
+/// The error of a key that is none; `shown` is how it was given.
+fn unknown_setting(known: &Dict, shown: String, key: &str, place: &str) -> ConfigError {
+    let meant = find_similar_key(known, key);
+    let meant = meant.map_or_else(String::new, |key| format!("; is {key} meant?"));
+    let reason = format!("no such setting, {place}{meant}; kvd config --print-default lists them");
+    ConfigError::new(shown, reason)
+}
+
+/// The setting whose name is most like `key`, if it is like it.
+fn find_similar_key(known: &Dict, key: &str) -> Option<String> {
+    const ALIKE: f64 = 0.9;
+    let keys = known.iter().flat_map(|(section, value)| list_keys(section, value));
+    let alike = keys.map(|known| (strsim::jaro_winkler(&known, key), known));
+    let (like, known) = alike.max_by(|a, b| a.0.total_cmp(&b.0))?;
+    (like >= ALIKE).then_some(known)
 }

@@ -174,6 +174,9 @@ fn errors_name_the_variable() {
     let answer = with_environment(&[("KVD_SERVER__LISTEN_TPC", "x")]);
     let key = "configuration: environment KVD_SERVER__LISTEN_TPC: no such setting";
     assert!(answer.starts_with(key), "{answer}");
+    assert!(answer.contains("is server.listen_tcp meant?"), "{answer}");
+    let answer = with_environment(&[("KVD_DEVICE__FOOBAR", "x")]);
+    assert!(answer.contains("no such setting") && !answer.contains("meant"), "{answer}");
     let answer = with_environment(&[("KVD_DEVICE__THREADS", "many")]);
     assert!(answer.starts_with("configuration: environment KVD_DEVICE__THREADS: "), "{answer}");
 }

@@ -240,3 +240,19 @@ fn build_routes(
         // Older clients still ask the alpha version.
         .add_service(reflection().build_v1alpha().expect("the descriptor set is well-formed"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_port_that_is_taken_says_what_to_do_and_our_own_words_stand_alone() {
+        let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = taken.local_addr().unwrap();
+        let error = |source| ListenError { address: address.to_string(), key: "k", source };
+        let said = error(std::net::TcpListener::bind(address).unwrap_err()).to_string();
+        assert!(said.ends_with("end it, or set another address"), "{said}");
+        let own = std::io::Error::new(ErrorKind::AddrInUse, "another process serves this socket");
+        assert!(error(own).to_string().ends_with("serves this socket"));
+    }
+}
