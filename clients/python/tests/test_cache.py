@@ -59,7 +59,7 @@ def test_other_weights_find_nothing(client, model, rng):
     with pytest.raises(kvd.InvalidArgument, match="another geometry"):
         register(client, model.name, b"others")
     others = register(client, model.name + "-others", b"others")
-    assert model.match([keys]).tokens == (64,)
+    assert model.match(keys).tokens == (64,)
     assert others.match([keys]).tokens == (0,)
     with others.open(keys) as sequence:
         assert sequence.length == 0

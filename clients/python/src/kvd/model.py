@@ -51,6 +51,11 @@ def _store_pieces(link: Link, items: list[StoreItem]) -> list[StoreAck]:
     return joined
 
 
+def _as_chains(chains: Keys | SequenceOf[Keys]) -> SequenceOf[Keys]:
+    """A single chain as a list of one."""
+    return [chains] if isinstance(chains, Keys) else chains
+
+
 @dataclass(frozen=True)
 class _Registration:
     """What the daemon of a boot has answered."""
@@ -165,9 +170,10 @@ class Model:
         lengths = [answer.length] * self.geometry.layers
         return Sequence(self, answer.sequence_id, link.boot_id, lengths)
 
-    def match(self, chains: SequenceOf[Keys], *, lease: float = 0.0) -> Matches:
+    def match(self, chains: Keys | SequenceOf[Keys], *, lease: float = 0.0) -> Matches:
         """How many tokens of each chain are cached, from its start, in one call. With `lease`, in
         seconds, what was matched stays so long."""
+        chains = _as_chains(chains)
         link = self.client.link()
         model_id = self._register(link).model_id
         with link.watched():
@@ -181,8 +187,9 @@ class Model:
         tokens += [0] * (len(chains) - len(tokens))
         return Matches(tuple(tokens), answer.lease_id)
 
-    def drop(self, chains: SequenceOf[Keys] = ()) -> Dropped:
+    def drop(self, chains: Keys | SequenceOf[Keys] = ()) -> Dropped:
         """Drops what is cached of these chains and nothing holds, or of the whole model."""
+        chains = _as_chains(chains)
         link = self.client.link()
         model_id = self._register(link).model_id
         with link.watched():
