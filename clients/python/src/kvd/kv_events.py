@@ -37,7 +37,9 @@ try:
     import msgspec
     import zmq
 except ImportError as missing:  # pragma: no cover
-    raise ImportError("the bridge needs pyzmq and msgspec: pip install pyzmq msgspec grpcio") from missing
+    raise ImportError(
+        "the bridge needs pyzmq and msgspec: pip install pyzmq msgspec grpcio"
+    ) from missing
 
 _log = logging.getLogger("kvd.kv_events")
 
