@@ -75,41 +75,19 @@ pub(super) fn fold_and_split(
     assert_eq!(out.len(), digits * n * rows, "fold: output");
     let from = std::array::from_fn(|row| values[row.min(rows - 1)].as_ptr());
     let out = out.as_mut_ptr();
-    macro_rules! fold {
-        ($rows:literal, $digits:literal) => {
-            if n == HELD * STEP {
-                fold_512::<$rows, $digits, true>(from, scales, n, out, limits)
-            } else {
-                fold_512::<$rows, $digits, false>(from, scales, n, out, limits)
-            }
-        };
-    }
     // SAFETY: the set was detected, lengths are as asserted.
     unsafe {
         match (rows, digits) {
-            (1, 1) => fold!(1, 1),
-            (2, 1) => fold!(2, 1),
-            (3, 1) => fold!(3, 1),
-            (_, 1) => fold!(4, 1),
-            (1, _) => fold!(1, 2),
-            (2, _) => fold!(2, 2),
-            (3, _) => fold!(3, 2),
-            (_, _) => fold!(4, 2),
+            (1, 1) => fold_512::<1, 1>(from, scales, n, out, limits),
+            (2, 1) => fold_512::<2, 1>(from, scales, n, out, limits),
+            (3, 1) => fold_512::<3, 1>(from, scales, n, out, limits),
+            (_, 1) => fold_512::<4, 1>(from, scales, n, out, limits),
+            (1, _) => fold_512::<1, 2>(from, scales, n, out, limits),
+            (2, _) => fold_512::<2, 2>(from, scales, n, out, limits),
+            (3, _) => fold_512::<3, 2>(from, scales, n, out, limits),
+            (_, _) => fold_512::<4, 2>(from, scales, n, out, limits),
         }
     }
-}
-
-/// Registers of products that are held for each row: those of a page.
-const HELD: usize = 4;
-
-/// Products of up to [`FOLD_ROWS`] rows with steps.
-struct FoldedProducts<const R: usize> {
-    /// Those of a page, where they are held.
-    held: [[__m512; HELD]; R],
-    /// By lane: the largest magnitudes, the sums of values times minima, and of products.
-    largest: [__m512; FOLD_ROWS],
-    bases: [__m512; FOLD_ROWS],
-    totals: [__m512; FOLD_ROWS],
 }
 
 /// The largest magnitude of an integer, and what is added before values are rounded.
@@ -119,74 +97,32 @@ struct FoldLimits {
     offsets: &'static LaneOffsets,
 }
 
-/// Multiplies rows with steps and minima.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-unsafe fn fold_products<const R: usize, const HOLD: bool>(
-    values: [*const f32; FOLD_ROWS],
-    scales: FoldScales<'_>,
-    n: usize,
-) -> FoldedProducts<R> {
-    let (steps, minima) = (scales.steps.as_ptr(), scales.minima.as_ptr());
-    let nothing = [_mm512_setzero_ps(); FOLD_ROWS];
-    let mut folds = FoldedProducts {
-        held: [[_mm512_setzero_ps(); HELD]; R],
-        largest: nothing,
-        bases: nothing,
-        totals: nothing,
-    };
-    let steps_at = |at: usize| Avx512Vector::load_f16(steps.add(2 * at), STEP);
-    let minima_at = |at: usize| Avx512Vector::load_f16(minima.add(2 * at), STEP);
-    if HOLD {
-        let steps: [_; HELD] = std::array::from_fn(|part| steps_at(part * STEP));
-        let minima: [_; HELD] = std::array::from_fn(|part| minima_at(part * STEP));
-        for row in 0..R {
-            let value = |part: usize| _mm512_loadu_ps(values[row].add(part * STEP));
-            let values: [_; HELD] = std::array::from_fn(value);
-            let folded: [_; HELD] =
-                std::array::from_fn(|part| _mm512_mul_ps(values[part], steps[part]));
-            let [a, b, c, d] = folded;
-            folds.held[row] = folded;
-            folds.largest[row] = Avx512Vector::max_magnitude(
-                Avx512Vector::max_magnitude(a, b),
-                Avx512Vector::max_magnitude(c, d),
-            );
-            folds.totals[row] = _mm512_add_ps(_mm512_add_ps(a, b), _mm512_add_ps(c, d));
-            let base = _mm512_mul_ps(values[0], minima[0]);
-            folds.bases[row] =
-                (1..HELD).fold(base, |sum, part| _mm512_fmadd_ps(values[part], minima[part], sum));
-        }
-        return folds;
-    }
-    for at in (0..n).step_by(STEP) {
-        let (step, minimum) = (steps_at(at), minima_at(at));
-        for row in 0..R {
-            let value = _mm512_loadu_ps(values[row].add(at));
-            let folded = _mm512_mul_ps(value, step);
-            folds.largest[row] = Avx512Vector::max_magnitude(folds.largest[row], folded);
-            folds.bases[row] = _mm512_fmadd_ps(value, minimum, folds.bases[row]);
-            folds.totals[row] = _mm512_add_ps(folds.totals[row], folded);
-        }
-    }
-    folds
-}
-
-/// Products of longer rows are made twice, once for their largest: that is less than to keep them.
+/// Products are made twice, once for their largest: that is less than to keep them.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn fold_512<const R: usize, const D: usize, const HOLD: bool>(
+unsafe fn fold_512<const R: usize, const D: usize>(
     values: [*const f32; FOLD_ROWS],
     scales: FoldScales<'_>,
     n: usize,
     out: *mut u8,
     limits: FoldLimits,
 ) -> SplitRows {
-    let folds = fold_products::<R, HOLD>(values, scales, n);
-    let steps = scales.steps.as_ptr();
-    let (bases, totals) = (
-        Avx512Vector::lane_sums(folds.bases),
-        _mm_loadu_ps(Avx512Vector::lane_sums(folds.totals).as_ptr()),
-    );
-    let largest = _mm_loadu_ps(Avx512Vector::lane_maxima(folds.largest).as_ptr());
+    let (steps, minima) = (scales.steps.as_ptr(), scales.minima.as_ptr());
+    let mut largest = [_mm512_setzero_ps(); FOLD_ROWS];
+    let (mut bases, mut totals) = (largest, largest);
+    for at in (0..n).step_by(STEP) {
+        let step = Avx512Vector::load_f16(steps.add(2 * at), STEP);
+        let minimum = Avx512Vector::load_f16(minima.add(2 * at), STEP);
+        for row in 0..R {
+            let value = _mm512_loadu_ps(values[row].add(at));
+            let folded = _mm512_mul_ps(value, step);
+            largest[row] = Avx512Vector::max_magnitude(largest[row], folded);
+            bases[row] = _mm512_fmadd_ps(value, minimum, bases[row]);
+            totals[row] = _mm512_add_ps(totals[row], folded);
+        }
+    }
+    let (bases, totals) =
+        (Avx512Vector::lane_sums(bases), _mm_loadu_ps(Avx512Vector::lane_sums(totals).as_ptr()));
+    let largest = _mm_loadu_ps(Avx512Vector::lane_maxima(largest).as_ptr());
     // An overflow of value times step has no unit; the sum is then of no use anyway.
     let some = _mm_cmp_ps_mask::<_CMP_GT_OQ>(largest, _mm_set1_ps(NOTHING))
         & _mm_cmp_ps_mask::<_CMP_LT_OQ>(largest, _mm_set1_ps(f32::INFINITY));
@@ -197,26 +133,22 @@ unsafe fn fold_512<const R: usize, const D: usize, const HOLD: bool>(
     let inverses: [__m512; R] = std::array::from_fn(|row| _mm512_set1_ps(inverses[row]));
     let mut sums = [_mm512_setzero_si512(); FOLD_ROWS];
     for at in (0..n).step_by(2 * STEP) {
-        let whole = HOLD || n - at >= 2 * STEP;
-        let offsets: [_; 2] = std::array::from_fn(|part| {
-            _mm512_loadu_ps(limits.offsets[(at + part * STEP) % LANES..].as_ptr())
-        });
+        let whole = n - at >= 2 * STEP;
+        let first = Avx512Vector::load_f16(steps.add(2 * at), STEP);
+        let second =
+            if whole { Avx512Vector::load_f16(steps.add(2 * (at + STEP)), STEP) } else { first };
         for row in 0..R {
-            let scaled = |part: usize| {
-                let at = at + part * STEP;
-                let folded = if HOLD {
-                    folds.held[row][at / STEP]
-                } else {
-                    let step = Avx512Vector::load_f16(steps.add(2 * at), STEP);
-                    _mm512_mul_ps(_mm512_loadu_ps(values[row].add(at)), step)
-                };
-                _mm512_add_ps(_mm512_mul_ps(folded, inverses[row]), offsets[part])
+            let scaled = |at: usize, step: __m512| {
+                let folded = _mm512_mul_ps(_mm512_loadu_ps(values[row].add(at)), step);
+                let offsets = _mm512_loadu_ps(limits.offsets[at % LANES..].as_ptr());
+                _mm512_add_ps(_mm512_mul_ps(folded, inverses[row]), offsets)
             };
             let out = out.add(D * row * n + at);
             sums[row] = if whole {
-                cut_two_512::<D>([scaled(0), scaled(1)], out, n, sums[row])
+                let scaled = [scaled(at, first), scaled(at + STEP, second)];
+                cut_two_512::<D>(scaled, out, n, sums[row])
             } else {
-                cut_512::<D>(scaled(0), out, n, sums[row])
+                cut_512::<D>(scaled(at, first), out, n, sums[row])
             };
         }
     }
