@@ -50,6 +50,13 @@ impl DecodedParts {
 const SCORE_TOKENS: usize = 8;
 const SUM_TOKENS: usize = 16;
 
+/// In how many calls a kernel reads rows, so many tiles at once.
+fn count_calls(rows: u32, tiles: usize) -> usize {
+    // Mostly one: a division takes longer.
+    let (rows, at_once) = (rows as usize, tiles * TILE);
+    if rows <= at_once { 1 } else { rows.div_ceil(at_once) }
+}
+
 /// A range in pieces of at most `len`.
 fn split_range(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> {
     let end = range.end;
@@ -76,6 +83,8 @@ pub(super) struct UnitState<'a> {
     prefetch: PartPrefetch<'a>,
     /// Where queries are rounded.
     probe: Option<ScoreProbe>,
+    /// Positions that all query tokens see.
+    seen_by_all: Range<u32>,
 }
 
 /// Answers a unit: partial states of its rows, and the losses of its kernels.
@@ -138,6 +147,7 @@ impl<'a> UnitState<'a> {
             tile: ScratchVec::default(),
             prefetch: PartPrefetch::default(),
             probe,
+            seen_by_all: unit.seen_by_all(),
         })
     }
 
@@ -175,13 +185,12 @@ impl<'a> UnitState<'a> {
             for (slot, (part, rows)) in at_work.iter().zip(rows).enumerate() {
                 self.streams.slot = slot;
                 let next = parts.get(first + together + slot);
-                let mut calls = [None; 2];
-                for (calls, (at_once, rows)) in calls.iter_mut().zip(at_once.iter().zip(rows)) {
-                    let tokens = rows.as_page().map(|_| part.plan.rows as usize);
-                    *calls = at_once.zip(tokens).map(|(tiles, rows)| rows.div_ceil(tiles * TILE));
+                let bytes = next.map_or([&[][..]; 2], |part| part.bytes);
+                for (side, (at_once, rows)) in at_once.iter().zip(rows).enumerate() {
+                    let at_once = at_once.filter(|_| rows.as_page().is_some());
+                    let calls = at_once.map(|tiles| count_calls(part.plan.rows, tiles));
+                    self.prefetch.begin_side(side, bytes[side], calls);
                 }
-                self.prefetch =
-                    PartPrefetch::new(next.map_or([&[][..]; 2], |part| part.bytes), calls);
                 for span in spans_of(part.plan, seen.clone()) {
                     self.score_span(&rows[0], &span)?;
                     scored(self, rows, &span)?;
@@ -225,8 +234,8 @@ impl<'a> UnitState<'a> {
         {
             let full = tiles.start + span.full_tiles(&page);
             for some in split_range(tiles.start..full, keys.tiles_at_once()) {
-                let cursor = TileCursor {
-                    page,
+                let cursor = &TileCursor {
+                    page: &page,
                     in_page: span.page_tile(some.start),
                     in_span: some.start,
                     count: some.len(),
@@ -281,7 +290,18 @@ impl<'a> UnitState<'a> {
     /// Turns scores into weights, online (Milakov and Gimelshein): sums seen so far are scaled
     /// down when a larger score comes.
     fn weigh_span(&mut self, span: &TokenSpan, key_space: RowSpace, value_space: RowSpace) {
-        let (simd, cap, group) = (self.job.simd, self.job.plan.soft_cap, group_size(self.job));
+        let seen = span.visible_rows(&self.seen_by_all);
+        if span.is_whole(&seen) {
+            self.weigh_rows(span, 0..self.states.len(), &seen, [key_space, value_space]);
+        } else {
+            self.weigh_in_groups(span, [key_space, value_space]);
+        }
+    }
+
+    /// As [`UnitState::weigh_span`], where query tokens do not all see the same.
+    #[inline(never)]
+    fn weigh_in_groups(&mut self, span: &TokenSpan, spaces: [RowSpace; 2]) {
+        let group = group_size(self.job);
         let seen_by =
             |unit: &AttendUnit<'_>, row: usize| span.visible_rows(&unit.visible(row / group));
         let mut end = 0;
@@ -292,34 +312,44 @@ impl<'a> UnitState<'a> {
             while end < self.states.len() && seen_by(self.unit, end) == seen {
                 end += group;
             }
-            (first..end).for_each(|row| {
-                self.scores.set_seen(row, seen.clone(), span.tile_range());
-            });
-            if seen.is_empty() {
-                continue;
+            self.weigh_rows(span, first..end, &seen, spaces);
+        }
+    }
+
+    /// Turns the scores of rows that see the same tokens of a span into weights; `spaces` are those
+    /// of keys and values.
+    fn weigh_rows(
+        &mut self,
+        span: &TokenSpan,
+        rows: Range<usize>,
+        seen: &Range<usize>,
+        spaces: [RowSpace; 2],
+    ) {
+        let (simd, cap) = (self.job.simd, self.job.plan.soft_cap);
+        self.scores.set_seen(rows.clone(), seen, &span.tile_range());
+        if seen.is_empty() {
+            return;
+        }
+        for rows in split_range(rows, softmax::ROWS) {
+            self.prefetch.next_step();
+            let offsets = &self.queries.offsets_of(spaces[0])[rows.clone()];
+            let (mut maxima, mut sums) = ([0f32; softmax::ROWS], WeightSums::default());
+            let scores = self.scores.some_mut(rows.start, rows.len());
+            let some = SeenScores { rows: scores, tokens: seen.clone() };
+            softmax::finish_scores(simd, some, offsets, cap, &mut maxima);
+            if let Some(probe) = &mut self.probe {
+                probe.keep_scores(rows.clone(), &self.scores);
             }
-            for rows in split_range(first..end, softmax::ROWS) {
-                self.prefetch.next_step();
-                let offsets = &self.queries.offsets_of(key_space)[rows.clone()];
-                let (mut maxima, mut sums) = ([0f32; softmax::ROWS], WeightSums::default());
-                let scores = self.scores.some_mut(rows.start, rows.len());
-                let some = SeenScores { rows: scores, tokens: seen.clone() };
-                softmax::finish_scores(simd, some, offsets, cap, &mut maxima);
-                if let Some(probe) = &mut self.probe {
-                    probe.keep_scores(rows.clone(), span, &self.scores);
-                }
-                self.raise_maxima(rows.clone(), span, &mut maxima, &mut sums.largest);
-                self.prefetch.next_step();
-                let scores = self.scores.some_mut(rows.start, rows.len());
-                let some = SeenScores { rows: scores, tokens: seen.clone() };
-                softmax::weigh_scores(simd, some, &maxima, &mut sums);
-                let WeightSums { weights, largest } = sums;
-                self.scores.take_sums(rows.clone(), &largest, &weights);
-                for (state, sum) in self.states[rows].iter_mut().zip(weights) {
-                    state.weight_sum += sum;
-                    if value_space == RowSpace::Coefficient {
-                        state.coefficient_weight += sum;
-                    }
+            self.raise_maxima(rows.clone(), span, &mut maxima, &mut sums.largest);
+            self.prefetch.next_step();
+            let scores = self.scores.some_mut(rows.start, rows.len());
+            let some = SeenScores { rows: scores, tokens: seen.clone() };
+            softmax::weigh_scores(simd, some, &maxima, &mut sums);
+            self.scores.take_sums(rows.clone(), &sums);
+            for (state, sum) in self.states[rows].iter_mut().zip(sums.weights) {
+                state.weight_sum += sum;
+                if spaces[1] == RowSpace::Coefficient {
+                    state.coefficient_weight += sum;
                 }
             }
         }
@@ -362,15 +392,16 @@ impl<'a> UnitState<'a> {
             let streams = self.streams.tiles_of(Side::Value);
             let page = rows.codes_by_tile(streams);
             let count = page.as_ref().map_or(0, |page| span.full_tiles(page));
-            if let Some(page) = page.filter(|_| count > 0) {
+            // By reference: a copy waits for the stores of what it copies.
+            if let Some(page) = page.as_ref().filter(|_| count > 0) {
                 let full = tiles.start..tiles.start + count;
                 raise_weights(&mut self.scores, rows, span, full.clone());
                 for (row, loss) in self.losses.iter_mut().enumerate() {
                     let sum = self.scores.total_weight(row, &full);
-                    loss.add_weights(self.scores.largest[row], sum, count);
+                    loss.add_weights(self.scores.largest_weight(row), sum, count);
                 }
                 for some in split_range(full, values.tiles_at_once()) {
-                    let cursor = TileCursor {
+                    let cursor = &TileCursor {
                         page,
                         in_page: span.page_tile(some.start),
                         in_span: some.start,

@@ -339,18 +339,14 @@ impl GridValues {
         self.parts.change_offsets();
         for first in (0..weights.row_count()).step_by(ROWS) {
             let rows = first..weights.row_count().min(first + ROWS);
-            self.parts.clear_rows(tiles.len() * TILE);
-            let mut units = [0f32; ROWS];
-            let sums = &mut self.sums[rows.start * count..rows.end * count];
+            let pushed = self.parts.push_weights(simd, weights, rows.clone(), &tiles);
+            let units = pushed.map(|row| row.unit * self.step);
             for (index, row) in rows.clone().enumerate() {
-                let total = weights.total_weight(row, &tiles);
-                let (weights, largest) = weights.tile_weights(row, tiles.clone());
-                let pushed = self.parts.push(simd, weights, largest, Some(total));
-                self.lost[row] += pushed.lost;
-                let unit = pushed.unit * self.step;
-                units[index] = unit;
-                self.weights[row] += self.parts.rows_from(index).sums[0] as f32 * unit;
+                self.lost[row] += pushed[index].lost;
+                let sum = self.parts.rows_from(index).sums[0] as f32;
+                self.weights[row] += sum * units[index];
             }
+            let sums = &mut self.sums[rows.start * count..rows.end * count];
             let units = &units[..rows.len()];
             let target = SumTarget { units, factors: &[], first: 0, count };
             value_dots(simd, codes, &self.lookup, self.parts.rows_from(0), target, sums);

@@ -94,7 +94,7 @@ impl LloydKeys {
     pub(crate) fn score_tiles(
         &mut self,
         simd: Simd,
-        cursor: TileCursor<'_>,
+        cursor: &TileCursor<'_>,
         codes: TileCodes<'_>,
         scores: &mut SpanScores,
     ) {
@@ -159,7 +159,7 @@ impl LloydValues {
     pub(crate) fn add_tiles(
         &mut self,
         simd: Simd,
-        cursor: TileCursor<'_>,
+        cursor: &TileCursor<'_>,
         codes: TileCodes<'_>,
         weights: &SpanScores,
     ) {

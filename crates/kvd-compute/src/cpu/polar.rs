@@ -95,7 +95,7 @@ impl PolarKeys {
     pub(crate) fn score_tiles(
         &mut self,
         simd: Simd,
-        cursor: TileCursor<'_>,
+        cursor: &TileCursor<'_>,
         codes: TileCodes<'_>,
         scores: &mut SpanScores,
     ) {

@@ -30,6 +30,9 @@ impl<'a> PrefetchBytes<'a> {
 
     /// Number `index` of `count` shares, of whole lines.
     pub(super) fn share_of(self, index: usize, count: usize) -> Self {
+        if count <= 1 {
+            return if index == 0 { self } else { Self::default() };
+        }
         let len = share_len(self.bytes, count);
         let rest = self.bytes.get(index * len..).unwrap_or_default();
         Self { bytes: &rest[..rest.len().min(len)] }
@@ -80,17 +83,17 @@ pub(super) struct PartPrefetch<'a> {
 }
 
 impl<'a> PartPrefetch<'a> {
-    /// Takes the bytes of each side; and in how many calls a kernel reads that side now, if one
+    /// Takes the next bytes of a side; and in how many calls a kernel reads that side now, if one
     /// does.
-    pub(super) fn new(bytes: [&'a [u8]; 2], calls: [Option<usize>; 2]) -> Self {
-        let mut next = Self::default();
-        for (side, (bytes, calls)) in bytes.into_iter().zip(calls).enumerate() {
-            match calls {
-                Some(calls) => next.kernels[side] = (PrefetchBytes::new(bytes), calls),
-                None => next.steps[side] = PrefetchBytes::new(bytes).in_steps(STEPS),
-            }
+    pub(super) fn begin_side(&mut self, side: usize, bytes: &'a [u8], calls: Option<usize>) {
+        let bytes = PrefetchBytes::new(bytes);
+        self.calls[side] = 0;
+        self.kernels[side] = (bytes, calls.unwrap_or(0));
+        self.steps[side] = PrefetchSteps::default();
+        if calls.is_none() {
+            self.kernels[side].0 = PrefetchBytes::default();
+            self.steps[side] = bytes.in_steps(STEPS);
         }
-        next
     }
 
     /// The share that the next call of a side's kernel prefetches.
@@ -132,7 +135,9 @@ mod tests {
     #[test]
     fn kernels_ask_for_their_sides_and_steps_for_the_others() {
         let bytes = [1u8; 640];
-        let mut next = PartPrefetch::new([&bytes, &bytes[..320]], [Some(2), None]);
+        let mut next = PartPrefetch::default();
+        next.begin_side(0, &bytes, Some(2));
+        next.begin_side(1, &bytes[..320], None);
         let calls = [0; 3].map(|_| next.next_share(Side::Key).bytes.len());
         assert_eq!(calls, [320, 320, 0]);
         assert!(next.next_share(Side::Value).bytes.is_empty());

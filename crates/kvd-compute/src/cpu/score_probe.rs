@@ -194,6 +194,8 @@ pub(super) struct ScoreProbe {
     scores: ScratchVec<f32>,
     /// Back to K; none before its part had its turn.
     key: ScratchVec<f32>,
+    /// Where the token is in the span at work, if it is.
+    in_span: Option<usize>,
 }
 
 impl ScoreProbe {
@@ -217,17 +219,13 @@ impl ScoreProbe {
             token,
             scores: ScratchVec::repeat_value(0.0, rows),
             key: ScratchVec::default(),
+            in_span: None,
         })
     }
 
-    /// Keeps the scores of some rows, where the span holds the token.
-    pub(super) fn keep_scores(
-        &mut self,
-        rows: Range<usize>,
-        span: &TokenSpan,
-        scores: &SpanScores,
-    ) {
-        if let Some(at) = span.visible_rows(&(self.token..self.token + 1)).next() {
+    /// Keeps the scores of some rows, where the span of [`ScoreProbe::keep_key`] holds the token.
+    pub(super) fn keep_scores(&mut self, rows: Range<usize>, scores: &SpanScores) {
+        if let Some(at) = self.in_span {
             rows.for_each(|row| self.scores[row] = scores.row(row)[at]);
         }
     }
@@ -241,9 +239,14 @@ impl ScoreProbe {
         tiles: Option<&StreamTiles>,
         span: &TokenSpan,
     ) -> Result<(), BackendError> {
+        self.in_span = None;
+        if !self.key.is_empty() {
+            return Ok(());
+        }
         let Some(at) = span.visible_rows(&(self.token..self.token + 1)).next() else {
             return Ok(());
         };
+        self.in_span = Some(at);
         let row = span.first + at;
         self.key.resize_with_room(side.dim(), 0.0);
         let key = &mut self.key[..];

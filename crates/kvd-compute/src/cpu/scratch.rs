@@ -81,7 +81,7 @@ scratch_values! {
     sums: i32;
     octets: u8;
     numbers: usize;
-    ranges: std::ops::Range<usize>;
+    row_weights: crate::cpu::span_scores::RowWeights;
     states: crate::PartialState;
     losses: crate::cpu::loss::RowLoss;
     rounding_losses: crate::cpu::loss::RoundingLoss;

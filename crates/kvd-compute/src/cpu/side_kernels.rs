@@ -133,7 +133,7 @@ impl KeyKernel {
     pub(super) fn score_tiles(
         &mut self,
         simd: Simd,
-        cursor: TileCursor<'_>,
+        cursor: &TileCursor<'_>,
         buffer: &mut ScratchVec<u8>,
         scores: &mut SpanScores,
     ) {
@@ -285,7 +285,7 @@ impl ValueKernel {
     pub(super) fn add_tiles(
         &mut self,
         simd: Simd,
-        cursor: TileCursor<'_>,
+        cursor: &TileCursor<'_>,
         buffer: &mut ScratchVec<u8>,
         weights: &SpanScores,
         sums: &mut [f32],
@@ -357,11 +357,11 @@ struct CodeForm {
 /// The codes of a few tiles in one plane: as they lie, or else a byte each.
 fn tile_codes<'a>(
     simd: Simd,
-    cursor: TileCursor<'a>,
+    cursor: &TileCursor<'a>,
     form: CodeForm,
     buffer: &'a mut ScratchVec<u8>,
 ) -> TileCodes<'a> {
-    let TileCursor { page, in_page: first, count, prefetch, .. } = cursor;
+    let TileCursor { page, in_page: first, count, prefetch, .. } = *cursor;
     let CodeForm { side, bytes } = form;
     let (layout, per_row, width) = (page.layout, page.layout.per_row(), page.layout.code_bits());
     // Groups of keys share bytes only if their number allows it.

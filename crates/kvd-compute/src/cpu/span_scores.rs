@@ -1,6 +1,7 @@
 //! Scores, then weights, of a unit's rows over a span of tokens.
 
 use crate::cpu::scratch::ScratchVec;
+use crate::cpu::softmax::WeightSums;
 use crate::cpu::uniform::sum_lanes;
 use std::ops::Range;
 
@@ -17,59 +18,77 @@ pub(crate) fn find_score(scores: &[f32], wanted: f32) -> usize {
     scores[first..].iter().position(|score| *score == wanted).map_or(0, |at| first + at)
 }
 
+/// The tokens that a row sees of a span, and their weights.
+#[derive(Clone, Default)]
+pub(super) struct RowWeights {
+    seen: Range<usize>,
+    /// The largest weight, 0 where nothing is seen.
+    largest: f32,
+    sum: f32,
+}
+
 /// A row of [`SPAN`] values for each query row.
 pub(crate) struct SpanScores {
     values: ScratchVec<f32>,
-    /// Which tokens each row sees.
-    seen: ScratchVec<Range<usize>>,
-    /// Largest weight of each row, 0 when it sees nothing of the span.
-    pub(crate) largest: ScratchVec<f32>,
-    /// Sum of the weights of each row.
-    sums: ScratchVec<f32>,
+    rows: ScratchVec<RowWeights>,
 }
 
 impl SpanScores {
     pub(crate) fn new(rows: usize) -> Self {
         Self {
             values: ScratchVec::repeat_value(0.0, rows * SPAN),
-            seen: ScratchVec::repeat_value(0..0, rows),
-            largest: ScratchVec::repeat_value(0.0, rows),
-            sums: ScratchVec::repeat_value(0.0, rows),
+            rows: ScratchVec::repeat_value(RowWeights::default(), rows),
         }
     }
 
     pub(crate) fn row_count(&self) -> usize {
-        self.largest.len()
+        self.rows.len()
     }
 
-    /// Says which tokens of some tiles `row` sees: the weight of others in those is 0.
-    pub(crate) fn set_seen(&mut self, row: usize, seen: Range<usize>, tiles: Range<usize>) {
-        let values = self.row_mut(row);
-        values[tiles.start * TILE..seen.start.max(tiles.start * TILE)].fill(0.0);
-        values[seen.end..(tiles.end * TILE).max(seen.end)].fill(0.0);
-        (self.largest[row], self.sums[row]) = (0.0, 0.0);
-        self.seen[row] = seen;
+    /// Says which tokens of some tiles these rows see: the weight of others in those is 0.
+    pub(crate) fn set_seen(
+        &mut self,
+        rows: Range<usize>,
+        seen: &Range<usize>,
+        tiles: &Range<usize>,
+    ) {
+        let tokens = tiles.start * TILE..tiles.end * TILE;
+        if seen.start > tokens.start || seen.end < tokens.end {
+            for values in &mut self.values.as_chunks_mut::<SPAN>().0[rows.clone()] {
+                values[tokens.start..seen.start.max(tokens.start)].fill(0.0);
+                values[seen.end..tokens.end.max(seen.end)].fill(0.0);
+            }
+        }
+        for row in &mut self.rows[rows] {
+            *row = RowWeights { seen: seen.clone(), largest: 0.0, sum: 0.0 };
+        }
     }
 
     /// Takes the largest weights and the sums of weights of some rows.
-    pub(crate) fn take_sums(&mut self, rows: Range<usize>, largest: &[f32], sums: &[f32]) {
-        let count = rows.len();
-        self.largest[rows.clone()].copy_from_slice(&largest[..count]);
-        self.sums[rows].copy_from_slice(&sums[..count]);
+    pub(crate) fn take_sums(&mut self, rows: Range<usize>, sums: &WeightSums) {
+        let sums = sums.largest.iter().zip(&sums.weights);
+        for (row, (largest, sum)) in self.rows[rows].iter_mut().zip(sums) {
+            (row.largest, row.sum) = (*largest, *sum);
+        }
+    }
+
+    /// The largest weight of a row, 0 where it sees nothing of the span.
+    pub(crate) fn largest_weight(&self, row: usize) -> f32 {
+        self.rows[row].largest
     }
 
     /// The sum of the weights of a row in some tiles.
     pub(crate) fn total_weight(&self, row: usize, tiles: &Range<usize>) -> f32 {
-        let (tokens, seen) = (tiles.start * TILE..tiles.end * TILE, &self.seen[row]);
-        if seen.is_empty() || tokens.start <= seen.start && seen.end <= tokens.end {
-            return self.sums[row];
+        let (tokens, of) = (tiles.start * TILE..tiles.end * TILE, &self.rows[row]);
+        if of.seen.is_empty() || tokens.start <= of.seen.start && of.seen.end <= tokens.end {
+            return of.sum;
         }
         sum_lanes(&self.row(row)[tokens])
     }
 
     /// Which tokens `row` sees.
     pub(crate) fn seen_tokens(&self, row: usize) -> Range<usize> {
-        self.seen[row].clone()
+        self.rows[row].seen.clone()
     }
 
     /// One row of the span.
@@ -105,19 +124,19 @@ impl SpanScores {
     /// Multiplies the weights of all rows for `tokens`, of which kernels see no others then.
     pub(crate) fn multiply_weights(&mut self, tokens: Range<usize>, factors: &[f32; SPAN]) {
         let rows = self.values.as_chunks_mut::<SPAN>().0.iter_mut();
-        for (weights, (largest, total)) in rows.zip(self.largest.iter_mut().zip(&mut self.sums)) {
+        for (weights, row) in rows.zip(&mut self.rows) {
             let weights = &mut weights[tokens.clone()];
             let factors = &factors[tokens.clone()];
-            *largest = weights.iter_mut().zip(factors).fold(0.0, |largest, (weight, factor)| {
+            row.largest = weights.iter_mut().zip(factors).fold(0.0, |largest, (weight, factor)| {
                 *weight *= factor;
                 largest.max(*weight)
             });
-            *total = sum_lanes(weights);
+            row.sum = sum_lanes(weights);
         }
     }
 
     /// Weights of a row in some tiles, and the largest of the row.
     pub(crate) fn tile_weights(&self, row: usize, tiles: Range<usize>) -> (&[f32], f32) {
-        (&self.row(row)[tiles.start * TILE..tiles.end * TILE], self.largest[row])
+        (&self.row(row)[tiles.start * TILE..tiles.end * TILE], self.rows[row].largest)
     }
 }

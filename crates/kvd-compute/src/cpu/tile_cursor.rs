@@ -8,7 +8,7 @@ use std::ops::Range;
 /// The tiles of one call of a kernel: where they lie in their page and in the span at work.
 #[derive(Clone, Copy)]
 pub(super) struct TileCursor<'a> {
-    pub(super) page: FixedCodes<'a>,
+    pub(super) page: &'a FixedCodes<'a>,
     /// The first tile, counted in its page.
     pub(super) in_page: usize,
     /// The first tile, counted in the span.

@@ -55,6 +55,11 @@ impl TokenSpan {
         self.first + self.wanted.start..self.first + self.wanted.end
     }
 
+    /// Whether these rows, counted from the span's start, are all that are wanted.
+    pub(crate) fn is_whole(&self, rows: &Range<usize>) -> bool {
+        *rows == self.wanted
+    }
+
     /// How many tiles, from the first wanted one on, have all their tokens in the page.
     pub(crate) fn full_tiles(&self, codes: &FixedCodes<'_>) -> usize {
         let full = |tile: &usize| codes.layout.tile_tokens(self.page_tile(*tile)) == TILE;

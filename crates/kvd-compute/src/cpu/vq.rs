@@ -11,7 +11,7 @@ use crate::cpu::int_dot::{
 use crate::cpu::int_operands::{IntOperands, ScaledRows, sums_fit};
 use crate::cpu::loss::{alike_factor, rounding_loss};
 use crate::cpu::simd::{KernelConfig, Simd};
-use crate::cpu::span_scores::{SpanScores, TILE};
+use crate::cpu::span_scores::SpanScores;
 use kvd_codec::{Codebook, HeadCodec};
 use kvd_core::Side;
 use std::ops::Range;
@@ -231,15 +231,11 @@ impl VqValues {
         self.parts.change_offsets();
         for first in (0..weights.row_count()).step_by(ROWS) {
             let rows = first..weights.row_count().min(first + ROWS);
-            self.parts.clear_rows(tiles.len() * TILE);
-            let mut units = [0f32; ROWS];
-            for (row, unit) in rows.clone().zip(&mut units) {
-                let total = weights.total_weight(row, &tiles);
-                let (weights, largest) = weights.tile_weights(row, tiles.clone());
-                let pushed = self.parts.push(simd, weights, largest, Some(total));
-                *unit = pushed.unit * lookup.scale;
-                self.lost[row] += pushed.lost;
+            let pushed = self.parts.push_weights(simd, weights, rows.clone(), &tiles);
+            for (lost, pushed) in self.lost[rows.clone()].iter_mut().zip(&pushed) {
+                *lost += pushed.lost;
             }
+            let units = pushed.map(|row| row.unit * lookup.scale);
             let units = &units[..rows.len()];
             let target = SumTarget { units, factors: &[], first: 0, count: codes.per_row };
             let sums = &mut sums[rows.start * dim..rows.end * dim];

@@ -143,8 +143,8 @@ impl RunBook {
     }
 
     /// The bytes of some tiles of a page.
-    fn unpack_tiles<'a>(&'a mut self, simd: Simd, cursor: TileCursor<'a>) -> TileCodes<'a> {
-        let TileCursor { page, prefetch, .. } = cursor;
+    fn unpack_tiles<'a>(&'a mut self, simd: Simd, cursor: &TileCursor<'a>) -> TileCodes<'a> {
+        let TileCursor { page, prefetch, .. } = *cursor;
         let tiles = cursor.page_tiles();
         self.place_runs(page.layout.tokens());
         let per_row = self.positions.len();
@@ -281,10 +281,10 @@ impl BitAllocKeys {
     pub(crate) fn score_tiles(
         &mut self,
         simd: Simd,
-        cursor: TileCursor<'_>,
+        cursor: &TileCursor<'_>,
         scores: &mut SpanScores,
     ) {
-        let TileCursor { page, in_page, in_span, count, .. } = cursor;
+        let TileCursor { page, in_page, in_span, count, .. } = *cursor;
         match self.book.direct {
             #[cfg(target_arch = "x86_64")]
             true => self.score_runs(simd, cursor, scores),
@@ -299,7 +299,7 @@ impl BitAllocKeys {
     }
 
     /// Products of bytes, of all runs together.
-    fn score_bytes(&mut self, simd: Simd, cursor: TileCursor<'_>, scores: &mut SpanScores) {
+    fn score_bytes(&mut self, simd: Simd, cursor: &TileCursor<'_>, scores: &mut SpanScores) {
         let codes = self.book.unpack_tiles(simd, cursor);
         let RunQueries { parts, units, .. } = &self.cuts[0];
         for first in (0..units.len()).step_by(ROWS) {
@@ -316,8 +316,8 @@ impl BitAllocKeys {
 
     /// Products of codes as they lie, run after run.
     #[cfg(target_arch = "x86_64")]
-    fn score_runs(&mut self, simd: Simd, cursor: TileCursor<'_>, scores: &mut SpanScores) {
-        let TileCursor { page, in_page, in_span, count, prefetch } = cursor;
+    fn score_runs(&mut self, simd: Simd, cursor: &TileCursor<'_>, scores: &mut SpanScores) {
+        let TileCursor { page, in_page, in_span, count, prefetch } = *cursor;
         self.book.place_runs(page.layout.tokens());
         let all = self.queries.len() / self.dim;
         let tokens = in_span * TILE..(in_span + count) * TILE;
@@ -353,16 +353,9 @@ fn round_weights(
     tiles: Range<usize>,
     weights: &SpanScores,
 ) -> [f32; ROWS] {
-    parts.clear_rows(tiles.len() * TILE);
-    let mut units = [0f32; ROWS];
-    for (row, unit) in rows.zip(&mut units) {
-        let total = weights.total_weight(row, &tiles);
-        let (weights, largest) = weights.tile_weights(row, tiles.clone());
-        let pushed = parts.push(simd, weights, largest, Some(total));
-        *unit = pushed.unit;
-        lost[row] += pushed.lost;
-    }
-    units
+    let pushed = parts.push_weights(simd, weights, rows.clone(), &tiles);
+    lost[rows].iter_mut().zip(&pushed).for_each(|(lost, pushed)| *lost += pushed.lost);
+    pushed.map(|row| row.unit)
 }
 
 /// Rows of a page in some of its tiles.
@@ -410,8 +403,8 @@ impl BitAllocValues {
     }
 
     /// Adds a few weighted tiles.
-    pub(crate) fn add_tiles(&mut self, simd: Simd, cursor: TileCursor<'_>, weights: &SpanScores) {
-        let TileCursor { page, in_page, in_span, count, .. } = cursor;
+    pub(crate) fn add_tiles(&mut self, simd: Simd, cursor: &TileCursor<'_>, weights: &SpanScores) {
+        let TileCursor { page, in_page, in_span, count, .. } = *cursor;
         self.parts.change_offsets();
         match self.book.direct {
             #[cfg(target_arch = "x86_64")]
@@ -427,7 +420,7 @@ impl BitAllocValues {
     }
 
     /// Products of bytes, of all runs together.
-    fn add_bytes(&mut self, simd: Simd, cursor: TileCursor<'_>, weights: &SpanScores) {
+    fn add_bytes(&mut self, simd: Simd, cursor: &TileCursor<'_>, weights: &SpanScores) {
         let tiles = cursor.span_tiles();
         // Once for all rows.
         let codes = self.book.unpack_tiles(simd, cursor);
@@ -451,8 +444,8 @@ impl BitAllocValues {
 
     /// Products of codes as they lie, run after run.
     #[cfg(target_arch = "x86_64")]
-    fn add_runs(&mut self, simd: Simd, cursor: TileCursor<'_>, weights: &SpanScores) {
-        let TileCursor { page, in_page, in_span, count, prefetch } = cursor;
+    fn add_runs(&mut self, simd: Simd, cursor: &TileCursor<'_>, weights: &SpanScores) {
+        let TileCursor { page, in_page, in_span, count, prefetch } = *cursor;
         self.book.place_runs(page.layout.tokens());
         let per_row = self.book.positions.len();
         for first in (0..weights.row_count()).step_by(VECTOR_ROWS) {

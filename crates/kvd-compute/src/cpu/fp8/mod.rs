@@ -44,8 +44,8 @@ impl Fp8Keys {
     }
 
     /// Scores all rows against one tile.
-    pub(crate) fn score_tiles(&self, simd: Simd, cursor: TileCursor<'_>, scores: &mut SpanScores) {
-        let TileCursor { page, in_page, in_span, prefetch, .. } = cursor;
+    pub(crate) fn score_tiles(&self, simd: Simd, cursor: &TileCursor<'_>, scores: &mut SpanScores) {
+        let TileCursor { page, in_page, in_span, prefetch, .. } = *cursor;
         let codes = &page.codes[page.layout.tile_bytes(in_page)];
         assert_eq!(codes.len(), TILE * self.dim, "fp8: a full tile");
         for (index, queries) in self.queries.chunks(ROWS * self.dim).enumerate() {
@@ -79,11 +79,11 @@ impl Fp8Values {
     pub(crate) fn add_tiles(
         &mut self,
         simd: Simd,
-        cursor: TileCursor<'_>,
+        cursor: &TileCursor<'_>,
         weights: &SpanScores,
         sums: &mut [f32],
     ) {
-        let TileCursor { page, in_page, count, prefetch, .. } = cursor;
+        let TileCursor { page, in_page, count, prefetch, .. } = *cursor;
         let tiles = cursor.span_tiles();
         let last = page.layout.tile_bytes(in_page + count - 1);
         let codes = &page.codes[page.layout.tile_bytes(in_page).start..last.end];

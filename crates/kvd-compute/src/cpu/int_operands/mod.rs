@@ -15,8 +15,9 @@ use crate::cpu::int_operands::lane_offsets::{
 };
 use crate::cpu::scratch::ScratchVec;
 use crate::cpu::simd::{InstructionSet, KernelConfig, Precision, Simd, per_level};
-use crate::cpu::span_scores::TILE;
+use crate::cpu::span_scores::{SpanScores, TILE};
 use kvd_core::DType;
+use std::ops::Range;
 
 /// Rows that are multiplied with steps at once.
 pub(super) const FOLD_ROWS: usize = 4;
@@ -129,6 +130,14 @@ pub(crate) struct FoldScales<'a> {
     pub(crate) minima: &'a [u8],
 }
 
+/// Weights of at most [`FOLD_ROWS`] rows, the largest of each row, and the sum of each.
+#[derive(Clone, Copy)]
+struct WeightRows<'a> {
+    values: &'a [&'a [f32]],
+    largest: [f32; FOLD_ROWS],
+    totals: [f32; FOLD_ROWS],
+}
+
 /// Some rows of [`IntOperands`].
 #[derive(Clone, Copy)]
 pub(crate) struct IntRows<'a> {
@@ -236,6 +245,51 @@ impl IntOperands {
         if total.is_some() { pushed } else { RoundedRow { lost: 0.0, ..pushed } }
     }
 
+    /// Takes the weights of at most [`ROWS`] rows in some tiles, in place of the rows it had.
+    pub(crate) fn push_weights(
+        &mut self,
+        simd: Simd,
+        weights: &SpanScores,
+        rows: Range<usize>,
+        tiles: &Range<usize>,
+    ) -> [RoundedRow; ROWS] {
+        self.clear_rows(tiles.len() * TILE);
+        let mut pushed = [RoundedRow::default(); ROWS];
+        for (first, pushed) in rows.clone().step_by(FOLD_ROWS).zip(pushed.chunks_mut(FOLD_ROWS)) {
+            let rows = first..rows.end.min(first + FOLD_ROWS);
+            let mut values: [&[f32]; FOLD_ROWS] = [&[]; FOLD_ROWS];
+            let (mut largest, mut totals) = ([0f32; FOLD_ROWS], [0f32; FOLD_ROWS]);
+            for (at, row) in rows.clone().enumerate() {
+                totals[at] = weights.total_weight(row, tiles);
+                (values[at], largest[at]) = weights.tile_weights(row, tiles.clone());
+            }
+            let values = &values[..rows.len()];
+            self.split_rows(simd, WeightRows { values, largest, totals }, pushed);
+        }
+        pushed
+    }
+
+    fn split_rows(&mut self, simd: Simd, weights: WeightRows<'_>, pushed: &mut [RoundedRow]) {
+        #[cfg(target_arch = "x86_64")]
+        if simd.vector_set() == InstructionSet::Avx512 && self.len.is_multiple_of(2 * x86::STEP) {
+            let range = self.reserve_rows(weights.values.len());
+            let (bytes, digits, top) = (&mut self.bytes[range], self.digits, self.top);
+            let out = x86::SplitTarget { bytes, digits, top, offsets: self.offsets };
+            let cut = x86::split_rows(simd, weights, out);
+            for (row, pushed) in pushed.iter_mut().enumerate().take(weights.values.len()) {
+                *pushed = RoundedRow { unit: cut.units[row], lost: cut.losts[row], base: 0.0 };
+                self.sums.push_value(cut.sums[row]);
+            }
+            return;
+        }
+        let WeightRows { values, largest, totals } = weights;
+        for ((values, pushed), (largest, total)) in
+            values.iter().zip(pushed).zip(largest.iter().zip(totals))
+        {
+            *pushed = self.split_row(simd, values, *largest, total);
+        }
+    }
+
     /// Appends at most [`ROWS`] rows of `values` times the steps of `scales`.
     pub(crate) fn push_folded(
         &mut self,
@@ -290,7 +344,7 @@ impl IntOperands {
     }
 
     /// Where the next rows go.
-    fn reserve_rows(&mut self, rows: usize) -> std::ops::Range<usize> {
+    fn reserve_rows(&mut self, rows: usize) -> Range<usize> {
         let size = self.digits * self.len;
         let start = size * self.sums.len();
         let end = start + size * rows;

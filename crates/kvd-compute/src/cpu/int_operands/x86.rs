@@ -9,7 +9,7 @@
 
 use crate::cpu::int_operands::lane_offsets::{LANES, LaneOffsets};
 pub(super) use crate::cpu::int_operands::simd_fold::STEP;
-use crate::cpu::int_operands::{FOLD_ROWS, FoldScales, NOTHING, RowScale};
+use crate::cpu::int_operands::{FOLD_ROWS, FoldScales, NOTHING, RowScale, WeightRows};
 use crate::cpu::simd::{InstructionSet, Simd};
 use crate::cpu::simd_vector::SimdVector;
 use crate::cpu::simd_vector::x86::Avx512Vector;
@@ -90,6 +90,103 @@ pub(super) fn fold_and_split(
     }
 }
 
+/// Rounds up to [`FOLD_ROWS`] rows of weights, of which the largest and the sums are given, and cuts
+/// them for AVX-512: as `IntOperands::split_row` does. Rows are a multiple of two [`STEP`]s.
+pub(super) fn split_rows(simd: Simd, weights: WeightRows<'_>, out: SplitTarget<'_>) -> SplitRows {
+    let WeightRows { values, largest, totals } = weights;
+    let SplitTarget { bytes: out, digits, top, offsets } = out;
+    let limits = FoldLimits { top, offsets };
+    let (n, rows) = (values[0].len(), values.len());
+    assert_eq!(simd.vector_set(), InstructionSet::Avx512, "split: instruction set");
+    assert!((1..=FOLD_ROWS).contains(&rows), "split: rows");
+    assert!(n.is_multiple_of(2 * STEP) && values.iter().all(|row| row.len() == n), "split: rows");
+    assert!(digits == 1 || digits == 2, "split: digits");
+    assert_eq!(out.len(), digits * n * rows, "split: output");
+    let from = std::array::from_fn(|row| values[row.min(rows - 1)].as_ptr());
+    let (out, of) = (out.as_mut_ptr(), [largest, totals]);
+    // SAFETY: the set was detected, lengths are as asserted.
+    unsafe {
+        match (rows, digits) {
+            (1, 1) => split_rows_512::<1, 1>(from, n, of, out, limits),
+            (2, 1) => split_rows_512::<2, 1>(from, n, of, out, limits),
+            (3, 1) => split_rows_512::<3, 1>(from, n, of, out, limits),
+            (_, 1) => split_rows_512::<4, 1>(from, n, of, out, limits),
+            (1, _) => split_rows_512::<1, 2>(from, n, of, out, limits),
+            (2, _) => split_rows_512::<2, 2>(from, n, of, out, limits),
+            (3, _) => split_rows_512::<3, 2>(from, n, of, out, limits),
+            (_, _) => split_rows_512::<4, 2>(from, n, of, out, limits),
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2")]
+unsafe fn split_rows_512<const R: usize, const D: usize>(
+    values: [*const f32; FOLD_ROWS],
+    n: usize,
+    of: [[f32; FOLD_ROWS]; 2],
+    out: *mut u8,
+    limits: FoldLimits,
+) -> SplitRows {
+    let [largest, totals] = [_mm_loadu_ps(of[0].as_ptr()), _mm_loadu_ps(of[1].as_ptr())];
+    let RowUnits { some, units, inverses } = row_units(largest, limits.top);
+    let inverses: [__m512; R] = std::array::from_fn(|row| _mm512_set1_ps(inverses[row]));
+    let mut sums = [_mm512_setzero_si512(); FOLD_ROWS];
+    for at in (0..n).step_by(2 * STEP) {
+        let offsets = |at: usize| _mm512_loadu_ps(limits.offsets[at % LANES..].as_ptr());
+        let offsets = [offsets(at), offsets(at + STEP)];
+        for row in 0..R {
+            let scaled = |of: usize| {
+                let values = _mm512_loadu_ps(values[row].add(at + of * STEP));
+                _mm512_add_ps(_mm512_mul_ps(values, inverses[row]), offsets[of])
+            };
+            let out = out.add(D * row * n + at);
+            sums[row] = cut_two_512::<D>([scaled(0), scaled(1)], out, n, sums[row]);
+        }
+    }
+    let mut cuts = SplitRows::default();
+    cuts.set_sums(sums, units, totals, some);
+    cuts
+}
+
+/// Units of four rows and their reciprocals, zeros where there are none.
+struct RowUnits {
+    some: u8,
+    units: __m128,
+    inverses: [f32; FOLD_ROWS],
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512vl")]
+unsafe fn row_units(largest: __m128, top: f32) -> RowUnits {
+    // An overflow has no unit; the sum is then of no use anyway.
+    let some = _mm_cmp_ps_mask::<_CMP_GT_OQ>(largest, _mm_set1_ps(NOTHING))
+        & _mm_cmp_ps_mask::<_CMP_LT_OQ>(largest, _mm_set1_ps(f32::INFINITY));
+    let top = _mm_set1_ps(top);
+    let units = _mm_maskz_div_ps(some, largest, top);
+    let mut inverses = [0f32; FOLD_ROWS];
+    _mm_storeu_ps(inverses.as_mut_ptr(), _mm_maskz_div_ps(some, top, largest));
+    RowUnits { some, units, inverses }
+}
+
+impl SplitRows {
+    /// Takes the sums of the integers of each row, and what their units lost of `totals`.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512vl,avx2")]
+    unsafe fn set_sums(
+        &mut self,
+        sums: [__m512i; FOLD_ROWS],
+        units: __m128,
+        totals: __m128,
+        some: u8,
+    ) {
+        let sums = sum_rows(sums);
+        let lost = _mm_sub_ps(totals, _mm_mul_ps(_mm_cvtepi32_ps(sums), units));
+        _mm_storeu_ps(self.units.as_mut_ptr(), units);
+        _mm_storeu_ps(self.losts.as_mut_ptr(), _mm_maskz_mov_ps(some, lost));
+        _mm_storeu_si128(self.sums.as_mut_ptr().cast(), sums);
+    }
+}
+
 /// The largest magnitude of an integer, and what is added before values are rounded.
 #[derive(Clone, Copy)]
 struct FoldLimits {
@@ -123,13 +220,7 @@ unsafe fn fold_512<const R: usize, const D: usize>(
     let (bases, totals) =
         (Avx512Vector::lane_sums(bases), _mm_loadu_ps(Avx512Vector::lane_sums(totals).as_ptr()));
     let largest = _mm_loadu_ps(Avx512Vector::lane_maxima(largest).as_ptr());
-    // An overflow of value times step has no unit; the sum is then of no use anyway.
-    let some = _mm_cmp_ps_mask::<_CMP_GT_OQ>(largest, _mm_set1_ps(NOTHING))
-        & _mm_cmp_ps_mask::<_CMP_LT_OQ>(largest, _mm_set1_ps(f32::INFINITY));
-    let top = _mm_set1_ps(limits.top);
-    let units = _mm_maskz_div_ps(some, largest, top);
-    let mut inverses = [0f32; FOLD_ROWS];
-    _mm_storeu_ps(inverses.as_mut_ptr(), _mm_maskz_div_ps(some, top, largest));
+    let RowUnits { some, units, inverses } = row_units(largest, limits.top);
     let inverses: [__m512; R] = std::array::from_fn(|row| _mm512_set1_ps(inverses[row]));
     let mut sums = [_mm512_setzero_si512(); FOLD_ROWS];
     for at in (0..n).step_by(2 * STEP) {
@@ -153,11 +244,7 @@ unsafe fn fold_512<const R: usize, const D: usize>(
         }
     }
     let mut cuts = SplitRows { bases, ..SplitRows::default() };
-    let sums = sum_rows(sums);
-    let lost = _mm_sub_ps(totals, _mm_mul_ps(_mm_cvtepi32_ps(sums), units));
-    _mm_storeu_ps(cuts.units.as_mut_ptr(), units);
-    _mm_storeu_ps(cuts.losts.as_mut_ptr(), _mm_maskz_mov_ps(some, lost));
-    _mm_storeu_si128(cuts.sums.as_mut_ptr().cast(), sums);
+    cuts.set_sums(sums, units, totals, some);
     cuts
 }
 

@@ -89,13 +89,13 @@ unsafe fn finish_rows<const R: usize>(
         for row in 0..R {
             let scores = scores.wrapping_add(row * SPAN + at);
             // SAFETY: the lanes are tokens of the row.
-            let score = unsafe { _mm512_maskz_loadu_ps(some, scores) };
+            let score = unsafe { load_lanes(scores, some) };
             let score = _mm512_add_ps(score, _mm512_set1_ps(offsets[row]));
             // Not less: NaN as well.
             let beyond = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(_mm512_abs_ps(score), most);
             let score = _mm512_mask_mov_ps(score, beyond, most);
             // SAFETY: as above.
-            unsafe { _mm512_mask_storeu_ps(scores, some, score) };
+            unsafe { store_lanes(scores, some, score) };
             largest[row] = _mm512_mask_max_ps(largest[row], some, score, largest[row]);
         }
     }
@@ -116,15 +116,40 @@ unsafe fn weigh_rows<const R: usize>(
         for row in 0..R {
             let scores = scores.wrapping_add(row * SPAN + at);
             // SAFETY: the lanes are tokens of the row.
-            let score = unsafe { _mm512_maskz_loadu_ps(some, scores) };
+            let score = unsafe { load_lanes(scores, some) };
             let weight = exp(_mm512_sub_ps(score, _mm512_set1_ps(maxima[row])));
             // SAFETY: as above.
-            unsafe { _mm512_mask_storeu_ps(scores, some, weight) };
+            unsafe { store_lanes(scores, some, weight) };
             sums[row] = _mm512_mask_add_ps(sums[row], some, sums[row], weight);
         }
     }
     // SAFETY: registers alone.
     unsafe { Avx512Vector::lane_sums(sums) }
+}
+
+/// Some lanes, zeros for the others. Not by a mask where all are wanted: a load waits for a masked
+/// store to reach the cache, but takes what another store has from its queue.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn load_lanes(from: *const f32, some: u16) -> __m512 {
+    // SAFETY: the caller's.
+    unsafe {
+        if some == u16::MAX { _mm512_loadu_ps(from) } else { _mm512_maskz_loadu_ps(some, from) }
+    }
+}
+
+/// Stores some lanes, as [`load_lanes`] loads them.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn store_lanes(to: *mut f32, some: u16, lanes: __m512) {
+    // SAFETY: the caller's.
+    unsafe {
+        if some == u16::MAX {
+            _mm512_storeu_ps(to, lanes);
+        } else {
+            _mm512_mask_storeu_ps(to, some, lanes);
+        }
+    }
 }
 
 /// As `softmax::exp`, lane by lane.

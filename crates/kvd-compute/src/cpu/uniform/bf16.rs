@@ -105,7 +105,7 @@ impl Bf16Keys {
     /// Scores all rows against a few tiles.
     pub(crate) fn score_tiles(
         &mut self,
-        cursor: TileCursor<'_>,
+        cursor: &TileCursor<'_>,
         codes: TileCodes<'_>,
         scores: &mut SpanScores,
     ) {
@@ -179,7 +179,7 @@ impl Bf16Values {
     /// Adds the weighted codes of tiles to `sums` (`[rows, dim]`).
     pub(crate) fn add_tiles(
         &mut self,
-        cursor: TileCursor<'_>,
+        cursor: &TileCursor<'_>,
         codes: TileCodes<'_>,
         weights: &SpanScores,
         sums: &mut [f32],

@@ -108,11 +108,11 @@ impl TokenKeys {
     pub(crate) fn score_tiles(
         &mut self,
         simd: Simd,
-        cursor: TileCursor<'_>,
+        cursor: &TileCursor<'_>,
         codes: TileCodes<'_>,
         scores: &mut SpanScores,
     ) {
-        let TileCursor { page, in_page, in_span, prefetch, .. } = cursor;
+        let TileCursor { page, in_page, in_span, prefetch, .. } = *cursor;
         self.load_scales(simd, &page, in_page);
         self.largest_step = self.largest_step.max(largest_of(simd, &self.scales.steps));
         let Self { groups, lookup, queries, scales, codes: bytes, dots, .. } = self;

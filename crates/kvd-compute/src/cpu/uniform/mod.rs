@@ -129,7 +129,7 @@ impl UniformKeys {
     pub(crate) fn score_tiles(
         &mut self,
         simd: Simd,
-        cursor: TileCursor<'_>,
+        cursor: &TileCursor<'_>,
         codes: TileCodes<'_>,
         scores: &mut SpanScores,
     ) {
@@ -274,7 +274,7 @@ pub(super) fn steps_and_minima<'a>(
 pub(super) fn transpose_scales(
     groups: UniformGroups,
     dim: usize,
-    cursor: TileCursor<'_>,
+    cursor: &TileCursor<'_>,
     out: &mut ScratchVec<u8>,
 ) {
     let (first, tokens) = (cursor.in_page * TILE, cursor.count * TILE);

@@ -223,7 +223,7 @@ impl NibbleKeys {
     /// Scores all rows against a few tiles.
     pub(crate) fn score_tiles(
         &mut self,
-        cursor: TileCursor<'_>,
+        cursor: &TileCursor<'_>,
         codes: TileCodes<'_>,
         scores: &mut SpanScores,
     ) {
@@ -307,7 +307,7 @@ impl NibbleValues {
     /// Adds the weighted codes of tiles to `sums` (`[rows, dim]`).
     pub(crate) fn add_tiles(
         &mut self,
-        cursor: TileCursor<'_>,
+        cursor: &TileCursor<'_>,
         codes: TileCodes<'_>,
         weights: &SpanScores,
         sums: &mut [f32],

@@ -188,7 +188,7 @@ impl UniformValues {
     pub(crate) fn add_tiles(
         &mut self,
         simd: Simd,
-        cursor: TileCursor<'_>,
+        cursor: &TileCursor<'_>,
         codes: TileCodes<'_>,
         weights: &SpanScores,
         sums: &mut [f32],
