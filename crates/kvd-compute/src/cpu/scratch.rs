@@ -81,7 +81,7 @@ scratch_values! {
     sums: i32;
     octets: u8;
     numbers: usize;
-    row_weights: crate::cpu::span_scores::RowWeights;
+    ranges: std::ops::Range<usize>;
     states: crate::PartialState;
     losses: crate::cpu::loss::RowLoss;
     rounding_losses: crate::cpu::loss::RoundingLoss;

@@ -15,7 +15,7 @@ use crate::cpu::int_operands::lane_offsets::{
 };
 use crate::cpu::scratch::ScratchVec;
 use crate::cpu::simd::{InstructionSet, KernelConfig, Precision, Simd, per_level};
-use crate::cpu::span_scores::{SpanScores, TILE};
+use crate::cpu::span_scores::{SpanScores, TILE, WeightRows};
 use kvd_core::DType;
 use std::ops::Range;
 
@@ -128,14 +128,6 @@ pub(crate) struct RoundedRow {
 pub(crate) struct FoldScales<'a> {
     pub(crate) steps: &'a [u8],
     pub(crate) minima: &'a [u8],
-}
-
-/// Weights of at most [`FOLD_ROWS`] rows, the largest of each row, and the sum of each.
-#[derive(Clone, Copy)]
-struct WeightRows<'a> {
-    values: &'a [&'a [f32]],
-    largest: [f32; FOLD_ROWS],
-    totals: [f32; FOLD_ROWS],
 }
 
 /// Some rows of [`IntOperands`].
@@ -257,36 +249,27 @@ impl IntOperands {
         let mut pushed = [RoundedRow::default(); ROWS];
         for (first, pushed) in rows.clone().step_by(FOLD_ROWS).zip(pushed.chunks_mut(FOLD_ROWS)) {
             let rows = first..rows.end.min(first + FOLD_ROWS);
-            let mut values: [&[f32]; FOLD_ROWS] = [&[]; FOLD_ROWS];
-            let (mut largest, mut totals) = ([0f32; FOLD_ROWS], [0f32; FOLD_ROWS]);
-            for (at, row) in rows.clone().enumerate() {
-                totals[at] = weights.total_weight(row, tiles);
-                (values[at], largest[at]) = weights.tile_weights(row, tiles.clone());
-            }
-            let values = &values[..rows.len()];
-            self.split_rows(simd, WeightRows { values, largest, totals }, pushed);
+            self.split_rows(simd, &weights.weight_rows(rows, tiles), pushed);
         }
         pushed
     }
 
-    fn split_rows(&mut self, simd: Simd, weights: WeightRows<'_>, pushed: &mut [RoundedRow]) {
+    fn split_rows(&mut self, simd: Simd, weights: &WeightRows<'_>, pushed: &mut [RoundedRow]) {
         #[cfg(target_arch = "x86_64")]
         if simd.vector_set() == InstructionSet::Avx512 && self.len.is_multiple_of(2 * x86::STEP) {
-            let range = self.reserve_rows(weights.values.len());
+            let range = self.reserve_rows(weights.rows);
             let (bytes, digits, top) = (&mut self.bytes[range], self.digits, self.top);
             let out = x86::SplitTarget { bytes, digits, top, offsets: self.offsets };
             let cut = x86::split_rows(simd, weights, out);
-            for (row, pushed) in pushed.iter_mut().enumerate().take(weights.values.len()) {
+            for (row, pushed) in pushed.iter_mut().enumerate().take(weights.rows) {
                 *pushed = RoundedRow { unit: cut.units[row], lost: cut.losts[row], base: 0.0 };
-                self.sums.push_value(cut.sums[row]);
             }
+            self.sums.extend_from_slice(&cut.sums[..weights.rows]);
             return;
         }
-        let WeightRows { values, largest, totals } = weights;
-        for ((values, pushed), (largest, total)) in
-            values.iter().zip(pushed).zip(largest.iter().zip(totals))
-        {
-            *pushed = self.split_row(simd, values, *largest, total);
+        for (row, pushed) in pushed.iter_mut().enumerate().take(weights.rows) {
+            let (largest, total) = (weights.largest[row], weights.totals[row]);
+            *pushed = self.split_row(simd, weights.row(row), largest, total);
         }
     }
 
@@ -365,14 +348,12 @@ impl IntOperands {
         RoundedRow { unit, lost, base: 0.0 }
     }
 
-    /// Units with which the integers of the first rows add up to what their values do: sums with
-    /// them are averages by the rounded weights, and what rounding took counts as those average.
-    pub(crate) fn exact_units(&self, pushed: &[RoundedRow; ROWS]) -> [f32; ROWS] {
-        let mut units = pushed.map(|row| row.unit);
-        for ((unit, row), sum) in units.iter_mut().zip(pushed).zip(&self.sums) {
-            *unit += if *sum > 0 { row.lost / *sum as f32 } else { 0.0 };
-        }
-        units
+    /// The unit with which the integers of row `row`, which rounded to `pushed`, add up to what its
+    /// values do: sums with it are averages by the rounded weights, and what rounding took counts
+    /// as those average.
+    pub(crate) fn exact_unit(&self, row: usize, pushed: &RoundedRow) -> f32 {
+        let sum = self.sums[row];
+        pushed.unit + if sum > 0 { pushed.lost / sum as f32 } else { 0.0 }
     }
 
     /// Writes the integers of row `row`, of two digits, as floats.
@@ -392,8 +373,12 @@ impl IntOperands {
 
     /// Rows from `first` on, at most [`ROWS`].
     pub(crate) fn rows_from(&self, first: usize) -> IntRows<'_> {
-        let end = self.sums.len().min(first + ROWS);
-        let (digits, size) = (self.digits, self.digits * self.len);
+        self.some_rows(first, ROWS.min(self.sums.len() - first))
+    }
+
+    /// So many rows from `first` on.
+    pub(crate) fn some_rows(&self, first: usize, count: usize) -> IntRows<'_> {
+        let (digits, size, end) = (self.digits, self.digits * self.len, first + count);
         let bytes = &self.bytes[first * size..end * size];
         IntRows { bytes, digits, sums: &self.sums[first..end], len: self.len }
     }

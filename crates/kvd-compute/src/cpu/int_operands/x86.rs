@@ -9,10 +9,11 @@
 
 use crate::cpu::int_operands::lane_offsets::{LANES, LaneOffsets};
 pub(super) use crate::cpu::int_operands::simd_fold::STEP;
-use crate::cpu::int_operands::{FOLD_ROWS, FoldScales, NOTHING, RowScale, WeightRows};
+use crate::cpu::int_operands::{FOLD_ROWS, FoldScales, NOTHING, RowScale};
 use crate::cpu::simd::{InstructionSet, Simd};
 use crate::cpu::simd_vector::SimdVector;
 use crate::cpu::simd_vector::x86::Avx512Vector;
+use crate::cpu::span_scores::{SPAN, WeightRows};
 use std::arch::x86_64::*;
 
 /// Rounds values and cuts them as the set multiplies them; returns the sum of the integers. There
@@ -92,42 +93,40 @@ pub(super) fn fold_and_split(
 
 /// Rounds up to [`FOLD_ROWS`] rows of weights, of which the largest and the sums are given, and cuts
 /// them for AVX-512: as `IntOperands::split_row` does. Rows are a multiple of two [`STEP`]s.
-pub(super) fn split_rows(simd: Simd, weights: WeightRows<'_>, out: SplitTarget<'_>) -> SplitRows {
-    let WeightRows { values, largest, totals } = weights;
+pub(super) fn split_rows(simd: Simd, weights: &WeightRows<'_>, out: SplitTarget<'_>) -> SplitRows {
+    let WeightRows { values, len: n, rows, .. } = *weights;
     let SplitTarget { bytes: out, digits, top, offsets } = out;
     let limits = FoldLimits { top, offsets };
-    let (n, rows) = (values[0].len(), values.len());
     assert_eq!(simd.vector_set(), InstructionSet::Avx512, "split: instruction set");
-    assert!((1..=FOLD_ROWS).contains(&rows), "split: rows");
-    assert!(n.is_multiple_of(2 * STEP) && values.iter().all(|row| row.len() == n), "split: rows");
+    assert!((1..=FOLD_ROWS).contains(&rows) && n.is_multiple_of(2 * STEP), "split: rows");
+    assert!(values.len() >= (rows - 1) * SPAN + n, "split: values");
     assert!(digits == 1 || digits == 2, "split: digits");
     assert_eq!(out.len(), digits * n * rows, "split: output");
-    let from = std::array::from_fn(|row| values[row.min(rows - 1)].as_ptr());
-    let (out, of) = (out.as_mut_ptr(), [largest, totals]);
+    let out = out.as_mut_ptr();
     // SAFETY: the set was detected, lengths are as asserted.
     unsafe {
         match (rows, digits) {
-            (1, 1) => split_rows_512::<1, 1>(from, n, of, out, limits),
-            (2, 1) => split_rows_512::<2, 1>(from, n, of, out, limits),
-            (3, 1) => split_rows_512::<3, 1>(from, n, of, out, limits),
-            (_, 1) => split_rows_512::<4, 1>(from, n, of, out, limits),
-            (1, _) => split_rows_512::<1, 2>(from, n, of, out, limits),
-            (2, _) => split_rows_512::<2, 2>(from, n, of, out, limits),
-            (3, _) => split_rows_512::<3, 2>(from, n, of, out, limits),
-            (_, _) => split_rows_512::<4, 2>(from, n, of, out, limits),
+            (1, 1) => split_rows_512::<1, 1>(weights, out, limits),
+            (2, 1) => split_rows_512::<2, 1>(weights, out, limits),
+            (3, 1) => split_rows_512::<3, 1>(weights, out, limits),
+            (_, 1) => split_rows_512::<4, 1>(weights, out, limits),
+            (1, _) => split_rows_512::<1, 2>(weights, out, limits),
+            (2, _) => split_rows_512::<2, 2>(weights, out, limits),
+            (3, _) => split_rows_512::<3, 2>(weights, out, limits),
+            (_, _) => split_rows_512::<4, 2>(weights, out, limits),
         }
     }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2")]
 unsafe fn split_rows_512<const R: usize, const D: usize>(
-    values: [*const f32; FOLD_ROWS],
-    n: usize,
-    of: [[f32; FOLD_ROWS]; 2],
+    weights: &WeightRows<'_>,
     out: *mut u8,
     limits: FoldLimits,
 ) -> SplitRows {
-    let [largest, totals] = [_mm_loadu_ps(of[0].as_ptr()), _mm_loadu_ps(of[1].as_ptr())];
+    let (values, n) = (weights.values.as_ptr(), weights.len);
+    let largest = _mm_loadu_ps(weights.largest.as_ptr());
+    let totals = _mm_loadu_ps(weights.totals.as_ptr());
     let RowUnits { some, units, inverses } = row_units(largest, limits.top);
     let inverses: [__m512; R] = std::array::from_fn(|row| _mm512_set1_ps(inverses[row]));
     let mut sums = [_mm512_setzero_si512(); FOLD_ROWS];
@@ -136,7 +135,7 @@ unsafe fn split_rows_512<const R: usize, const D: usize>(
         let offsets = [offsets(at), offsets(at + STEP)];
         for row in 0..R {
             let scaled = |of: usize| {
-                let values = _mm512_loadu_ps(values[row].add(at + of * STEP));
+                let values = _mm512_loadu_ps(values.add(row * SPAN + at + of * STEP));
                 _mm512_add_ps(_mm512_mul_ps(values, inverses[row]), offsets[of])
             };
             let out = out.add(D * row * n + at);

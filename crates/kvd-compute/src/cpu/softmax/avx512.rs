@@ -67,12 +67,12 @@ fn finish_512(seen: SeenScores<'_>, offsets: &[f32], maxima: &mut [f32]) {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
 fn weigh_512(seen: SeenScores<'_>, maxima: &[f32; ROWS], sums: &mut WeightSums) {
     let (scores, count, tokens) = check_seen(seen);
+    // SAFETY: rows of `SPAN` hold the tokens.
+    sums.weights = unsafe { by_rows!(weigh_rows, count, (scores, tokens, maxima)) };
     // SAFETY: four values of four.
     let largest = exp(_mm512_castps128_ps512(unsafe { _mm_loadu_ps(sums.largest.as_ptr()) }));
     // SAFETY: as above.
     unsafe { _mm_storeu_ps(sums.largest.as_mut_ptr(), _mm512_castps512_ps128(largest)) };
-    // SAFETY: rows of `SPAN` hold the tokens.
-    sums.weights = unsafe { by_rows!(weigh_rows, count, (scores, tokens, maxima)) };
 }
 
 #[inline]

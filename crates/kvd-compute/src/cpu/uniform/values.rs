@@ -90,6 +90,8 @@ pub(crate) struct UniformValues {
     dim: usize,
     scales: ValueScales,
     parts: IntOperands,
+    /// Units of those, `[groups of channels, rows]`.
+    units: ScratchVec<f32>,
     /// `[minima and steps, groups of channels, tokens]` of a span as f16, for groups by token.
     turned: ScratchVec<u8>,
     /// Zeros of f16, one for each token of a span, for scales without minima.
@@ -145,6 +147,7 @@ impl UniformValues {
             dim,
             scales: ValueScales::default(),
             parts: IntOperands::of_weights(config),
+            units: ScratchVec::default(),
             turned: ScratchVec::default(),
             zeros: ScratchVec::default(),
             bases: ScratchVec::repeat_value(0.0, rows * pairs),
@@ -264,45 +267,80 @@ impl UniformValues {
         for (values, row) in values.iter_mut().zip(rows.clone()) {
             *values = weights.tile_weights(row, tiles.clone()).0;
         }
-        let pairs = self.dim.div_ceil(channels);
+        let values = &values[..rows.len()];
+        if self.second.is_some() {
+            return self.add_two_terms(simd, codes, rows, values, sums);
+        }
+        let (pairs, count) = (self.dim.div_ceil(channels), rows.len());
+        let FoldScales { steps, minima } =
+            steps_and_minima(&self.turned, tokens * pairs, &mut self.zeros);
+        let scales = minima.chunks_exact(2 * tokens).zip(steps.chunks_exact(2 * tokens));
+        // All groups are folded before one is multiplied: while a fold waits for its largest
+        // product, the next can begin.
+        self.parts.clear_rows(tokens);
+        self.units.clear();
+        let averages = self.averages;
+        let middle = if averages { 0.0 } else { middle_code(self.groups) };
+        for (group, (minima, steps)) in scales.enumerate() {
+            let mut pushed = [RoundedRow::default(); ROWS];
+            self.parts.push_folded(simd, values, FoldScales { steps, minima }, &mut pushed);
+            for (index, (row, pushed)) in rows.clone().zip(&pushed).enumerate() {
+                self.bases[row * pairs + group] += pushed.base + middle * pushed.lost;
+                self.folded[row * pairs + group].add_row(pushed, tokens);
+                self.units.push_value(if averages {
+                    self.parts.exact_unit(group * count + index, pushed)
+                } else {
+                    pushed.unit
+                });
+            }
+        }
+        for group in 0..pairs {
+            let first = group * channels;
+            let units = &self.units[group * count..(group + 1) * count];
+            let channels = channels.min(self.dim - first);
+            let target = SumTarget { units, factors: &[], first, count: channels };
+            let codes = TileCodes { prefetch: codes.prefetch.share_of(group, pairs), ..codes };
+            let factors = self.parts.some_rows(group * count, count);
+            value_dots(simd, codes, &self.lookup, factors, target, sums);
+        }
+    }
+
+    /// As [`UniformValues::add_by_token`], where what rounding leaves of weights is rounded again.
+    fn add_two_terms(
+        &mut self,
+        simd: Simd,
+        codes: TileCodes<'_>,
+        rows: Range<usize>,
+        values: &[&[f32]],
+        sums: &mut [f32],
+    ) {
+        let Some(terms) = &mut self.second else { return };
+        let (tokens, channels) = (values[0].len(), channels_per_pair(self.groups, self.dim));
+        let (pairs, middle) = (self.dim.div_ceil(channels), middle_code(self.groups));
         let FoldScales { steps, minima } =
             steps_and_minima(&self.turned, tokens * pairs, &mut self.zeros);
         let scales = minima.chunks_exact(2 * tokens).zip(steps.chunks_exact(2 * tokens));
         for (group, (minima, steps)) in scales.enumerate() {
-            let first = group * channels;
-            self.parts.clear_rows(tokens);
             let mut pushed = [RoundedRow::default(); ROWS];
-            self.parts.push_folded(
-                simd,
-                &values[..rows.len()],
-                FoldScales { steps, minima },
-                &mut pushed,
-            );
-            let values = &values[..rows.len()];
-            let second = self.second.as_mut().map(|second| {
-                second.take_residuals(simd, values, Some(steps), &self.parts, &pushed)
-            });
-            let middle = if self.averages { 0.0 } else { middle_code(self.groups) };
-            for (row, (first, last)) in
-                rows.clone().zip(pushed.iter().zip(second.as_ref().unwrap_or(&pushed)))
-            {
+            self.parts.clear_rows(tokens);
+            self.parts.push_folded(simd, values, FoldScales { steps, minima }, &mut pushed);
+            let second = terms.take_residuals(simd, values, Some(steps), &self.parts, &pushed);
+            for (row, (first, last)) in rows.clone().zip(pushed.iter().zip(&second)) {
                 self.bases[row * pairs + group] += first.base + middle * last.lost;
                 self.folded[row * pairs + group].add_row(last, tokens);
             }
-            let units = if self.averages {
-                self.parts.exact_units(&pushed)
-            } else {
-                pushed.map(|row| row.unit)
-            };
+            let first = group * channels;
             let count = channels.min(self.dim - first);
-            let target = SumTarget { units: &units[..rows.len()], factors: &[], first, count };
-            let mut codes = TileCodes { prefetch: codes.prefetch.share_of(group, pairs), ..codes };
-            value_dots(simd, codes, &self.lookup, self.parts.rows_from(0), target, sums);
-            if let (Some(terms), Some(second)) = (&self.second, second) {
-                codes.prefetch = PrefetchBytes::default();
-                let units = second.map(|row| row.unit);
-                let target = SumTarget { units: &units[..rows.len()], ..target };
-                value_dots(simd, codes, &self.lookup, terms.last_rows(), target, sums);
+            let prefetches = [codes.prefetch.share_of(group, pairs), PrefetchBytes::default()];
+            let factors = [self.parts.rows_from(0), terms.last_rows()];
+            for ((pushed, factors), prefetch) in
+                [pushed, second].iter().zip(factors).zip(prefetches)
+            {
+                let units = pushed.map(|row| row.unit);
+                let units = &units[..rows.len()];
+                let target = SumTarget { units, factors: &[], first, count };
+                let codes = TileCodes { prefetch, ..codes };
+                value_dots(simd, codes, &self.lookup, factors, target, sums);
             }
         }
     }
