@@ -140,6 +140,11 @@ impl WithSimd for MatrixRows<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { columns, dim, rows } = self;
+        if rows.len() == dim && multiply_row::<S, 8>(simd, columns, rows)
+            || rows.len() == dim && multiply_row::<S, 4>(simd, columns, rows)
+        {
+            return;
+        }
         let step = REGISTERS * S::F32_LANES;
         let whole = dim - dim % step;
         let block = (INPUTS / dim / ROWS).max(1) * ROWS;
@@ -202,10 +207,10 @@ fn multiply_strip<'a, S: Simd>(
     let (quad_rows, rest_rows) = rows.split_at_mut(quads.len());
     let quads = quads.chunks_exact(ROWS * dim).zip(quad_rows.chunks_exact_mut(ROWS * dim));
     for (inputs, rows) in quads {
-        product_of::<S, ROWS>(simd, columns.clone(), inputs, &mut rows[first..], dim);
+        product_of::<S, ROWS, REGISTERS>(simd, columns.clone(), inputs, &mut rows[first..], dim);
     }
     for (input, row) in rest.chunks_exact(dim).zip(rest_rows.chunks_exact_mut(dim)) {
-        product_of::<S, 1>(simd, columns.clone(), input, &mut row[first..], dim);
+        product_of::<S, 1, REGISTERS>(simd, columns.clone(), input, &mut row[first..], dim);
     }
 }
 
@@ -234,17 +239,33 @@ fn turn_quads(rows: &[f32], dim: usize, inputs: &mut [f32]) {
     inputs[start..].copy_from_slice(rest);
 }
 
-/// [`multiply_strip`] of `R` rows.
+/// [`MatrixRows`] of one row in strips of `N` registers, since each sum waits for itself; whether the
+/// row is of such strips.
 #[inline(always)]
-fn product_of<'a, S: Simd, const R: usize>(
+fn multiply_row<S: Simd, const N: usize>(simd: S, columns: &[f32], row: &mut [f32]) -> bool {
+    let (dim, step) = (row.len(), N * S::F32_LANES);
+    if !dim.is_multiple_of(step) {
+        return false;
+    }
+    let input = row.to_vec();
+    for first in (0..dim).step_by(step) {
+        let columns = columns.chunks_exact(dim).map(|column| &column[first..][..step]);
+        product_of::<S, 1, N>(simd, columns, &input, &mut row[first..], dim);
+    }
+    true
+}
+
+/// [`multiply_strip`] of `R` rows, in strips of `N` registers.
+#[inline(always)]
+fn product_of<'a, S: Simd, const R: usize, const N: usize>(
     simd: S,
     columns: impl Iterator<Item = &'a [f32]>,
     inputs: &[f32],
     outputs: &mut [f32],
     dim: usize,
 ) {
-    let step = REGISTERS * S::F32_LANES;
-    let mut sums = [[simd.splat_f32s(0.0); REGISTERS]; R];
+    let step = N * S::F32_LANES;
+    let mut sums = [[simd.splat_f32s(0.0); N]; R];
     for (column, inputs) in columns.zip(inputs.as_chunks::<R>().0) {
         let (column, _) = S::as_simd_f32s(column);
         for (sums, x) in sums.iter_mut().zip(inputs) {

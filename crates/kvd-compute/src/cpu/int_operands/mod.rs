@@ -318,10 +318,10 @@ impl IntOperands {
             let (bytes, digits, top) = (&mut self.bytes[range], self.digits, self.top);
             let out = x86::SplitTarget { bytes, digits, top, offsets: self.offsets };
             let cut = x86::fold_and_split(simd, values, scales, out);
+            self.sums.extend_from_slice(&cut.sums[..values.len()]);
             for (row, pushed) in pushed.iter_mut().enumerate().take(values.len()) {
                 let (unit, lost, base) = (cut.units[row], cut.losts[row], cut.bases[row]);
                 *pushed = RoundedRow { unit, lost, base };
-                self.sums.push_value(cut.sums[row]);
             }
         }
     }

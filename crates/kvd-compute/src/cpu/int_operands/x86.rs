@@ -131,8 +131,7 @@ unsafe fn split_rows_512<const R: usize, const D: usize>(
     let inverses: [__m512; R] = std::array::from_fn(|row| _mm512_set1_ps(inverses[row]));
     let mut sums = [_mm512_setzero_si512(); FOLD_ROWS];
     for at in (0..n).step_by(2 * STEP) {
-        let offsets = |at: usize| _mm512_loadu_ps(limits.offsets[at % LANES..].as_ptr());
-        let offsets = [offsets(at), offsets(at + STEP)];
+        let offsets = [limits.offsets_at(at), limits.offsets_at(at + STEP)];
         for row in 0..R {
             let scaled = |of: usize| {
                 let values = _mm512_loadu_ps(values.add(row * SPAN + at + of * STEP));
@@ -193,6 +192,15 @@ struct FoldLimits {
     offsets: &'static LaneOffsets,
 }
 
+impl FoldLimits {
+    /// The offsets of a [`STEP`] of values.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn offsets_at(&self, at: usize) -> __m512 {
+        _mm512_loadu_ps(self.offsets[at % LANES..].as_ptr())
+    }
+}
+
 /// Products are made twice, once for their largest: that is less than to keep them.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn fold_512<const R: usize, const D: usize>(
@@ -227,18 +235,18 @@ unsafe fn fold_512<const R: usize, const D: usize>(
         let first = Avx512Vector::load_f16(steps.add(2 * at), STEP);
         let second =
             if whole { Avx512Vector::load_f16(steps.add(2 * (at + STEP)), STEP) } else { first };
+        let offsets = [limits.offsets_at(at), limits.offsets_at(at + STEP)];
         for row in 0..R {
-            let scaled = |at: usize, step: __m512| {
-                let folded = _mm512_mul_ps(_mm512_loadu_ps(values[row].add(at)), step);
-                let offsets = _mm512_loadu_ps(limits.offsets[at % LANES..].as_ptr());
-                _mm512_add_ps(_mm512_mul_ps(folded, inverses[row]), offsets)
+            let values = values[row].add(at);
+            let scaled = |of: usize, step: __m512| {
+                let folded = _mm512_mul_ps(_mm512_loadu_ps(values.add(of * STEP)), step);
+                _mm512_add_ps(_mm512_mul_ps(folded, inverses[row]), offsets[of])
             };
             let out = out.add(D * row * n + at);
             sums[row] = if whole {
-                let scaled = [scaled(at, first), scaled(at + STEP, second)];
-                cut_two_512::<D>(scaled, out, n, sums[row])
+                cut_two_512::<D>([scaled(0, first), scaled(1, second)], out, n, sums[row])
             } else {
-                cut_512::<D>(scaled(at, first), out, n, sums[row])
+                cut_512::<D>(scaled(0, first), out, n, sums[row])
             };
         }
     }
