@@ -257,6 +257,11 @@ impl MergedRows<'_> {
         share: f64,
     ) -> Result<Vec<usize>, BackendError> {
         let mut decoder = RowDecoder::new(self.job, self.unit.head);
+        let asked = (0..self.states.len()).filter(|row| !self.sums_are_larger(*row));
+        let positions: Vec<u32> = asked.map(|row| self.losses[row].largest_at).collect();
+        if positions.len() > 1 {
+            decoder.decode_values_ahead(self.unit.parts, &positions)?;
+        }
         let mut rows = Vec::new();
         for row in 0..self.states.len() {
             if self.states[row].weight_sum == 0.0 {
@@ -307,20 +312,31 @@ impl MergedRows<'_> {
         Ok(within(&loss.probed.larger_of(&ProbeResult { term, error })))
     }
 
-    /// Whether rounded weights cost no more than f16 ones.
-    fn sums_are(&self, row: usize, decoder: &mut RowDecoder<'_>) -> Result<bool, BackendError> {
+    /// Whether sums are so large that rounded weights cost them no more than f16 ones.
+    fn sums_are_larger(&self, row: usize) -> bool {
         let (state, loss) = (&self.states[row], &self.losses[row]);
         let (apart, lost) = (loss.rounding.square.sqrt() as f32, loss.rounding.lost.abs());
         if apart == 0.0 && lost == 0.0 {
-            return Ok(true);
+            return true;
         }
-        let simd = self.job.simd;
-        let sums = largest_of(simd, &state.raw).max(largest_of(simd, &state.coefficients));
+        let sums = self.largest_sum(row);
         // Rows that repeat add up what they lost, beside f16 as well, and so do their sums.
         let repeats = state.weight_sum >= MANY && lost <= OF_LARGEST_SUM * sums;
-        if (repeats || !loss.beyond_chance) && PEAK * apart <= OF_LARGEST_SUM * sums {
+        (repeats || !loss.beyond_chance) && PEAK * apart <= OF_LARGEST_SUM * sums
+    }
+
+    fn largest_sum(&self, row: usize) -> f32 {
+        let (simd, state) = (self.job.simd, &self.states[row]);
+        largest_of(simd, &state.raw).max(largest_of(simd, &state.coefficients))
+    }
+
+    /// Whether rounded weights cost no more than f16 ones.
+    fn sums_are(&self, row: usize, decoder: &mut RowDecoder<'_>) -> Result<bool, BackendError> {
+        if self.sums_are_larger(row) {
             return Ok(true);
         }
+        let (state, loss, sums) = (&self.states[row], &self.losses[row], self.largest_sum(row));
+        let (apart, lost) = (loss.rounding.square.sqrt() as f32, loss.rounding.lost.abs());
         // The weight of the token with the largest score is one.
         let value = decoder.decoded_row(Side::Value, self.unit.parts, loss.largest_at)?;
         let allowed = OF_LARGEST_TERM * largest_magnitude(value);

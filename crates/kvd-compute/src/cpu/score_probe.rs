@@ -4,7 +4,7 @@ use crate::BackendError;
 use crate::cpu::attend_f64;
 use crate::cpu::attend_job::{AttendJob, AttendUnit};
 use crate::cpu::grid::{self, HeldMagnitudes, MagnitudeFinder};
-use crate::cpu::huffman::{self, PageRequest, StreamTiles};
+use crate::cpu::huffman::{self, PageRequest, StreamTiles, TOGETHER};
 use crate::cpu::loss::largest_magnitude;
 use crate::cpu::raw_slots::restore_rows;
 use crate::cpu::row_reader::RowReader;
@@ -41,15 +41,18 @@ pub(super) struct RowDecoder<'a> {
     rows: [ScratchVec<f32>; 2],
     /// Positions of those.
     known: [Option<u32>; 2],
-    streams: [Option<StreamTiles>; 2],
+    /// For pages that are entropy-coded.
+    streams: [Vec<StreamTiles>; 2],
+    /// Values that were decoded together, by position.
+    ahead: Vec<(u32, ScratchVec<f32>)>,
     /// The magnitudes of values, once asked for.
     held: Option<Option<HeldMagnitudes>>,
 }
 
 impl<'a> RowDecoder<'a> {
     pub(super) fn new(job: &'a AttendJob<'a>, head: usize) -> Self {
-        let (rows, streams) = (Default::default(), [None, None]);
-        Self { job, head, rows, known: [None; 2], streams, held: None }
+        let (rows, streams) = (Default::default(), Default::default());
+        Self { job, head, rows, known: [None; 2], streams, ahead: Vec::new(), held: None }
     }
 
     /// The row of the token at that position, of one of the parts.
@@ -66,22 +69,67 @@ impl<'a> RowDecoder<'a> {
         Ok(&self.rows[side.index()])
     }
 
+    /// Decodes the values at these positions that lie in entropy-coded pages, which takes little
+    /// longer than one of them.
+    pub(super) fn decode_values_ahead(
+        &mut self,
+        parts: &[PlanPart],
+        positions: &[u32],
+    ) -> Result<(), BackendError> {
+        let reader = self.job.reader;
+        let head = reader.codec.head_codec(reader.layer, Side::Value, self.head);
+        if head.stream_runs().is_none() {
+            return Ok(());
+        }
+        for positions in positions.chunks(TOGETHER) {
+            let mut opened = Vec::with_capacity(positions.len());
+            for at in positions {
+                opened.extend(self.open_row(Side::Value, parts, *at)?);
+            }
+            for (wanted, row) in opened.iter().zip(self.decode_coded(Side::Value, &opened)?) {
+                self.ahead.extend(row.map(|row| (wanted.at, row)));
+            }
+        }
+        Ok(())
+    }
+
+    fn open_row(
+        &self,
+        side: Side,
+        parts: &[PlanPart],
+        at: u32,
+    ) -> Result<Option<WantedRow<'a>>, BackendError> {
+        let part = parts.get(parts.partition_point(|part| part.end_token() <= at));
+        let Some(part) = part.filter(|part| part.first_token <= at) else { return Ok(None) };
+        let rows = self.job.reader.open_rows(&part.source, part.rows, side, self.head)?;
+        Ok(Some(WantedRow { rows, at, in_part: at - part.first_token }))
+    }
+
     fn decode_row(&mut self, side: Side, parts: &[PlanPart], at: u32) -> Result<(), BackendError> {
+        if side == Side::Value
+            && let Some(found) = self.ahead.iter().position(|(known, _)| *known == at)
+        {
+            self.rows[side.index()] = self.ahead.swap_remove(found).1;
+            return Ok(());
+        }
         let reader = self.job.reader;
         let head = reader.codec.head_codec(reader.layer, side, self.head);
-        let mut row = std::mem::take(&mut self.rows[side.index()]);
-        row.clear();
-        row.resize_with_room(head.dim(), 0.0);
-        let part = parts.get(parts.partition_point(|part| part.end_token() <= at));
-        if let Some(part) = part.filter(|part| part.first_token <= at) {
-            let rows = reader.open_rows(&part.source, part.rows, side, self.head)?;
-            let first = at - part.first_token;
-            if !self.decode_coded(side, &rows, first, &mut row)? {
-                rows.decode_in_part(first, 1, &mut row)?;
+        let wanted = self.open_row(side, parts, at)?;
+        let coded = match &wanted {
+            Some(wanted) => self.decode_coded(side, std::slice::from_ref(wanted))?.pop().flatten(),
+            None => None,
+        };
+        self.rows[side.index()] = match (coded, wanted) {
+            (Some(row), _) => row,
+            (None, wanted) => {
+                let mut row = ScratchVec::repeat_value(0.0, head.dim());
+                if let Some(WantedRow { rows, in_part, .. }) = wanted {
+                    rows.decode_in_part(in_part, 1, &mut row)?;
+                    restore_rows(head, rows.row_space(), &mut row);
+                }
+                row
             }
-            restore_rows(head, rows.row_space(), &mut row);
-        }
-        self.rows[side.index()] = row;
+        };
         Ok(())
     }
 
@@ -134,32 +182,58 @@ impl<'a> RowDecoder<'a> {
         Ok(Some(finder.held_magnitudes()))
     }
 
-    /// Decodes a row of an entropy-coded page by the kernel for those, many times as fast as the
-    /// codec; whether it has one.
+    /// Decodes rows of entropy-coded pages by the kernel for those, many times as fast as the codec;
+    /// none where it has none.
     fn decode_coded(
         &mut self,
         side: Side,
-        rows: &RowReader<'_>,
-        first: u32,
-        row: &mut [f32],
-    ) -> Result<bool, BackendError> {
+        wanted: &[WantedRow<'a>],
+    ) -> Result<Vec<Option<ScratchVec<f32>>>, BackendError> {
         let reader = self.job.reader;
         let head = reader.codec.head_codec(reader.layer, side, self.head);
-        let RowReader::Page { page, first_row } = rows else { return Ok(false) };
-        if page.stream_codes().is_none() || page.header().fallback {
-            return Ok(false);
+        let streams = &mut self.streams[side.index()];
+        let mut decoded = vec![false; wanted.len()];
+        let mut requests = Vec::with_capacity(wanted.len());
+        while streams.len() < wanted.len() {
+            let Some(tiles) = StreamTiles::new(head, side) else { break };
+            streams.push(tiles);
         }
-        let token = first_row + first as usize;
-        let tiles = &mut self.streams[side.index()];
-        if tiles.is_none() {
-            *tiles = StreamTiles::new(head, side);
+        for ((wanted, tiles), decoded) in wanted.iter().zip(&mut *streams).zip(&mut decoded) {
+            let RowReader::Page { page, .. } = &wanted.rows else { continue };
+            if !page.header().fallback {
+                let rows = wanted.in_source()..wanted.in_source() + 1;
+                requests.push(PageRequest { tiles, page, rows, decoded });
+            }
         }
-        let Some(tiles) = tiles else { return Ok(false) };
-        let mut decoded = false;
-        let wanted =
-            PageRequest { tiles: &mut *tiles, page, rows: token..token + 1, decoded: &mut decoded };
-        huffman::decode_pages(self.job.simd, vec![wanted])?;
-        Ok(decoded && decode_from_tiles(head, rows, tiles, token, row))
+        huffman::decode_pages(self.job.simd, requests)?;
+        let streams = streams.iter().map(Some).chain(std::iter::repeat(None));
+        let restore =
+            |((wanted, decoded), tiles): ((&WantedRow<'_>, bool), Option<&StreamTiles>)| {
+                let tiles = tiles.filter(|_| decoded)?;
+                let mut row = ScratchVec::repeat_value(0.0, head.dim());
+                let (rows, token) = (&wanted.rows, wanted.in_source());
+                decode_from_tiles(head, rows, tiles, token, &mut row).then(|| {
+                    restore_rows(head, rows.row_space(), &mut row);
+                    row
+                })
+            };
+        Ok(wanted.iter().zip(decoded).zip(streams).map(restore).collect())
+    }
+}
+
+/// A row that is to be decoded.
+struct WantedRow<'a> {
+    rows: RowReader<'a>,
+    at: u32,
+    /// Counted in its part.
+    in_part: u32,
+}
+
+impl WantedRow<'_> {
+    /// The row, counted in its source.
+    fn in_source(&self) -> usize {
+        let first = if let RowReader::Page { first_row, .. } = self.rows { first_row } else { 0 };
+        first + self.in_part as usize
     }
 }
 
