@@ -314,16 +314,50 @@ impl IntOperands {
         pushed: &mut [RoundedRow; ROWS],
     ) {
         for (values, pushed) in values.chunks(FOLD_ROWS).zip(pushed.chunks_mut(FOLD_ROWS)) {
-            let range = self.reserve_rows(values.len());
-            let (bytes, digits, top) = (&mut self.bytes[range], self.digits, self.top);
-            let out = x86::SplitTarget { bytes, digits, top, offsets: self.offsets };
-            let cut = x86::fold_and_split(simd, values, scales, out);
-            self.sums.extend_from_slice(&cut.sums[..values.len()]);
-            for (row, pushed) in pushed.iter_mut().enumerate().take(values.len()) {
-                let (unit, lost, base) = (cut.units[row], cut.losts[row], cut.bases[row]);
-                *pushed = RoundedRow { unit, lost, base };
-            }
+            self.fold_groups(simd, values, scales, &mut pushed[..values.len()]);
         }
+    }
+
+    /// As [`IntOperands::push_folded`] with the scales of each group, one group after the other;
+    /// `rounded` is of their rows then.
+    pub(crate) fn push_groups(
+        &mut self,
+        simd: Simd,
+        values: &[&[f32]],
+        scales: FoldScales<'_>,
+        rounded: &mut ScratchVec<RoundedRow>,
+    ) {
+        let FoldScales { steps, minima } = scales;
+        let (n, groups) = (self.len, steps.len() / (2 * self.len));
+        rounded.resize_with_room(groups * values.len(), RoundedRow::default());
+        #[cfg(target_arch = "x86_64")]
+        if simd.vector_set() == InstructionSet::Avx512
+            && n.is_multiple_of(x86::STEP)
+            && values.len() <= FOLD_ROWS
+        {
+            return self.fold_groups(simd, values, scales, rounded);
+        }
+        let scales = steps.chunks_exact(2 * n).zip(minima.chunks_exact(2 * n));
+        for ((steps, minima), rounded) in scales.zip(rounded.chunks_exact_mut(values.len())) {
+            let mut pushed = [RoundedRow::default(); ROWS];
+            self.push_folded(simd, values, FoldScales { steps, minima }, &mut pushed);
+            rounded.copy_from_slice(&pushed[..values.len()]);
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn fold_groups(
+        &mut self,
+        simd: Simd,
+        values: &[&[f32]],
+        scales: FoldScales<'_>,
+        rounded: &mut [RoundedRow],
+    ) {
+        let (first, range) = (self.sums.len(), self.reserve_rows(rounded.len()));
+        self.sums.resize_with_room(first + rounded.len(), 0);
+        let (bytes, digits, top) = (&mut self.bytes[range], self.digits, self.top);
+        let out = x86::SplitTarget { bytes, digits, top, offsets: self.offsets };
+        x86::fold_groups(simd, values, scales, out, rounded, &mut self.sums[first..]);
     }
 
     /// Where the next rows go.

@@ -9,7 +9,7 @@
 
 use crate::cpu::int_operands::lane_offsets::{LANES, LaneOffsets};
 pub(super) use crate::cpu::int_operands::simd_fold::STEP;
-use crate::cpu::int_operands::{FOLD_ROWS, FoldScales, NOTHING, RowScale};
+use crate::cpu::int_operands::{FOLD_ROWS, FoldScales, NOTHING, RoundedRow, RowScale};
 use crate::cpu::simd::{InstructionSet, Simd};
 use crate::cpu::simd_vector::SimdVector;
 use crate::cpu::simd_vector::x86::Avx512Vector;
@@ -57,36 +57,51 @@ pub(super) struct SplitTarget<'a> {
     pub(super) offsets: &'static LaneOffsets,
 }
 
-/// Multiplies up to [`FOLD_ROWS`] rows with steps, of f16 as minima are, and cuts the products for
-/// AVX-512: as `simd_fold::fold_rows` and `split_values` do. Rows are a multiple of [`STEP`].
-pub(super) fn fold_and_split(
+/// Multiplies up to [`FOLD_ROWS`] rows with the steps of each group, of f16 as minima are, and cuts
+/// the products for AVX-512: as `simd_fold::fold_rows` and `split_values` do. Rows are a multiple of
+/// [`STEP`]; bytes, `rounded` and `sums` are of all rows of one group and then of the next.
+pub(super) fn fold_groups(
     simd: Simd,
     values: &[&[f32]],
     scales: FoldScales<'_>,
     out: SplitTarget<'_>,
-) -> SplitRows {
+    rounded: &mut [RoundedRow],
+    sums: &mut [i32],
+) {
     let FoldScales { steps, minima } = scales;
     let SplitTarget { bytes: out, digits, top, offsets } = out;
     let limits = FoldLimits { top, offsets };
     let (n, rows) = (values[0].len(), values.len());
     assert_eq!(simd.vector_set(), InstructionSet::Avx512, "fold: instruction set");
+    assert!((1..=FOLD_ROWS).contains(&rows), "fold: rows");
     assert!(n.is_multiple_of(STEP) && values.iter().all(|row| row.len() == n), "fold: rows");
-    assert!(steps.len() == 2 * n && minima.len() == 2 * n, "fold: scales");
+    let groups = rounded.len() / rows;
+    assert!(rounded.len() == groups * rows && sums.len() == groups * rows, "fold: groups");
+    assert!(steps.len() == 2 * n * groups && minima.len() == 2 * n * groups, "fold: scales");
     assert!(digits == 1 || digits == 2, "fold: digits");
-    assert_eq!(out.len(), digits * n * rows, "fold: output");
+    assert_eq!(out.len(), digits * n * rows * groups, "fold: output");
     let from = std::array::from_fn(|row| values[row.min(rows - 1)].as_ptr());
-    let out = out.as_mut_ptr();
-    // SAFETY: the set was detected, lengths are as asserted.
-    unsafe {
-        match (rows, digits) {
-            (1, 1) => fold_512::<1, 1>(from, scales, n, out, limits),
-            (2, 1) => fold_512::<2, 1>(from, scales, n, out, limits),
-            (3, 1) => fold_512::<3, 1>(from, scales, n, out, limits),
-            (_, 1) => fold_512::<4, 1>(from, scales, n, out, limits),
-            (1, _) => fold_512::<1, 2>(from, scales, n, out, limits),
-            (2, _) => fold_512::<2, 2>(from, scales, n, out, limits),
-            (3, _) => fold_512::<3, 2>(from, scales, n, out, limits),
-            (_, _) => fold_512::<4, 2>(from, scales, n, out, limits),
+    let bytes = out.chunks_exact_mut(digits * n * rows);
+    let scales = steps.chunks_exact(2 * n).zip(minima.chunks_exact(2 * n));
+    let found = rounded.chunks_exact_mut(rows).zip(sums.chunks_exact_mut(rows));
+    for ((out, (steps, minima)), (rounded, sums)) in bytes.zip(scales).zip(found) {
+        let (scales, out) = (FoldScales { steps, minima }, out.as_mut_ptr());
+        // SAFETY: the set was detected, lengths are as asserted.
+        let cut = unsafe {
+            match (rows, digits) {
+                (1, 1) => fold_512::<1, 1>(from, scales, n, out, limits),
+                (2, 1) => fold_512::<2, 1>(from, scales, n, out, limits),
+                (3, 1) => fold_512::<3, 1>(from, scales, n, out, limits),
+                (_, 1) => fold_512::<4, 1>(from, scales, n, out, limits),
+                (1, _) => fold_512::<1, 2>(from, scales, n, out, limits),
+                (2, _) => fold_512::<2, 2>(from, scales, n, out, limits),
+                (3, _) => fold_512::<3, 2>(from, scales, n, out, limits),
+                (_, _) => fold_512::<4, 2>(from, scales, n, out, limits),
+            }
+        };
+        for (row, (rounded, sum)) in rounded.iter_mut().zip(sums).enumerate() {
+            let (unit, lost, base) = (cut.units[row], cut.losts[row], cut.bases[row]);
+            (*rounded, *sum) = (RoundedRow { unit, lost, base }, cut.sums[row]);
         }
     }
 }

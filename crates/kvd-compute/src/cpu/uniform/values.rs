@@ -90,7 +90,8 @@ pub(crate) struct UniformValues {
     dim: usize,
     scales: ValueScales,
     parts: IntOperands,
-    /// Units of those, `[groups of channels, rows]`.
+    /// How those were rounded, and their units, `[groups of channels, rows]`.
+    rounded: ScratchVec<RoundedRow>,
     units: ScratchVec<f32>,
     /// `[minima and steps, groups of channels, tokens]` of a span as f16, for groups by token.
     turned: ScratchVec<u8>,
@@ -147,6 +148,7 @@ impl UniformValues {
             dim,
             scales: ValueScales::default(),
             parts: IntOperands::of_weights(config),
+            rounded: ScratchVec::default(),
             units: ScratchVec::default(),
             turned: ScratchVec::default(),
             zeros: ScratchVec::default(),
@@ -272,26 +274,20 @@ impl UniformValues {
             return self.add_two_terms(simd, codes, rows, values, sums);
         }
         let (pairs, count) = (self.dim.div_ceil(channels), rows.len());
-        let FoldScales { steps, minima } =
-            steps_and_minima(&self.turned, tokens * pairs, &mut self.zeros);
-        let scales = minima.chunks_exact(2 * tokens).zip(steps.chunks_exact(2 * tokens));
+        let scales = steps_and_minima(&self.turned, tokens * pairs, &mut self.zeros);
         // All groups are folded before one is multiplied: while a fold waits for its largest
         // product, the next can begin.
         self.parts.clear_rows(tokens);
+        self.parts.push_groups(simd, values, scales, &mut self.rounded);
         self.units.clear();
         let averages = self.averages;
         let middle = if averages { 0.0 } else { middle_code(self.groups) };
-        for (group, (minima, steps)) in scales.enumerate() {
-            let mut pushed = [RoundedRow::default(); ROWS];
-            self.parts.push_folded(simd, values, FoldScales { steps, minima }, &mut pushed);
-            for (index, (row, pushed)) in rows.clone().zip(&pushed).enumerate() {
-                self.bases[row * pairs + group] += pushed.base + middle * pushed.lost;
-                self.folded[row * pairs + group].add_row(pushed, tokens);
-                self.units.push_value(if averages {
-                    self.parts.exact_unit(group * count + index, pushed)
-                } else {
-                    pushed.unit
-                });
+        for (group, rounded) in self.rounded.chunks_exact(count).enumerate() {
+            for (index, (row, rounded)) in rows.clone().zip(rounded).enumerate() {
+                self.bases[row * pairs + group] += rounded.base + middle * rounded.lost;
+                self.folded[row * pairs + group].add_row(rounded, tokens);
+                let exact = averages.then(|| self.parts.exact_unit(group * count + index, rounded));
+                self.units.push_value(exact.unwrap_or(rounded.unit));
             }
         }
         for group in 0..pairs {
