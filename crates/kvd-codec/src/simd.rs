@@ -239,8 +239,8 @@ fn turn_quads(rows: &[f32], dim: usize, inputs: &mut [f32]) {
     inputs[start..].copy_from_slice(rest);
 }
 
-/// [`MatrixRows`] of one row in strips of `N` registers, since each sum waits for itself; whether the
-/// row is of such strips.
+/// [`MatrixRows`] of one row in strips of `N` registers, since each sum waits for itself; whether
+/// the row is of such strips.
 #[inline(always)]
 fn multiply_row<S: Simd, const N: usize>(simd: S, columns: &[f32], row: &mut [f32]) -> bool {
     let (dim, step) = (row.len(), N * S::F32_LANES);

@@ -2,9 +2,7 @@
 //! through three steps, scores, softmax, weighted sum; the first and last by the side's fused
 //! kernel where it has one, else over rows decoded to f32.
 
-use crate::cpu::attend_job::{
-    AttendJob, AttendUnit, effective_config, effective_precision, group_size,
-};
+use crate::cpu::attend_job::{AttendJob, AttendUnit, effective_config, effective_precision};
 use crate::cpu::float::ROWS;
 use crate::cpu::huffman::{self, PageRequest, StreamTiles, TOGETHER};
 use crate::cpu::loss::{RowLoss, ValueLosses};
@@ -16,8 +14,7 @@ use crate::cpu::score_probe::ScoreProbe;
 use crate::cpu::scratch::ScratchVec;
 use crate::cpu::side_kernels::{KeyKernel, ValueKernel};
 use crate::cpu::simd::Precision;
-use crate::cpu::softmax::{self, SeenScores, WeightSums};
-use crate::cpu::span_scores::{SPAN, SpanScores, TILE, find_score};
+use crate::cpu::span_scores::{SPAN, SpanScores, TILE};
 use crate::cpu::tile_cursor::{TileCursor, grow_buffer};
 use crate::cpu::token_span::{TokenSpan, spans_of};
 use crate::cpu::unit_answer::UnitAnswer;
@@ -58,7 +55,7 @@ fn count_calls(rows: u32, tiles: usize) -> usize {
 }
 
 /// A range in pieces of at most `len`.
-fn split_range(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> {
+pub(super) fn split_range(range: Range<usize>, len: usize) -> impl Iterator<Item = Range<usize>> {
     let end = range.end;
     range.step_by(len).map(move |start| start..end.min(start + len))
 }
@@ -68,23 +65,23 @@ pub(super) struct UnitState<'a> {
     pub(super) job: &'a AttendJob<'a>,
     pub(super) unit: &'a AttendUnit<'a>,
     pub(super) queries: UnitQueries,
-    states: ScratchVec<PartialState>,
-    losses: ScratchVec<RowLoss>,
+    pub(super) states: ScratchVec<PartialState>,
+    pub(super) losses: ScratchVec<RowLoss>,
     pub(super) scores: SpanScores,
     keys: Option<KeyKernel>,
-    values: Option<ValueKernel>,
+    pub(super) values: Option<ValueKernel>,
     streams: DecodedParts,
     /// Sums of the fused value side, `[rows, dim]` in its order.
-    sums: ScratchVec<f32>,
+    pub(super) sums: ScratchVec<f32>,
     /// Codes of a span, a byte each.
     codes: ScratchVec<u8>,
     /// Rows of a tile, decoded.
     tile: ScratchVec<f32>,
-    prefetch: PartPrefetch<'a>,
+    pub(super) prefetch: PartPrefetch<'a>,
     /// Where queries are rounded.
-    probe: Option<ScoreProbe>,
+    pub(super) probe: Option<ScoreProbe>,
     /// Positions that all query tokens see.
-    seen_by_all: Range<u32>,
+    pub(super) seen_by_all: Range<u32>,
 }
 
 /// Answers a unit: partial states of its rows, and the losses of its kernels.
@@ -285,104 +282,6 @@ impl<'a> UnitState<'a> {
         let (reader, tiles) = (self.job.reader, self.streams.tiles_of(Side::Key));
         let side = reader.codec.head_codec(reader.layer, Side::Key, self.unit.head);
         probe.keep_key(side, keys, tiles, span)
-    }
-
-    /// Turns scores into weights, online (Milakov and Gimelshein): sums seen so far are scaled
-    /// down when a larger score comes.
-    fn weigh_span(&mut self, span: &TokenSpan, key_space: RowSpace, value_space: RowSpace) {
-        let seen = span.visible_rows(&self.seen_by_all);
-        if span.is_whole(&seen) {
-            self.weigh_rows(span, 0..self.states.len(), &seen, [key_space, value_space]);
-        } else {
-            self.weigh_in_groups(span, [key_space, value_space]);
-        }
-    }
-
-    /// As [`UnitState::weigh_span`], where query tokens do not all see the same.
-    #[inline(never)]
-    fn weigh_in_groups(&mut self, span: &TokenSpan, spaces: [RowSpace; 2]) {
-        let group = group_size(self.job);
-        let seen_by =
-            |unit: &AttendUnit<'_>, row: usize| span.visible_rows(&unit.visible(row / group));
-        let mut end = 0;
-        while end < self.states.len() {
-            // Query tokens that see the same go together.
-            let (first, seen) = (end, seen_by(self.unit, end));
-            end += group;
-            while end < self.states.len() && seen_by(self.unit, end) == seen {
-                end += group;
-            }
-            self.weigh_rows(span, first..end, &seen, spaces);
-        }
-    }
-
-    /// Turns the scores of rows that see the same tokens of a span into weights; `spaces` are those
-    /// of keys and values.
-    fn weigh_rows(
-        &mut self,
-        span: &TokenSpan,
-        rows: Range<usize>,
-        seen: &Range<usize>,
-        spaces: [RowSpace; 2],
-    ) {
-        let (simd, cap) = (self.job.simd, self.job.plan.soft_cap);
-        self.scores.set_seen(rows.clone(), seen, &span.tile_range());
-        if seen.is_empty() {
-            return;
-        }
-        for rows in split_range(rows, softmax::ROWS) {
-            self.prefetch.next_step();
-            let offsets = &self.queries.offsets_of(spaces[0])[rows.clone()];
-            let (mut maxima, mut sums) = ([0f32; softmax::ROWS], WeightSums::default());
-            let scores = self.scores.some_mut(rows.start, rows.len());
-            let some = SeenScores { rows: scores, tokens: seen.clone() };
-            softmax::finish_scores(simd, some, offsets, cap, &mut maxima);
-            if let Some(probe) = &mut self.probe {
-                probe.keep_scores(rows.clone(), &self.scores);
-            }
-            self.raise_maxima(rows.clone(), span, &mut maxima, &mut sums.largest);
-            self.prefetch.next_step();
-            let scores = self.scores.some_mut(rows.start, rows.len());
-            let some = SeenScores { rows: scores, tokens: seen.clone() };
-            softmax::weigh_scores(simd, some, &maxima, &mut sums);
-            self.scores.take_sums(rows.clone(), &sums);
-            for (state, sum) in self.states[rows].iter_mut().zip(sums.weights) {
-                state.weight_sum += sum;
-                if spaces[1] == RowSpace::Coefficient {
-                    state.coefficient_weight += sum;
-                }
-            }
-        }
-    }
-
-    /// Takes the largest scores of a span; `maxima` become those of all spans so far, and `below`
-    /// how far the span's are from them.
-    fn raise_maxima(
-        &mut self,
-        rows: Range<usize>,
-        span: &TokenSpan,
-        maxima: &mut [f32; softmax::ROWS],
-        below: &mut [f32; softmax::ROWS],
-    ) {
-        for ((row, max), below) in rows.zip(maxima).zip(below) {
-            let (state, loss) = (&mut self.states[row], &mut self.losses[row]);
-            if *max > state.max {
-                let seen = self.scores.seen_tokens(row);
-                let at = find_score(&self.scores.row(row)[seen.clone()], *max);
-                loss.largest_at = span.position_of(seen.start + at) as u32;
-            }
-            if *max > state.max
-                && state.weight_sum > 0.0
-                && let Some(values) = &mut self.values
-            {
-                let factor = (state.max - *max).exp();
-                let dim = state.raw.len();
-                values.scale_row(row, &mut self.sums[row * dim..][..dim], factor);
-                loss.scale_by(factor);
-            }
-            state.raise_max(*max);
-            (*below, *max) = (*max - state.max, state.max);
-        }
     }
 
     /// Adds the weighted values of the span's tokens.

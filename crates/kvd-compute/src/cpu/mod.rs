@@ -85,6 +85,7 @@ mod slices;
 mod small_plans;
 mod softmax;
 mod span_scores;
+mod span_weights;
 #[cfg(test)]
 mod tests;
 mod tile_cursor;

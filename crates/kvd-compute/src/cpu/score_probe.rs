@@ -182,8 +182,8 @@ impl<'a> RowDecoder<'a> {
         Ok(Some(finder.held_magnitudes()))
     }
 
-    /// Decodes rows of entropy-coded pages by the kernel for those, many times as fast as the codec;
-    /// none where it has none.
+    /// Decodes rows of entropy-coded pages by the kernel for those, many times as fast as the
+    /// codec; none where it has none.
     fn decode_coded(
         &mut self,
         side: Side,

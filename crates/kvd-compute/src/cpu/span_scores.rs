@@ -43,8 +43,8 @@ pub(crate) struct WeightRows<'a> {
 }
 
 impl<'a> WeightRows<'a> {
-    /// One of the rows.
-    pub(super) fn row(&self, row: usize) -> &'a [f32] {
+    /// The weights of one of the rows.
+    pub(super) fn weights_of(&self, row: usize) -> &'a [f32] {
         &self.values[row * SPAN..][..self.len]
     }
 }

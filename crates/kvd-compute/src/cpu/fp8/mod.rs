@@ -55,7 +55,7 @@ impl Fp8Keys {
             #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
             {
                 let codes = ByteCodes { bytes: codes, prefetch };
-                let scale = ProductScale { gain: GAIN, scale: page_scale(&page) };
+                let scale = ProductScale { gain: GAIN, scale: page_scale(page) };
                 simd_kernels::score_tile(simd, codes, self.dim, queries, scale, out);
             }
             #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
@@ -97,7 +97,7 @@ impl Fp8Values {
             #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
             {
                 let codes = ByteCodes { bytes: codes, prefetch };
-                let scale = ProductScale { gain: GAIN, scale: page_scale(&page) };
+                let scale = ProductScale { gain: GAIN, scale: page_scale(page) };
                 simd_kernels::add_tiles(simd, codes, &self.weights, scale, self.dim, sums);
             }
             #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]

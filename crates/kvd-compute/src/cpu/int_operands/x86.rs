@@ -57,9 +57,10 @@ pub(super) struct SplitTarget<'a> {
     pub(super) offsets: &'static LaneOffsets,
 }
 
-/// Multiplies up to [`FOLD_ROWS`] rows with the steps of each group, of f16 as minima are, and cuts
-/// the products for AVX-512: as `simd_fold::fold_rows` and `split_values` do. Rows are a multiple of
-/// [`STEP`]; bytes, `rounded` and `sums` are of all rows of one group and then of the next.
+/// Multiplies up to [`FOLD_ROWS`] rows with the steps of each group, of f16 as minima are, and
+/// cuts the products for AVX-512: as `simd_fold::fold_rows` and `split_values` do. Rows are a
+/// multiple of [`STEP`]; bytes, `rounded` and `sums` are of all rows of one group and then of the
+/// next.
 pub(super) fn fold_groups(
     simd: Simd,
     values: &[&[f32]],
@@ -106,8 +107,8 @@ pub(super) fn fold_groups(
     }
 }
 
-/// Rounds up to [`FOLD_ROWS`] rows of weights, of which the largest and the sums are given, and cuts
-/// them for AVX-512: as `IntOperands::split_row` does. Rows are a multiple of two [`STEP`]s.
+/// Rounds up to [`FOLD_ROWS`] rows of weights, of which the largest and the sums are given, and
+/// cuts them for AVX-512: as `IntOperands::split_row` does. Rows are a multiple of two [`STEP`]s.
 pub(super) fn split_rows(simd: Simd, weights: &WeightRows<'_>, out: SplitTarget<'_>) -> SplitRows {
     let WeightRows { values, len: n, rows, .. } = *weights;
     let SplitTarget { bytes: out, digits, top, offsets } = out;

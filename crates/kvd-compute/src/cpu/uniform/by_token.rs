@@ -113,7 +113,7 @@ impl TokenKeys {
         scores: &mut SpanScores,
     ) {
         let TileCursor { page, in_page, in_span, prefetch, .. } = *cursor;
-        self.load_scales(simd, &page, in_page);
+        self.load_scales(simd, page, in_page);
         self.largest_step = self.largest_step.max(largest_of(simd, &self.scales.steps));
         let Self { groups, lookup, queries, scales, codes: bytes, dots, .. } = self;
         let pairs = queries.len();

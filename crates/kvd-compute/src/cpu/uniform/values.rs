@@ -220,7 +220,7 @@ impl UniformValues {
             let mut codes = TileCodes { bytes, prefetch, ..codes };
             let pairs = if self.groups.axis == GroupAxis::Block { 1 } else { self.dim };
             let row = scale_row(self.groups, cursor.in_page + index);
-            if self.scales.load_scales(simd, &cursor.page, self.groups, row, pairs, self.dim) {
+            if self.scales.load_scales(simd, cursor.page, self.groups, row, pairs, self.dim) {
                 let steps = match self.groups.mode {
                     UniformMode::Hybrid => &self.scales.hybrid.steps[..],
                     UniformMode::Asym | UniformMode::Sym => &self.scales.steps[..],
