@@ -303,7 +303,7 @@ mod tests {
             assert_eq!(resolve_spec(entry.name), Ok(spec.clone()));
             assert_eq!(resolve_spec(entry.spec_text), Ok(spec));
         }
-        assert!(resolve_spec("vecinfer").unwrap_err().message.contains("vecinfer-2"));
+        assert!(resolve_spec("vecinfer").unwrap_err().message.contains("vecinfer-4"));
     }
 
     #[test]
@@ -346,7 +346,7 @@ mod tests {
             ("KIVI", "kivi-4"),
             ("kvd", "kvd-4"),
             ("fp-8", "fp8"),
-            ("vecinfer", "vecinfer-2"),
+            ("vecinfer", "vecinfer-4"),
             ("turbo3", "turbo-3"),
         ] {
             let error = resolve_spec(word).unwrap_err().to_string();
