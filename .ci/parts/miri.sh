@@ -1,7 +1,7 @@
 # Miri, an interpreter that sees undefined behaviour, runs the tests with unsafe code that it can.
 # In: kvd-shm, the memory that a hostile worker shares: mappings, words, records, rings. A mapping
 # has no file there, and what needs one, or descriptors sent over a socket, is left out by its test.
-# Out: kvd-cuda, kvd-emu (a driver, kernels in C++), kvd-c (its calls go to a daemon over sockets),
+# Out: kvd-cuda, kvd-emu (a driver, kernels in C++), kvd-c (most calls need a daemon and sockets),
 # kvd-compute (instruction sets, which its tests hold to portable code). The other crates forbid
 # unsafe code.
 # guards: crates/kvd-shm
