@@ -1,7 +1,7 @@
 # Functions of .ci/run and its parts. Sourced, from the repository's root.
 
 # Deep parts, cheapest first.
-deep_parts() { echo typos licenses release chart pages prometheus python remote split fuzz kernels transformers candle sglang lmcache vllm nvrtc release-aarch64 cross sanitizers; }
+deep_parts() { echo typos licenses release chart pages prometheus python remote split fuzz kernels transformers candle sglang lmcache vllm nvrtc release-aarch64 miri cross sanitizers; }
 
 # The paths that a part guards: the line "# guards: ..." at the head of its file.
 guards_of() { sed -n 's/^# guards: //p' ".ci/parts/$1.sh"; }

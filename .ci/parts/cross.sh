@@ -1,5 +1,7 @@
-# The daemon compiles for aarch64, and the crates of formats and codecs pass there, under qemu.
+# The daemon compiles for aarch64; the crates of formats and codecs, and attention's products of
+# integers, pass there, under qemu.
 # guards: crates/kvd-core crates/kvd-codec crates/kvd-fit crates/kvd-compute Cargo.lock
+# limit: 1800
 set -euo pipefail
 source .ci/lib.sh
 if has qemu-aarch64 qemu-user && has aarch64-linux-gnu-gcc gcc-aarch64-linux-gnu libc6-dev-arm64-cross &&

@@ -30,6 +30,20 @@ const QUICK: &[&str] = &[
     "--target",
     TARGET,
 ];
+/// Unit tests of products of integers, whose kernels are the instruction set's own: minutes.
+const INTEGERS: &[&str] = &[
+    "test",
+    "--config",
+    OPTIMISED,
+    "--package",
+    "kvd-compute",
+    "--lib",
+    "--target",
+    TARGET,
+    "--",
+    "int_operands",
+    "int_dot",
+];
 /// All tests of formats, codecs and attention: an hour or more.
 const ALL: &[&str] = &[
     "test",
@@ -49,7 +63,7 @@ const ALL: &[&str] = &[
 
 #[derive(clap::Args)]
 pub(crate) struct CrossArguments {
-    /// Unit tests of formats and codecs alone.
+    /// Unit tests of formats, codecs and products of integers alone.
     #[arg(long)]
     quick: bool,
 }
@@ -63,12 +77,13 @@ pub(crate) fn run_emulated(
     for tool in [LINKER, EMULATOR] {
         ensure!(can_start(tool), "{tool} is missing: CONTRIBUTING.md says what to install");
     }
-    for arguments in [CHECK, if arguments.quick { QUICK } else { ALL }] {
+    let steps = if arguments.quick { &[CHECK, QUICK, INTEGERS][..] } else { &[CHECK, ALL] };
+    for arguments in steps {
         report.begin_step(&format!("cargo {}", arguments.join(" ")));
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let variable = |name: &str| format!("CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_{name}");
         let status = Command::new(cargo)
-            .args(arguments)
+            .args(*arguments)
             .env(variable("LINKER"), LINKER)
             .env(variable("RUNNER"), EMULATED)
             // Tests leave out what would only be longer.

@@ -2,9 +2,9 @@
 
 use kvd_core::{Coded, ErrorCode, GeometryError, Side};
 
-/// A codec text that does not parse; points at the character.
+/// A codec text that does not parse; points at the character, unless that is the first.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("codec spec, character {position}: {message}")]
+#[error("codec spec{}: {message}", at_character(*position))]
 pub struct SpecError {
     /// Characters before the place where the text stops making sense.
     pub position: usize,
@@ -24,6 +24,11 @@ impl SpecError {
             },
         )
     }
+}
+
+/// The place, where it is not the begin of the text.
+fn at_character(position: usize) -> String {
+    if position == 0 { String::new() } else { format!(", character {position}") }
 }
 
 impl Coded for SpecError {

@@ -251,7 +251,7 @@ pub fn named_preset(text: &str) -> Option<(&'static Preset, bool)> {
 /// spec text.
 ///
 /// # Errors
-/// When the text is none of these; an unknown name lists the known ones.
+/// When the text is none of these; of an unknown name the known one that is most like it is named.
 pub fn resolve_spec(text: &str) -> Result<CodecSpec, SpecError> {
     let FirstWord { word, position, end, after, next } = FirstWord::read_word(text);
     if let Some(spec) = find_preset(word) {
@@ -268,13 +268,27 @@ pub fn resolve_spec(text: &str) -> Result<CodecSpec, SpecError> {
     if next.is_some_and(|next| word.is_empty() || next != ';') {
         return text.parse();
     }
-    let names: Vec<_> = PRESETS.iter().map(|preset| preset.name).collect();
-    let names = names.join(", ");
-    let message = match word {
-        "" => format!("no codec: expected a preset ({names}) or a spec such as k=fp8; v=fp8"),
-        _ => format!("{word:?} is not a preset ({names}) or a spec such as k=fp8; v=fp8"),
+    let message = match (word, find_similar_name(word)) {
+        ("", _) => {
+            "no codec: expected a preset such as kivi-4 or a spec such as k=fp8; v=fp8".into()
+        }
+        (_, Some(meant)) => {
+            format!("{word:?} is not a preset or a spec such as k=fp8; v=fp8; is {meant} meant?")
+        }
+        _ => format!("{word:?} is not a preset such as kivi-4 or a spec such as k=fp8; v=fp8"),
     };
     Err(SpecError { position, message })
+}
+
+/// The preset's name that is most like `word`, if one is like it.
+fn find_similar_name(word: &str) -> Option<&'static str> {
+    const ALIKE: f64 = 0.85;
+    let word = word.to_ascii_lowercase();
+    let like = |entry: &Preset| strsim::jaro_winkler(entry.name, &word);
+    // Of several that are as like the last counts, which is the first in the list for people.
+    let alike = PRESETS.iter().rev().map(|entry| (like(entry), entry.name));
+    let (like, name) = alike.max_by(|a, b| a.0.total_cmp(&b.0))?;
+    (like >= ALIKE).then_some(name)
 }
 
 #[cfg(test)]
@@ -289,7 +303,7 @@ mod tests {
             assert_eq!(resolve_spec(entry.name), Ok(spec.clone()));
             assert_eq!(resolve_spec(entry.spec_text), Ok(spec));
         }
-        assert!(resolve_spec("vecinfer").unwrap_err().message.contains("vecinfer-2"));
+        assert!(resolve_spec("vecinfer").unwrap_err().message.contains("vecinfer-4"));
     }
 
     #[test]
@@ -322,6 +336,26 @@ mod tests {
             "#\n#\nk=fp8;\n\n#v=raw\nv=uniform(b=4,axis=token);sink=2 #",
         ] {
             assert_eq!(resolve_spec(text), Ok(spec.clone()), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn an_unknown_name_is_told_the_one_like_it_in_a_short_line() {
+        for (word, meant) in [
+            ("kivi4", "kivi-4"),
+            ("KIVI", "kivi-4"),
+            ("kvd", "kvd-4"),
+            ("fp-8", "fp8"),
+            ("vecinfer", "vecinfer-4"),
+            ("turbo3", "turbo-3"),
+        ] {
+            let error = resolve_spec(word).unwrap_err().to_string();
+            assert!(error.ends_with(&format!("is {meant} meant?")), "{word}: {error}");
+            assert!(error.len() < 100 && !error.contains("character"), "{error}");
+        }
+        for word in ["wrong", "int4", "x"] {
+            let error = resolve_spec(word).unwrap_err().to_string();
+            assert!(!error.contains("meant") && error.len() < 100, "{error}");
         }
     }
 

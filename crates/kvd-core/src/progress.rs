@@ -16,7 +16,8 @@ const INTERVAL: Duration = Duration::from_secs(5);
 /// How often it is looked whether a line is due.
 const TICK: Duration = Duration::from_millis(250);
 
-/// Work that is done step by step, as its lines tell of it.
+/// Work that is done step by step, as its lines tell of it. A command has one task after another,
+/// so that nobody knows of the whole how much is left.
 #[derive(Clone, Debug, Default)]
 struct TaskProgress {
     /// Name of the task.
@@ -48,12 +49,12 @@ impl TaskProgress {
             line.push_str(&format!(", {step}"));
         }
         if let Some(percent) = (*done * 100).checked_div(*total) {
-            line.push_str(&format!(": {} %", percent.min(100)));
+            line.push_str(&format!(": {} % of this stage", percent.min(100)));
         }
-        line.push_str(&format!(", {} so far", time_text(now)));
         if let Some(left) = time_left(now.saturating_sub(*begun), *done, *total) {
-            line.push_str(&format!(", about {} left", time_text(left)));
+            line.push_str(&format!(", about {} left of it", time_text(left)));
         }
+        line.push_str(&format!(", {} so far in all", time_text(now)));
         Some(line)
     }
 }
@@ -151,20 +152,23 @@ mod tests {
         let mut work =
             TaskProgress { task: "codecs".to_owned(), total: 200, ..TaskProgress::default() };
         assert_eq!(work.due_line(Duration::from_millis(1999)), None);
-        assert_eq!(work.due_line(seconds(2)).unwrap(), "kvd: codecs: 0 %, 2 s so far");
+        let line = "kvd: codecs: 0 % of this stage, 2 s so far in all";
+        assert_eq!(work.due_line(seconds(2)).unwrap(), line);
         (work.done, work.step) = (50, "speed".to_owned());
         assert_eq!(work.due_line(seconds(6)), None);
-        let line = "kvd: codecs, speed: 25 %, 7 s so far, about 21 s left";
+        let line =
+            "kvd: codecs, speed: 25 % of this stage, about 21 s left of it, 7 s so far in all";
         assert_eq!(work.due_line(seconds(7)).unwrap(), line);
         work.done = 201;
-        let line = "kvd: codecs, speed: 100 %, 1 h 1 min so far";
+        let line = "kvd: codecs, speed: 100 % of this stage, 1 h 1 min so far in all";
         assert_eq!(work.due_line(seconds(3660)).unwrap(), line);
         work.total = 0;
-        assert_eq!(work.due_line(seconds(3719)).unwrap(), "kvd: codecs, speed, 1 h 1 min so far");
+        let line = "kvd: codecs, speed, 1 h 1 min so far in all";
+        assert_eq!(work.due_line(seconds(3719)).unwrap(), line);
     }
 
     #[test]
-    fn time_is_counted_from_the_begin_of_the_task() {
+    fn time_left_is_counted_from_the_begin_of_the_stage() {
         let task = "text".to_owned();
         let mut work = TaskProgress {
             task,
@@ -173,7 +177,7 @@ mod tests {
             begun: seconds(100),
             ..TaskProgress::default()
         };
-        let line = "kvd: text: 25 %, 1 min 50 s so far, about 30 s left";
+        let line = "kvd: text: 25 % of this stage, about 30 s left of it, 1 min 50 s so far in all";
         assert_eq!(work.due_line(seconds(110)).unwrap(), line);
         assert_eq!(TaskProgress::default().due_line(seconds(50)), None);
     }

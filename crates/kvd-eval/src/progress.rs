@@ -7,6 +7,10 @@ use std::time::Duration;
 /// How often the bar's clock moves while a step takes long.
 const TICK: Duration = Duration::from_millis(500);
 
+/// Bar of a stage, which fits a terminal with the longest name of a step.
+const TEMPLATE: &str =
+    "{prefix:>16} {bar:20} {percent:>3}% {elapsed}, {eta} left of this stage {msg}";
+
 /// Progress of a whole run, in model tokens or heads fitted.
 pub(crate) struct RunProgress {
     bar: ProgressBar,
@@ -19,8 +23,7 @@ impl RunProgress {
     pub(crate) fn new(steps: usize) -> Self {
         let bar = ProgressBar::with_draw_target(Some(steps as u64), ProgressDrawTarget::stderr());
         let lines = bar.is_hidden().then(ProgressLines::on_stderr);
-        let template = "{prefix:>16} {bar:32} {percent:>3}% {elapsed}, {eta} left {msg}";
-        if let Ok(style) = ProgressStyle::with_template(template) {
+        if let Ok(style) = ProgressStyle::with_template(TEMPLATE) {
             bar.set_style(style);
         }
         if lines.is_none() {

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64};
 use std::time::Duration;
 
 /// The name in `/proc/<pid>/maps`.
+#[cfg(not(miri))]
 const NAME: &std::ffi::CStr = c"kvd-region";
 /// Descriptors that one message may carry.
 pub const DESCRIPTORS_MAX: usize = 2;
@@ -17,7 +18,15 @@ fn check_result(answer: i64) -> io::Result<i64> {
     if answer < 0 { Err(io::Error::last_os_error()) } else { Ok(answer) }
 }
 
+/// A stand-in for a memory file, which Miri does not have; the mapping over it is of memory alone.
+#[cfg(miri)]
+pub(crate) fn create_file(bytes: u64) -> io::Result<OwnedFd> {
+    i64::try_from(bytes).map_err(|_| io::Error::from(ErrorKind::InvalidInput))?;
+    Ok(std::fs::File::open("/dev/null")?.into())
+}
+
 /// A new memory file of that size which can no longer change its size.
+#[cfg(not(miri))]
 pub(crate) fn create_file(bytes: u64) -> io::Result<OwnedFd> {
     let size = i64::try_from(bytes).map_err(|_| io::Error::from(ErrorKind::InvalidInput))?;
     let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
@@ -33,14 +42,28 @@ pub(crate) fn create_file(bytes: u64) -> io::Result<OwnedFd> {
     Ok(file)
 }
 
+/// Whether a file can never shrink: Miri asks nobody.
+#[cfg(miri)]
+pub(crate) fn is_sealed(_file: BorrowedFd<'_>) -> bool {
+    true
+}
+
 /// Whether a file can never shrink; no other kind of file has seals.
+#[cfg(not(miri))]
 pub(crate) fn is_sealed(file: BorrowedFd<'_>) -> bool {
     // SAFETY: a descriptor that is open while it is borrowed.
     let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
     seals >= 0 && seals & libc::F_SEAL_SHRINK != 0
 }
 
+/// Bytes of a stand-in: as many as are mapped.
+#[cfg(miri)]
+pub(crate) fn file_size(_file: BorrowedFd<'_>) -> io::Result<u64> {
+    Ok(u64::MAX)
+}
+
 /// Bytes of a file.
+#[cfg(not(miri))]
 pub(crate) fn file_size(file: BorrowedFd<'_>) -> io::Result<u64> {
     // SAFETY: all zeros is a value of this plain struct.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
@@ -66,11 +89,13 @@ impl FileMapping {
         let invalid = || io::Error::from(ErrorKind::InvalidInput);
         let len = usize::try_from(bytes).ok().filter(|len| *len > 0).ok_or_else(invalid)?;
         let access = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: the system chooses the address; nothing that exists is replaced.
-        let start = unsafe {
-            let null = std::ptr::null_mut();
-            libc::mmap(null, len, access, libc::MAP_SHARED, file.as_raw_fd(), 0)
+        // Miri maps memory without a file behind it, which one mapping alone sees.
+        let (flags, file) = match cfg!(miri) {
+            true => (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1),
+            false => (libc::MAP_SHARED, file.as_raw_fd()),
         };
+        // SAFETY: the system chooses the address; nothing that exists is replaced.
+        let start = unsafe { libc::mmap(std::ptr::null_mut(), len, access, flags, file, 0) };
         if start == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }

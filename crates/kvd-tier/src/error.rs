@@ -55,6 +55,16 @@ pub enum DiskError {
         /// The thing that is wrong.
         what: String,
     },
+    /// A file stands where a folder has to be.
+    #[error(
+        "{} is a file, not a folder: name a folder, which is made where there is none, or move \
+         the file away",
+        file.display()
+    )]
+    NotFolder {
+        /// The file.
+        file: PathBuf,
+    },
     /// The system refused.
     #[error("{what} ({}): {source}", folder.display())]
     Io {
@@ -68,13 +78,22 @@ pub enum DiskError {
 }
 
 impl DiskError {
+    /// The setting that the error is of, where its text does not name it.
+    #[must_use]
+    pub fn setting_name(&self) -> Option<&'static str> {
+        (!matches!(self, Self::InvalidSettings { .. })).then_some("cache.disk.path")
+    }
+
     /// The daemon's exit code: 69 for a folder in use, 78 for another format or bad settings,
     /// 74 for input and output, 1 for a file that cannot be imported.
     #[must_use]
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::InUse { .. } => 69,
-            Self::InvalidSettings { .. } | Self::NewerFormat { .. } | Self::BadStore { .. } => 78,
+            Self::InvalidSettings { .. }
+            | Self::NewerFormat { .. }
+            | Self::BadStore { .. }
+            | Self::NotFolder { .. } => 78,
             Self::Io { .. } => 74,
             Self::BadExport { .. } => 1,
         }

@@ -119,6 +119,18 @@ pub(crate) enum HasSegments {
     No,
 }
 
+/// The error of a folder that the system does not open.
+pub(crate) fn open_error(path: &Path) -> impl Fn(io::Error) -> DiskError {
+    let path = path.to_owned();
+    move |source| {
+        let is_file = |part: &&Path| part.metadata().is_ok_and(|found| !found.is_dir());
+        match path.ancestors().find(is_file) {
+            Some(file) => DiskError::NotFolder { file: file.to_owned() },
+            None => io_error(&path, "cannot open the folder")(source),
+        }
+    }
+}
+
 /// Makes a system's answer an error of the folder.
 pub(crate) fn io_error(path: &Path, what: &'static str) -> impl Fn(io::Error) -> DiskError {
     let folder = path.to_owned();

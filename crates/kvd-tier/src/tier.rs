@@ -5,7 +5,7 @@
 use crate::draft::{LayerShape, RecordDraft, RecordShape};
 use crate::error::{DiskError, ReadError, RefusedWrite};
 use crate::files::{RealFolder, StoredFolder};
-use crate::identity::{HasSegments, StoreIdentity, io_error};
+use crate::identity::{HasSegments, StoreIdentity, io_error, open_error};
 use crate::levels::{LevelCells, TierLevels};
 use crate::listener::{OnDurable, ReclaimListener};
 use crate::lock::FolderLock;
@@ -52,8 +52,7 @@ impl DiskTier {
     ) -> Result<(Self, RecoveredRecords), DiskError> {
         settings.check_limits()?;
         let path = settings.folder.clone();
-        let folder =
-            RealFolder::open_or_make(&path).map_err(io_error(&path, "cannot open the folder"))?;
+        let folder = RealFolder::open_or_make(&path).map_err(open_error(&path))?;
         let lock = FolderLock::take_lock(&path)?;
         let folder = folder.choose_direct(settings.direct);
         let is_direct = folder.is_direct();

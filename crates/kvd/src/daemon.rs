@@ -36,11 +36,16 @@ pub enum BuildError {
     #[error("the system gives no random numbers for ids: {0}")]
     Random(getrandom::Error),
     /// The folder of the cache's disk tier.
-    #[error(transparent)]
+    #[error("{}", disk_text(.0))]
     Disk(#[from] kvd_tier::DiskError),
     /// A thread for a device.
     #[error("start a device's thread: {0}")]
     Worker(std::io::Error),
+}
+
+/// The error of a disk tier, with the setting that it is of.
+fn disk_text(error: &kvd_tier::DiskError) -> String {
+    error.setting_name().map_or_else(|| error.to_string(), |name| format!("{name}: {error}"))
 }
 
 /// Everything bound and taken, nothing served yet.

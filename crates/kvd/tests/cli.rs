@@ -164,6 +164,46 @@ fn tables_of_presets_fit_the_terminal() {
     );
 }
 
+/// Output of `kvd` at a terminal, standard error among it; nothing where there is no `script`.
+#[expect(clippy::print_stderr, reason = "a test that cannot run says why")]
+fn at_terminal(arguments: &str) -> Option<String> {
+    let line = format!("{} {arguments}", env!("CARGO_BIN_EXE_kvd"));
+    let mut script = Command::new("script");
+    script.args(["-qec", &line, "/dev/null"]).stdin(Stdio::null());
+    for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("KVD_")) {
+        script.env_remove(name);
+    }
+    match script.output() {
+        Ok(output) => {
+            let said = String::from_utf8_lossy(&output.stdout).into_owned();
+            assert!(output.status.success(), "{said}");
+            Some(said)
+        }
+        Err(error) => {
+            eprintln!("SKIP terminal: no script of util-linux: {error}");
+            None
+        }
+    }
+}
+
+#[test]
+fn a_person_at_a_terminal_hears_at_once_what_takes_time() {
+    let Some(said) = at_terminal("codecs") else { return };
+    let (before, table) = said.split_once('\n').unwrap();
+    assert!(before.starts_with("kvd: the table follows"), "{said}");
+    assert!(table.contains("choose it when"), "{said}");
+    let piped = kvd(&["codecs", "--json"]).stderr;
+    assert!(!String::from_utf8_lossy(&piped).contains("the table follows"));
+}
+
+#[cfg(feature = "eval")]
+#[test]
+fn the_bar_says_whose_time_is_left() {
+    let short = "eval --codec raw --passages 1 --tokens 128 --json -";
+    let Some(said) = at_terminal(short) else { return };
+    assert!(said.contains("left of this stage"), "{said}");
+}
+
 #[test]
 fn metrics_are_listed_with_type_labels_and_meaning() {
     let text = printed(command(&["metrics"]));
@@ -212,6 +252,25 @@ fn wrong_arguments_are_refused_at_once() {
         (&["nonsense"], "nonsense"),
     ] {
         refused(arguments, part);
+    }
+}
+
+#[test]
+fn a_wrong_codec_is_told_the_nearest_and_the_list_in_short_lines() {
+    let mut commands =
+        vec![&["plan", "--codec"][..], &["bench", "attend", "--codec"], &["describe", "codec"]];
+    if cfg!(feature = "eval") {
+        commands.extend([&["eval", "--codec"][..], &["demo", "--codec"]]);
+    }
+    for command in commands {
+        for (codec, hint) in [("kivi4", "is kivi-4 meant?"), ("wrong", "a preset such as kivi-4")] {
+            let arguments = [command, &[codec]].concat();
+            refused(&arguments, hint);
+            refused(&arguments, "\n  `kvd codecs` lists all presets");
+            let said = String::from_utf8(kvd(&arguments).stderr).unwrap();
+            assert!(said.lines().all(|line| line.chars().count() <= 100), "{said}");
+            assert!(!said.contains("character 0"), "{said}");
+        }
     }
 }
 

@@ -4,7 +4,7 @@ use super::{OfflineAccess, OfflineStore, VerifyReport, read_identity};
 use crate::draft::RecordDraft;
 use crate::error::{DiskError, WriteError};
 use crate::files::RealFolder;
-use crate::identity::io_error;
+use crate::identity::open_error;
 use crate::listener::KeepNothing;
 use crate::lock::FolderLock;
 use crate::name::{BlockName, RecordKind, RecordMeta, ScopeId};
@@ -38,8 +38,7 @@ impl FolderChange {
     pub(super) fn open_folder(settings: DiskSettings) -> Result<Self, DiskError> {
         settings.check_limits()?;
         let path = settings.folder.clone();
-        let folder =
-            RealFolder::open_or_make(&path).map_err(io_error(&path, "cannot open the folder"))?;
+        let folder = RealFolder::open_or_make(&path).map_err(open_error(&path))?;
         let lock = FolderLock::take_lock(&path)?;
         let folder = Arc::new(folder.choose_direct(settings.direct));
         let opened = open_store(folder, &path, settings, Arc::new(KeepNothing))?;
@@ -119,8 +118,7 @@ pub fn repair_folder(settings: DiskSettings) -> Result<VerifyReport, DiskError> 
 /// The folder has no store, is in use, or cannot be written.
 pub fn collect_garbage(settings: DiskSettings, rule: GarbageRule) -> Result<u64, DiskError> {
     let path = settings.folder.clone();
-    let folder =
-        RealFolder::open_existing(&path).map_err(io_error(&path, "cannot open the folder"))?;
+    let folder = RealFolder::open_existing(&path).map_err(open_error(&path))?;
     read_identity(&folder, &path)?;
     let mut change = FolderChange::open_folder(settings)?;
     let before = change.opened.shared.table.used_bytes();

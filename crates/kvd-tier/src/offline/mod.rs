@@ -12,7 +12,7 @@ pub use transfer::{KeyHasher, KeyHashes, TransferReport, import_records};
 use crate::error::{DiskError, ReadError};
 use crate::files::RealFolder;
 use crate::files::StoredFolder;
-use crate::identity::{StoreIdentity, io_error};
+use crate::identity::{StoreIdentity, open_error};
 use crate::lock::FolderLock;
 use crate::name::{BlockName, DiskLocation, RecordKind, ScopeId};
 use crate::recover::{DescriptionKey, FolderRecovery, RecoverMode, RecoveredStore, recover_store};
@@ -105,8 +105,7 @@ impl OfflineStore {
     ///
     /// [`DiskError::BadStore`] where there is none; the rest as for a daemon.
     pub fn open_folder(path: &Path, access: OfflineAccess) -> Result<Self, DiskError> {
-        let folder =
-            RealFolder::open_existing(path).map_err(io_error(path, "cannot open the folder"))?;
+        let folder = RealFolder::open_existing(path).map_err(open_error(path))?;
         let identity = read_identity(&folder, path)?;
         let lock = match access {
             OfflineAccess::Exclusive => Some(FolderLock::take_lock(path)?),

@@ -187,6 +187,21 @@ fn second_opener_is_told_that_the_folder_is_in_use() {
 }
 
 #[test]
+fn a_file_in_the_place_of_the_folder_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("cache");
+    fs::write(&file, "").unwrap();
+    for path in [file.clone(), file.join("below")] {
+        let opened = DiskTier::open_folder(settings(&path), Arc::new(KeepNothing));
+        let looked = OfflineStore::open_folder(&path, OfflineAccess::ReadOnly);
+        for error in [opened.err(), looked.err()].map(|error| error.expect("refused")) {
+            let named = matches!(&error, DiskError::NotFolder { file: named } if *named == file);
+            assert!(named && error.exit_code() == 78, "{error}");
+        }
+    }
+}
+
+#[test]
 fn newer_and_spoilt_stores_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let (tier, _) = open(folder.path());

@@ -10,6 +10,7 @@ use kvd_compute::Precision;
 use kvd_core::{DType, Geometry, RopePairing, Side};
 use serde::Serialize;
 use std::fmt::Write;
+use std::io::{IsTerminal, Write as _, stderr};
 
 /// The shape for which bits and savings are given; they hardly depend on it.
 pub(super) const GEOMETRY: Geometry = Geometry {
@@ -109,6 +110,10 @@ pub(super) fn codecs_text(args: &CodecsArgs) -> Result<String, CliError> {
     let timed: Vec<usize> = (0..report.presets.len())
         .filter(|index| args.speed || !report.presets[*index].needs_calibration)
         .collect();
+    if stderr().is_terminal() {
+        // Nobody may read it: that is no reason to stop.
+        let _ = writeln!(stderr(), "{}", announced_text(timed.len()));
+    }
     match time_presets(&mut report, &timed) {
         Err(error) if args.speed => return Err(error.into()),
         // The comparison stands without it.
@@ -186,6 +191,11 @@ fn measured_text() -> String {
     let line = QUALITY_PAGE.lines().find_map(|line| line.strip_prefix("in "));
     let on = line.and_then(|line| line.split(". ").next()).unwrap_or("in docs/quality.md");
     format!("docs/quality.md, {on}")
+}
+
+/// The line that a person at a terminal reads before the table.
+fn announced_text(timed: usize) -> String {
+    format!("kvd: the table follows, once attention with {timed} of its codecs is timed")
 }
 
 /// Times attention with these presets.

@@ -4,6 +4,7 @@ use super::CliError;
 use super::ask_daemon::{DaemonArgs, format_bytes, json_text};
 use super::help;
 use super::models::{ModelRow, find_description};
+use super::text_args::refused_codec;
 use clap::{Args, Subcommand};
 use kvd_client::ModelDescription;
 use kvd_codec::{presets, resolve_spec};
@@ -90,9 +91,8 @@ pub(super) async fn run_command(command: DescribeCommand) -> Result<String, CliE
 }
 
 fn describe_codec(codec: &str) -> Result<CodecDescription, CliError> {
-    let spec = resolve_spec(codec).map_err(|error| {
-        CliError::Usage(format!("{codec:?}: {error}; kvd codecs lists presets"))
-    })?;
+    let spec = resolve_spec(codec)
+        .map_err(|error| CliError::Usage(format!("no codec:{}", refused_codec(error))))?;
     let preset = presets().iter().find(|preset| preset.name == codec);
     let bits = |side| {
         let of_side = spec.side(side);

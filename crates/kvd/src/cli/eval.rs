@@ -108,7 +108,7 @@ pub(super) struct EvalArgs {
 }
 
 pub(super) fn parse_codec(text: &str) -> Result<EvalCodec, String> {
-    text.parse().map_err(|error: anyhow::Error| format!("{error:#}"))
+    text.parse().map_err(|error: anyhow::Error| text_args::refused_codec(format!("{error:#}")))
 }
 
 pub(super) fn parse_windows(text: &str) -> Result<WindowChoice, String> {

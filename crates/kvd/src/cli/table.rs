@@ -84,17 +84,28 @@ impl CodecLabels {
 
 /// Lines of at most [`COLUMNS`], broken between words; those after the first begin with `indent`.
 pub(super) fn wrap_text(text: &str, indent: &str) -> String {
-    let (mut lines, mut length) = (String::new(), 0);
+    wrap_after(String::new(), text, indent)
+}
+
+/// Lines that all begin with `indent`.
+pub(super) fn wrap_indented(text: &str, indent: &str) -> String {
+    wrap_after(indent.to_owned(), text, indent)
+}
+
+/// Adds words to `lines`, of which one is begun, and begins the further ones with `indent`.
+fn wrap_after(mut lines: String, text: &str, indent: &str) -> String {
+    let (mut length, mut is_begun) = (lines.len(), false);
     for word in text.split_whitespace() {
         let width = word.chars().count();
-        if length > 0 && length + 1 + width > COLUMNS {
+        if is_begun && length + 1 + width > COLUMNS {
             lines.push('\n');
             lines.push_str(indent);
             length = indent.len();
-        } else if length > 0 {
+        } else if is_begun {
             lines.push(' ');
             length += 1;
         }
+        is_begun = true;
         lines.push_str(word);
         length += width;
     }

@@ -1,8 +1,10 @@
 //! Parsers of options that several commands take.
 
+use super::table::wrap_indented;
 use crate::bounded_file::read_text;
 use crate::config::SizeSetting;
 use bytesize::ByteSize;
+use std::fmt::Display;
 use std::path::Path;
 
 /// A codec as every command takes it: a preset's name, a spec, or `@FILE` for a policy file. The
@@ -10,15 +12,21 @@ use std::path::Path;
 pub(super) fn codec_text(text: &str) -> Result<String, String> {
     let Some(path) = text.strip_prefix('@') else {
         let known = kvd_codec::resolve_spec(text).map(|_| text.trim().to_owned());
-        return known.map_err(|error| format!("{error}; `kvd codecs` lists presets"));
+        return known.map_err(refused_codec);
     };
     let policy = read_text(Path::new(path));
     let policy = policy.map_err(|error| format!("cannot read {path}: {error}"))?;
     let spec = kvd_codec::resolve_spec(&policy).map_err(|error| {
         let (line, column) = error.line_and_column(&policy);
-        format!("policy file {path}, line {line}, column {column}: {error}")
+        refused_codec(format!("policy file {path}, line {line}, column {column}: {error}"))
     })?;
     Ok(spec.to_string())
+}
+
+/// Why a text is no codec, in lines of its own, and where there are some.
+pub(super) fn refused_codec(error: impl Display) -> String {
+    let lines = wrap_indented(&error.to_string(), "  ");
+    format!("\n{lines}  `kvd codecs` lists all presets")
 }
 
 /// A size, checked, as the text that settings take.

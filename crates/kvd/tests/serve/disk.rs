@@ -224,13 +224,17 @@ async fn a_folder_has_one_daemon_and_no_newer_format() {
     };
     let (code, said) = refused(serve(folder.path()));
     assert_eq!(code, Some(69), "{said}");
-    assert!(said.contains("another process uses"), "{said}");
+    assert!(said.contains("cache.disk.path: another process uses"), "{said}");
     kill(first);
     let store = folder.path().join("store.json");
     let text = std::fs::read_to_string(&store).unwrap();
     let mut json: serde_json::Value = serde_json::from_str(&text).unwrap();
     json["format"] = 99.into();
     std::fs::write(&store, json.to_string()).unwrap();
+    let (code, said) = refused(serve(&store));
+    assert_eq!(code, Some(78), "{said}");
+    let named = format!("cache.disk.path: {} is a file, not a folder", store.display());
+    assert!(said.contains(&named) && said.contains("name a folder"), "{said}");
     let (code, said) = refused(serve(folder.path()));
     assert_eq!(code, Some(78), "{said}");
     assert!(said.contains("format 99"), "{said}");
