@@ -107,6 +107,14 @@ impl BackendError {
             value,
         }
     }
+
+    /// The error of a value that is so many tokens further on in the request.
+    pub(crate) fn later_by(mut self, tokens: u32) -> Self {
+        if let Self::NonFinite { token, .. } = &mut self {
+            *token += tokens;
+        }
+        self
+    }
 }
 
 impl Coded for BackendError {

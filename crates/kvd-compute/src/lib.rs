@@ -18,11 +18,11 @@ mod stop;
 mod task;
 
 pub use backend::{
-    AppendOutcome, AppendPlan, AppendRows, AppendSteps, AttendBackend, Attended, Backend,
-    BlockAnswer, DeviceInfo, EncodeSource, EncodedPages, HeldPages, ImportOutcome, IncomingRows,
-    Launches, LayerImage, LayerSlots, LoadedRows, ModelBytes, PageBackend, PageSlots, PlannedBlock,
-    PlannedCopy, PlannedWrite, RawTarget, RegionBackend, ReserveSlot, TransferBackend,
-    export_layer, import_layer,
+    AppendOutcome, AppendPlan, AppendRows, AppendSteps, AppendTask, AttendBackend, Attended,
+    Backend, BlockAnswer, DeviceInfo, EncodeSource, EncodeTask, EncodedBlocks, EncodedPages,
+    HeldPages, ImportOutcome, IncomingRows, Launches, LayerImage, LayerSlots, LoadedRows,
+    ModelBytes, PageBackend, PageSlots, PlannedBlock, PlannedCopy, PlannedWrite, RawTarget,
+    RegionBackend, ReserveSlot, TransferBackend, export_layer, import_layer,
 };
 pub use cpu::{
     ArenaError, CodeDecoder, CpuBackend, CpuOptions, EncodeAs, InstructionSet, KernelChoice,

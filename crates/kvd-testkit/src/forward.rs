@@ -7,9 +7,10 @@
 use kvd_codec::{LayerPages, ModelCodec};
 use kvd_compute::{
     AppendSteps, AttendBackend, AttendPlan, AttendTask, Attended, Backend, BackendError,
-    DeviceInfo, DeviceRegion, EncodeSource, EncodedPages, IncomingRows, Launches, LoadPlan,
-    LoadedRows, ModelBytes, OpenedRegion, PageBackend, PlannedWrite, RawTarget, RegionBackend,
-    RegionHandle, RegionPlaces, RegionRows, Source, StagedRows, Stop, TransferBackend,
+    DeviceInfo, DeviceRegion, EncodeSource, EncodeTask, EncodedBlocks, EncodedPages, IncomingRows,
+    Launches, LoadPlan, LoadedRows, ModelBytes, OpenedRegion, PageBackend, PlannedWrite, RawTarget,
+    RegionBackend, RegionHandle, RegionPlaces, RegionRows, Source, StagedRows, Stop,
+    TransferBackend,
 };
 use kvd_core::{Extent, LayerIndex, ModelId};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -34,6 +35,11 @@ impl InjectedFaults {
         self.loses_device.store(is_lost, Ordering::SeqCst);
     }
 
+    /// The device is lost from now on.
+    pub fn lose_device(&self) {
+        self.is_lost.store(true, Ordering::SeqCst);
+    }
+
     /// The first block of the next call of `encode` has an error.
     pub fn fail_next_block(&self) {
         self.fails_block.store(true, Ordering::SeqCst);
@@ -56,7 +62,7 @@ impl InjectedFaults {
 
     /// Puts the error of [`InjectedFaults::fail_next_block`] in its place.
     #[doc(hidden)]
-    pub fn spoil_blocks(&self, blocks: &mut [Result<EncodedPages, BackendError>]) {
+    pub fn spoil_blocks(&self, blocks: &mut EncodedBlocks) {
         if let Some(first) = blocks.first_mut()
             && self.fails_block.swap(false, Ordering::SeqCst)
         {
@@ -115,7 +121,9 @@ declare_calls! {
     write set_queries(model: ModelId, layer: LayerIndex, heads: &[Vec<f32>])
         -> Result<(), BackendError>;
     write encode(model: ModelId, layer: LayerIndex, blocks: &[EncodeSource])
-        -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError>;
+        -> Result<EncodedBlocks, BackendError>;
+    write encode_slice(task: &mut EncodeTask, stop: &Stop)
+        -> Result<Option<EncodedBlocks>, BackendError>;
     write move_pages(pages: &EncodedPages, to: Extent);
     write attend(plan: &AttendPlan) -> Result<Attended, BackendError>;
     write attend_slice(task: &mut AttendTask, stop: &Stop)
@@ -145,10 +153,10 @@ macro_rules! mount_forwarding {
             use $crate::forward::codec::{LayerPages, ModelCodec};
             use $crate::forward::compute::{
                 AppendSteps, AttendBackend, AttendPlan, AttendTask, Attended, BackendError,
-                DeviceInfo, DeviceRegion, EncodeSource, EncodedPages, IncomingRows, Launches,
-                LoadPlan, LoadedRows, ModelBytes, OpenedRegion, PageBackend, PlannedWrite,
-                RawTarget, RegionBackend, RegionHandle, RegionPlaces, RegionRows, Source,
-                StagedRows, Stop, TransferBackend,
+                DeviceInfo, DeviceRegion, EncodeSource, EncodeTask, EncodedBlocks, EncodedPages,
+                IncomingRows, Launches, LoadPlan, LoadedRows, ModelBytes, OpenedRegion,
+                PageBackend, PlannedWrite, RawTarget, RegionBackend, RegionHandle, RegionPlaces,
+                RegionRows, Source, StagedRows, Stop, TransferBackend,
             };
             use $crate::forward::core::{Extent, LayerIndex, ModelId};
 
@@ -183,10 +191,24 @@ macro_rules! mount_forwarding {
                     model: ModelId,
                     layer: LayerIndex,
                     blocks: &[EncodeSource],
-                ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
+                ) -> Result<EncodedBlocks, BackendError> {
                     let mut encoded = Forwarding::encode(self, model, layer, blocks)?;
                     if let Some(faults) = Forwarding::injected_faults(self) {
                         faults.spoil_blocks(&mut encoded);
+                    }
+                    Ok(encoded)
+                }
+
+                fn encode_slice(
+                    &mut self,
+                    task: &mut EncodeTask,
+                    stop: &Stop,
+                ) -> Result<Option<EncodedBlocks>, BackendError> {
+                    let mut encoded = Forwarding::encode_slice(self, task, stop)?;
+                    if let (Some(faults), Some(blocks)) =
+                        (Forwarding::injected_faults(self), &mut encoded)
+                    {
+                        faults.spoil_blocks(blocks);
                     }
                     Ok(encoded)
                 }

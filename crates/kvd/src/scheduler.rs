@@ -6,7 +6,8 @@
 //! no more of the device's time in its turn than they took in theirs, within [`SHARE`], overrun by
 //! one slice of an attend. The others' turn is one job, or short ones until they have taken the
 //! least share, overrun by one of any length: stores of a token take microseconds, and would wait
-//! milliseconds each.
+//! milliseconds each. A store is cut too: in attention's turn it gives way as soon as an attend
+//! comes, in the others' turn after the least share.
 //!
 //! Within a kind namespaces share the time by their weights, and the connections of a namespace
 //! share its part alike ([`crate::shares`]). Jobs of one connection run in the order they came; an
@@ -33,6 +34,9 @@ pub(crate) enum JobKind {
     Attend,
     /// Everything else, in the order it came.
     Other,
+    /// As the others. Once one has begun it is finished, whoever leaves, before another of the
+    /// others begins: what it writes is nobody else's, and its memory is taken.
+    Store,
     /// As the others, and no earlier than every attend that came before: what takes a model away.
     AfterAll,
     /// Bytes that leave the device for a tier or come back: after all others, but for a slice each
@@ -200,6 +204,8 @@ impl<J> KindQueue<J> {
 pub(crate) struct JobScheduler<J> {
     attends: KindQueue<J>,
     others: KindQueue<J>,
+    /// The store that has begun and gave way to attends.
+    begun_store: Option<WaitingJob<J>>,
     /// Jobs that wait for attends which came before.
     after_all: VecDeque<WaitingJob<J>>,
     /// Jobs of tiers, in the order they came.
@@ -226,6 +232,7 @@ impl<J> JobScheduler<J> {
         Self {
             attends: KindQueue::new(),
             others: KindQueue::new(),
+            begun_store: None,
             after_all: VecDeque::new(),
             transfers: VecDeque::new(),
             passed,
@@ -246,8 +253,13 @@ impl<J> JobScheduler<J> {
 
     /// Jobs that wait, attends and others.
     pub(crate) fn waiting_jobs(&self) -> [usize; 2] {
-        let others = self.others.waiting + self.after_all.len() + self.transfers.len();
+        let others = self.next_others() + self.after_all.len() + self.transfers.len();
         [self.attends.waiting, others]
+    }
+
+    /// Jobs that may run in the others' turn.
+    fn next_others(&self) -> usize {
+        self.others.waiting + usize::from(self.begun_store.is_some())
     }
 
     /// Those of the others that are transfers.
@@ -258,6 +270,7 @@ impl<J> JobScheduler<J> {
     /// Jobs that have a place, attends and others.
     pub(crate) fn counted_jobs(&self) -> [usize; 2] {
         let after_all = self.after_all.iter().chain(&self.transfers);
+        let after_all = after_all.chain(&self.begun_store);
         let after_all = after_all.filter(|waiting| waiting.ticket.is_counted).count();
         [self.attends.counted, self.others.counted + after_all]
     }
@@ -281,7 +294,7 @@ impl<J> JobScheduler<J> {
                 self.attend_serials.insert(waiting.ticket.serial);
                 self.attends.push(waiting);
             }
-            JobKind::Other => self.others.push(waiting),
+            JobKind::Other | JobKind::Store => self.others.push(waiting),
             JobKind::AfterAll => self.after_all.push_back(waiting),
             // A paused one goes on before those that came later.
             JobKind::Transfer => {
@@ -292,7 +305,17 @@ impl<J> JobScheduler<J> {
         }
     }
 
-    /// Takes out a job that waits.
+    /// Keeps a store that gave way: it goes on before any other of the others.
+    pub(crate) fn keep_begun(&mut self, ticket: JobTicket, job: J) {
+        self.begun_store = Some(WaitingJob { ticket, job });
+    }
+
+    /// Takes out the store that has begun.
+    pub(crate) fn take_begun(&mut self) -> Option<WaitingJob<J>> {
+        self.begun_store.take()
+    }
+
+    /// Takes out a job that waits; not a store that has begun.
     pub(crate) fn remove(&mut self, ticket: &JobTicket) -> Option<WaitingJob<J>> {
         let is_it = |waiting: &WaitingJob<J>| waiting.ticket.serial == ticket.serial;
         if let Some(at) = self.after_all.iter().position(is_it) {
@@ -329,6 +352,7 @@ impl<J> JobScheduler<J> {
         while let Some(waiting) = self.attends.pop().or_else(|| self.others.pop()) {
             all.push(waiting);
         }
+        all.extend(self.begun_store.take());
         all.extend(self.after_all.drain(..));
         all.extend(self.transfers.drain(..));
         all
@@ -373,24 +397,29 @@ impl<J> JobScheduler<J> {
         while self.after_all.front().is_some_and(|waiting| waiting.ticket.serial < oldest) {
             self.others.push(self.after_all.pop_front()?);
         }
-        let others_wait = self.attends.waiting + self.others.waiting > 0;
+        let others_wait = self.attends.waiting + self.next_others() > 0;
         if !others_wait || self.passed >= TRANSFER_WAIT {
             self.passed = Duration::ZERO;
             if let Some(transfer) = self.transfers.pop_front() {
                 return Some(transfer);
             }
         }
-        let attend_first = match (self.attends.waiting, self.others.waiting) {
+        let attend_first = match (self.attends.waiting, self.next_others()) {
             (0, _) => false,
             (_, 0) => true,
             _ => self.turn == NextKind::Attends,
         };
         if !attend_first {
-            return self.others.pop();
+            return self.take_begun().or_else(|| self.others.pop());
         }
         let next = self.attends.pop()?;
         self.attend_serials.remove(&next.ticket.serial);
         Some(next)
+    }
+
+    /// Whether it is attention's turn where both kinds wait.
+    pub(crate) fn attends_go_first(&self) -> bool {
+        self.turn == NextKind::Attends
     }
 
     /// Whether an attend that comes goes before one that has the device: its namespace has none
@@ -398,7 +427,7 @@ impl<J> JobScheduler<J> {
     pub(crate) fn goes_before(&self, coming: &OwnerKey, running: &RunningAttend) -> bool {
         let RunningAttend { namespace: key, began } = running;
         let (had, weight) = (began.elapsed(), self.weights.weight_of(key));
-        let is_turn = self.others.waiting == 0 || self.turn == NextKind::Attends;
+        let is_turn = self.next_others() == 0 || self.attends_go_first();
         let served = ServedMember { key, had, weight };
         is_turn && self.attends.namespaces.goes_before(&coming.namespace, served)
     }
@@ -430,7 +459,7 @@ impl<J> JobScheduler<J> {
         queue.namespaces.join_member(&owner.namespace).charge_time(&owner.connection, took, 1);
         match kind {
             // What nobody waited for was nobody's share.
-            JobKind::Attend if self.others.waiting == 0 => self.taken = Duration::ZERO,
+            JobKind::Attend if self.next_others() == 0 => self.taken = Duration::ZERO,
             JobKind::Attend => {
                 self.taken += took;
                 if self.taken >= self.share {
@@ -438,12 +467,12 @@ impl<J> JobScheduler<J> {
                 }
             }
             // As above: their turn begins where an attend waits.
-            JobKind::Other | JobKind::AfterAll | JobKind::Transfer if self.attends.waiting == 0 => {
+            _ if self.attends.waiting == 0 => {
                 self.share = took.clamp(*SHARE.start(), *SHARE.end());
                 [self.taken, self.used] = [Duration::ZERO; 2];
                 self.turn = NextKind::Attends;
             }
-            JobKind::Other | JobKind::AfterAll | JobKind::Transfer => {
+            _ => {
                 self.used += took;
                 if self.used >= *SHARE.start() {
                     self.share = self.used.min(*SHARE.end());
@@ -531,6 +560,48 @@ mod tests {
     fn one_long_job_does_not_give_attention_as_long() {
         let expected = [0, 100, 1, 2, 101, 3, 102];
         assert_eq!(order(scheduler(4, 3), 50, 60_000), expected);
+    }
+
+    #[test]
+    fn a_store_that_gave_way_goes_on_before_others_begin_and_is_not_taken_out() {
+        let mut scheduler = scheduler(0, 0);
+        push(&mut scheduler, JobKind::Store, 100);
+        let store = scheduler.next().unwrap();
+        // It has had its turn.
+        scheduler.note_run(&store.ticket, Duration::from_micros(300));
+        let ticket = store.ticket.clone();
+        scheduler.keep_begun(store.ticket, store.job);
+        assert!(scheduler.remove(&ticket).is_none());
+        push_of(&mut scheduler, owner(2), JobKind::Store, 101);
+        push_of(&mut scheduler, owner(2), JobKind::Other, 102);
+        push_of(&mut scheduler, owner(3), JobKind::Attend, 0);
+        assert_eq!(scheduler.waiting_jobs(), [1, 3]);
+        assert_eq!(order(scheduler, 0, 1), [0, 100, 101, 102]);
+    }
+
+    #[test]
+    fn a_store_in_slices_has_as_much_time_as_attends_without_end() {
+        let mut scheduler = scheduler(0, 0);
+        let mut had = [Duration::ZERO; 2];
+        push_of(&mut scheduler, owner(2), JobKind::Store, 100);
+        push(&mut scheduler, JobKind::Attend, 0);
+        for _ in 0..1000 {
+            let WaitingJob { ticket, job } = scheduler.next().unwrap();
+            let is_store = ticket.kind == JobKind::Store;
+            // In attention's turn it gives way after a block, else at the end of its slice.
+            let gives_way = is_store && scheduler.attends_go_first();
+            let micros = if gives_way { 100 } else { 2000 };
+            let took = if is_store { Duration::from_micros(micros) } else { *SHARE.start() / 5 };
+            had[usize::from(is_store)] += took;
+            scheduler.note_run(&ticket, took);
+            if is_store {
+                scheduler.keep_begun(ticket, job);
+            } else {
+                push(&mut scheduler, JobKind::Attend, job);
+            }
+        }
+        let share = had[1].div_duration_f64(had[0] + had[1]);
+        assert!((0.45..0.55).contains(&share), "{share}");
     }
 
     #[test]

@@ -3,12 +3,14 @@
 //! [`AppendPlan`] is made by the store's side and holds extents, not memory. Its steps have one
 //! order on every device: rows are checked, rows of blocks that are shared are copied, the new ones
 //! written, and blocks that leave the window encoded and moved to their slots.
+//! [`super::AppendTask`] takes them, in slices.
 
-use super::{EncodeSource, EncodedPages, IncomingRows, ModelBytes, PageBackend, RawTarget};
+use super::{EncodeSource, EncodedPages, IncomingRows, ModelBytes, RawTarget};
 use crate::region::no_region_error;
-use crate::{BackendError, Source, StagedRows};
-use kvd_core::{Coded, ErrorCode, Extent, LayerIndex, ModelId};
-use std::time::{Duration, Instant};
+use crate::{BackendError, Source, StagedRows, Stop};
+use kvd_core::{Extent, LayerIndex, ModelId};
+use std::any::Any;
+use std::time::Duration;
 
 /// Rows in the stored precision that are encoded at once: enough for many cores, and a bound on
 /// what lies beside the page memory meanwhile.
@@ -107,7 +109,22 @@ pub struct AppendOutcome {
 /// Reserves a slot for pages of so many bytes; `None` when the pool has no room.
 pub type ReserveSlot<'a> = dyn FnMut(u64) -> Option<Extent> + 'a;
 
-/// The steps of an append, which [`PageBackend::append`] takes in order.
+/// Blocks of one layer to encode, and how far that has come.
+pub struct EncodeTask {
+    /// The model.
+    pub model: ModelId,
+    /// The layer.
+    pub layer: LayerIndex,
+    /// The blocks.
+    pub blocks: Vec<EncodeSource>,
+    /// The device's own state between slices; none before the first.
+    pub under_way: Option<Box<dyn Any + Send>>,
+}
+
+/// Pages of each block of an [`EncodeTask`], or why it has none.
+pub type EncodedBlocks = Vec<Result<EncodedPages, BackendError>>;
+
+/// The steps of an append, which [`super::AppendTask`] takes in order.
 pub trait AppendSteps {
     /// Tests that every value is finite, before anything is written.
     ///
@@ -182,6 +199,21 @@ pub trait AppendSteps {
         blocks: &[EncodeSource],
     ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError>;
 
+    /// Goes on with [`AppendSteps::encode`] until all blocks of a task are encoded or, `None`, its
+    /// slice is over. At least one block is; the blocks are those of one call. A device that does
+    /// not pause encodes all of them.
+    ///
+    /// # Errors
+    /// As [`AppendSteps::encode`].
+    fn encode_slice(
+        &mut self,
+        task: &mut EncodeTask,
+        stop: &Stop,
+    ) -> Result<Option<EncodedBlocks>, BackendError> {
+        let _ = stop;
+        self.encode(task.model, task.layer, &task.blocks).map(Some)
+    }
+
     /// Moves encoded pages into their slot, after the call that encoded them and before any other.
     fn move_pages(&mut self, pages: &EncodedPages, to: Extent);
 }
@@ -193,114 +225,6 @@ impl AppendPlan {
         let blocks = ENCODE_BATCH_BYTES / self.block_bytes.max(1);
         usize::try_from(blocks).unwrap_or(usize::MAX).max(1)
     }
-}
-
-/// Takes the steps of an append.
-pub(super) fn run_append<B: PageBackend + ?Sized>(
-    backend: &mut B,
-    plan: &AppendPlan,
-    reserve: &mut ReserveSlot<'_>,
-) -> Result<AppendOutcome, BackendError> {
-    write_plan(backend, plan)?;
-    let mut appended = AppendOutcome::default();
-    if !plan.blocks.is_empty() {
-        let began = Instant::now();
-        pack_plan(backend, plan, reserve, &mut appended)?;
-        appended.packing_time = Some(began.elapsed());
-        appended.model_bytes = backend.model_bytes(plan.model).ok();
-    }
-    // Placing pages has no answer of its own: what a failed device holds is never published.
-    match backend.failure() {
-        None => Ok(appended),
-        Some(reason) => {
-            let (code, message) = (ErrorCode::DeviceFailed, reason.to_owned());
-            Err(BackendError::Device { code, message })
-        }
-    }
-}
-
-/// Brings rows to raw slots, if all of the new ones are numbers.
-fn write_plan<B: AppendSteps + ?Sized>(
-    backend: &mut B,
-    plan: &AppendPlan,
-) -> Result<(), BackendError> {
-    match &plan.rows {
-        AppendRows::Host(rows) => backend.check(plan.model, rows)?,
-        AppendRows::Staged(StagedRows { finite: Err(error), .. }) => {
-            let (code, message) = (error.code(), error.to_string());
-            return Err(BackendError::Device { code, message });
-        }
-        AppendRows::Staged(_) | AppendRows::None => {}
-    }
-    for copy in &plan.copies {
-        backend.copy(plan.model, plan.layer, &copy.from, copy.rows, copy.to)?;
-    }
-    match &plan.rows {
-        AppendRows::Host(rows) => plan.writes.iter().try_for_each(|write| {
-            backend.write(plan.model, rows, write.source_row, write.rows, write.to)
-        }),
-        AppendRows::Staged(staged) => backend.write_staged(staged, &plan.writes),
-        AppendRows::None => Ok(()),
-    }
-}
-
-/// Packs the plan's blocks in batches, and notes what came of them.
-fn pack_plan<B: PageBackend + ?Sized>(
-    backend: &mut B,
-    plan: &AppendPlan,
-    reserve: &mut ReserveSlot<'_>,
-    appended: &mut AppendOutcome,
-) -> Result<(), BackendError> {
-    if let Some(queries) = &plan.queries {
-        // They only measure: an append does not fail for want of them.
-        appended.query_error = backend.set_queries(plan.model, plan.layer, queries).err();
-    }
-    let batch_max = plan.batch_blocks_max();
-    // Where the pool was full, one block finds out at little cost whether it still is.
-    let mut batch = if plan.blocks.iter().any(|block| block.retried) { 1 } else { batch_max };
-    while appended.blocks.len() < plan.blocks.len() {
-        let rest = &plan.blocks[appended.blocks.len()..];
-        let blocks = &rest[..rest.len().min(batch)];
-        if !pack_batch(backend, plan, blocks, reserve, appended)? {
-            break;
-        }
-        batch = batch.saturating_mul(2).min(batch_max);
-    }
-    Ok(())
-}
-
-/// Packs blocks that are encoded together. False when the rest need not be tried.
-fn pack_batch<B: AppendSteps + ?Sized>(
-    backend: &mut B,
-    plan: &AppendPlan,
-    blocks: &[PlannedBlock],
-    reserve: &mut ReserveSlot<'_>,
-    appended: &mut AppendOutcome,
-) -> Result<bool, BackendError> {
-    for keep in blocks.iter().filter_map(|block| block.keep.as_ref()) {
-        backend.copy(plan.model, plan.layer, &keep.from, keep.rows, keep.to)?;
-    }
-    let sources: Vec<_> = blocks.iter().map(|block| block.source).collect();
-    let encoded = match backend.encode(plan.model, plan.layer, &sources) {
-        Ok(encoded) => encoded,
-        Err(error) => {
-            appended.encode_error = Some(error);
-            return Ok(false);
-        }
-    };
-    for encoded in encoded {
-        appended.blocks.push(match encoded {
-            Ok(mut pages) => {
-                // A pool without room for one block has none for the rest.
-                let Some(slot) = reserve(pages.size_bytes()) else { return Ok(false) };
-                backend.move_pages(&pages, slot);
-                pages.bytes = Vec::new();
-                BlockAnswer::Packed(pages)
-            }
-            Err(error) => BlockAnswer::Refused(error),
-        });
-    }
-    Ok(true)
 }
 
 #[cfg(test)]

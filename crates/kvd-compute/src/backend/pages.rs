@@ -1,11 +1,11 @@
 //! Rows in and pages out: what a device keeps of models and their blocks.
 
-use super::append::run_append;
-use super::{AppendOutcome, AppendPlan, AppendSteps, ReserveSlot};
-use crate::{BackendError, LoadPlan};
+use super::{AppendOutcome, AppendSteps, AppendTask, ReserveSlot};
+use crate::{BackendError, LoadPlan, Stop};
 use bytes::Bytes;
 use kvd_codec::{CheckedBlock, ModelCodec};
-use kvd_core::{Extent, ModelId, PackedBytes};
+use kvd_core::{Extent, ModelId, PackedBytes, Side};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Description of a device, for logs and `GetServerInfo`.
@@ -29,6 +29,19 @@ pub struct IncomingRows {
     pub k: Bytes,
     /// Values.
     pub v: Bytes,
+}
+
+impl IncomingRows {
+    /// Some tokens of one side, and nothing of the other.
+    pub(super) fn rows_of_side(&self, side: Side, tokens: Range<u32>) -> Self {
+        let of_side = |wanted, bytes: &Bytes| {
+            let token_bytes = bytes.len() / self.tokens.max(1) as usize;
+            let [first, end] = [tokens.start, tokens.end].map(|at| at as usize * token_bytes);
+            if side == wanted { bytes.slice(first..end) } else { Bytes::new() }
+        };
+        let [k, v] = [of_side(Side::Key, &self.k), of_side(Side::Value, &self.v)];
+        Self { tokens: tokens.end - tokens.start, k, v }
+    }
 }
 
 /// Rows of a raw slot.
@@ -151,19 +164,21 @@ pub trait PageBackend: AppendSteps + Send {
     /// When the model is unknown.
     fn model_bytes(&self, model: ModelId) -> Result<ModelBytes, BackendError>;
 
-    /// Brings the rows of an append to their slots, and packs the blocks that leave the window into
-    /// slots that `reserve` gives. A block that finds no room stays raw: giving up the append would
-    /// not free anything.
+    /// Goes on bringing the rows of an append to their slots, and packing the blocks that leave the
+    /// window into slots that `reserve` gives, until all is done or, `None`, the slice is over. A
+    /// block that finds no room stays raw: giving up the append would not free anything. Until then
+    /// no other append to that layer may begin.
     ///
     /// # Errors
     /// When a row is not finite, the model is unknown, a page is corrupt or the device has failed;
     /// nothing of it may be published then.
-    fn append(
+    fn append_slice(
         &mut self,
-        plan: &AppendPlan,
+        task: &mut AppendTask,
         reserve: &mut ReserveSlot<'_>,
-    ) -> Result<AppendOutcome, BackendError> {
-        run_append(self, plan, reserve)
+        stop: &Stop,
+    ) -> Result<Option<AppendOutcome>, BackendError> {
+        task.go_on(self, reserve, stop)
     }
 
     /// Decodes rows back.

@@ -2,11 +2,12 @@
 
 use crate::cpu::arena::HostArena;
 use crate::cpu::raw_slots::read_block;
-use crate::{BackendError, EncodeSource, EncodedPages, Sampling};
+use crate::{BackendError, EncodeSource, EncodeTask, EncodedBlocks, EncodedPages, Sampling, Stop};
 use kvd_codec::{BlockRows, ModelCodec};
 use kvd_core::{Geometry, LayerIndex, PackedBytes, Side};
 use rayon::prelude::*;
 use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A block's rows, widened.
 #[derive(Default)]
@@ -118,18 +119,30 @@ pub(crate) fn observe_blocks(
     observe_chosen(codec, layer, &blocks, all)
 }
 
-/// Encodes blocks of one layer.
-pub(crate) fn encode_blocks(
+/// Goes on encoding the blocks of a task; `None` when its slice is over before the last of them.
+pub(crate) fn encode_slice(
     arena: &HostArena,
     codec: &mut ModelCodec,
-    layer: LayerIndex,
-    sources: &[EncodeSource],
     sampling: &mut Sampling,
-) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
+    task: &mut EncodeTask,
+    stop: &Stop,
+) -> Result<Option<EncodedBlocks>, BackendError> {
     let geometry = codec.geometry().clone();
-    let blocks = arena_blocks(arena, &geometry, sources);
-    count_chosen(codec, layer, &blocks)?;
-    Ok(encode_sampled(codec, layer, &blocks, sampling))
+    let blocks = arena_blocks(arena, &geometry, &task.blocks);
+    let known = task.under_way.take().and_then(|kept| kept.downcast::<BlocksUnderWay>().ok());
+    let mut under_way = match known {
+        Some(kept) => *kept,
+        None => {
+            count_chosen(codec, task.layer, &blocks)?;
+            BlocksUnderWay::new(sampling.due(task.layer, blocks.count))
+        }
+    };
+    let encoded = under_way.go_on(codec, task.layer, &blocks, stop);
+    match &encoded {
+        Some(encoded) => sampling.note_blocks(task.layer, encoded),
+        None => task.under_way = Some(Box::new(under_way)),
+    }
+    Ok(encoded)
 }
 
 /// Encodes with the tables that exist, and measures all blocks or none.
@@ -145,24 +158,58 @@ pub(crate) fn encode_as(
     encode_all(codec, layer, &blocks, &vec![measured; blocks.count])
 }
 
-/// Encodes all blocks. When a sampled one is over its bound, the others are measured too.
-fn encode_sampled<R: Fn(usize, &mut WidenedBlock) + Sync>(
-    codec: &ModelCodec,
-    layer: LayerIndex,
-    blocks: &BlockReader<R>,
-    sampling: &mut Sampling,
-) -> Vec<Result<EncodedPages, BackendError>> {
-    let due = sampling.due(layer, blocks.count);
-    let mut encoded = encode_all(codec, layer, blocks, &due);
-    if Sampling::is_alarming(&encoded) {
-        let all = encoded.par_iter_mut().zip(&due).enumerate();
-        let unmeasured = all.filter(|(_, (_, due))| !**due);
-        unmeasured.for_each(|(index, (pages, _))| {
-            *pages = blocks.with(index, |block| encode_one(codec, layer, block, true));
-        });
+/// Blocks of one call, some of which are encoded.
+struct BlocksUnderWay {
+    /// Which are measured.
+    due: Vec<bool>,
+    encoded: Vec<Option<Result<EncodedPages, BackendError>>>,
+    /// Whether all are measured since one was found over its bound.
+    is_alarmed: bool,
+}
+
+impl BlocksUnderWay {
+    fn new(due: Vec<bool>) -> Self {
+        let encoded = due.iter().map(|_| None).collect();
+        Self { due, encoded, is_alarmed: false }
     }
-    sampling.note_blocks(layer, &encoded);
-    encoded
+
+    /// Encodes what is left, one block at least. When a sampled one is over its bound, the others
+    /// are encoded again and measured too. `None` when the slice is over before.
+    fn go_on<R: Fn(usize, &mut WidenedBlock) + Sync>(
+        &mut self,
+        codec: &ModelCodec,
+        layer: LayerIndex,
+        blocks: &BlockReader<R>,
+        stop: &Stop,
+    ) -> Option<EncodedBlocks> {
+        let is_first = AtomicBool::new(true);
+        loop {
+            let encode = |index: usize, due: bool| {
+                // Whatever waits, a slice brings the work further.
+                let goes_on = is_first.swap(false, Ordering::Relaxed) || !stop.slice_is_over();
+                goes_on.then(|| blocks.with(index, |block| encode_one(codec, layer, block, due)))
+            };
+            let left = self.encoded.iter_mut().zip(&self.due).enumerate();
+            let left: Vec<_> = left.filter(|(_, (encoded, _))| encoded.is_none()).collect();
+            // One block is not worth telling other threads of.
+            if left.len() == 1 {
+                left.into_iter().for_each(|(index, (to, due))| *to = encode(index, *due));
+            } else {
+                left.into_par_iter().for_each(|(index, (to, due))| *to = encode(index, *due));
+            }
+            if self.encoded.iter().any(Option::is_none) {
+                return None;
+            }
+            let encoded: EncodedBlocks = self.encoded.drain(..).flatten().collect();
+            if self.is_alarmed || !Sampling::is_alarming(&encoded) {
+                return Some(encoded);
+            }
+            self.is_alarmed = true;
+            let kept = encoded.into_iter().zip(&self.due);
+            self.encoded = kept.map(|(pages, due)| due.then_some(pages)).collect();
+            self.due.fill(true);
+        }
+    }
 }
 
 /// Encodes blocks, and measures those that are due.
@@ -171,7 +218,7 @@ fn encode_all<R: Fn(usize, &mut WidenedBlock) + Sync>(
     layer: LayerIndex,
     blocks: &BlockReader<R>,
     due: &[bool],
-) -> Vec<Result<EncodedPages, BackendError>> {
+) -> EncodedBlocks {
     let one = |(index, due): (usize, &bool)| {
         blocks.with(index, |block| encode_one(codec, layer, block, *due))
     };
@@ -215,6 +262,7 @@ mod tests {
     use crate::sampling::SAMPLE_INTERVAL;
     use kvd_codec::resolve_spec;
     use kvd_core::{DType, RopePairing};
+    use std::sync::Arc;
 
     const LAYER: LayerIndex = LayerIndex(0);
 
@@ -230,6 +278,19 @@ mod tests {
         };
         let spec = "k=uniform(b=4,axis=block); v=raw; k.bound=0.1";
         ModelCodec::new(geometry, resolve_spec(spec).unwrap(), None).unwrap()
+    }
+
+    /// Blocks of one call, in one slice.
+    fn encode_sampled(
+        codec: &ModelCodec,
+        layer: LayerIndex,
+        blocks: &BlockReader<impl Fn(usize, &mut WidenedBlock) + Sync>,
+        sampling: &mut Sampling,
+    ) -> EncodedBlocks {
+        let mut under_way = BlocksUnderWay::new(sampling.due(layer, blocks.count));
+        let encoded = under_way.go_on(codec, layer, blocks, &Stop::never()).unwrap();
+        sampling.note_blocks(layer, &encoded);
+        encoded
     }
 
     /// One range for a page of even values is fine; one spike in it takes all other levels.
@@ -282,5 +343,34 @@ mod tests {
         assert!(run(&[false; 15]).iter().all(|seen| *seen == (true, 0)));
         // The alarm has ended with that.
         assert_eq!(run(&[true]), [(false, 0)]);
+    }
+
+    #[test]
+    fn slices_of_a_block_make_the_pages_of_one_call() {
+        let spikes = [false, true, false, true, true];
+        let read = |index: usize, to: &mut WidenedBlock| *to = block(spikes[index]);
+        let blocks = BlockReader { count: spikes.len(), read };
+        // The first is measured and keeps the bound; the second, where an alarm begins, does not.
+        for due in [[true, false, false, false, false], [false, true, false, false, false]] {
+            let whole = BlocksUnderWay::new(due.to_vec())
+                .go_on(&codec(), LAYER, &blocks, &Stop::never())
+                .unwrap();
+            let (mut sliced, mut slices) = (BlocksUnderWay::new(due.to_vec()), 1);
+            let stop = Stop { outrun: Arc::new(true.into()), ..Stop::never() };
+            let sliced = loop {
+                match sliced.go_on(&codec(), LAYER, &blocks, &stop) {
+                    Some(encoded) => break encoded,
+                    None => slices += 1,
+                }
+            };
+            let is_alarmed = due[1];
+            assert_eq!(slices, if is_alarmed { 5 + 4 } else { 5 });
+            for (one, other) in whole.iter().zip(&sliced) {
+                let [one, other] = [one, other].map(|pages| pages.as_ref().unwrap());
+                assert_eq!((&one.bytes, &one.page_ends), (&other.bytes, &other.page_ends));
+                assert_eq!(one.sampled.is_some(), other.sampled.is_some());
+            }
+            assert_eq!(whole.iter().flatten().all(|pages| pages.sampled.is_some()), is_alarmed);
+        }
     }
 }

@@ -100,8 +100,8 @@ mod vq;
 
 use crate::{
     AppendSteps, AttendBackend, AttendPlan, AttendTask, Attended, BackendError, DeviceInfo,
-    EncodeSource, EncodedPages, IncomingRows, LoadPlan, LoadedRows, ModelBytes, PageBackend,
-    RawTarget, RegionBackend, Sampling, Source, Stop,
+    EncodeSource, EncodeTask, EncodedBlocks, EncodedPages, IncomingRows, LoadPlan, LoadedRows,
+    ModelBytes, PageBackend, RawTarget, RegionBackend, Sampling, Source, Stop,
 };
 pub use arena::ArenaError;
 use arena::HostArena;
@@ -493,10 +493,26 @@ impl AppendSteps for CpuBackend {
         model: ModelId,
         layer: LayerIndex,
         blocks: &[EncodeSource],
-    ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
+    ) -> Result<EncodedBlocks, BackendError> {
+        let blocks = blocks.to_vec();
+        let mut task = EncodeTask { model, layer, blocks, under_way: None };
+        let never = Stop::never();
+        loop {
+            if let Some(encoded) = self.encode_slice(&mut task, &never)? {
+                return Ok(encoded);
+            }
+        }
+    }
+
+    fn encode_slice(
+        &mut self,
+        task: &mut EncodeTask,
+        stop: &Stop,
+    ) -> Result<Option<EncodedBlocks>, BackendError> {
+        let model = task.model;
         let state = self.models.get_mut(&model).ok_or(BackendError::UnknownModel(model))?;
         let (arena, codec, sampling) = (&self.arena, &mut state.codec, &mut state.sampling);
-        self.threads.install(|| encode::encode_blocks(arena, codec, layer, blocks, sampling))
+        self.threads.install(|| encode::encode_slice(arena, codec, sampling, task, stop))
     }
 
     fn set_queries(

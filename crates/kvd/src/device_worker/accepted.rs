@@ -32,7 +32,8 @@ impl AcceptedJob {
         }
     }
 
-    /// Takes the job out of the queue, if it waits there; not out of a pass of several.
+    /// Takes the job out of the queue, if it waits there; not out of a pass of several, and not a
+    /// store that has begun.
     pub(super) fn withdraw_job(&self) -> Option<WaitingJob<QueuedJob>> {
         let shared = &self.handles.shared;
         let mut queue = shared.queue.lock();

@@ -4,9 +4,10 @@
 //! that finds the device idle and nothing waiting, the thread that asks for it (`by_caller`). Jobs
 //! run one after another, so bytes written by one are visible to all later ones; in which order,
 //! the scheduler says ([`crate::scheduler`]). An attend pauses after [`SLICE`] while others wait,
-//! and at once for a namespace that has had less (`running`). A job whose caller leaves is taken
-//! out of the queue at once; one that runs is told to stop. A full queue is an answer, except
-//! for messages of streams. Attends that read mostly the same pages go in one pass (`merged`).
+//! and at once for a namespace that has had less, a store at once for attends (`running`). A job
+//! whose caller leaves is taken out of the queue at once; one that runs is told to stop, a store
+//! that has begun is finished. A full queue is an answer, except for messages of streams. Attends
+//! that read mostly the same pages go in one pass (`merged`).
 
 mod accepted;
 mod by_caller;
@@ -20,7 +21,7 @@ pub(crate) use job::{AskedWork, DeviceJob, DeviceWork, JobCaller};
 pub use thread::DeviceWorkerThread;
 
 use crate::metrics::{DeviceMetrics, Metrics};
-use crate::scheduler::{JobKind, JobScheduler, OwnerKey, RunningAttend, WaitingJob};
+use crate::scheduler::{JobKind, JobScheduler, OwnerKey, WaitingJob};
 use crate::service::{CallContext, ServiceError};
 use by_caller::{BegunJob, CallerStep};
 use job::CustomJob;
@@ -29,6 +30,7 @@ use kvd_core::{ErrorCode, Namespace};
 use kvd_store::{QuotaKind, QuotaTable};
 use merged::MergedAttends;
 use parking_lot::{Condvar, Mutex};
+use running::RunningJob;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -96,9 +98,11 @@ struct WorkerState {
     waiting: Arc<AtomicUsize>,
     /// Those of them that are no transfers: what a running transfer looks at.
     waiting_first: Arc<AtomicUsize>,
+    /// Those that are attends: what a running store looks at.
+    waiting_attends: Arc<AtomicUsize>,
     /// Set when a caller leaves: what merged attends look at.
     left: Arc<AtomicBool>,
-    /// Set when an attend comes that goes before the one that has the device.
+    /// Set when an attend comes that goes before the job that has the device.
     outrun: Arc<AtomicBool>,
     failed: AtomicBool,
     stopped: Arc<AtomicBool>,
@@ -113,8 +117,8 @@ struct JobQueue {
     device: Option<Box<dyn Backend>>,
     /// Whether a caller has taken it, who looks after the thread when it gives it back.
     is_lent: bool,
-    /// The attend that has the device, or had it last.
-    running: Option<RunningAttend>,
+    /// The job that has the device, or had it last.
+    running: Option<RunningJob>,
     /// Whether no more are taken.
     closed: bool,
     /// About how long a job takes, by kind.
@@ -192,13 +196,6 @@ impl WorkerState {
         let message = "the daemon has stopped its device; retry on its successor";
         ServiceError::new(ErrorCode::ShuttingDown, message)
     }
-
-    /// Says how many jobs wait, to those that run.
-    fn count_waiting(&self, queue: &JobQueue) {
-        let all: usize = queue.jobs.waiting_jobs().iter().sum();
-        self.waiting.store(all, Ordering::Release);
-        self.waiting_first.store(all - queue.jobs.waiting_transfers(), Ordering::Release);
-    }
 }
 
 fn device_failed() -> ServiceError {
@@ -235,6 +232,7 @@ impl DeviceWorker {
             changed: Condvar::new(),
             waiting: Arc::default(),
             waiting_first: Arc::default(),
+            waiting_attends: Arc::default(),
             left: Arc::default(),
             outrun: Arc::default(),
             failed: AtomicBool::new(false),

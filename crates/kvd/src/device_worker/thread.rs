@@ -80,9 +80,27 @@ impl WorkerState {
     pub(super) fn slice_of(&self, kind: JobKind, began: Instant) -> Slice {
         let (time, waiting) = match kind {
             JobKind::Transfer => (TRANSFER_SLICE, &self.waiting_first),
+            JobKind::Store => (SLICE, &self.waiting_attends),
             _ => (SLICE, &self.waiting),
         };
         Slice { ends: began + time, waiting: waiting.clone() }
+    }
+
+    /// What a job looks at that begins now, or goes on. A store that has begun does not end early.
+    fn stop_of<W>(&self, ticket: &JobTicket, entry: &QueuedJob<W>, began: Instant) -> Stop {
+        let slice = Some(self.slice_of(ticket.kind, began));
+        let outrun = self.outrun.clone();
+        if ticket.kind == JobKind::Store && !entry.cost.is_zero() {
+            return Stop { slice, outrun, ..Stop::never() };
+        }
+        Stop {
+            cancelled: entry.cancelled.clone(),
+            shutting_down: self.stopped.clone(),
+            deadline: entry.deadline,
+            slice,
+            pause: None,
+            outrun,
+        }
     }
 }
 
@@ -142,7 +160,11 @@ impl WorkerThread {
             let next = loop {
                 if !queue.is_lent {
                     if self.shared.stopped.load(Ordering::Acquire) {
-                        return NextStep::End;
+                        let has_failed = self.shared.failed.load(Ordering::Acquire);
+                        // Like any job that runs it is finished.
+                        let begun = if has_failed { None } else { queue.jobs.take_begun() };
+                        let Some(begun) = begun else { return NextStep::End };
+                        break begun;
                     }
                     if self.shared.failed.load(Ordering::Acquire) && !self.failure_told {
                         self.failure_told = true;
@@ -255,14 +277,7 @@ impl WorkerThread {
             record_wait(&entry.span, waited);
         }
         let began = Instant::now();
-        let stop = Stop {
-            cancelled: entry.cancelled.clone(),
-            shutting_down: self.shared.stopped.clone(),
-            deadline: entry.deadline,
-            slice: Some(self.shared.slice_of(ticket.kind, began)),
-            pause: None,
-            outrun: self.shared.outrun.clone(),
-        };
+        let stop = self.shared.stop_of(&ticket, &entry, began);
         let Some(backend) = self.backend.as_deref_mut() else { return false };
         // After a panic the device's state is unknown, as after an error that sticks: it is never
         // called again.
@@ -283,8 +298,10 @@ impl WorkerThread {
             }
             Ok(JobStep::Paused(job)) => {
                 let (entry, ()) = entry.swap_work(QueuedWork::One(job));
+                if ticket.kind == JobKind::Store {
+                    queue.jobs.keep_begun(ticket, entry);
                 // Whoever leaves looks for it under the same lock.
-                if entry.cancelled.load(Ordering::Acquire) {
+                } else if entry.cancelled.load(Ordering::Acquire) {
                     self.metrics.abandoned_during.increment(1);
                     given_up = Some(entry);
                 } else {

@@ -1,7 +1,9 @@
 //! Packed blocks of a store: what came of each, told to the ticket, the metrics and the log.
 
 use super::{RegisteredModel, ServiceError, plan};
-use kvd_compute::{AppendOutcome, AppendPlan, AppendRows, Backend, BlockAnswer, EncodedPages};
+use kvd_compute::{
+    AppendOutcome, AppendPlan, AppendRows, AppendTask, Backend, BlockAnswer, EncodedPages, Stop,
+};
 use kvd_store::{ArenaPool, PackBatch, PackedPages, ReservedSlot};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -19,29 +21,69 @@ pub(super) fn pack_blocks(
     if batch.tasks.is_empty() {
         return Ok(Vec::new());
     }
-    append_blocks(backend, pool, model, batch, &plan::plan_packing(model, batch, AppendRows::None))
+    let plan = plan::plan_packing(model, batch, AppendRows::None);
+    AppendUnderWay::new(plan).finish_append(backend, PackSite { pool, model, batch })
 }
 
-/// Carries out the plan of a batch.
-///
-/// # Errors
-/// As [`pack_blocks`].
-pub(super) fn append_blocks(
-    backend: &mut dyn Backend,
-    pool: &Arc<ArenaPool>,
-    model: &RegisteredModel,
-    batch: &PackBatch<'_>,
-    plan: &AppendPlan,
-) -> Result<Vec<Option<PackedPages>>, ServiceError> {
-    let mut slots = Vec::new();
-    let appended = backend.append(plan, &mut |bytes| {
-        let slot = pool.reserve_pages_for(&model.shape.namespace, bytes).ok()?;
-        let extent = slot.extent();
-        slots.push(slot);
-        Some(extent)
-    });
-    let appended = appended.inspect_err(|_| plan::give_back_queries(model, plan))?;
-    Ok(settle_blocks(model, batch, slots, appended))
+/// What an append is of: where its pages go, its model and its blocks.
+#[derive(Clone, Copy)]
+pub(super) struct PackSite<'a> {
+    pub(super) pool: &'a Arc<ArenaPool>,
+    pub(super) model: &'a RegisteredModel,
+    pub(super) batch: &'a PackBatch<'a>,
+}
+
+/// A plan that the device carries out, and the slots of blocks that it has packed. Dropped before
+/// its end it gives them back.
+pub(super) struct AppendUnderWay {
+    task: AppendTask,
+    slots: Vec<ReservedSlot>,
+}
+
+impl AppendUnderWay {
+    pub(super) fn new(plan: AppendPlan) -> Self {
+        Self { task: AppendTask::new(plan), slots: Vec::new() }
+    }
+
+    /// Goes on until all is written and packed or, `None`, the slice is over.
+    ///
+    /// # Errors
+    /// Those of the device; nothing is packed then.
+    pub(super) fn go_on(
+        &mut self,
+        backend: &mut dyn Backend,
+        site: PackSite<'_>,
+        stop: &Stop,
+    ) -> Result<Option<Vec<Option<PackedPages>>>, ServiceError> {
+        let PackSite { pool, model, batch } = site;
+        let Self { task, slots } = self;
+        let mut reserve = |bytes| {
+            let slot = pool.reserve_pages_for(&model.shape.namespace, bytes).ok()?;
+            let extent = slot.extent();
+            slots.push(slot);
+            Some(extent)
+        };
+        let appended = backend.append_slice(task, &mut reserve, stop);
+        let appended = appended.inspect_err(|_| plan::give_back_queries(model, task.plan()))?;
+        let settle = |appended| settle_blocks(model, batch, std::mem::take(slots), appended);
+        Ok(appended.map(settle))
+    }
+
+    /// Goes on to the end.
+    ///
+    /// # Errors
+    /// As [`AppendUnderWay::go_on`].
+    pub(super) fn finish_append(
+        mut self,
+        backend: &mut dyn Backend,
+        site: PackSite<'_>,
+    ) -> Result<Vec<Option<PackedPages>>, ServiceError> {
+        loop {
+            if let Some(packed) = self.go_on(backend, site, &Stop::never())? {
+                return Ok(packed);
+            }
+        }
+    }
 }
 
 /// Takes note of what came of a batch's blocks; the answers are for its ticket. `slots` are

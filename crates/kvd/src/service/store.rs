@@ -1,7 +1,8 @@
 //! `StoreBlocks`: one range of one layer, from payload to published blocks.
 
 use super::budget::InFlight;
-use super::{CallContext, DeviceShard, RegisteredModel, Service, ServiceError, pack, plan};
+use super::pack::{AppendUnderWay, PackSite};
+use super::{CallContext, DeviceShard, RegisteredModel, Service, ServiceError, plan};
 use crate::device_worker::DeviceWork;
 use crate::scheduler::JobKind;
 use kvd_compute::{AppendRows, Backend, IncomingRows, RegionRows, Stop, content_hash};
@@ -12,7 +13,7 @@ use kvd_store::{
 };
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The answer to one stored range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,6 +76,8 @@ impl Service {
             store,
             model,
             append: Some(append),
+            begun: None,
+            took: Duration::ZERO,
             content_hash: hash,
             rows,
             _inflight: inflight,
@@ -221,32 +224,57 @@ pub(crate) struct StoreJob {
     model: Arc<RegisteredModel>,
     /// None once it has begun.
     append: Option<AskedAppend>,
+    begun: Option<BegunStore>,
+    /// Device time of slices before this one.
+    took: Duration,
     content_hash: u64,
     rows: IncomingRows,
     _inflight: InFlight,
+}
+
+/// A store that waits for attends to pass. Dropped before its end it undoes everything.
+struct BegunStore {
+    ticket: AppendTicket,
+    append: AppendUnderWay,
 }
 
 impl DeviceWork for StoreJob {
     type Reply = StoreReply;
 
     fn job_kind(&self) -> JobKind {
-        JobKind::Other
+        JobKind::Store
     }
 
     fn run_slice(
         &mut self,
         backend: &mut dyn Backend,
-        _: &Stop,
+        stop: &Stop,
     ) -> Result<Option<StoreReply>, ServiceError> {
         let began = Instant::now();
-        let Some(append) = self.append.take() else { return Ok(None) };
-        let ticket = match append.begin_append(&self.store, self.content_hash)? {
-            BegunAppend::Replayed { length } => return Ok(Some(StoreReply::of_replay(length))),
-            BegunAppend::Ticket(ticket) => ticket,
+        let mut store = match (self.begun.take(), self.append.take()) {
+            (Some(begun), _) => begun,
+            (None, Some(append)) => match append.begin_append(&self.store, self.content_hash)? {
+                BegunAppend::Replayed { length } => {
+                    return Ok(Some(StoreReply::of_replay(length)));
+                }
+                BegunAppend::Ticket(ticket) => {
+                    let rows = AppendRows::Host(self.rows.clone());
+                    let plan = plan::plan_append(&self.model, &ticket, rows);
+                    BegunStore { ticket, append: AppendUnderWay::new(plan) }
+                }
+            },
+            (None, None) => return Ok(None),
         };
-        let rows = AppendRows::Host(self.rows.clone());
-        let reply = execute_store(backend, self.store.pool(), &self.model, ticket, rows)?;
-        self.model.metrics.store.record_job(began.elapsed());
+        let (pool, model) = (self.store.pool(), &*self.model);
+        let batch = store.ticket.pack_batch();
+        let site = PackSite { pool, model, batch: &batch };
+        let Some(packed) = store.append.go_on(backend, site, stop)? else {
+            self.took += began.elapsed();
+            self.begun = Some(store);
+            return Ok(None);
+        };
+        let reply = publish_ticket(model, store.ticket, packed);
+        self.model.metrics.store.record_job(self.took + began.elapsed());
         Ok(Some(reply))
     }
 }
@@ -318,8 +346,8 @@ pub(super) fn fill_ticket(
     ticket: &AppendTicket,
     rows: AppendRows,
 ) -> Result<Vec<Option<PackedPages>>, ServiceError> {
-    let plan = plan::plan_append(model, ticket, rows);
-    pack::append_blocks(backend, pool, model, &ticket.pack_batch(), &plan)
+    let append = AppendUnderWay::new(plan::plan_append(model, ticket, rows));
+    append.finish_append(backend, PackSite { pool, model, batch: &ticket.pack_batch() })
 }
 
 /// Makes what a ticket stores visible.

@@ -1,7 +1,7 @@
 //! A service, and a device that tells what was asked of it.
 
 use crate::config::{Config, ConfigOverrides};
-use crate::device_worker::{DeviceWorker, WorkerLimits};
+use crate::device_worker::{DeviceWorker, DeviceWorkerThread, WorkerLimits};
 use crate::metrics::Metrics;
 use crate::quotas::NamespaceQuotas;
 use crate::service::tiers::CacheTiers;
@@ -12,7 +12,7 @@ use bytes::Bytes;
 use kvd_codec::{LayerPages, ModelCodec};
 use kvd_compute::{
     AppendSteps, AttendBackend, AttendTask, Attended, Backend, BackendError, CpuBackend,
-    CpuOptions, EncodeSource, EncodedPages, PageBackend, Stop, TransferBackend,
+    CpuOptions, EncodeTask, EncodedBlocks, PageBackend, Stop, TransferBackend,
 };
 use kvd_core::{
     DType, ErrorCode, Extent, Geometry, LayerIndex, ModelId, Namespace, RopePairing, SequenceId,
@@ -30,7 +30,7 @@ use std::time::Duration;
 #[derive(Default)]
 pub(super) struct Probe {
     pub(super) models: Mutex<BTreeSet<ModelId>>,
-    /// Blocks of each call of `encode`.
+    /// Blocks of each call that encodes, however many slices it takes.
     pub(super) encoded: Mutex<Vec<usize>>,
     pub(super) faults: InjectedFaults,
     /// Whether blocks neither leave the device nor come back.
@@ -45,6 +45,12 @@ pub(super) struct Probe {
     pub(super) attended_on: Mutex<Option<ThreadId>>,
     /// Event of the next of them.
     pub(super) next_slice: Mutex<SliceEvent>,
+    /// Calls that encode or attend, in their order.
+    pub(super) calls: Mutex<Vec<DeviceCall>>,
+    /// The next call of `encode_slice` tells that it has begun, and waits.
+    pub(super) encode_gate: Mutex<Option<CallGate>>,
+    /// The device's thread.
+    pub(super) thread: Mutex<Option<DeviceWorkerThread>>,
     /// `register` waits for this.
     pub(super) register_gate: Mutex<Option<mpsc::Receiver<()>>>,
 }
@@ -61,6 +67,22 @@ pub(super) enum SliceEvent {
     Wait(mpsc::Receiver<()>),
     /// It has so many units first, which end early where a pause is wanted at once.
     Units(CountedUnits),
+}
+
+/// A call of the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum DeviceCall {
+    Attend,
+    /// Whether it gave way.
+    Encode {
+        paused: bool,
+    },
+}
+
+/// A call that tells that it has begun, and ends when it may.
+pub(super) struct CallGate {
+    pub(super) begun: mpsc::SyncSender<()>,
+    pub(super) go: mpsc::Receiver<()>,
 }
 
 /// Units of a slice. The second tells that it has begun, and ends when it may.
@@ -143,14 +165,23 @@ impl ForwardingBackend for Device {
         self.inner.unregister(model);
     }
 
-    fn encode(
+    fn encode_slice(
         &mut self,
-        model: ModelId,
-        layer: LayerIndex,
-        blocks: &[EncodeSource],
-    ) -> Result<Vec<Result<EncodedPages, BackendError>>, BackendError> {
-        self.probe.encoded.lock().push(blocks.len());
-        self.inner.encode(model, layer, blocks)
+        task: &mut EncodeTask,
+        stop: &Stop,
+    ) -> Result<Option<EncodedBlocks>, BackendError> {
+        if task.under_way.is_none() {
+            self.probe.encoded.lock().push(task.blocks.len());
+        }
+        let gate = self.probe.encode_gate.lock().take();
+        if let Some(CallGate { begun, go }) = gate {
+            begun.send(()).unwrap();
+            go.recv().unwrap();
+        }
+        let untimed = Stop { slice: None, ..stop.clone() };
+        let encoded = self.inner.encode_slice(task, &untimed)?;
+        self.probe.calls.lock().push(DeviceCall::Encode { paused: encoded.is_none() });
+        Ok(encoded)
     }
 
     fn attend_slice(
@@ -159,6 +190,7 @@ impl ForwardingBackend for Device {
         stop: &Stop,
     ) -> Result<Option<Attended>, BackendError> {
         *self.probe.attended_on.lock() = Some(thread::current().id());
+        self.probe.calls.lock().push(DeviceCall::Attend);
         *self.probe.slices.lock() += 1;
         self.probe.asked.lock().push(task.plan.query_tokens());
         let event = std::mem::take(&mut *self.probe.next_slice.lock());
@@ -252,7 +284,10 @@ pub(super) fn several(
         let inner = CpuBackend::new(options).unwrap();
         let device = Box::new(Device { inner, probe: probe.clone() });
         // The thread ends with the last handle on the worker.
-        DeviceWorker::start_thread(device, limits.clone(), &metrics, || {}).unwrap().0
+        let started = DeviceWorker::start_thread(device, limits.clone(), &metrics, || {});
+        let (worker, thread) = started.unwrap();
+        *probe.thread.lock() = Some(thread);
+        worker
     };
     let workers = probes.iter().map(start).collect();
     let ids = draw_ids().unwrap();

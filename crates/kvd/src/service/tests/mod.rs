@@ -14,5 +14,6 @@ mod publish;
 mod queries;
 mod sessions;
 mod shares;
+mod sliced_stores;
 mod tiers;
 mod unregister;
