@@ -267,12 +267,19 @@ impl<J> JobScheduler<J> {
         self.transfers.len()
     }
 
-    /// Jobs that have a place, attends and others.
+    /// Jobs that have a place, attends and others. A store that has begun has none, as one that
+    /// runs.
     pub(crate) fn counted_jobs(&self) -> [usize; 2] {
         let after_all = self.after_all.iter().chain(&self.transfers);
-        let after_all = after_all.chain(&self.begun_store);
         let after_all = after_all.filter(|waiting| waiting.ticket.is_counted).count();
         [self.attends.counted, self.others.counted + after_all]
+    }
+
+    /// Jobs that wait without a place, attends and others.
+    pub(crate) fn uncounted_jobs(&self) -> [usize; 2] {
+        let ([attends, others], counted) = (self.waiting_jobs(), self.counted_jobs());
+        let others = others - usize::from(self.begun_store.is_some());
+        [attends - counted[0], others - counted[1]]
     }
 
     /// The next job's name.
@@ -572,6 +579,9 @@ mod tests {
         let ticket = store.ticket.clone();
         scheduler.keep_begun(store.ticket, store.job);
         assert!(scheduler.remove(&ticket).is_none());
+        // It has no place, and is no message that waits.
+        assert_eq!((scheduler.counted_jobs(), scheduler.uncounted_jobs()), ([0; 2], [0; 2]));
+        assert_eq!(scheduler.waiting_jobs(), [0, 1]);
         push_of(&mut scheduler, owner(2), JobKind::Store, 101);
         push_of(&mut scheduler, owner(2), JobKind::Other, 102);
         push_of(&mut scheduler, owner(3), JobKind::Attend, 0);

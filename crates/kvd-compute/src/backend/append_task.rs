@@ -41,6 +41,9 @@ struct BlockBatch {
     encoding: EncodeTask,
     /// Those that are encoded and not placed.
     encoded: Option<std::vec::IntoIter<Result<EncodedPages, BackendError>>>,
+    /// How many of them are placed together: up to the last whose pages the device holds, which
+    /// are lost with its next call of another.
+    held: usize,
 }
 
 /// State of an append after a piece.
@@ -48,7 +51,7 @@ struct BlockBatch {
 enum AfterPiece {
     /// More pieces are left.
     More,
-    /// What has the device was told to pause before it was done.
+    /// The job at work was told to pause before it was done.
     Paused,
     Done,
 }
@@ -197,7 +200,7 @@ impl AppendTask {
         }
         if batch.encoded.is_none() {
             match backend.encode_slice(&mut batch.encoding, stop) {
-                Ok(Some(encoded)) => batch.encoded = Some(encoded.into_iter()),
+                Ok(Some(encoded)) => batch.take_encoded(encoded),
                 Ok(None) => {
                     self.batch = Some(batch);
                     return Ok(AfterPiece::Paused);
@@ -209,14 +212,13 @@ impl AppendTask {
                 }
             }
         }
-        // What the device holds is lost with the next call of another.
         while let Some(block) = batch.encoded.as_mut().and_then(Iterator::next) {
-            let is_held = block.as_ref().is_ok_and(|pages| pages.held.is_some());
             if !self.place_block(backend, block, reserve) {
                 self.is_packed = true;
                 return Ok(AfterPiece::Done);
             }
-            if !is_held {
+            batch.held = batch.held.saturating_sub(1);
+            if batch.held == 0 {
                 self.batch = batch.has_encoded().then_some(batch);
                 return Ok(AfterPiece::More);
             }
@@ -245,7 +247,7 @@ impl AppendTask {
         let sources = plan.blocks[blocks.clone()].iter().map(|block| block.source).collect();
         let (model, layer) = (plan.model, plan.layer);
         let encoding = EncodeTask { model, layer, blocks: sources, under_way: None };
-        BlockBatch { keeps: blocks, encoding, encoded: None }
+        BlockBatch { keeps: blocks, encoding, encoded: None, held: 0 }
     }
 
     /// Moves the pages of a block to a slot. False where the pool has no room for them: then it has
@@ -275,6 +277,14 @@ impl BlockBatch {
         self.keeps.find_map(|index| blocks[index].keep.as_ref())
     }
 
+    fn take_encoded(&mut self, encoded: Vec<Result<EncodedPages, BackendError>>) {
+        let is_held = |block: &Result<EncodedPages, BackendError>| {
+            block.as_ref().is_ok_and(|pages| pages.held.is_some())
+        };
+        self.held = encoded.iter().rposition(is_held).map_or(0, |last| last + 1);
+        self.encoded = Some(encoded.into_iter());
+    }
+
     /// Whether blocks are left to be placed.
     fn has_encoded(&self) -> bool {
         self.encoded.as_ref().is_some_and(|left| left.len() > 0)
@@ -291,7 +301,9 @@ fn tokens_of_piece(rows: &IncomingRows, left: u32) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{CpuBackend, CpuOptions, EncodeSource, PageBackend, RawTarget, TransferBackend};
+    use crate::{
+        CpuBackend, CpuOptions, EncodeSource, HeldPages, PageBackend, RawTarget, TransferBackend,
+    };
     use bytes::Bytes;
     use kvd_codec::{ModelCodec, resolve_spec};
     use kvd_core::{DType, Extent, Geometry, LayerIndex, ModelId, RopePairing};
@@ -407,6 +419,32 @@ mod tests {
         // Keys and values are tested, four blocks written, a batch begun, three blocks encoded, the
         // fourth encoded and a block placed, the other three placed; the last finds nothing left.
         assert_eq!((whole.slices, sliced.slices), (1, 2 + 4 + 1 + 3 + 1 + 3 + 1));
+    }
+
+    #[test]
+    fn no_piece_ends_before_the_last_block_that_the_device_holds() {
+        let (mut backend, stop) = (backend(32), Stop::never());
+        let mut task = AppendTask::new(packing());
+        while task.write_piece(&mut backend).unwrap() == AfterPiece::More {}
+        let mut at = PAGES;
+        let mut reserve = |len| {
+            at += len;
+            Some(Extent { offset: at - len, len })
+        };
+        // A batch begins, and its first block is placed.
+        for _ in 0..2 {
+            task.pack_piece(&mut backend, &mut reserve, &stop).unwrap();
+        }
+        assert_eq!(task.outcome.blocks.len(), 1);
+        let batch = task.batch.as_mut().unwrap();
+        let mut left: Vec<_> = batch.encoded.take().unwrap().collect();
+        left[1].as_mut().unwrap().held = Some(HeldPages { call: 1, block: 2 });
+        batch.take_encoded(left);
+        let mut placed = || {
+            task.pack_piece(&mut backend, &mut reserve, &stop).unwrap();
+            task.outcome.blocks.len()
+        };
+        assert_eq!([placed(), placed()], [3, 4]);
     }
 
     #[test]

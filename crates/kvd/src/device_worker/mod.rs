@@ -300,9 +300,7 @@ impl DeviceWorker {
 
     /// Jobs that wait and are messages of streams, by kind: they wait without a place.
     pub(crate) fn queued_stream_messages(&self) -> [usize; 2] {
-        let queue = self.handles.shared.queue.lock();
-        let (waiting, counted) = (queue.jobs.waiting_jobs(), queue.jobs.counted_jobs());
-        [0, 1].map(|kind: usize| waiting[kind] - counted[kind])
+        self.handles.shared.queue.lock().jobs.uncounted_jobs()
     }
 
     /// Jobs of a namespace that have a place in the queue; of the kind that has more.

@@ -10,6 +10,8 @@ use std::time::Instant;
 /// The job that has the device, or had it last, as those that come look at it.
 pub(super) enum RunningJob {
     Attend(RunningAttend),
+    /// A short one, which brings at least a layer.
+    Transfer,
     Other,
 }
 
@@ -23,7 +25,8 @@ impl WorkerState {
                 let namespace = ticket.owner.namespace.clone();
                 RunningJob::Attend(RunningAttend { namespace, began: Instant::now() })
             }
-            _ => RunningJob::Other,
+            JobKind::Transfer => RunningJob::Transfer,
+            JobKind::Store | JobKind::Other | JobKind::AfterAll => RunningJob::Other,
         });
     }
 
@@ -33,7 +36,7 @@ impl WorkerState {
         let goes_before = match queue.running.as_ref().filter(|_| is_attend) {
             Some(RunningJob::Attend(running)) => queue.jobs.goes_before(&coming.owner, running),
             Some(RunningJob::Other) => queue.jobs.attends_go_first(),
-            None => false,
+            Some(RunningJob::Transfer) | None => false,
         };
         if goes_before {
             self.outrun.store(true, Ordering::Release);

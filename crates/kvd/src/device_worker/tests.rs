@@ -251,6 +251,27 @@ async fn a_panic_ends_the_device_and_answers_those_that_wait() {
 }
 
 #[tokio::test]
+async fn an_attend_cuts_other_jobs_short_and_not_transfers() {
+    for (kind, is_cut) in [(JobKind::Other, true), (JobKind::Transfer, false)] {
+        let (worker, thread) = start();
+        let (begun, has_begun) = oneshot::channel();
+        let (go, gate) = mpsc::sync_channel::<()>(1);
+        let running = spawn(&worker, kind, call(), move || {
+            begun.send(()).unwrap();
+            let _ = gate.recv();
+        });
+        has_begun.await.unwrap();
+        let attend = spawn(&worker, JobKind::Attend, call(), || ());
+        queued(&worker, 1).await;
+        assert_eq!(worker.handles.shared.outrun.load(Ordering::Acquire), is_cut, "{kind:?}");
+        drop(go);
+        running.await.unwrap().unwrap();
+        attend.await.unwrap().unwrap();
+        assert!(thread.join_thread(PATIENCE));
+    }
+}
+
+#[tokio::test]
 async fn a_transfer_gives_way_to_others_and_not_to_transfers() {
     let (worker, thread) = start();
     let go = hold(&worker).await;

@@ -86,7 +86,7 @@ impl WorkerState {
         Slice { ends: began + time, waiting: waiting.clone() }
     }
 
-    /// What a job looks at that begins now, or goes on. A store that has begun does not end early.
+    /// The stop of a job that begins now, or goes on. A store that has begun does not end early.
     fn stop_of<W>(&self, ticket: &JobTicket, entry: &QueuedJob<W>, began: Instant) -> Stop {
         let slice = Some(self.slice_of(ticket.kind, began));
         let outrun = self.outrun.clone();

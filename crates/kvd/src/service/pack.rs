@@ -25,7 +25,7 @@ pub(super) fn pack_blocks(
     AppendUnderWay::new(plan).finish_append(backend, PackSite { pool, model, batch })
 }
 
-/// What an append is of: where its pages go, its model and its blocks.
+/// The target of an append: where its pages go, its model and its blocks.
 #[derive(Clone, Copy)]
 pub(super) struct PackSite<'a> {
     pub(super) pool: &'a Arc<ArenaPool>,

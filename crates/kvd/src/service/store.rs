@@ -234,8 +234,9 @@ pub(crate) struct StoreJob {
 
 /// A store that waits for attends to pass. Dropped before its end it undoes everything.
 struct BegunStore {
-    ticket: AppendTicket,
+    // First: slots are given back before the claim of their layer.
     append: AppendUnderWay,
+    ticket: AppendTicket,
 }
 
 impl DeviceWork for StoreJob {
