@@ -88,8 +88,11 @@ impl<W: DeviceWork> AskedWork<W> {
     }
 
     fn refuse_work(self, error: ServiceError) {
+        let Self { work, caller } = self;
+        // As above: a store that has begun holds slots.
+        drop(work);
         // Nobody may be there any more.
-        self.caller.tell_reply(Err(error));
+        caller.tell_reply(Err(error));
     }
 }
 
