@@ -45,6 +45,9 @@ pub(super) enum HostileInput {
     CommonPartOfSmall(f32),
     /// One token has most of the weight, and so do the values of every other token of the rest.
     CommonPartOfHalf(f32),
+    /// Half the tokens weigh half a unit and share one large channel; the others' values are so
+    /// many times noise, as are those of the token that weighs most.
+    SpikesOfHalf(f32),
     /// All tokens weigh alike; their values are ones or minus ones and add up to next to nothing.
     CancellingSigns,
     /// Magnitudes over twelve decades: of channels of queries, keys and values, of rows of values.
@@ -151,7 +154,7 @@ impl HostileInput {
                 Self::Decades(seed) => {
                     row.iter_mut().zip(decades(dim, seed)).for_each(|(q, size)| *q *= size);
                 }
-                Self::Drawn(_) => row[0] = (dim as f32).sqrt(),
+                Self::Drawn(_) | Self::SpikesOfHalf(_) => row[0] = (dim as f32).sqrt(),
                 _ => {}
             }
         }
@@ -233,6 +236,10 @@ impl HostileInput {
             Self::Decades(seed) => {
                 key.iter_mut().zip(decades(dim, seed + 1)).for_each(|(k, size)| *k *= size);
             }
+            Self::SpikesOfHalf(_) => {
+                key.fill(0.0);
+                key[0] = if token == 20 { 0.0 } else { -11.1 };
+            }
             Self::Drawn(seed) => {
                 key.fill(0.0);
                 key[0] = DrawnRows::from_seed(seed).score_of(token);
@@ -257,6 +264,10 @@ impl HostileInput {
             }
             Self::CommonPartOfHalf(rest) if token.is_multiple_of(2) => {
                 row.iter_mut().for_each(|v| *v = 1.0 + rest * *v);
+            }
+            Self::SpikesOfHalf(rest) => {
+                row.iter_mut().for_each(|v| *v *= rest);
+                row[5] += if token.is_multiple_of(2) { 0.0 } else { (dim as f32).sqrt() };
             }
             Self::CancellingSigns => row.fill(if token.is_multiple_of(2) { 1.0 } else { -1.0 }),
             Self::Decades(seed) => {

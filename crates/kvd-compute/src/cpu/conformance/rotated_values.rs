@@ -14,6 +14,7 @@ fn parts_that_values_share_behind_a_rotation_are_served_at_every_head_size() {
         HostileInput::CommonPartOfHalf(0.05),
         HostileInput::EqualWeights(7.0),
         HostileInput::CancellingSigns,
+        HostileInput::SpikesOfHalf(0.05),
     ];
     let by_token =
         ["b=2", "b=4", "b=8", "b=2,g=64", "b=4,g=64", "b=2,g=32", "b=4,g=32", "b=4,g=16"];
@@ -22,6 +23,8 @@ fn parts_that_values_share_behind_a_rotation_are_served_at_every_head_size() {
         "k=raw; v=hadamard/uniform(b=4,axis=token,mode=sym)",
         "k=raw; v=hadamard/uniform(b=4,axis=block)",
         "k=raw; v=hadamard/uniform(b=4,g=64,axis=channel)",
+        "k=raw; v=hadamard/uniform(b=5,g=64,axis=channel,mode=sym)",
+        "k=raw; v=hadamard/uniform(b=5,g=32,axis=channel,mode=hybrid)",
         "k=raw; v=hadamard/lloyd(b=4)",
         "k=raw; v=hadamard/lloyd(b=6)",
         "k=raw; v=hadamard/vq(d=2,b=4)",

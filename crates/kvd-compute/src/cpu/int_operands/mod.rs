@@ -193,6 +193,11 @@ impl IntOperands {
         }
     }
 
+    /// Whether all rows have two digits.
+    pub(crate) fn are_words(&self) -> bool {
+        self.single.is_none()
+    }
+
     /// Rounds the next rows of weights with other offsets, which are to change from page to page or
     /// tile to tile: weights that are alike in all of them then lose nothing together.
     pub(crate) fn change_offsets(&mut self) {

@@ -232,7 +232,8 @@ impl UniformValues {
             if hybrid {
                 let signs = self.sign_words(quads);
                 let signed = hybrid::SignedCodes { codes, signs };
-                if hybrid::has_dots(simd, signed, 1, weights.row_count()) {
+                let rows = weights.row_count();
+                if self.second.is_none() && hybrid::has_dots(simd, signed, 1, rows) {
                     self.add_signed(simd, codes, quads, tiles.start + index, weights, sums);
                     continue;
                 }
