@@ -22,6 +22,7 @@ fn parts_that_values_share_behind_a_rotation_are_served_at_every_head_size() {
     let others = [
         "k=raw; v=hadamard/uniform(b=4,axis=token,mode=sym)",
         "k=raw; v=hadamard/uniform(b=4,axis=block)",
+        "k=raw; v=hadamard/uniform(b=5,axis=block,mode=sym)",
         "k=raw; v=hadamard/uniform(b=4,g=64,axis=channel)",
         "k=raw; v=hadamard/uniform(b=5,g=64,axis=channel,mode=sym)",
         "k=raw; v=hadamard/uniform(b=5,g=32,axis=channel,mode=hybrid)",

@@ -5,7 +5,7 @@ use crate::cpu::int_dot::ROWS;
 use crate::cpu::int_operands::{IntOperands, IntRows, RoundedRow};
 use crate::cpu::scratch::ScratchVec;
 use crate::cpu::simd::{KernelConfig, Simd, per_level};
-use kvd_codec::{GroupAxis, HeadCodec, UniformMode};
+use kvd_codec::HeadCodec;
 use kvd_core::DType;
 
 /// Second terms of a few rows of weights.
@@ -18,13 +18,11 @@ pub(super) struct SecondTerms {
 impl SecondTerms {
     /// Those of a side where one term is not enough: behind a transform. A value that is large in
     /// one channel is as large in all of its coefficients, and what these lose alike the transform
-    /// adds up in that channel again. Weights that are rounded times steps around zero lose less:
-    /// the steps are those of their token.
+    /// adds up in that channel again.
     pub(super) fn of_side(config: KernelConfig, side: &HeadCodec) -> Option<Self> {
-        let groups = side.uniform_groups()?;
-        let by_step = groups.axis != GroupAxis::Channel && groups.mode != UniformMode::Asym;
+        side.uniform_groups()?;
         let parts = IntOperands::of_weights(config);
-        let needed = parts.are_words() && !by_step && !side.is_identity();
+        let needed = parts.are_words() && !side.is_identity();
         needed.then(|| Self {
             parts,
             steps: ScratchVec::default(),
