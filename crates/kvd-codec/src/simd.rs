@@ -140,8 +140,10 @@ impl WithSimd for MatrixRows<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { columns, dim, rows } = self;
-        if rows.len() == dim && multiply_row::<S, 8>(simd, columns, rows)
-            || rows.len() == dim && multiply_row::<S, 4>(simd, columns, rows)
+        let one_row = rows.len() == dim;
+        if one_row
+            && (multiply_row::<S, 8>(simd, columns, rows)
+                || multiply_row::<S, 4>(simd, columns, rows))
         {
             return;
         }

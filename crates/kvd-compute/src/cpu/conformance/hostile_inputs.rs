@@ -118,7 +118,7 @@ impl HostileInput {
 
     pub(super) fn queries(self, dim: usize, rows: usize) -> Vec<f32> {
         let mut q = values(rows * dim, 5);
-        for row in q.chunks_exact_mut(dim) {
+        for (index, row) in q.chunks_exact_mut(dim).enumerate() {
             match self {
                 Self::QueryChannel(large, _) => row[3] = large,
                 Self::QueryChannels => {
@@ -154,7 +154,8 @@ impl HostileInput {
                 Self::Decades(seed) => {
                     row.iter_mut().zip(decades(dim, seed)).for_each(|(q, size)| *q *= size);
                 }
-                Self::Drawn(_) | Self::SpikesOfHalf(_) => row[0] = (dim as f32).sqrt(),
+                Self::Drawn(_) => row[0] = (dim as f32).sqrt(),
+                Self::SpikesOfHalf(_) => row[0] = (dim as f32).sqrt() * (1.0 + 0.03 * index as f32),
                 _ => {}
             }
         }

@@ -14,7 +14,6 @@ fn parts_that_values_share_behind_a_rotation_are_served_at_every_head_size() {
         HostileInput::CommonPartOfHalf(0.05),
         HostileInput::EqualWeights(7.0),
         HostileInput::CancellingSigns,
-        HostileInput::SpikesOfHalf(0.05),
     ];
     let by_token =
         ["b=2", "b=4", "b=8", "b=2,g=64", "b=4,g=64", "b=2,g=32", "b=4,g=32", "b=4,g=16"];
@@ -47,6 +46,34 @@ fn parts_that_values_share_behind_a_rotation_are_served_at_every_head_size() {
             }
         }
     }
+    assert!(failed.is_empty(), "{} over the bound:\n{}", failed.len(), failed.join("\n"));
+}
+
+/// A spike in one channel is as large in all coefficients, and the transform adds their losses up.
+#[test]
+fn spikes_of_half_the_tokens_are_served_over_long_contexts() {
+    let (mut failed, mut most) = (Vec::new(), 0f64);
+    for name in [
+        "k=raw; v=hadamard/uniform(b=5,axis=block,mode=sym)",
+        "k=raw; v=hadamard/uniform(b=4,axis=block)",
+        "k=raw; v=hadamard/uniform(b=5,g=64,axis=channel)",
+        "k=raw; v=hadamard/uniform(b=5,axis=token,mode=sym)",
+        "k=raw; v=hadamard/lloyd(b=6)",
+        "kvd-2",
+        "kvd-2-fast",
+    ] {
+        for (rest, group) in [(0.0, 8), (0.001, 3), (0.05, 8), (0.3, 1)] {
+            let kind = HostileInput::SpikesOfHalf(rest);
+            let ask = Question { position: 1023, group, ..ASK };
+            for (simd, out, lse) in errors_over(&[64; 16], name, 256, kind, ask) {
+                most = most.max(out);
+                if out.max(lse) > SLACK {
+                    failed.push(format!("{name}, {rest}, {simd:?}: {out:.2} {lse:.2}"));
+                }
+            }
+        }
+    }
+    println!("at most {most:.2}");
     assert!(failed.is_empty(), "{} over the bound:\n{}", failed.len(), failed.join("\n"));
 }
 
