@@ -146,6 +146,7 @@ impl ModelCodec {
         let raw = HeadCodec {
             dim: head.dim,
             steps: Vec::new(),
+            offset: None,
             gain: None,
             query_metric: false,
             quantizer: Arc::new(FloatRows(self.geometry().dtype)),

@@ -97,9 +97,10 @@ impl SideBinder<'_> {
         let (variant, trained_tables) = (self.variant, self.spec.has_trained_tables());
         let tag = hash.digest() as u16;
         let per_row = quantizer.code_shape(dim).per_row;
-        Ok(HeadCodec {
+        let mut codec = HeadCodec {
             dim,
             steps,
+            offset: None,
             gain,
             query_metric: self.spec.transforms.contains(&Transform::QueryPca),
             quantizer,
@@ -108,7 +109,13 @@ impl SideBinder<'_> {
             trained_run: StreamRun { table: 0, first: 0, len: per_row },
             rung: false,
             tag,
-        })
+        };
+        if self.spec.transforms.contains(&Transform::Mean) {
+            let mut offset = vec![0.0; dim].into_boxed_slice();
+            codec.unfold_value(&vec![0.0; dim], 1.0, &mut offset);
+            codec.offset = Some(offset);
+        }
+        Ok(codec)
     }
 
     /// The median length of the head's rows, under `gain`.

@@ -212,6 +212,8 @@ pub(crate) trait HeadQuantizer: fmt::Debug + Send + Sync {
 pub struct HeadCodec {
     pub(crate) dim: usize,
     pub(crate) steps: Vec<TransformStep>,
+    /// The row whose coefficients are zeros, where that is not a row of zeros.
+    pub(crate) offset: Option<Box<[f32]>>,
     /// Median length of its rows, where shorter ones are raised.
     pub(crate) gain: Option<f32>,
     /// Whether equal errors of coefficients are equal errors of scores (`qpca`).
@@ -326,6 +328,12 @@ impl HeadCodec {
     #[must_use]
     pub fn is_identity(&self) -> bool {
         self.steps.is_empty()
+    }
+
+    /// The row whose coefficients are zeros, where that is not a row of zeros.
+    #[must_use]
+    pub fn offset(&self) -> Option<&[f32]> {
+        self.offset.as_deref()
     }
 
     /// Key side: writes `q'` with `q'·c == q·k` for the coefficients `c` of a key `k`

@@ -5,6 +5,7 @@
 use crate::cpu::attend_f64::{self, WideState};
 use crate::cpu::attend_job::{AttendJob, AttendUnit, group_size, payload_row};
 use crate::cpu::attend_unit;
+use crate::cpu::left_of_sums::LeftOfSums;
 use crate::cpu::loss::MergedRows;
 use crate::cpu::row_reader::LayerReader;
 use crate::cpu::scratch::ScratchVec;
@@ -16,9 +17,6 @@ use rayon::prelude::*;
 use smallvec::SmallVec;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
-
-/// Least share of the squares of coefficients that those of an output have, for f32 to do.
-const LEFT_LEAST: f64 = 1.0 / 64.0;
 
 /// Query rows times tokens of one piece of the second pass, at most: f64 takes ten times as long.
 const WIDE_COST_MAX: u64 = 1 << 15;
@@ -162,8 +160,8 @@ impl AttendProgress {
             return;
         }
         let unit = self.planned.groups[group].to_unit(job, 0..0);
-        let cancelled = self.reply.write_unit(job, &unit, &merged.states);
-        self.written.push_value(WrittenGroup { group, merged, cancelled });
+        let left = self.reply.write_unit(job, &unit, &merged.states);
+        self.written.push_value(WrittenGroup { group, merged, left });
     }
 
     /// Attends to rows in f64, and writes them in place of what the reply has.
@@ -317,8 +315,7 @@ fn run_here<P, T>(
 pub(super) struct WrittenGroup {
     group: usize,
     merged: UnitAnswer,
-    /// Rows of which transforms left little.
-    cancelled: Vec<usize>,
+    left: LeftOfSums,
 }
 
 impl WrittenGroup {
@@ -331,8 +328,8 @@ impl WrittenGroup {
         let of = &groups[self.group];
         let unit = &of.to_unit(job, 0..job.plan.queries[of.query].parts.len());
         let UnitAnswer { queries, states, losses } = &self.merged;
-        let rows = MergedRows { job, unit, queries, states, losses }
-            .not_served(&self.cancelled, LEFT_LEAST)?;
+        let rows =
+            MergedRows { job, unit, queries, states, losses, left: &self.left }.not_served()?;
         Ok(RepeatedRows { group: self.group, rows })
     }
 }
@@ -399,15 +396,15 @@ impl BatchReply {
         Self { dim, out, lse: vec![f32::NEG_INFINITY; rows] }
     }
 
-    /// Writes the rows of a unit, and returns those of which transforms left little: what f32 lost
-    /// of their coefficients then counts.
+    /// Writes the rows of a unit, and returns what was left of their sums: where that is little,
+    /// what the sums lost counts.
     fn write_unit(
         &mut self,
         job: &AttendJob<'_>,
         unit: &AttendUnit<'_>,
         merged: &[PartialState],
-    ) -> Vec<usize> {
-        let mut cancelled = Vec::new();
+    ) -> LeftOfSums {
+        let mut left = LeftOfSums::default();
         let side = job.reader.codec.head_codec(job.reader.layer, Side::Value, unit.head);
         let mut unfolded = ScratchVec::with_room(merged.len() * self.dim);
         merged.iter().for_each(|state| unfolded.extend_from_slice(&state.coefficients));
@@ -426,8 +423,8 @@ impl BatchReply {
             if state.coefficient_weight > 0.0 {
                 values.iter_mut().zip(unfolded).for_each(|(value, of)| *value += of);
             }
-            if state.coefficient_weight > 0.0 && has_cancelled(&values, &state.coefficients) {
-                cancelled.push(row);
+            if state.coefficient_weight > 0.0 {
+                left.take_row(row, &values, state, side.offset());
             }
             for value in &mut values[..] {
                 *value /= state.weight_sum;
@@ -435,7 +432,7 @@ impl BatchReply {
             let target = payload_row(job, unit, row);
             self.write_row(job.plan.dtype, target, &values, state.lse());
         }
-        cancelled
+        left
     }
 
     /// Writes row `target` of the batch.
@@ -444,35 +441,6 @@ impl BatchReply {
         self.lse[target] = lse;
         dtype.narrow_values(values, &mut self.out[target * bytes..][..bytes]);
     }
-}
-
-/// Whether values have less than [`LEFT_LEAST`] of the squares of the coefficients that they are
-/// made from.
-fn has_cancelled(values: &[f32], coefficients: &[f32]) -> bool {
-    let squares = |values: &[f32]| {
-        let (chunks, rest) = values.as_chunks::<16>();
-        let mut lanes = [0f32; 16];
-        for chunk in chunks {
-            lanes.iter_mut().zip(chunk).for_each(|(lane, value)| *lane += value * value);
-        }
-        lanes.iter().sum::<f32>() + rest.iter().map(|value| value * value).sum::<f32>()
-    };
-    let (left, of) = (squares(values), squares(coefficients));
-    // Far from the bound and from the ends of f32, its sums do.
-    if left > 2.0 * LEFT_LEAST as f32 * of && left > 1e-30 && of.is_finite() {
-        return false;
-    }
-    sum_of_squares(values) < LEFT_LEAST * sum_of_squares(coefficients)
-}
-
-/// The sum of squares, in f64: f32 holds neither those of tiny values nor those of huge ones.
-fn sum_of_squares(values: &[f32]) -> f64 {
-    let (chunks, rest) = values.as_chunks::<16>();
-    let mut lanes = [0f64; 16];
-    for chunk in chunks {
-        lanes.iter_mut().zip(chunk).for_each(|(lane, value)| *lane += f64::from(*value).powi(2));
-    }
-    lanes.iter().sum::<f64>() + rest.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>()
 }
 
 /// Bytes of the parts a plan names: what the compressed-throughput metric counts.

@@ -380,6 +380,7 @@ impl<'a> UnitState<'a> {
                     magnitude,
                     lost: values.joint_residual(row).abs() * magnitude,
                     folded: values.folded_loss(row),
+                    bias: values.largest_bias(),
                 });
                 loss.take_value_losses(losses.unwrap_or_default());
                 loss.held = held;

@@ -13,6 +13,7 @@ use std::sync::LazyLock;
 mod bits;
 mod code_looks;
 mod drawn_rows;
+mod drifted_rows;
 mod hostile;
 mod hostile_inputs;
 mod ragged;
@@ -188,13 +189,18 @@ pub(super) fn codec(geometry: &Geometry, name: &str) -> ModelCodec {
 }
 
 fn fitted(geometry: &Geometry, spec: &CodecSpec) -> Calibration {
+    let sampled = |side| values(512 * geometry.head_dim(side), 77);
+    fitted_on(geometry, spec, Side::BOTH.map(sampled))
+}
+
+/// A calibration on these rows of both sides, `[512, dim]`, the same for all heads.
+fn fitted_on(geometry: &Geometry, spec: &CodecSpec, sampled: [Vec<f32>; 2]) -> Calibration {
     let mut samples = Samples::new(geometry);
     for head in 0..HEADS {
         let queries = values(512 * geometry.head_dim(Side::Key), 78);
         samples.push_queries(LAYER, head, &queries).unwrap();
-        for side in Side::BOTH {
-            let rows = values(512 * geometry.head_dim(side), 77);
-            samples.push(LAYER, side, head, &rows).unwrap();
+        for (side, rows) in Side::BOTH.into_iter().zip(&sampled) {
+            samples.push(LAYER, side, head, rows).unwrap();
         }
     }
     fit_calibration(geometry, spec, &samples, 1, &mut |_| {}).unwrap()

@@ -9,6 +9,7 @@ use crate::cpu::int_dot::{
 };
 use crate::cpu::int_operands::{self, IntOperands, ScaledRows};
 use crate::cpu::loss::{SCORE_LOSS_MAX, alike_factor, rounding_loss};
+use crate::cpu::outlier_sums::OutlierSums;
 use crate::cpu::simd::{KernelConfig, Simd, per_level};
 use crate::cpu::span_scores::{SPAN, SpanScores, TILE};
 use kvd_codec::{Grid, HeadCodec};
@@ -77,8 +78,6 @@ pub(super) struct HeldMagnitudes {
     pub(super) largest: f32,
     /// The largest that a tile could hold, [`GridValues::largest_value`].
     pub(super) possible: f32,
-    /// The largest bias of a code.
-    pub(super) bias: f32,
 }
 
 impl HeldMagnitudes {
@@ -102,10 +101,9 @@ impl MagnitudeFinder {
         let positions = tile_positions(grid, tiles);
         let biases = byte_biases(&positions)?;
         let step = grid.step();
-        let bias = f32::from(biases.iter().copied().max()?) * step;
         let possible = largest_codes(grid, &positions).0 * step;
         let biases = biases.iter().flat_map(|bias| [*bias; QUAD]).collect();
-        Some(Self { biases, step, held: HeldMagnitudes { largest: 0.0, possible, bias } })
+        Some(Self { biases, step, held: HeldMagnitudes { largest: 0.0, possible } })
     }
 
     /// Takes the codes of full tiles.
@@ -261,12 +259,13 @@ pub(crate) struct GridValues {
     lost: Vec<f32>,
     /// Tiles since that was taken off.
     unsettled: usize,
-    /// Sums of outliers, which tiles do not hold: `[rows, dim]`.
-    rests: Vec<f32>,
-    dim: usize,
+    /// Sums of outliers, which tiles do not hold.
+    outliers: OutlierSums,
     /// The largest magnitude that a value in a tile could have. Sums have the biases of codes until
     /// the end, so that zeros cost as much.
     magnitude: f32,
+    /// The largest bias of a code, in values.
+    bias: f32,
     /// Looks at the codes, where they will be asked for (`value_looks.rs`).
     finder: Option<MagnitudeFinder>,
 }
@@ -287,12 +286,12 @@ impl GridValues {
             weights: vec![0.0; rows],
             lost: vec![0.0; rows],
             unsettled: 0,
-            rests: vec![0.0; rows * side.dim()],
+            outliers: OutlierSums::new(rows, side.dim()),
             magnitude: largest_codes(grid, &positions).0 * grid.step(),
+            bias: positions.iter().map(|(bias, _)| *bias).max().unwrap_or(0) as f32 * grid.step(),
             finder: None,
             positions,
             parts: IntOperands::of_weights(config),
-            dim: side.dim(),
         })
     }
 
@@ -309,6 +308,11 @@ impl GridValues {
     /// The largest magnitude of a value that rounded weights are multiplied with.
     pub(crate) fn largest_value(&self) -> f32 {
         self.magnitude
+    }
+
+    /// The largest bias of a code, in values: sums carry it until they are unfolded.
+    pub(crate) fn largest_bias(&self) -> f32 {
+        self.bias
     }
 
     /// The part that rounding took from all weights of a row together.
@@ -365,9 +369,9 @@ impl GridValues {
 
     /// Adds an outlier of token `token` of the span, which tiles do not hold.
     pub(crate) fn add_outlier(&mut self, rest: &OutlierRest, token: usize, weights: &SpanScores) {
-        let rests = self.rests.chunks_exact_mut(self.dim);
-        for (row, rests) in rests.enumerate() {
-            rests[rest.position] += weights.row(row)[token] * rest.rest * self.step;
+        for row in 0..weights.row_count() {
+            let weighted = f64::from(weights.row(row)[token]) * f64::from(rest.rest * self.step);
+            self.outliers.add_weighted(row, rest.position, weighted);
         }
     }
 
@@ -376,18 +380,25 @@ impl GridValues {
         let count = self.positions.len();
         self.weights[row] *= factor;
         self.lost[row] *= factor;
-        let sums = self.sums[row * count..][..count].iter_mut();
-        sums.chain(&mut self.rests[row * self.dim..][..self.dim]).for_each(|sum| *sum *= factor);
+        self.sums[row * count..][..count].iter_mut().for_each(|sum| *sum *= factor);
+        self.outliers.scale_row(row, factor);
     }
 
     /// Adds the sums of row `row` to `out`, in the order of coefficients.
     pub(crate) fn unfold_row(&self, row: usize, out: &mut [f32]) {
-        let sums = &self.sums[row * self.positions.len()..];
-        for ((bias, coefficient), sum) in self.positions.iter().zip(sums) {
-            out[*coefficient] += sum - *bias as f32 * self.weights[row];
+        let (weight, sums) = (self.weights[row], &self.sums[row * self.positions.len()..]);
+        let sums = self.positions.iter().zip(sums);
+        let Some(outliers) = self.outliers.row_sums(row) else {
+            sums.for_each(|((bias, coefficient), sum)| {
+                out[*coefficient] += sum - *bias as f32 * weight;
+            });
+            return;
+        };
+        let mut wide = outliers.to_vec();
+        for ((bias, coefficient), sum) in sums {
+            wide[*coefficient] += f64::from(*sum) - f64::from(*bias) * f64::from(weight);
         }
-        let rests = &self.rests[row * self.dim..][..self.dim];
-        out.iter_mut().zip(rests).for_each(|(out, rest)| *out += rest);
+        out.iter_mut().zip(&wide).for_each(|(out, sum)| *out += *sum as f32);
     }
 }
 

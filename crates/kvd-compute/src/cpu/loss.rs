@@ -6,6 +6,7 @@ use crate::cpu::attend_f64;
 use crate::cpu::attend_job::{AttendJob, AttendUnit};
 use crate::cpu::grid::HeldMagnitudes;
 use crate::cpu::int_operands::{RoundedRow, TOP};
+use crate::cpu::left_of_sums::{LEFT_LEAST, LeftOfSums};
 use crate::cpu::score_probe::{ProbeResult, RowDecoder, largest_product};
 use crate::cpu::simd::per_level;
 use crate::cpu::softmax::MAGIC;
@@ -164,6 +165,8 @@ pub(super) struct ValueLosses {
     pub(super) lost: f32,
     /// Losses for weights that were rounded times the scale of their token.
     pub(super) folded: RoundingLoss,
+    /// The largest bias of a code: see [`RowLoss::biased`].
+    pub(super) bias: f32,
 }
 
 /// Costs of rounding for one query row, over some tokens.
@@ -179,6 +182,8 @@ pub(super) struct RowLoss {
     sum: f32,
     /// Loss of a sum, on the scale of the state's sums.
     rounding: RoundingLoss,
+    /// The loss of f32 in sums that carry the biases of codes until those are taken back.
+    biased: f32,
     /// Whether the weights of some unit have lost more together than by chance.
     beyond_chance: bool,
     /// Keys that were decoded beside.
@@ -206,7 +211,8 @@ impl RowLoss {
 
     /// At the end of a unit: takes the losses of its values.
     pub(super) fn take_value_losses(&mut self, losses: ValueLosses) {
-        let ValueLosses { magnitude, lost, folded } = losses;
+        let ValueLosses { magnitude, lost, folded, bias } = losses;
+        self.biased = ROUNDED_SUMS * f32::EPSILON * bias * self.sum;
         let square = f64::from(magnitude / TOP).powi(2) * f64::from(self.weights) * WEIGHT_VARIANCE;
         self.rounding = RoundingLoss { square, lost }.larger_of(&folded);
         let most = (self.weights * self.tokens).sqrt();
@@ -230,10 +236,39 @@ impl RowLoss {
             square: this.square + that.square,
             lost: this.lost.abs() + that.lost.abs(),
         };
+        self.biased = self.biased * mine + other.biased * theirs;
         self.beyond_chance |= other.beyond_chance;
         self.held = self.held.zip(other.held).map(|(mine, theirs)| mine.larger_of(theirs));
         self.score = self.score.max(other.score);
         self.probed = self.probed.larger_of(&other.probed);
+    }
+}
+
+/// Losses of the sums of a row by the rounding of weights.
+#[derive(Clone, Copy)]
+struct SumLosses {
+    /// The most that weights lost which round each its own way.
+    apart: f32,
+    /// The joint loss of all weights.
+    lost: f32,
+}
+
+impl SumLosses {
+    /// Where values have the largest codes that there could be.
+    fn of_largest_codes(loss: &RowLoss) -> Self {
+        Self::of_codes(loss, 1.0)
+    }
+
+    /// Where values have no larger codes than the held ones.
+    fn of_held(loss: &RowLoss, held: &HeldMagnitudes) -> Self {
+        Self::of_codes(loss, held.largest / held.possible)
+    }
+
+    /// Where values have that share of the largest code.
+    fn of_codes(loss: &RowLoss, share: f32) -> Self {
+        let RoundingLoss { square, lost } = loss.rounding;
+        let apart = share * PEAK * square.sqrt() as f32;
+        Self { apart: apart + loss.biased, lost: share * lost.abs() + loss.biased }
     }
 }
 
@@ -245,17 +280,14 @@ pub(super) struct MergedRows<'a> {
     pub(super) queries: &'a UnitQueries,
     pub(super) states: &'a [PartialState],
     pub(super) losses: &'a [RowLoss],
+    pub(super) left: &'a LeftOfSums,
 }
 
 impl MergedRows<'_> {
-    /// The rows whose answers are not what `fast` promises, or no numbers; `cancelled` are those of
-    /// whose coefficients transforms left little, which are not served where their values are less
-    /// than `share` of the squares of those.
-    pub(super) fn not_served(
-        &self,
-        cancelled: &[usize],
-        share: f64,
-    ) -> Result<Vec<usize>, BackendError> {
+    /// The rows whose answers are not what `fast` promises, or no numbers. Those of whose
+    /// coefficients transforms left little are not served where their values are less than
+    /// [`LEFT_LEAST`] of the squares of those.
+    pub(super) fn not_served(&self) -> Result<Vec<usize>, BackendError> {
         let mut decoder = RowDecoder::new(self.job, self.unit.head);
         let asked = (0..self.states.len()).filter(|row| !self.sums_are_larger(*row));
         let positions: Vec<u32> = asked.map(|row| self.losses[row].largest_at).collect();
@@ -268,8 +300,8 @@ impl MergedRows<'_> {
                 continue;
             }
             let is_served = self.is_served(row, &mut decoder)?;
-            let cancelled = is_served && cancelled.contains(&row);
-            if !is_served || cancelled && self.has_small_values(row, share, &mut decoder)? {
+            let cancelled = is_served && self.left.cancelled.contains(&row);
+            if !is_served || cancelled && self.has_small_values(row, &mut decoder)? {
                 rows.push(row);
             }
         }
@@ -314,20 +346,28 @@ impl MergedRows<'_> {
 
     /// Whether sums are so large that rounded weights cost them no more than f16 ones.
     fn sums_are_larger(&self, row: usize) -> bool {
-        let (state, loss) = (&self.states[row], &self.losses[row]);
-        let (apart, lost) = (loss.rounding.square.sqrt() as f32, loss.rounding.lost.abs());
+        let loss = &self.losses[row];
+        let SumLosses { apart, lost } = SumLosses::of_largest_codes(loss);
         if apart == 0.0 && lost == 0.0 {
             return true;
         }
         let sums = self.largest_sum(row);
-        // Rows that repeat add up what they lost, beside f16 as well, and so do their sums.
-        let repeats = state.weight_sum >= MANY && lost <= OF_LARGEST_SUM * sums;
-        (repeats || !loss.beyond_chance) && PEAK * apart <= OF_LARGEST_SUM * sums
+        let outweighs = |losses| self.sums_outweigh(row, losses, sums);
+        outweighs(SumLosses { apart, lost })
+            || loss.held.is_some_and(|held| outweighs(SumLosses::of_held(loss, &held)))
     }
 
+    fn sums_outweigh(&self, row: usize, losses: SumLosses, sums: f32) -> bool {
+        // Rows that repeat add up what they lost, beside f16 as well, and so do their sums.
+        let repeats = self.states[row].weight_sum >= MANY && losses.lost <= OF_LARGEST_SUM * sums;
+        (repeats || !self.losses[row].beyond_chance) && losses.apart <= OF_LARGEST_SUM * sums
+    }
+
+    /// The largest sum, as far as an offset of values left it: f16 loses nothing that cancels.
     fn largest_sum(&self, row: usize) -> f32 {
         let (simd, state) = (self.job.simd, &self.states[row]);
-        largest_of(simd, &state.raw).max(largest_of(simd, &state.coefficients))
+        let left = self.left.share_beside_offset(row);
+        left * largest_of(simd, &state.raw).max(largest_of(simd, &state.coefficients))
     }
 
     /// Whether rounded weights cost no more than f16 ones.
@@ -335,12 +375,12 @@ impl MergedRows<'_> {
         if self.sums_are_larger(row) {
             return Ok(true);
         }
-        let (state, loss, sums) = (&self.states[row], &self.losses[row], self.largest_sum(row));
-        let (apart, lost) = (loss.rounding.square.sqrt() as f32, loss.rounding.lost.abs());
+        let loss = &self.losses[row];
+        let SumLosses { apart, lost } = SumLosses::of_largest_codes(loss);
         // The weight of the token with the largest score is one.
         let value = decoder.decoded_row(Side::Value, self.unit.parts, loss.largest_at)?;
         let allowed = OF_LARGEST_TERM * largest_magnitude(value);
-        if lost.max(PEAK * apart) <= allowed {
+        if lost.max(apart) <= allowed {
             return Ok(true);
         }
         // The largest codes that there could be have failed; those that there are may not.
@@ -349,26 +389,26 @@ impl MergedRows<'_> {
             None => decoder.held_magnitudes(self.unit)?,
         };
         let Some(held) = held else { return Ok(false) };
-        let share = held.largest / held.possible;
-        let summed = ROUNDED_SUMS * f32::EPSILON * held.bias * state.weight_sum;
-        let (apart, lost) = (PEAK * apart * share + summed, lost * share + summed);
-        let of_sums = if state.weight_sum >= MANY { OF_LARGEST_SUM * sums } else { 0.0 };
-        Ok(apart <= allowed.max(OF_LARGEST_SUM * sums) && lost <= allowed.max(of_sums))
+        let (losses, sums) = (SumLosses::of_held(loss, &held), self.largest_sum(row));
+        let many = self.states[row].weight_sum >= MANY;
+        let of_sums = if many { OF_LARGEST_SUM * sums } else { 0.0 };
+        let served = losses.apart <= allowed.max(OF_LARGEST_SUM * sums)
+            && losses.lost <= allowed.max(of_sums);
+        Ok(served || self.sums_outweigh(row, losses, sums))
     }
 
-    /// Whether the value of the token with the largest score has less than that share of the
+    /// Whether the value of the token with the largest score has less than [`LEFT_LEAST`] of the
     /// squares of the row's coefficients: then what f32 loses of those is much beside any value.
     fn has_small_values(
         &self,
         row: usize,
-        share: f64,
         decoder: &mut RowDecoder<'_>,
     ) -> Result<bool, BackendError> {
         let (state, at) = (&self.states[row], self.losses[row].largest_at);
         let value = decoder.decoded_row(Side::Value, self.unit.parts, at)?;
         let squares = |values: &[f32]| sum_of_squares(values.iter().copied());
         let coefficients = squares(&state.coefficients) / f64::from(state.weight_sum).powi(2);
-        Ok(squares(value) < share * coefficients)
+        Ok(squares(value) < LEFT_LEAST * coefficients)
     }
 }
 
@@ -408,6 +448,7 @@ mod tests {
             weights: 8.0,
             tokens: 32.0,
             sum: 4.0,
+            biased: 0.0,
             beyond_chance: largest_at == 9,
             rounding: RoundingLoss { square: 4.0, lost: -1.0 },
             probed: ProbeResult { term: score, error: 0.0 },

@@ -58,10 +58,12 @@ mod key_scores;
     not(any(target_arch = "x86_64", target_arch = "aarch64")),
     allow(unused, reason = "kernels of instruction sets take it")
 )]
+mod left_of_sums;
 mod levels;
 mod lloyd;
 mod loss;
 mod multiply_kind;
+mod outlier_sums;
 #[cfg_attr(
     not(any(target_arch = "x86_64", target_arch = "aarch64")),
     allow(unused, reason = "kernels of instruction sets take it")

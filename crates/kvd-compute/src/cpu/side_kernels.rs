@@ -260,6 +260,11 @@ impl ValueKernel {
         }
     }
 
+    /// The largest bias of a code that sums carry until they are unfolded.
+    pub(super) fn largest_bias(&self) -> f32 {
+        if let Self::Grid(values) = self { values.largest_bias() } else { 0.0 }
+    }
+
     /// The part that rounding took from all weights of a row together: equal weights round equally.
     /// Times [`ValueKernel::largest_value`] it is the largest error of a sum that comes of it.
     pub(super) fn joint_residual(&self, row: usize) -> f32 {

@@ -16,6 +16,7 @@ use crate::cpu::int_dot::{VECTOR_ROWS, wants_bytes};
 use crate::cpu::int_operands::{self, IntOperands, ScaledRows};
 use crate::cpu::levels::{LevelBytes, LevelTable, OutputLayout, RunCodes, SPILL, look_up};
 use crate::cpu::loss::{alike_factor, rounding_loss};
+use crate::cpu::outlier_sums::OutlierSums;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::prefetch::{PrefetchBytes, PrefetchSteps};
 #[cfg(target_arch = "x86_64")]
@@ -372,9 +373,7 @@ pub(crate) struct BitAllocValues {
     sums: Vec<f32>,
     /// Signed sums of the rounding residuals of weights, by row.
     lost: Vec<f32>,
-    /// Sums of outliers, `[rows, dim]`.
-    outliers: Vec<f32>,
-    dim: usize,
+    outliers: OutlierSums,
 }
 
 impl BitAllocValues {
@@ -383,11 +382,10 @@ impl BitAllocValues {
         Some(Self {
             sums: vec![0.0; rows * book.positions.len()],
             lost: vec![0.0; rows],
-            outliers: vec![0.0; rows * side.dim()],
+            outliers: OutlierSums::new(rows, side.dim()),
             book,
             lookup: CodeLookup::biased_bytes(),
             parts: IntOperands::of_weights(config),
-            dim: side.dim(),
         })
     }
 
@@ -413,8 +411,9 @@ impl BitAllocValues {
         }
         for outlier in BitAlloc::residuals(page.scales, rows_of(in_page, count)) {
             let token = outlier.row + in_span * TILE - in_page * TILE;
-            for (row, sums) in self.outliers.chunks_exact_mut(self.dim).enumerate() {
-                sums[outlier.coefficient] += weights.row(row)[token] * outlier.residual;
+            for row in 0..weights.row_count() {
+                let weighted = f64::from(weights.row(row)[token]) * f64::from(outlier.residual);
+                self.outliers.add_weighted(row, outlier.coefficient, weighted);
             }
         }
     }
@@ -472,20 +471,21 @@ impl BitAllocValues {
     pub(crate) fn scale_row(&mut self, row: usize, factor: f32) {
         let count = self.book.positions.len();
         self.lost[row] *= factor;
-        let sums = self.sums[row * count..][..count].iter_mut();
-        let outliers = &mut self.outliers[row * self.dim..][..self.dim];
-        sums.chain(outliers).for_each(|sum| *sum *= factor);
+        self.sums[row * count..][..count].iter_mut().for_each(|sum| *sum *= factor);
+        self.outliers.scale_row(row, factor);
     }
 
     /// Adds the sums of row `row` to `out`, in the order of coefficients.
     pub(crate) fn unfold_row(&self, row: usize, out: &mut [f32]) {
         let sums = &self.sums[row * self.book.positions.len()..];
-        for (position, sum) in self.book.positions.iter().zip(sums) {
-            if let Some((coefficient, factor)) = position {
-                out[*coefficient] += factor * sum;
-            }
-        }
-        let outliers = &self.outliers[row * self.dim..][..self.dim];
-        out.iter_mut().zip(outliers).for_each(|(out, outlier)| *out += outlier);
+        let sums = self.book.positions.iter().zip(sums);
+        let sums =
+            sums.filter_map(|(position, sum)| position.map(|(at, factor)| (at, factor, sum)));
+        let Some(outliers) = self.outliers.row_sums(row) else {
+            return sums.for_each(|(coefficient, factor, sum)| out[coefficient] += factor * sum);
+        };
+        let mut wide = outliers.to_vec();
+        sums.for_each(|(at, factor, sum)| wide[at] += f64::from(factor) * f64::from(*sum));
+        out.iter_mut().zip(&wide).for_each(|(out, sum)| *out += *sum as f32);
     }
 }

@@ -143,7 +143,17 @@ pub(super) fn errors_over(
     ask: Question,
 ) -> Vec<(Simd, f64, f64)> {
     let geometry = Geometry { dtype: kind.dtype(), ..geometry(dim) };
-    let codec = codec(&geometry, name);
+    errors_of_codec(codec(&geometry, name), blocks, kind, ask)
+}
+
+/// As [`errors_over`], with a codec that may be fitted on other rows.
+pub(super) fn errors_of_codec(
+    codec: ModelCodec,
+    blocks: &[u32],
+    kind: HostileInput,
+    ask: Question,
+) -> Vec<(Simd, f64, f64)> {
+    let geometry = codec.geometry().clone();
     let [dim_k, dim_v] = Side::BOTH.map(|side| geometry.head_dim(side));
     let (mut backend, parts) =
         filled_with(codec, blocks, |block, tokens| kind.rows((dim_k, dim_v), block, tokens));

@@ -48,6 +48,8 @@ pub(super) enum HostileInput {
     /// Half the tokens weigh half a unit and share one large channel; the others' values are so
     /// many times noise, as are those of the token that weighs most.
     SpikesOfHalf(f32),
+    /// Values are one large channel, a fourth of all from the last, with signs of their own.
+    SignedSpikes,
     /// All tokens weigh alike; their values are ones or minus ones and add up to next to nothing.
     CancellingSigns,
     /// Magnitudes over twelve decades: of channels of queries, keys and values, of rows of values.
@@ -269,6 +271,11 @@ impl HostileInput {
             Self::SpikesOfHalf(rest) => {
                 row.iter_mut().for_each(|v| *v *= rest);
                 row[5] += if token.is_multiple_of(2) { 0.0 } else { (dim as f32).sqrt() };
+            }
+            Self::SignedSpikes => {
+                let size = (dim as f32).sqrt().copysign(row[0]);
+                row.iter_mut().for_each(|v| *v *= 0.05);
+                row[dim - dim / 4] += size;
             }
             Self::CancellingSigns => row.fill(if token.is_multiple_of(2) { 1.0 } else { -1.0 }),
             Self::Decades(seed) => {
