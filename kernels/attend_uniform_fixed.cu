@@ -4,10 +4,16 @@
 #include <kvd/hybrid.cuh>
 #include <kvd/tokens.cuh>
 
-// A warp owns tokens: kvd_attend_<codec>_4, which takes fewer rows too.
-#define KVD_TOKENS(codec, bits)                                                                  \
+// A warp owns tokens: kvd_attend_<codec>_<rows>, which takes fewer rows too, and the same in heads of 64
+// channels, kvd_attend_<codec>_64_<rows>. Eight rows leave room for two thread blocks on a multiprocessor.
+#define KVD_TOKENS_OF(codec, bits, channels)                                                     \
     KVD_KERNEL_OF(kvd_attend_##codec##_4, kvd::ATTEND_THREADS, 3, kvd::AttendParameters,         \
-                  kvd::attend_tokens<kvd::TokenPages<bits>>)
+                  (kvd::attend_tokens<kvd::TokenPages<bits, channels, 1>>))                      \
+    KVD_KERNEL_OF(kvd_attend_##codec##_8, kvd::ATTEND_THREADS, 2, kvd::AttendParameters,         \
+                  (kvd::attend_tokens<kvd::TokenPages<bits, channels, 2>>))
+#define KVD_TOKENS(codec, bits)                                                                  \
+    KVD_TOKENS_OF(codec, bits, 128)                                                              \
+    KVD_TOKENS_OF(codec##_64, bits, 64)
 
 namespace kvd {
 

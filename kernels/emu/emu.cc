@@ -64,7 +64,6 @@ Fiber* current;
 
 namespace {
 
-constexpr size_t COPY_BYTES = 16;
 constexpr size_t GUARD_BYTES = 4096;
 constexpr size_t SHARED_BYTES_MAX = 227 << 10;
 // A switch of fibers orders nothing: what a thread may rely on are barriers, not who ran first.
@@ -356,7 +355,7 @@ void multiply_halves(bool is_bf16, float* sums, const uint32_t* a, const uint32_
 }
 
 void transpose_matrices(uint32_t* words, const uint32_t* row, Source at) {
-    transposed(meet(row, COPY_BYTES / sizeof *row, at), current->index % LANES, words);
+    transposed(meet(row, 16 / sizeof *row, at), current->index % LANES, words);
 }
 
 uint32_t transpose_word(uint32_t word, Source at) {
@@ -374,18 +373,18 @@ void warp_barrier(Source at) {
 // Bytes of all asynchronous copies that this thread's launches have started.
 static thread_local uint64_t copied_bytes = 0;
 
-void copy_async(void* to, const void* from, size_t bytes) {
+void copy_async(void* to, const void* from, size_t bytes, size_t size) {
     const uintptr_t both = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
-    if (both % COPY_BYTES != 0 || bytes > COPY_BYTES) {
+    if (both % size != 0 || bytes > size) {
         fail(current->at, "a copy whose ends are not aligned to its size");
     }
     // Until it is waited for, the target holds neither old nor new bytes.
     if (__tsan_write_range) {
-        __tsan_write_range(to, COPY_BYTES);
+        __tsan_write_range(to, size);
     }
-    memset(to, 0xFF, COPY_BYTES);
+    memset(to, 0xFF, size);
     copied_bytes += bytes;
-    current->copies.back().push_back({to, from, bytes});
+    current->copies.back().push_back({to, from, bytes, size});
 }
 
 void copy_async_commit() { current->copies.emplace_back(); }
@@ -395,10 +394,10 @@ void copy_async_wait(unsigned keep) {
     while (copies.size() > keep + 1) {
         for (const Copy& copy : copies.front()) {
             if (__tsan_write_range) {
-                __tsan_write_range(copy.to, COPY_BYTES);
+                __tsan_write_range(copy.to, copy.size);
                 __tsan_read_range(const_cast<void*>(copy.from), copy.bytes);
             }
-            memset(copy.to, 0, COPY_BYTES);
+            memset(copy.to, 0, copy.size);
             memcpy(copy.to, copy.from, copy.bytes);
         }
         copies.erase(copies.begin());

@@ -76,8 +76,8 @@ void transpose_matrices(uint32_t* words, const uint32_t* row, Source at);
 // All lanes of the warp meet, each with a word; gives what `movmatrix.trans` does.
 uint32_t transpose_word(uint32_t word, Source at);
 // A copy that is made as late as CUDA allows: when its group is waited for.
-// Copies fewer than 16 bytes with zeros behind them.
-void copy_async(void* to, const void* from, size_t bytes);
+// Both ends are aligned to `size`; zeros follow where it copies fewer bytes.
+void copy_async(void* to, const void* from, size_t bytes, size_t size);
 void copy_async_commit();
 void copy_async_wait(unsigned keep);
 // Ends the launch with a message.
@@ -106,9 +106,12 @@ inline void load_matrices(uint32_t (&words)[4], const uint8_t* row, Source at) {
 inline unsigned thread_index() { return emu::thread(); }
 inline unsigned block_index() { return emu::block(); }
 
-inline void copy_async16(void* shared, const void* global) { emu::copy_async(shared, global, 16); }
+inline void copy_async16(void* shared, const void* global) {
+    emu::copy_async(shared, global, 16, 16);
+}
+inline void copy_async8(void* shared, const void* global) { emu::copy_async(shared, global, 8, 8); }
 inline void copy_async16(void* shared, const void* global, unsigned bytes) {
-    emu::copy_async(shared, global, bytes);
+    emu::copy_async(shared, global, bytes, 16);
 }
 inline unsigned shared_misaligned(const uint8_t* shared) {
     return unsigned(reinterpret_cast<uintptr_t>(shared) % 16);

@@ -20,6 +20,7 @@ struct Copy {
     void* to;
     const void* from;
     size_t bytes;
+    size_t size;
 };
 
 struct Fiber {

@@ -195,29 +195,35 @@ void products(const Planted& planted, uint8_t*) {
 
 // The attention loop whose warps own tokens: values of one tile with the steps of the other; steps that are
 // never brought into order; codes of values taken for the other half's.
-struct SwappedTiles : kvd::TokenPages<4> {
-    using kvd::TokenPages<4>::TokenPages;
+template <class Pages>
+struct SwappedTiles : Pages {
+    using Pages::Pages;
     kvd::FourWords value_steps(unsigned tile, unsigned set) const {
-        return kvd::TokenPages<4>::value_steps(1 - tile, set);
+        return Pages::value_steps(1 - tile, set);
     }
 };
-struct UnorderedSteps : kvd::TokenPages<4> {
-    using kvd::TokenPages<4>::TokenPages;
+template <class Pages>
+struct UnorderedSteps : Pages {
+    using Pages::Pages;
     void order_value_steps() const {}
 };
-struct SwappedHalves : kvd::TokenPages<4> {
-    using kvd::TokenPages<4>::TokenPages;
-    static uint32_t value_mask(unsigned half) { return kvd::TokenPages<4>::value_mask(1 - half); }
+template <class Pages>
+struct SwappedHalves : Pages {
+    using Pages::Pages;
+    static uint32_t value_mask(unsigned half) { return Pages::value_mask(1 - half); }
 };
 
 }  // namespace
 
-KVD_KERNEL(planted_swapped_tiles, kvd::ATTEND_THREADS, kvd::AttendParameters,
-           kvd::attend_tokens<SwappedTiles>)
-KVD_KERNEL(planted_unordered_steps, kvd::ATTEND_THREADS, kvd::AttendParameters,
-           kvd::attend_tokens<UnorderedSteps>)
-KVD_KERNEL(planted_swapped_halves, kvd::ATTEND_THREADS, kvd::AttendParameters,
-           kvd::attend_tokens<SwappedHalves>)
+// For four rows in heads of 128 channels, and for eight in such of 64.
+#define PLANTED_TOKENS(name, Bug)                                                                \
+    KVD_KERNEL(planted_##name, kvd::ATTEND_THREADS, kvd::AttendParameters,                       \
+               kvd::attend_tokens<Bug<kvd::TokenPages<4>>>)                                      \
+    KVD_KERNEL(planted_##name##_64, kvd::ATTEND_THREADS, kvd::AttendParameters,                  \
+               (kvd::attend_tokens<Bug<kvd::TokenPages<4, 64, 2>>>))
+PLANTED_TOKENS(swapped_tiles, SwappedTiles)
+PLANTED_TOKENS(unordered_steps, UnorderedSteps)
+PLANTED_TOKENS(swapped_halves, SwappedHalves)
 KVD_KERNEL(planted_products, 32, Planted, products<false>)
 KVD_KERNEL(planted_swapped_products, 32, Planted, products<true>)
 KVD_KERNEL(planted_correct, THREADS, Planted, correct)

@@ -415,13 +415,13 @@ impl TableBuilder<'_> {
         let dim = self.codec.geometry().head_dim(Side::Key);
         for ((pair, variant, rows, fixed), (units, sizes)) in std::mem::take(&mut self.units) {
             let chosen = ChosenKernel { pair, variant };
-            if let Some(shared_bytes) = fixed.and_then(specialized::token_block_bytes) {
-                self.check_shared(shared_bytes)?;
+            if let Some(block) = fixed.and_then(specialized::token_block) {
+                self.check_shared(block.shared_bytes)?;
                 self.tables.launches.push(AttendLaunch {
                     kernel: fixed.unwrap_or_default().to_owned(),
                     units,
                     buffers: BUFFERS_MIN as u32,
-                    shared_bytes,
+                    shared_bytes: block.shared_bytes,
                     ..AttendLaunch::default()
                 });
                 continue;

@@ -12,44 +12,58 @@ const ROWS: u32 = 4;
 /// Tokens of a stop, of keys or values of which a warp that owns tokens has one in shared memory.
 pub(crate) const STOP_TOKENS: usize = 64;
 
-/// A kernel whose warps own tokens, of codes of so many bits.
+/// A kernel whose warps own tokens: `kivi-4` and `kivi-2`, for up to so many query rows.
 struct TokenKernel {
     name: &'static str,
-    bits: usize,
+    bits: u32,
+    dim: u32,
+    rows: u32,
 }
 
-/// All of them.
-static TOKEN_KERNELS: [TokenKernel; 2] = [
-    TokenKernel { name: "kvd_attend_kivi4_4", bits: 4 },
-    TokenKernel { name: "kvd_attend_kivi2_4", bits: 2 },
+const fn token_kernel(name: &'static str, bits: u32, dim: u32, rows: u32) -> TokenKernel {
+    TokenKernel { name, bits, dim, rows }
+}
+
+/// All of them, those for few rows first: `KVD_TOKENS` of `kernels/attend_uniform_fixed.cu`.
+static TOKEN_KERNELS: [TokenKernel; 8] = [
+    token_kernel("kvd_attend_kivi4_4", 4, 128, 4),
+    token_kernel("kvd_attend_kivi4_8", 4, 128, 8),
+    token_kernel("kvd_attend_kivi4_64_4", 4, 64, 4),
+    token_kernel("kvd_attend_kivi4_64_8", 4, 64, 8),
+    token_kernel("kvd_attend_kivi2_4", 2, 128, 4),
+    token_kernel("kvd_attend_kivi2_8", 2, 128, 8),
+    token_kernel("kvd_attend_kivi2_64_4", 2, 64, 4),
+    token_kernel("kvd_attend_kivi2_64_8", 2, 64, 8),
 ];
-
-impl TokenKernel {
-    fn find_kernel(name: &str) -> Option<&'static Self> {
-        TOKEN_KERNELS.iter().find(|known| known.name == name)
-    }
-
-    /// Bytes of one side of a stop: `SIDE_BYTES` of `token_pages.cuh`.
-    fn side_bytes(&self) -> usize {
-        1024 + STOP_TOKENS * DIM as usize * self.bits / 8
-    }
-}
 
 /// Warps of a thread block.
 const WARPS: usize = 4;
 
-/// Shared memory of a thread block of a kernel whose warps own tokens, bytes, four times
-/// `WARP_BYTES` of `token_pages.cuh`: scales and codes of a stop's keys and values; ordered steps
-/// of values; 16 stops that come next; earlier sums. None for other kernels.
-pub(crate) fn token_block_bytes(kernel: &str) -> Option<usize> {
-    let kernel = TokenKernel::find_kernel(kernel)?;
-    let kept = 4 * 32 * (DIM as usize / 8 + 5);
-    Some(WARPS * (2 * kernel.side_bytes() + 512 + 16 * 32 + kept))
+/// A thread block of a kernel whose warps own tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TokenBlock {
+    /// Its shared memory.
+    pub(crate) shared_bytes: usize,
+    /// Bytes of keys or values that its warps have under way together, at least.
+    pub(crate) bytes_under_way: usize,
+    /// Thread blocks on a multiprocessor, and the registers of a thread that leaves.
+    pub(crate) resident: (usize, u32),
 }
 
-/// Bytes of keys or values that warps that own tokens have under way together, at least.
-pub(crate) fn token_bytes_under_way(kernel: &str) -> Option<usize> {
-    Some(WARPS * TokenKernel::find_kernel(kernel)?.side_bytes())
+/// The thread block of a kernel; none where its warps own no tokens. Each of its warps has, as
+/// `WARP_BYTES` of `token_pages.cuh` says: scales and codes of a stop's keys and values; ordered
+/// steps of values; 16 stops that come next; earlier sums of each four rows.
+pub(crate) fn token_block(kernel: &str) -> Option<TokenBlock> {
+    let TokenKernel { bits, dim, rows, .. } =
+        TOKEN_KERNELS.iter().find(|known| known.name == kernel)?;
+    let (dim, bands) = (*dim as usize, *rows as usize / 4);
+    let side = 1024 + STOP_TOKENS * dim * *bits as usize / 8;
+    let kept = bands * 4 * 32 * (dim / 8 + 5);
+    Some(TokenBlock {
+        shared_bytes: WARPS * (2 * side + 512 + 16 * 32 + kept),
+        bytes_under_way: WARPS * side,
+        resident: if bands > 1 { (2, 255) } else { (3, 168) },
+    })
 }
 
 /// The constants of a side in a specialized kernel.
@@ -79,13 +93,11 @@ const BY_TOKEN: fn(u32) -> SpecializedSide = |bits| Scaled { bits, tokens: 1, ch
 type SpecializedKernel = (&'static str, [SideKernel; 2], [SpecializedSide; 2]);
 
 /// All there are: `KVD_FIXED` of `kernels/attend_*_fixed.cu`.
-fn specialized_kernels() -> [SpecializedKernel; 9] {
-    let (uniform, vq) = ([SideKernel::Uniform; 2], [SideKernel::Vq; 2]);
+fn specialized_kernels() -> [SpecializedKernel; 7] {
+    let vq = [SideKernel::Vq; 2];
     let polar = Polar { angle: 4, radius: 4 };
     let whole = Scaled { bits: 4, tokens: 1, channels: DIM };
     [
-        ("kvd_attend_kivi4_4", uniform, [BY_CHANNEL(4), BY_TOKEN(4)]),
-        ("kvd_attend_kivi2_4", uniform, [BY_CHANNEL(2), BY_TOKEN(2)]),
         ("kvd_attend_innerq2_4", [SideKernel::Hybrid; 2], [BY_TOKEN(2), BY_CHANNEL(2)]),
         ("kvd_attend_vecinfer4_4", vq, [Vq { bits: 8, channels: 2 }; 2]),
         ("kvd_attend_vecinfer2_4", vq, [Vq { bits: 8, channels: 4 }; 2]),
@@ -101,8 +113,8 @@ fn specialized_kernels() -> [SpecializedKernel; 9] {
 }
 
 impl SpecializedSide {
-    /// Whether a shape is that.
-    fn matches_shape(self, shape: &SideShape) -> bool {
+    /// Whether a shape is that, in heads of `dim` channels.
+    fn matches_shape(self, shape: &SideShape, dim: u32) -> bool {
         // One table, which shared memory holds whole.
         let is_whole = shape.sets == 1 && u64::from(shape.entry_count) == 1 << shape.bits.min(32);
         let fits = match self {
@@ -123,7 +135,7 @@ impl SpecializedSide {
             Dim => true,
             Groups => shape.spread_places == DIM,
         };
-        fits && shape.dim == DIM && shape.stride == 0
+        fits && shape.dim == dim && shape.stride == 0
     }
 }
 
@@ -142,16 +154,24 @@ pub(crate) fn specialized_kernel(
 ) -> Option<&'static str> {
     let grouped = pair.keys == SideKernel::BitAlloc;
     let wanted = if grouped { KernelVariant::Groups } else { KernelVariant::Own };
-    if variant != wanted || pair.huffman || rows > ROWS {
+    if variant != wanted || pair.huffman {
         return None;
     }
-    let is = |(_, kernels, sides): &SpecializedKernel| {
-        *kernels == [pair.keys, pair.values]
-            && sides[0].matches_shape(key)
-            && sides[1].matches_shape(value)
+    let kernels = [pair.keys, pair.values];
+    let is = |sides: [SpecializedSide; 2], dim| {
+        sides[0].matches_shape(key, dim) && sides[1].matches_shape(value, dim)
     };
-    let (name, ..) = specialized_kernels().into_iter().find(is)?;
-    (rows == ROWS || token_block_bytes(name).is_some()).then_some(name)
+    let owns_tokens = |known: &&TokenKernel| {
+        rows <= known.rows && is([BY_CHANNEL(known.bits), BY_TOKEN(known.bits)], known.dim)
+    };
+    if kernels == [SideKernel::Uniform; 2]
+        && let Some(known) = TOKEN_KERNELS.iter().find(owns_tokens)
+    {
+        return Some(known.name);
+    }
+    let mut all = specialized_kernels().into_iter();
+    let (name, ..) = all.find(|(_, of, sides)| *of == kernels && is(*sides, DIM))?;
+    (rows == ROWS).then_some(name)
 }
 
 #[cfg(test)]
@@ -180,14 +200,20 @@ mod tests {
             )
         };
         assert_eq!(of(4, key, value), Some("kvd_attend_kivi4_4"));
-        assert_eq!(of(8, key, value), None);
+        assert_eq!(of(8, key, value), Some("kvd_attend_kivi4_8"));
         // Where a warp owns tokens fewer rows leave columns empty; other kernels are for four.
         assert_eq!(of(1, key, value), Some("kvd_attend_kivi4_4"));
-        assert_eq!(token_block_bytes("kvd_attend_kivi4_4"), Some(4 * 13_952));
-        assert_eq!(token_block_bytes("kvd_attend_kivi2_4"), Some(4 * 9856));
-        assert_eq!(token_block_bytes("kvd_attend_turbo4_4"), None);
+        let of_64 = |shape| SideShape { dim: 64, ..shape };
+        assert_eq!(of(4, of_64(key), of_64(value)), Some("kvd_attend_kivi4_64_4"));
+        let bytes = |kernel| token_block(kernel).map(|block| block.shared_bytes);
+        assert_eq!(bytes("kvd_attend_kivi4_4"), Some(4 * 13_952));
+        assert_eq!(bytes("kvd_attend_kivi4_8"), Some(4 * (13_952 + 2688)));
+        assert_eq!(bytes("kvd_attend_kivi2_4"), Some(4 * 9856));
+        assert_eq!(bytes("kvd_attend_kivi2_64_4"), Some(4 * 6784));
+        assert_eq!(bytes("kvd_attend_turbo4_4"), None);
         for (key, value) in [
-            (SideShape { dim: 64, ..key }, SideShape { dim: 64, ..value }),
+            (SideShape { dim: 256, ..key }, SideShape { dim: 256, ..value }),
+            (key, of_64(value)),
             (SideShape { bits: 2, ..key }, value),
             (shape(64, 1), value),
             (key, shape(1, 128)),

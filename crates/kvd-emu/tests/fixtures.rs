@@ -302,7 +302,7 @@ fn checks_are_launched_once_with_the_kernels_that_they_are_for() {
     let rows: Vec<_> = checks.iter().map(of).collect();
     let wanted = [
         json!(["kivi-4", "bf16", 128, 4, "kvd_attend_kivi4_4"]),
-        json!(["kivi-4", "f16", 64, 8, "kvd_attend_uniform_uniform_8"]),
+        json!(["kivi-4", "f16", 64, 8, "kvd_attend_kivi4_64_8"]),
         json!(["turbo-4", "f16", 128, 4, "kvd_attend_turbo4_4"]),
     ];
     assert_eq!(json!(rows), json!(wanted));

@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::compare::{agree, layout, value};
+use common::compare::{agree, kernel, layout, value};
 use common::reference::{check, expected};
 use common::run::{kernels, run_in};
 use common::{Ask, Layout, Stored, geometry};
@@ -18,17 +18,20 @@ fn codec(bits: u32) -> String {
 }
 
 fn stored(
-    codec: &str,
+    (codec, dim): (&str, u32),
     layout: &Layout,
     value: impl Fn(Side, usize, usize, usize) -> f32,
 ) -> Stored {
-    Stored::new(&geometry(128, 128, DType::F16), codec, layout, value)
+    Stored::new(&geometry(dim, dim, DType::F16), codec, layout, value)
 }
 
 /// Asks, and checks that the loop has answered, alone.
 fn holds(stored: &Stored, ask: &Ask, bits: u32) {
-    agree(stored, ask, &format!("{bits} bits"));
-    assert_eq!(kernels(), [format!("kvd_attend_kivi{bits}_4")]);
+    let dim = stored.codec.geometry().head_dim(Side::Key);
+    let rows = ask.queries[0].0 as usize * ask.group;
+    agree(stored, ask, &format!("{bits} bits, {dim} channels"));
+    let of_codec = format!("kivi{bits}");
+    assert_eq!(kernels(), [kernel("", Some(&of_codec), (dim, rows))]);
 }
 
 #[test]
@@ -36,8 +39,9 @@ fn ranges_tails_and_caps_are_answered_as_the_reference_does() {
     if !is_available() {
         return;
     }
-    for bits in [4, 2] {
-        let stored = stored(&codec(bits), &layout(&[64, 64, 45, 64, 33, 64], 0), value);
+    for (bits, dim) in [(4, 128), (2, 128), (4, 64), (2, 64)] {
+        let pages = layout(&[64, 64, 45, 64, 33, 64], 0);
+        let stored = stored((&codec(bits), dim), &pages, value);
         let last = stored.tokens;
         let of = |queries: &[(u32, u32)], group, window, soft_cap| Ask {
             group,
@@ -50,6 +54,8 @@ fn ranges_tails_and_caps_are_answered_as_the_reference_does() {
             of(&[(4, last - 4), (1, 70)], 1, Some(70), None),
             of(&[(1, last - 1)], 3, Some(1), None),
             of(&[(1, last - 1)], 4, None, Some(3.0)),
+            of(&[(2, last - 2)], 4, Some(90), Some(3.0)),
+            of(&[(7, last - 7)], 1, None, None),
         ] {
             holds(&stored, &ask, bits);
         }
@@ -66,12 +72,14 @@ fn gains_and_long_sequences_are_answered_as_the_reference_does() {
         value(side, head, token, channel) * length
     };
     let raised = "k=uniform(b=4,axis=channel,g=32); v=gain/uniform(b=4,axis=token,g=32)";
-    let gains = stored(raised, &layout(&[64, 64, 45], 0), short);
-    assert!(gains.headers.values().any(|header| header.gain_bytes() > 0));
-    holds(&gains, &Ask::last(4, gains.tokens), 4);
-    // Over eight stops of each warp of a thread block.
-    let long = stored(&codec(2), &layout(&[64; 34], 0), value);
-    holds(&long, &Ask::last(4, long.tokens), 2);
+    for (dim, rows) in [(128, 4), (64, 8)] {
+        let gains = stored((raised, dim), &layout(&[64, 64, 45], 0), short);
+        assert!(gains.headers.values().any(|header| header.gain_bytes() > 0));
+        holds(&gains, &Ask::last(rows, gains.tokens), 4);
+        // Over eight stops of each warp of a thread block.
+        let long = stored((&codec(2), dim), &layout(&[64; 34], 0), value);
+        holds(&long, &Ask::last(rows, long.tokens), 2);
+    }
 }
 
 #[test]
@@ -84,10 +92,10 @@ fn steps_that_the_first_page_does_not_foretell_keep_the_bound() {
         let value = |side: Side, head: usize, token: usize, channel: usize| {
             value(side, head, token, channel) * if token < 64 { first } else { later }
         };
-        for bits in [4, 2] {
-            let stored = stored(&codec(bits), &layout(&[64; 5], 0), value);
+        for (bits, dim, rows) in [(4, 128, 4), (2, 128, 8), (4, 64, 8), (2, 64, 4)] {
+            let stored = stored((&codec(bits), dim), &layout(&[64; 5], 0), value);
             assert!(stored.headers.values().all(|header| !header.fallback));
-            holds(&stored, &Ask::last(4, stored.tokens), bits);
+            holds(&stored, &Ask::last(rows, stored.tokens), bits);
         }
     }
 }
@@ -97,18 +105,21 @@ fn bugs_planted_in_it_are_noticed() {
     if !is_available() {
         return;
     }
-    let stored = stored(&codec(4), &layout(&[64, 64], 0), value);
-    let plan = Ask::last(4, stored.tokens).plan(&stored, |i| (i % 7) as f32 / 7.0);
-    let wanted = expected(&stored, &plan);
-    for order in ThreadOrder::EACH {
-        let is_right = |kernel| {
-            let answer = run_in(&stored, &plan, kernel, order).unwrap();
-            catch_unwind(|| check(&answer, &wanted, kernel)).is_ok()
-        };
-        assert!(is_right("kvd_attend_kivi4_4"), "{order:?}");
-        for kernel in ["planted_swapped_tiles", "planted_unordered_steps", "planted_swapped_halves"]
-        {
-            assert!(!is_right(kernel), "{kernel}, {order:?}");
+    for (dim, rows, of) in [(128, 4, ""), (64, 8, "_64")] {
+        let stored = stored((&codec(4), dim), &layout(&[64, 64], 0), value);
+        let plan = Ask::last(rows, stored.tokens).plan(&stored, |i| (i % 7) as f32 / 7.0);
+        let wanted = expected(&stored, &plan);
+        for order in ThreadOrder::EACH {
+            let is_right = |kernel: &str| {
+                let answer = run_in(&stored, &plan, kernel, order).unwrap();
+                catch_unwind(|| check(&answer, &wanted, kernel)).is_ok()
+            };
+            let sound = kernel("", Some("kivi4"), (dim as usize, rows));
+            assert!(is_right(&sound), "{sound}, {order:?}");
+            for bug in ["swapped_tiles", "unordered_steps", "swapped_halves"] {
+                let kernel = format!("planted_{bug}{of}");
+                assert!(!is_right(&kernel), "{kernel}, {order:?}");
+            }
         }
     }
 }

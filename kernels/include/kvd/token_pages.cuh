@@ -9,9 +9,11 @@ namespace kvd {
 
 // Rows and columns that one product of halves sums over.
 constexpr unsigned HALF_TERMS_OF_STEP = 16;
-// Tokens of a stop, and bytes of the scales of a side.
+// Tokens of a stop, and room for the scales of a side.
 constexpr unsigned STOP_TOKENS = 2 * TILE_TOKENS;
 constexpr unsigned SCALE_BYTES = 1024;
+// Query rows of a band: their columns fill a product.
+constexpr unsigned BAND_ROWS = 4;
 // A line of shared memory; sixteens change places within it, so that no two lanes need one bank.
 constexpr unsigned BANK_LINE = 128;
 
@@ -55,26 +57,35 @@ KVD_DEVICE const AttendUnit& unit_anew(const AttendParameters& parameters) {
     return parameters.units[number];
 }
 
-template <unsigned BITS>
+template <unsigned BITS, unsigned CHANNELS = 128, unsigned MOST_BANDS = 1>
 struct TokenPages {
     static constexpr unsigned CODE_BITS = BITS;
     static constexpr unsigned FIELDS = 8 / BITS;
-    static constexpr unsigned DIM = 128;
+    static constexpr unsigned DIM = CHANNELS;
+    static constexpr unsigned BANDS = MOST_BANDS;
+    // Channels that share the scale of a token's values; bytes of a token's scales, and of a tile's.
+    static constexpr unsigned SETS = DIM / 32;
+    static constexpr unsigned ROW_BYTES = 4 * SETS;
+    static constexpr unsigned TILE_SCALES = TILE_TOKENS * ROW_BYTES;
     static constexpr uint32_t MASK = 0x00010001u * ((1u << BITS) - 1);
     static constexpr unsigned TILE_BYTES = TILE_TOKENS * DIM * BITS / 8;
     static constexpr unsigned SIDE_BYTES = SCALE_BYTES + 2 * TILE_BYTES;
+    // Sixteens of codes of a stop that a lane copies.
+    static constexpr unsigned COPIES = 2 * TILE_BYTES / 512;
     // Steps of values, ordered: by tile, set and lane.
     static constexpr unsigned STEP_BYTES = 512;
     static constexpr unsigned STOPS = 16;
-    // Of each lane: four sums of each set, what it multiplies by, and one sum more.
+    // Of each lane and band: four sums of each set, what it multiplies by, and one sum more.
     static constexpr unsigned KEPT_BYTES = 4 * 32 * (DIM / 8 + 4 + 1);
     static constexpr unsigned KEPT =
         2 * SIDE_BYTES + STEP_BYTES + STOPS * unsigned(sizeof(TokenStop));
-    static constexpr unsigned WARP_BYTES = KEPT + KEPT_BYTES;
+    static constexpr unsigned WARP_BYTES = KEPT + BANDS * KEPT_BYTES;
     // Lines of four channels' codes of a tile of keys, of four tokens' codes of one of values.
     static constexpr unsigned KEY_LINES = DIM / 4 / FIELDS;
     static constexpr unsigned VALUE_LINES = TILE_TOKENS / 4 / FIELDS;
     static constexpr unsigned VALUE_LINE = 4 * DIM;
+    // Of those a copy has one, or two.
+    static constexpr unsigned LINES_OF_COPY = 512 / VALUE_LINE;
 
     // Channels of a lane's four codes of a step of keys: the first of these, and every one behind it.
     KVD_DEVICE static unsigned key_channel(unsigned step, unsigned word) {
@@ -117,9 +128,10 @@ struct TokenPages {
         // Scales of keys that it brings into order: where they are, and where steps go.
         unsigned to_order;
         unsigned ordered;
-        // Sixteens that it copies: in order, and as codes of keys change places.
+        // Sixteens that it copies: in order, and as codes change places.
         unsigned copies;
         unsigned key_copies;
+        unsigned value_copies;
 
         KVD_DEVICE explicit Places(unsigned warp) {
             const unsigned word = lane_index() % 4;
@@ -139,7 +151,11 @@ struct TokenPages {
                 first_token(lane_index() % 8) + matrix % 2 * HALF_TOKENS + matrix / 2;
             value_row = warp + SIDE_BYTES + row * 16;
             to_order = warp + lane_index() * 8;
-            ordered = warp + 512 + lane_index() / 8 * 64 + word * 16 + group % 2 * 8;
+            const unsigned fours = lane_index() % (DIM / 4);
+            ordered = warp + 4 * DIM + fours / 8 * 64 + word * 16 + fours / 4 % 2 * 8;
+            if (DIM == 64 && lane_index() < 16) {
+                ordered = warp + lane_index() * 16;
+            }
             copies = warp + lane_index() * 16;
             key_copies = warp + SCALE_BYTES + lane_index() / 8 * BANK_LINE +
                          (lane_index() % 8 ^ 2 * (lane_index() / 8)) * 16;
@@ -149,6 +165,11 @@ struct TokenPages {
             KVD_KEEP(ordered);
             KVD_KEEP(copies);
             KVD_KEEP(key_copies);
+            value_copies = copies + SIDE_BYTES;
+            if constexpr (LINES_OF_COPY > 1) {
+                value_copies ^= lane_index() / 16 * 32;
+                KVD_KEEP(value_copies);
+            }
         }
     };
 
@@ -167,7 +188,7 @@ struct TokenPages {
     }
     // Steps of a tile for two steps of its keys.
     KVD_DEVICE FourWords key_steps(unsigned tile, unsigned step) const {
-        return four_at(places.scales + 512 + tile * 256 + step / 2 * 64);
+        return four_at(places.scales + 4 * DIM + tile * 2 * DIM + step / 2 * 64);
     }
     // Codes of two tokens of four channels, and of those that share their bytes.
     KVD_DEVICE TwoWords key_codes(unsigned tile, unsigned line, unsigned half) const {
@@ -184,14 +205,15 @@ struct TokenPages {
 
     // The step of a channel of the keys' first tile as it came, and the largest one of a lane's tokens.
     KVD_DEVICE static float key_step(const uint8_t* keys, unsigned channel) {
-        const float first = f16_value(load16(keys + 256 + 2 * channel));
-        return fmaxf(first, f16_value(load16(keys + 768 + 2 * channel)));
+        const uint8_t* steps = keys + 2 * (DIM + channel);
+        return fmaxf(f16_value(load16(steps)), f16_value(load16(steps + TILE_SCALES)));
     }
     KVD_DEVICE static float value_step(const uint8_t* values) {
         float most = 0;
-        for (unsigned at = 0; at < 8; at++) {
-            const unsigned token = lane_index() + at / 4 * TILE_TOKENS;
-            most = fmaxf(most, f16_value(load16(values + 16 * token + 8 + 2 * (at % 4))));
+        for (unsigned at = 0; at < 2 * SETS; at++) {
+            const unsigned token = lane_index() + at / SETS * TILE_TOKENS;
+            const unsigned step = SETS + at % SETS;
+            most = fmaxf(most, f16_value(load16(values + 16 * token + 2 * step)));
         }
         return most;
     }
@@ -200,23 +222,36 @@ struct TokenPages {
     KVD_DEVICE static TwoWords paired(const TwoWords& two) {
         return {{bytes_at(two.word[0], two.word[1], 0x5410), bytes_at(two.word[0], two.word[1], 0x7632)}};
     }
-    // Brings the scales of keys, of four channels by each lane, into the order of products.
+    // Brings the scales of keys, of four channels by each lane, into the order of products. In heads of 64
+    // channels the first half of the lanes has minima, the other one steps.
     KVD_DEVICE void order_key_scales() const {
         const TwoWords* two = reinterpret_cast<const TwoWords*>(memory + places.to_order);
-        const TwoWords minima[2] = {paired(two[0]), paired(two[64])};
-        const TwoWords steps[2] = {paired(two[32]), paired(two[96])};
-        KVD_WARP_BARRIER();
-        *reinterpret_cast<FourWords*>(memory + places.copies) = {
-            {minima[0].word[0], minima[1].word[0], minima[0].word[1], minima[1].word[1]}};
+        constexpr unsigned TILE = TILE_SCALES / 8;
+        if constexpr (DIM == 64) {
+            const TwoWords of[2] = {paired(two[0]), paired(two[TILE])};
+            const bool is_step = lane_index() >= 16;
+            const uint32_t second = is_step ? of[0].word[1] : of[1].word[0];
+            const uint32_t third = is_step ? of[1].word[0] : of[0].word[1];
+            KVD_WARP_BARRIER();
+            *reinterpret_cast<TwoWords*>(memory + places.ordered) = {{of[0].word[0], second}};
+            uint8_t* other = memory + places.ordered + (is_step ? 2 * DIM : 8);
+            *reinterpret_cast<TwoWords*>(other) = {{third, of[1].word[1]}};
+        } else {
+            const TwoWords minima[2] = {paired(two[0]), paired(two[TILE])};
+            const TwoWords steps[2] = {paired(two[TILE / 2]), paired(two[TILE / 2 + TILE])};
+            KVD_WARP_BARRIER();
+            *reinterpret_cast<FourWords*>(memory + places.copies) = {
+                {minima[0].word[0], minima[1].word[0], minima[0].word[1], minima[1].word[1]}};
 #pragma unroll
-        for (unsigned tile = 0; tile < 2; tile++) {
-            *reinterpret_cast<TwoWords*>(memory + places.ordered + tile * 256) = steps[tile];
+            for (unsigned tile = 0; tile < 2; tile++) {
+                *reinterpret_cast<TwoWords*>(memory + places.ordered + tile * 256) = steps[tile];
+            }
         }
         KVD_WARP_BARRIER();
     }
 
-    // Scales of a tile of values, a column by each four lanes: four minima, four steps; words by pair of
-    // codes and by half of the products.
+    // Scales of a tile of values, a column by each four lanes: minima, as many steps; words by pair of
+    // codes and by half of the products. Of 64 channels behind them is nothing that counts.
     KVD_DEVICE void value_minima(unsigned tile, uint32_t (&rows)[4]) const {
         KVD_LOAD_MATRICES(rows, memory + places.value_row + tile * TILE_TOKENS * 16);
     }
@@ -226,8 +261,8 @@ struct TokenPages {
         for (unsigned tile = 0; tile < 2; tile++) {
             uint32_t rows[4];
             value_minima(tile, rows);
-            if (lane_index() >= 16) {
-                const unsigned at = places.copies + 2 * SIDE_BYTES + tile * 256 - 256;
+            if (lane_index() / ROW_BYTES == 1) {
+                const unsigned at = places.copies + 2 * SIDE_BYTES + tile * 256 - 16 * ROW_BYTES;
                 *reinterpret_cast<FourWords*>(memory + at) = {{rows[0], rows[1], rows[2], rows[3]}};
             }
         }
@@ -241,31 +276,40 @@ struct TokenPages {
                                       memory + places.copies - lane_index() * 16);
         }
         const uint8_t* from = stop.key + lane_index() * 16;
-        start_scales(memory + places.copies, from);
 #pragma unroll
-        for (unsigned at = 0; at < 2 * BITS; at++) {
+        for (unsigned at = 0; at < 2 * TILE_SCALES / 512; at++) {
+            copy_async16(memory + places.copies + at * 512, from + at * 512);
+        }
+#pragma unroll
+        for (unsigned at = 0; at < COPIES; at++) {
             copy_async16(memory + places.key_copies + at * 512, from + stop.codes + at * 512);
         }
     }
     template <class Stops>
     KVD_DEVICE void start_values(const Stops& stops, const TokenStop& stop) const {
-        const unsigned to = places.copies + SIDE_BYTES;
+        uint8_t* to = memory + places.copies + SIDE_BYTES;
         if (KVD_RARELY((stop.rare & TokenStop::PARTLY) != 0)) {
-            return start_rarely<false>(stops.parameters, stops.last(),
-                                       memory + to - lane_index() * 16);
+            return start_rarely<false>(stops.parameters, stops.last(), to - lane_index() * 16);
         }
-        const uint8_t* from = stop.value + lane_index() * 16;
-        start_scales(memory + to, from);
-        // Lines are four times as long as those of keys; what changes places is by line.
+        const uint8_t* from = stop.value + lane_index() * ROW_BYTES;
+        copy_row(to, from);
+        copy_row(to + 512, from + TILE_SCALES);
+        // Lines are longer than those of keys; what changes places is by line.
+        from = stop.value + lane_index() * 16 + stop.codes;
 #pragma unroll
-        for (unsigned at = 0; at < 2 * BITS; at++) {
-            const unsigned place = (to ^ at % VALUE_LINES * 32) + SCALE_BYTES;
-            copy_async16(memory + place + at * 512, from + stop.codes + at * 512);
+        for (unsigned at = 0; at < COPIES; at++) {
+            const unsigned line = at * LINES_OF_COPY % VALUE_LINES;
+            const unsigned place = (places.value_copies ^ line * 32) + SCALE_BYTES;
+            copy_async16(memory + place + at * 512, from + at * 512);
         }
     }
-    KVD_DEVICE static void start_scales(uint8_t* to, const uint8_t* from) {
-        copy_async16(to, from);
-        copy_async16(to + 512, from + 512);
+    // The scales of a token's values: a sixteen, or half of one.
+    KVD_DEVICE static void copy_row(uint8_t* to, const uint8_t* from) {
+        if constexpr (ROW_BYTES == 16) {
+            copy_async16(to, from);
+        } else {
+            copy_async8(to, from);
+        }
     }
 
     // The same for one that has less than two tiles, or that not all see: what it has not is zeros, and
@@ -279,16 +323,21 @@ struct TokenPages {
         const PageEntry& page = parameters.pages[stop.page];
         const uint8_t* payload = parameters.arena + (IS_KEY ? page.key : page.value);
         const unsigned tiles = (page.tokens + TILE_TOKENS - 1) / TILE_TOKENS;
-        const uint8_t* codes = payload + (IS_KEY ? tiles * 512 : page.tokens * 16);
+        const uint8_t* codes = payload + (IS_KEY ? tiles * TILE_TOKENS : page.tokens) * ROW_BYTES;
+        constexpr unsigned PIECES = IS_KEY ? TILE_SCALES / 16 : TILE_TOKENS;
 #pragma unroll 1
         for (unsigned tile = 0; tile < 2; tile++) {
             const unsigned first = stop.first_row + tile * TILE_TOKENS;
             const unsigned tokens = first < page.tokens ? least(page.tokens - first, TILE_TOKENS) : 0;
-            const unsigned scales = IS_KEY ? (tokens > 0 ? 512 : 0) : tokens * 16;
-            uint8_t* place = to + tile * 512 + lane_index() * 16;
-            if (lane_index() * 16 < scales) {
-                copy_async16(place, payload + first * 16 + lane_index() * 16);
-            } else {
+            const uint8_t* scales = payload + first * ROW_BYTES;
+            uint8_t* place = to + (tile * PIECES + lane_index()) * 16;
+            if (lane_index() < (IS_KEY && tokens > 0 ? PIECES : tokens)) {
+                if constexpr (IS_KEY) {
+                    copy_async16(place, scales + lane_index() * 16);
+                } else {
+                    copy_row(place, scales + lane_index() * ROW_BYTES);
+                }
+            } else if (lane_index() < PIECES) {
                 *reinterpret_cast<FourWords*>(place) = {{0, 0, 0, 0}};
             }
             const uint8_t* from = codes + first / TILE_TOKENS * TILE_BYTES;
@@ -328,9 +377,9 @@ struct TokenPages {
 
 // The stops of a warp: of all that the unit's pages have every fourth one that a row of the unit sees. A
 // lane looks at one, some batches ahead.
-template <unsigned BITS>
+template <class Pages>
 struct TokenStops {
-    static constexpr unsigned BATCH = TokenPages<BITS>::STOPS;
+    static constexpr unsigned BATCH = Pages::STOPS;
 
     const AttendParameters& parameters;
     TokenStop* batch;
@@ -397,8 +446,9 @@ struct TokenStops {
         }
         const Range whole = seen_rows(page, every);
         // Codes of all pages that are plain begin behind as many bytes of scales on both sides.
-        const uint64_t scales = uint64_t(first) * 16;
-        const uint64_t codes = uint64_t(page.tokens) * 16 + uint64_t(first) * 16 * BITS;
+        const uint64_t scales = uint64_t(first) * Pages::ROW_BYTES;
+        const uint64_t codes = uint64_t(page.tokens) * Pages::ROW_BYTES +
+                               uint64_t(first) * Pages::TILE_BYTES / TILE_TOKENS;
         stop.key = parameters.arena + page.key + scales;
         stop.value = parameters.arena + page.value + scales;
         stop.codes = uint32_t(codes - scales);

@@ -8,11 +8,6 @@
 
 namespace kvd {
 
-constexpr unsigned TOKEN_ROWS = 4;
-constexpr unsigned TOKEN_DIM = 128;
-// Channels that share the scale of a token's values.
-constexpr unsigned SET_CHANNELS = 32;
-constexpr unsigned TOKEN_SETS = TOKEN_DIM / SET_CHANNELS;
 // Where the largest factor of the first page is put: as far from 2^16, beyond which f16 is infinite,
 // as from where its steps would show.
 constexpr int FACTOR_LOG2 = 8;
@@ -47,20 +42,21 @@ struct Factors {
     }
 };
 
-// Sums of a warp's tokens for the row of this lane, `lane % 4`.
+// Sums of a warp's tokens for a band of rows: for this lane's, `lane % 4` of it.
 template <class Pages>
-struct TokenSums {
+struct TokenBand {
     static constexpr unsigned BITS = Pages::CODE_BITS;
-    static constexpr unsigned FIELDS = Pages::FIELDS;
-    static constexpr unsigned KEY_STEPS = TOKEN_DIM / HALF_TERMS_OF_STEP;
+    static constexpr unsigned SETS = Pages::SETS;
+    static constexpr unsigned BLOCKS = Pages::DIM / 16;
+    static constexpr unsigned KEY_STEPS = Pages::DIM / HALF_TERMS_OF_STEP;
     // Steps of keys whose codes stand in one field.
-    static constexpr unsigned OF_FIELD = KEY_STEPS / FIELDS;
+    static constexpr unsigned OF_FIELD = KEY_STEPS / Pages::FIELDS;
 
     // Of keys: queries, times what takes the field of their channel back.
     Factors query[KEY_STEPS][2];
     // Values by block of channels; minima of the first and the second half of tiles by set, of each half the
     // sums with one half of the rows count.
-    float sums[TOKEN_DIM / 16][4];
+    float sums[BLOCKS][4];
     float minima[2][4];
     // Earlier sums, in shared memory: tensor cores cut sums off, which would show in long ones.
     uint8_t* kept;
@@ -69,7 +65,7 @@ struct TokenSums {
 
     KVD_DEVICE void clear() {
 #pragma unroll
-        for (unsigned at = 0; at < TOKEN_DIM / 4; at++) {
+        for (unsigned at = 0; at < 4 * BLOCKS; at++) {
             sums[at / 4][at % 4] = 0;
         }
 #pragma unroll
@@ -83,7 +79,7 @@ struct TokenSums {
         reference = SCORE_NONE;
         sum = 0;
 #pragma unroll
-        for (unsigned set = 0; set < TOKEN_SETS; set++) {
+        for (unsigned set = 0; set < SETS; set++) {
             kept_of(set) = {{0, 0, 0, 0}};
         }
         kept_minimum() = 0;
@@ -94,7 +90,7 @@ struct TokenSums {
         return reinterpret_cast<FourSums*>(kept)[set * WARP_LANES + lane_index()];
     }
     KVD_DEVICE float& kept_minimum() const {
-        return reinterpret_cast<float*>(kept)[(TOKEN_DIM / 8 + 4) * WARP_LANES + lane_index()];
+        return reinterpret_cast<float*>(kept)[(4 * SETS + 4) * WARP_LANES + lane_index()];
     }
 
     // What weights of this lane's tokens of the first and second half of a tile are multiplied by, times
@@ -105,13 +101,13 @@ struct TokenSums {
         float offset;
     };
     KVD_DEVICE Constants& constants() const {
-        return reinterpret_cast<Constants*>(kept)[TOKEN_SETS * WARP_LANES + lane_index()];
+        return reinterpret_cast<Constants*>(kept)[SETS * WARP_LANES + lane_index()];
     }
 
     // Adds both columns' sums to the earlier ones, which then shrink.
     KVD_DEVICE void keep(float factor) {
 #pragma unroll
-        for (unsigned set = 0; set < TOKEN_SETS; set++) {
+        for (unsigned set = 0; set < SETS; set++) {
             FourSums four = kept_of(set);
 #pragma unroll
             for (unsigned at = 0; at < 4; at++) {
@@ -147,68 +143,6 @@ struct TokenSums {
         constants().unit = power_of_two(-CODE_LOG2) * power_of_two(-log2);
     }
 
-    // What minima add to scores of both tiles: their products with the queries, by field, whose powers of
-    // two are taken back.
-    KVD_DEVICE void bases(const Pages& pages, float (&base)[2]) const {
-        const float inverse = constants().unit * power_of_two(CODE_LOG2);
-        base[0] = base[1] = 0;
-#pragma unroll
-        for (unsigned back = 0; back < FIELDS; back++) {
-            const unsigned field = FIELDS - 1 - back;
-            float products[4] = {};
-#pragma unroll
-            for (unsigned of = 0; of < OF_FIELD; of++) {
-                const unsigned step = field * OF_FIELD + of;
-                const FourWords four = pages.key_minima(step);
-                const uint32_t b[2] = {query[step][0].own, query[step][1].own};
-                KVD_MULTIPLY_HALVES(false, products, four.word, b);
-            }
-#pragma unroll
-            for (unsigned tile = 0; tile < 2; tile++) {
-                const float both = products[2 * tile] + products[2 * tile + 1];
-                base[tile] = fmaf(base[tile], float(1u << BITS), both);
-            }
-        }
-#pragma unroll
-        for (unsigned tile = 0; tile < 2; tile++) {
-            base[tile] = fmaf(base[tile], inverse, constants().offset);
-        }
-    }
-
-    // Products of codes of a tile with this lane's row: of four tokens, `Pages::key_token`.
-    KVD_DEVICE void multiply_keys(const Pages& pages, unsigned tile, float (&scores)[4]) const {
-        float products[2][4] = {};
-        uint32_t factors[KEY_STEPS][2];
-#pragma unroll
-        for (unsigned step = 0; step < KEY_STEPS; step += 2) {
-            const FourWords four = pages.key_steps(tile, step);
-#pragma unroll
-            for (unsigned at = 0; at < 4; at++) {
-                factors[step + at / 2][at % 2] = query[step + at / 2][at % 2].times(four.word[at]);
-            }
-        }
-#pragma unroll
-        for (unsigned line = 0; line < OF_FIELD; line++) {
-#pragma unroll
-            for (unsigned half = 0; half < 2; half++) {
-                const TwoWords two = pages.key_codes(tile, line, half);
-                const uint32_t next[2] = {two.word[0] >> 8, two.word[1] >> 8};
-#pragma unroll
-                for (unsigned field = 0; field < FIELDS; field++) {
-                    const uint32_t mask = Pages::MASK << BITS * field;
-                    const uint32_t a[4] = {two.word[0] & mask, two.word[1] & mask, next[0] & mask,
-                                           next[1] & mask};
-                    const unsigned step = field * OF_FIELD + line;
-                    KVD_MULTIPLY_HALVES(false, products[half], a, factors[step]);
-                }
-            }
-        }
-#pragma unroll
-        for (unsigned at = 0; at < 4; at++) {
-            scores[at] = products[at / 2][at % 2 * 2] + products[at / 2][at % 2 * 2 + 1];
-        }
-    }
-
     // Scores to weights: of a stop's eight tokens of this lane's row.
     KVD_DEVICE void weigh(const float (&base)[2], float (&weight)[8]) {
         float score[8];
@@ -237,11 +171,11 @@ struct TokenSums {
 
     // The same where scores are capped, not all tokens are seen, or values have gains.
     KVD_DEVICE void weigh_rarely(const AttendParameters& parameters, const TokenStop& stop,
-                                 const float (&base)[2], float (&weight)[8]) {
+                                 unsigned first, const float (&base)[2], float (&weight)[8]) {
         const AttendUnit& unit_of = unit_anew(parameters);
         const PageEntry& page = parameters.pages[stop.page];
         const uint8_t* gains = parameters.arena + page.value + page.value_bytes;
-        const unsigned row_of_lane = lane_index() % 4;
+        const unsigned row_of_lane = first + lane_index() % BAND_ROWS;
         const bool has_row = row_of_lane < unit_of.rows;
         const Range seen = has_row ? visible(unit_of, row_of_lane) : Range{0, 0};
         const Range rows = stop.rows(page, seen);
@@ -305,24 +239,152 @@ struct TokenSums {
         }
     }
 
-    // Adds the values of a tile, whose tokens of this lane's row have these weights.
-    KVD_DEVICE void add_values(const Pages& pages, unsigned tile, const float* weight) {
-        Factors factors[2][2];
+    // Not 0 where a factor was beyond f16, which makes a sum infinite or none: asked when all are kept.
+    KVD_DEVICE float beyond() const {
+        // Other lanes have none of the minima.
+        float none = sum * 0 + (lane_index() < Pages::ROW_BYTES ? kept_minimum() * 0 : 0);
+#pragma unroll
+        for (unsigned at = 0; at < 4 * SETS; at++) {
+            none += kept_of(at / 4).value[at % 4] * 0;
+        }
+        return none;
+    }
+
+    // Leaves the warp's partial result: `[row, channel]` to `to`, `{m, l}` of each row to `stats`.
+    KVD_DEVICE void put(float* to, float* stats) {
+        const float of_minima = Pages::token_back(0, lane_index() / 16) / constants().by[0];
+        const float of_codes = of_minima * power_of_two(-CODE_LOG2);
+        const unsigned row = lane_index() % 4;
+        const uint32_t minimum = f32_bits(kept_minimum());
+#pragma unroll
+        for (unsigned set = 0; set < SETS; set++) {
+            const float base = f32_value(KVD_SHUFFLE(minimum, 4 * set + row)) * of_minima;
+            const FourSums four = kept_of(set);
+#pragma unroll
+            for (unsigned at = 0; at < 4; at++) {
+                const unsigned channel = set * 32 + lane_index() / 4 * 4 + at;
+                to[row * Pages::DIM + channel] = fmaf(four.value[at], of_codes, base);
+            }
+        }
+        float all = sum;
+#pragma unroll
+        for (unsigned step = 4; step < WARP_LANES; step *= 2) {
+            all += KVD_SHUFFLE_XOR(all, step);
+        }
+        if (lane_index() < BAND_ROWS) {
+            stats[2 * row] = all > 0 ? reference : -INFINITY;
+            stats[2 * row + 1] = all;
+        }
+    }
+};
+
+// All bands' sums: codes are brought into factors once.
+template <class Pages>
+struct TokenSums {
+    using Band = TokenBand<Pages>;
+    static constexpr unsigned BANDS = Pages::BANDS;
+    static constexpr unsigned BITS = Pages::CODE_BITS;
+    static constexpr unsigned FIELDS = Pages::FIELDS;
+    static constexpr unsigned KEY_STEPS = Band::KEY_STEPS;
+    static constexpr unsigned OF_FIELD = Band::OF_FIELD;
+
+    Band bands[BANDS];
+
+    // What minima add to scores of both tiles: their products with the queries, by field, whose powers of
+    // two are taken back.
+    KVD_DEVICE void bases(const Pages& pages, float (&base)[BANDS][2]) const {
+#pragma unroll
+        for (unsigned back = 0; back < FIELDS; back++) {
+            const unsigned field = FIELDS - 1 - back;
+            float products[BANDS][4] = {};
+#pragma unroll
+            for (unsigned of = 0; of < OF_FIELD; of++) {
+                const unsigned step = field * OF_FIELD + of;
+                const FourWords four = pages.key_minima(step);
+#pragma unroll
+                for (unsigned band = 0; band < BANDS; band++) {
+                    const Factors (&query)[2] = bands[band].query[step];
+                    const uint32_t b[2] = {query[0].own, query[1].own};
+                    KVD_MULTIPLY_HALVES(false, products[band], four.word, b);
+                }
+            }
+#pragma unroll
+            for (unsigned at = 0; at < 2 * BANDS; at++) {
+                const float* of_tile = products[at / 2] + at % 2 * 2;
+                float& sum = base[at / 2][at % 2];
+                sum = fmaf(back == 0 ? 0 : sum, float(1u << BITS), of_tile[0] + of_tile[1]);
+            }
+        }
+#pragma unroll
+        for (unsigned at = 0; at < 2 * BANDS; at++) {
+            const auto& constants = bands[at / 2].constants();
+            float& sum = base[at / 2][at % 2];
+            sum = fmaf(sum, constants.unit * power_of_two(CODE_LOG2), constants.offset);
+        }
+    }
+
+    // Products of codes of a tile with this lane's rows: of four tokens, `Pages::key_token`, scores
+    // `4 * tile` and on.
+    KVD_DEVICE void multiply_keys(const Pages& pages, unsigned tile, float (&scores)[BANDS][8]) const {
+        float products[BANDS][2][4] = {};
+        uint32_t factors[BANDS][KEY_STEPS][2];
+#pragma unroll
+        for (unsigned step = 0; step < KEY_STEPS; step += 2) {
+            const FourWords four = pages.key_steps(tile, step);
+#pragma unroll
+            for (unsigned at = 0; at < 4 * BANDS; at++) {
+                const unsigned of = step + at % 4 / 2;
+                factors[at / 4][of][at % 2] =
+                    bands[at / 4].query[of][at % 2].times(four.word[at % 4]);
+            }
+        }
+#pragma unroll
+        for (unsigned line = 0; line < OF_FIELD; line++) {
+#pragma unroll
+            for (unsigned half = 0; half < 2; half++) {
+                const TwoWords two = pages.key_codes(tile, line, half);
+                const uint32_t next[2] = {two.word[0] >> 8, two.word[1] >> 8};
+#pragma unroll
+                for (unsigned field = 0; field < FIELDS; field++) {
+                    const uint32_t mask = Pages::MASK << BITS * field;
+                    const uint32_t a[4] = {two.word[0] & mask, two.word[1] & mask, next[0] & mask,
+                                           next[1] & mask};
+                    const unsigned step = field * OF_FIELD + line;
+#pragma unroll
+                    for (unsigned band = 0; band < BANDS; band++) {
+                        KVD_MULTIPLY_HALVES(false, products[band][half], a, factors[band][step]);
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (unsigned at = 0; at < 4 * BANDS; at++) {
+            const float* both = products[at / 4][at % 4 / 2] + at % 2 * 2;
+            scores[at / 4][4 * tile + at % 4] = both[0] + both[1];
+        }
+    }
+
+    // Adds the values of a tile, whose tokens of this lane's rows have weights `4 * tile` and on.
+    KVD_DEVICE void add_values(const Pages& pages, unsigned tile, const float (&weight)[BANDS][8]) {
+        Factors factors[BANDS][2][2];
         uint32_t rows[4];
         pages.value_minima(tile, rows);
 #pragma unroll
-        for (unsigned half = 0; half < 2; half++) {
+        for (unsigned at = 0; at < 2 * BANDS; at++) {
+            const unsigned half = at % 2;
+            Band& band = bands[at / 2];
             uint32_t plain[2];
 #pragma unroll
-            for (unsigned at = 0; at < 2; at++) {
-                const uint32_t word = split_word(weight[2 * half + at] * constants().by[half]);
-                factors[half][at] = {KVD_TRANSPOSE(word), KVD_TRANSPOSE(word << 16)};
-                plain[at] = Pages::without_field(factors[half][at].own);
+            for (unsigned of = 0; of < 2; of++) {
+                const float of_token = weight[at / 2][4 * tile + 2 * half + of];
+                const uint32_t word = split_word(of_token * band.constants().by[half]);
+                factors[at / 2][half][of] = {KVD_TRANSPOSE(word), KVD_TRANSPOSE(word << 16)};
+                plain[of] = Pages::without_field(factors[at / 2][half][of].own);
             }
-            KVD_MULTIPLY_HALVES(false, minima[half], rows, plain);
+            KVD_MULTIPLY_HALVES(false, band.minima[half], rows, plain);
         }
 #pragma unroll
-        for (unsigned set = 0; set < TOKEN_SETS; set++) {
+        for (unsigned set = 0; set < Pages::SETS; set++) {
             const FourWords of_set = pages.value_steps(tile, set);
             const FourWords codes = pages.value_codes(tile, set);
             uint32_t next[4];
@@ -333,53 +395,32 @@ struct TokenSums {
 #pragma unroll
             for (unsigned half = 0; half < 2; half++) {
                 const uint32_t mask = Pages::value_mask(half);
-                const uint32_t b[2] = {factors[half][0].times(of_set.word[half]),
-                                       factors[half][1].times(of_set.word[2 + half])};
+                uint32_t b[BANDS][2];
+#pragma unroll
+                for (unsigned at = 0; at < 2 * BANDS; at++) {
+                    const Factors& factor = factors[at / 2][half][at % 2];
+                    b[at / 2][at % 2] = factor.times(of_set.word[at % 2 * 2 + half]);
+                }
 #pragma unroll
                 for (unsigned pair = 0; pair < 2; pair++) {
                     const uint32_t a[4] = {codes.word[2 * pair] & mask, codes.word[2 * pair + 1] & mask,
                                            next[2 * pair] & mask, next[2 * pair + 1] & mask};
-                    KVD_MULTIPLY_HALVES(false, sums[2 * set + pair], a, b);
+#pragma unroll
+                    for (unsigned band = 0; band < BANDS; band++) {
+                        KVD_MULTIPLY_HALVES(false, bands[band].sums[2 * set + pair], a, b[band]);
+                    }
                 }
             }
         }
     }
 
-    // Whether a factor was beyond f16, which makes a sum infinite or none: asked when all are kept.
     KVD_DEVICE bool is_beyond() const {
-        float none = sum * 0 + kept_minimum() * 0;
+        float none = 0;
 #pragma unroll
-        for (unsigned at = 0; at < TOKEN_DIM / 8; at++) {
-            none += kept_of(at / 4).value[at % 4] * 0;
+        for (const Band& band : bands) {
+            none += band.beyond();
         }
         return KVD_BALLOT(!(none == 0)) != 0;
-    }
-
-    // Leaves the warp's partial result: `[row, channel]`, then `{m, l}` of each row.
-    KVD_DEVICE void put(float* to) {
-        const float of_minima = Pages::token_back(0, lane_index() / 16) / constants().by[0];
-        const float of_codes = of_minima * power_of_two(-CODE_LOG2);
-        const unsigned row = lane_index() % 4;
-        const uint32_t minimum = f32_bits(kept_minimum());
-#pragma unroll
-        for (unsigned set = 0; set < TOKEN_SETS; set++) {
-            const float base = f32_value(KVD_SHUFFLE(minimum, 4 * set + row)) * of_minima;
-            const FourSums four = kept_of(set);
-#pragma unroll
-            for (unsigned at = 0; at < 4; at++) {
-                const unsigned channel = set * SET_CHANNELS + lane_index() / 4 * 4 + at;
-                to[row * TOKEN_DIM + channel] = fmaf(four.value[at], of_codes, base);
-            }
-        }
-        float all = sum;
-#pragma unroll
-        for (unsigned step = 4; step < WARP_LANES; step *= 2) {
-            all += KVD_SHUFFLE_XOR(all, step);
-        }
-        if (lane_index() < TOKEN_ROWS) {
-            to[TOKEN_ROWS * TOKEN_DIM + 2 * row] = all > 0 ? reference : -INFINITY;
-            to[TOKEN_ROWS * TOKEN_DIM + 2 * row + 1] = all;
-        }
     }
 };
 

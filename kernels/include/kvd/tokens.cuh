@@ -1,9 +1,9 @@
-// Attention over uniform codes of 2 and 4 bits in heads of 128 channels, for up to four query rows: a warp
-// owns tokens. It copies its own pages, multiplies keys, takes the softmax and multiplies values, and
+// Attention over uniform codes of 2 and 4 bits in heads of 64 and 128 channels: a warp owns tokens. It copies its own pages, multiplies keys, takes the softmax and multiplies values, and
 // meets the others only when all are through (ADR 52). Codes are the first factor of products of
 // halves: masked where they stand they are f16 numbers below 2^-14, `code * 2^-24` times the power of two
 // of their place. Steps go into the other factor, of which every query row has two columns: what f16 holds
-// of a number, and what that leaves (22 bits). Tokens and channels are summed in the order in which a page's
+// of a number, and what that leaves (22 bits). So four rows, a band, fill a product; a second band's products
+// have the same first factors. Tokens and channels are summed in the order in which a page's
 // tile has them, so nothing is permuted but scales. Meaning: attend.cuh.
 #pragma once
 
@@ -16,7 +16,7 @@ template <class Pages>
 struct TokenWarp {
     const AttendParameters& parameters;
     Pages pages;
-    TokenStops<Pages::CODE_BITS> stops;
+    TokenStops<Pages> stops;
     TokenSums<Pages> sums;
 
     KVD_DEVICE TokenWarp(const AttendParameters& parameters, uint8_t* memory, unsigned warp)
@@ -44,8 +44,11 @@ struct TokenWarp {
         if (again) {
             find_largest(largest);
         }
-        sums.kept = mine() + Pages::KEPT;
-        sums.begin();
+#pragma unroll
+        for (unsigned band = 0; band < Pages::BANDS; band++) {
+            sums.bands[band].kept = mine() + Pages::KEPT + band * Pages::KEPT_BYTES;
+            sums.bands[band].begin();
+        }
         TokenStop stop = stops.first();
         pages.start_keys(stops, stop);
         copy_async_commit();
@@ -61,31 +64,30 @@ struct TokenWarp {
             copy_async_wait<1>();
             KVD_WARP_BARRIER();
             pages.order_key_scales();
-            float weight[8];
+            float weight[Pages::BANDS][8];
 #pragma unroll
             for (unsigned tile = 0; tile < 2; tile++) {
-                float scores[4];
                 if (Pages::CODE_BITS == 2 && tile == 1) {
                     // Nothing of the second tile is loaded before, or registers are too few.
                     KVD_WARP_BARRIER();
                 }
-                sums.multiply_keys(pages, tile, scores);
-#pragma unroll
-                for (unsigned at = 0; at < 4; at++) {
-                    weight[4 * tile + at] = scores[at];
-                }
+                sums.multiply_keys(pages, tile, weight);
             }
-            float base[2];
+            float base[Pages::BANDS][2];
             sums.bases(pages, base);
-            if (KVD_RARELY(stop.rare != 0)) {
-                sums.weigh_rarely(parameters, stops.last(), base, weight);
-            } else {
-                sums.weigh(base, weight);
+#pragma unroll
+            for (unsigned band = 0; band < Pages::BANDS; band++) {
+                if (KVD_RARELY(stop.rare != 0)) {
+                    sums.bands[band].weigh_rarely(parameters, stops.last(), band * BAND_ROWS,
+                                                  base[band], weight[band]);
+                } else {
+                    sums.bands[band].weigh(base[band], weight[band]);
+                }
             }
             copy_async_wait<0>();
             KVD_WARP_BARRIER();
             if (KVD_RARELY(stops.at % KEPT_TOGETHER == 0)) {
-                sums.keep(1);
+                keep();
                 if (stops.is_through()) {
                     stops.find();
                 }
@@ -97,26 +99,36 @@ struct TokenWarp {
             KVD_WARP_BARRIER();
 #pragma unroll
             for (unsigned tile = 0; tile < 2; tile++) {
-                sums.add_values(pages, tile, weight + 4 * tile);
+                sums.add_values(pages, tile, weight);
             }
             KVD_WARP_BARRIER();
             pages.start_values(stops, stop);
             copy_async_commit();
         }
         copy_async_wait<0>();
-        sums.keep(1);
+        keep();
     }
 
+    KVD_DEVICE void keep() {
+#pragma unroll
+        for (TokenBand<Pages>& band : sums.bands) {
+            band.keep(1);
+        }
+    }
+
+    static constexpr unsigned DIM = Pages::DIM;
+    static constexpr unsigned SETS = Pages::SETS;
+
     KVD_DEVICE const float* queries(const AttendUnit& unit) const {
-        return parameters.queries + uint64_t(unit.query) * TOKEN_DIM;
+        return parameters.queries + uint64_t(unit.query) * DIM;
     }
 
     // Looks at the scales of the first stop, where they were copied to.
     KVD_DEVICE void look_at_first(Largest& largest) const {
         const AttendUnit& unit = unit_anew(parameters);
-        for (unsigned at = lane_index(); at < unit.rows * TOKEN_DIM; at += WARP_LANES) {
+        for (unsigned at = lane_index(); at < unit.rows * DIM; at += WARP_LANES) {
             const float query = fabsf(queries(unit)[at]);
-            const float step = Pages::key_step(mine(), at % TOKEN_DIM);
+            const float step = Pages::key_step(mine(), at % DIM);
             largest.query = fmaxf(largest.query, query);
             largest.product = fmaxf(largest.product, query * step);
         }
@@ -131,18 +143,18 @@ struct TokenWarp {
             const unsigned left = parameters.pages[stop.page].tokens - stop.first_row;
             const unsigned tokens = least(left, STOP_TOKENS);
             const unsigned tiles = (tokens + TILE_TOKENS - 1) / TILE_TOKENS;
-            for (unsigned at = lane_index(); at < unit.rows * TOKEN_DIM; at += WARP_LANES) {
+            for (unsigned at = lane_index(); at < unit.rows * DIM; at += WARP_LANES) {
                 const float query = fabsf(queries(unit)[at]);
                 largest.query = fmaxf(largest.query, query);
                 for (unsigned tile = 0; tile < tiles; tile++) {
-                    const uint8_t* steps = stop.key + tile * 512 + 256;
-                    const float step = f16_value(load16(steps + 2 * (at % TOKEN_DIM)));
+                    const uint8_t* steps = stop.key + tile * Pages::TILE_SCALES + 2 * DIM;
+                    const float step = f16_value(load16(steps + 2 * (at % DIM)));
                     largest.product = fmaxf(largest.product, query * step);
                 }
             }
-            for (unsigned at = lane_index(); at < tokens * TOKEN_SETS; at += WARP_LANES) {
-                const uint8_t* steps = stop.value + at / TOKEN_SETS * 16 + 8;
-                const float step = f16_value(load16(steps + 2 * (at % TOKEN_SETS)));
+            for (unsigned at = lane_index(); at < tokens * SETS; at += WARP_LANES) {
+                const uint8_t* steps = stop.value + at / SETS * Pages::ROW_BYTES + 2 * SETS;
+                const float step = f16_value(load16(steps + 2 * (at % SETS)));
                 largest.step = fmaxf(largest.step, step);
             }
             KVD_WARP_BARRIER();
@@ -163,14 +175,19 @@ struct TokenWarp {
         const float query = warp_max(of_lane.query);
         const float product = warp_max(of_lane.product);
         const float step = warp_max(of_lane.step);
-        sums.cut_query(queries(unit) + least(column / 2, unit.rows - 1) * TOKEN_DIM,
-                       column / 2 < unit.rows, factor_log2(query, product, room));
         // Weights are below 2.
         const float weights = power_of_two(factor_log2(1, step, room) - 1);
-        const float offset = row < unit.rows ? parameters.offsets[unit.query + row] : 0;
-        sums.constants().by[0] = weights * Pages::token_back(0, lane_index() / 16);
-        sums.constants().by[1] = weights * Pages::token_back(1, lane_index() / 16);
-        sums.constants().offset = offset;
+#pragma unroll
+        for (unsigned at = 0; at < Pages::BANDS; at++) {
+            TokenBand<Pages>& band = sums.bands[at];
+            const unsigned cut = at * BAND_ROWS + column / 2;
+            const unsigned own = at * BAND_ROWS + row;
+            band.cut_query(queries(unit) + least(cut, unit.rows - 1) * DIM, cut < unit.rows,
+                           factor_log2(query, product, room));
+            band.constants().by[0] = weights * Pages::token_back(0, lane_index() / 16);
+            band.constants().by[1] = weights * Pages::token_back(1, lane_index() / 16);
+            band.constants().offset = own < unit.rows ? parameters.offsets[unit.query + own] : 0;
+        }
     }
 
     // The power of two for numbers up to `largest`, whose products with steps are up to `product`: it leaves
@@ -188,9 +205,10 @@ struct TokenWarp {
 // One unit: its warps' partial results become one in the thread block.
 template <class Pages>
 KVD_DEVICE void attend_tokens(const AttendParameters& parameters, uint8_t* memory) {
-    constexpr unsigned STATS = TOKEN_ROWS * TOKEN_DIM;
+    constexpr unsigned DIM = Pages::DIM;
+    constexpr unsigned ROWS = Pages::BANDS * BAND_ROWS;
     const AttendUnit& unit = parameters.units[block_index()];
-    KVD_EXPECT(unit.rows <= TOKEN_ROWS && unit.key.dim == TOKEN_DIM);
+    KVD_EXPECT(unit.rows <= ROWS && unit.key.dim == DIM);
     TokenWarp<Pages> warp(parameters, memory, warp_index() * Pages::WARP_BYTES);
 #pragma unroll 1
     for (unsigned turn = 0; turn < 2; turn++) {
@@ -200,27 +218,32 @@ KVD_DEVICE void attend_tokens(const AttendParameters& parameters, uint8_t* memor
         }
     }
     KVD_WARP_BARRIER();
-    warp.sums.put(reinterpret_cast<float*>(warp.mine()));
+#pragma unroll
+    for (unsigned band = 0; band < Pages::BANDS; band++) {
+        float* to = reinterpret_cast<float*>(warp.mine());
+        const unsigned row = band * BAND_ROWS;
+        warp.sums.bands[band].put(to + row * DIM, to + ROWS * DIM + 2 * row);
+    }
     KVD_BARRIER();
-    const unsigned channel = thread_index();
-    for (unsigned row = 0; row < unit.rows; row++) {
+    for (unsigned place = thread_index(); place < unit.rows * DIM; place += ATTEND_THREADS) {
+        const unsigned row = place / DIM;
         const auto of_warp = [&](unsigned at) {
             return reinterpret_cast<const float*>(memory + at * Pages::WARP_BYTES);
         };
         float high = -INFINITY;
         for (unsigned at = 0; at < ATTEND_WARPS; at++) {
-            high = fmaxf(high, of_warp(at)[STATS + 2 * row]);
+            high = fmaxf(high, of_warp(at)[ROWS * DIM + 2 * row]);
         }
         float out = 0;
         float all = 0;
         for (unsigned at = 0; at < ATTEND_WARPS; at++) {
-            const float* stats = of_warp(at) + STATS + 2 * row;
+            const float* stats = of_warp(at) + ROWS * DIM + 2 * row;
             const float factor = stats[1] > 0 ? expf(stats[0] - high) : 0;
             all += factor * stats[1];
-            out += factor * of_warp(at)[row * TOKEN_DIM + channel];
+            out += factor * of_warp(at)[place];
         }
-        parameters.out[uint64_t(unit.partial + row) * TOKEN_DIM + channel] = out;
-        if (channel == 0) {
+        parameters.out[uint64_t(unit.partial) * DIM + place] = out;
+        if (place % DIM == 0) {
             float* to = parameters.stats + 2 * (unit.partial + row);
             to[0] = high;
             to[1] = all;

@@ -65,7 +65,7 @@ impl BlockFit {
         let buffers =
             TileBuffers { block: other + decoded, buffer, tile, huffman }.buffer_count(room);
         let (buffers, shared_bytes, under_way) = match kernel.of_tokens {
-            Some([shared_bytes, under_way]) => (BUFFERS_MIN, shared_bytes, under_way),
+            Some(block) => (BUFFERS_MIN, block.shared_bytes, block.bytes_under_way),
             None => {
                 let rings = coded.iter().filter(|[chunk, _]| *chunk > 0).count();
                 let rings = rings * chunks * PIECE_BYTES;

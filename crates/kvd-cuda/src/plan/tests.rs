@@ -82,6 +82,11 @@ fn warps_that_own_tokens_have_enough_under_way() {
         assert_eq!(have, f64::from(3 * 4 * side), "{codec}");
         assert!(have > needed, "{codec}: {have} of {needed}");
         assert!(plan.to_string().contains("by each of four warps its own"), "{plan}");
+        // Eight rows take more registers.
+        let eight = StepWorkload { group: 8, ..workload(1, 131_072) };
+        let resolved = kvd_codec::resolve_spec(codec).unwrap();
+        let plan = plan_kernel(&resolved, &eight, &GpuLimits::h200()).unwrap();
+        assert_eq!((plan.owns_tokens, plan.occupancy.blocks), (true, 2), "{codec}");
     }
 }
 

@@ -8,7 +8,8 @@ use crate::abi::{SideKernel, SideShape};
 use crate::kernel_choice::{ChosenKernel, KernelPair, KernelVariant};
 use crate::late_pairs::LatePairs;
 use crate::page_shapes::{ExpectedPages, TileShape};
-use crate::{specialized, unpack};
+use crate::specialized::{self, TokenBlock};
+use crate::unpack;
 use kvd_codec::{EntropyCoding, SideSpec};
 use kvd_core::{Geometry, Side};
 
@@ -39,8 +40,8 @@ pub(crate) struct ExpectedKernel {
     pub(crate) resident: (usize, u32),
     /// Whether it is compiled when a model is registered.
     pub(crate) is_late: bool,
-    /// Where its warps own tokens: all shared memory of a thread block, and bytes under way.
-    pub(crate) of_tokens: Option<[usize; 2]>,
+    /// The thread block, where its warps own tokens.
+    pub(crate) of_tokens: Option<TokenBlock>,
 }
 
 /// The kernel that will serve both sides for units of `rows` query rows, where `late` were
@@ -93,16 +94,14 @@ pub(crate) fn expected_kernel(
     };
     let dim = geometry.head_dim(Side::Key);
     let fixed = specialized::specialized_kernel(chosen, rows, &key, &value);
-    let of_tokens = fixed.and_then(|name| {
-        let under_way = specialized::token_bytes_under_way(name)?;
-        Some([specialized::token_block_bytes(name)?, under_way])
-    });
+    let of_tokens = fixed.and_then(specialized::token_block);
     ExpectedKernel {
         rows,
         sides: [of_side(Side::Key, &key), of_side(Side::Value, &value)],
         fixed_bytes: fixed_bytes(chosen, rows as usize, dim),
         tiles: tiles_together(chosen, rows as usize),
-        resident: resident_blocks(chosen, fixed.is_some() && of_tokens.is_none()),
+        resident: of_tokens
+            .map_or_else(|| resident_blocks(chosen, fixed.is_some()), |block| block.resident),
         is_late: variant == KernelVariant::Late,
         of_tokens,
     }

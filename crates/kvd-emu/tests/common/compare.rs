@@ -33,8 +33,9 @@ pub(crate) fn agree(stored: &Stored, ask: &Ask, what: &str) {
 pub(crate) fn kernel(pair: &str, fixed: Option<&str>, (dim, rows): (usize, usize)) -> String {
     match fixed {
         // Where a warp owns tokens fewer rows leave columns empty.
-        Some(fixed @ ("kivi4" | "kivi2")) if dim == 128 && rows <= 4 => {
-            format!("kvd_attend_{fixed}_4")
+        Some(fixed @ ("kivi4" | "kivi2")) if dim <= 128 => {
+            let of_dim = if dim == 64 { "_64" } else { "" };
+            format!("kvd_attend_{fixed}{of_dim}_{}", rows.next_multiple_of(4))
         }
         Some(fixed) if (dim, rows) == (128, 4) => format!("kvd_attend_{fixed}_4"),
         _ if pair.ends_with("any_any") => format!("kvd_attend_{pair}_8"),
