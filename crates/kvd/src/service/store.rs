@@ -11,6 +11,7 @@ use kvd_proto::domain::StoreChunk;
 use kvd_store::{
     AppendClaim, AppendTicket, ArenaPool, BegunAppend, PackedPages, SequenceStore, StoreError,
 };
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -136,6 +137,8 @@ impl Service {
             claim,
             chunk: chunk.clone(),
             rows,
+            begun: None,
+            took: Duration::ZERO,
             _inflight: inflight,
         };
         let reply = shard.worker.ask_device(call, job).await;
@@ -232,11 +235,37 @@ pub(crate) struct StoreJob {
     _inflight: InFlight,
 }
 
-/// A store that waits for attends to pass. Dropped before its end it undoes everything.
-struct BegunStore {
+/// A store that may wait for attends to pass. Dropped before its end it undoes everything.
+pub(super) struct BegunStore {
     // First: slots are given back before the claim of their layer.
     append: AppendUnderWay,
     ticket: AppendTicket,
+}
+
+impl BegunStore {
+    /// A store of which nothing is done.
+    pub(super) fn new(model: &RegisteredModel, ticket: AppendTicket, rows: AppendRows) -> Self {
+        let append = AppendUnderWay::new(plan::plan_append(model, &ticket, rows));
+        Self { append, ticket }
+    }
+
+    /// Goes on until the rows are written and the blocks encoded, all but what makes them visible;
+    /// `None` where the slice is over before.
+    pub(super) fn go_on(
+        &mut self,
+        backend: &mut dyn Backend,
+        pool: &Arc<ArenaPool>,
+        model: &RegisteredModel,
+        stop: &Stop,
+    ) -> Result<Option<Vec<Option<PackedPages>>>, ServiceError> {
+        let batch = self.ticket.pack_batch();
+        self.append.go_on(backend, PackSite { pool, model, batch: &batch }, stop)
+    }
+
+    /// The ticket of a store that is done.
+    pub(super) fn into_ticket(self) -> AppendTicket {
+        self.ticket
+    }
 }
 
 impl DeviceWork for StoreJob {
@@ -259,22 +288,17 @@ impl DeviceWork for StoreJob {
                     return Ok(Some(StoreReply::of_replay(length)));
                 }
                 BegunAppend::Ticket(ticket) => {
-                    let rows = AppendRows::Host(self.rows.clone());
-                    let plan = plan::plan_append(&self.model, &ticket, rows);
-                    BegunStore { ticket, append: AppendUnderWay::new(plan) }
+                    BegunStore::new(&self.model, ticket, AppendRows::Host(self.rows.clone()))
                 }
             },
             (None, None) => return Ok(None),
         };
-        let (pool, model) = (self.store.pool(), &*self.model);
-        let batch = store.ticket.pack_batch();
-        let site = PackSite { pool, model, batch: &batch };
-        let Some(packed) = store.append.go_on(backend, site, stop)? else {
+        let Some(packed) = store.go_on(backend, self.store.pool(), &self.model, stop)? else {
             self.took += began.elapsed();
             self.begun = Some(store);
             return Ok(None);
         };
-        let reply = publish_ticket(model, store.ticket, packed);
+        let reply = publish_ticket(&self.model, store.into_ticket(), packed);
         self.model.metrics.store.record_job(self.took + began.elapsed());
         Ok(Some(reply))
     }
@@ -288,6 +312,10 @@ pub(crate) struct StoreInPlace {
     claim: Option<AppendClaim>,
     chunk: StoreChunk,
     rows: RegionRows,
+    /// Its rows are copied out of the worker's memory.
+    begun: Option<BegunStore>,
+    /// Device time of slices before this one.
+    took: Duration,
     _inflight: InFlight,
 }
 
@@ -295,60 +323,60 @@ impl DeviceWork for StoreInPlace {
     /// `None` where the device has no room for so many rows at once.
     type Reply = Option<StoreReply>;
 
+    /// Rows that were copied stay until the next store copies its own: none may come between.
     fn job_kind(&self) -> JobKind {
-        JobKind::Other
+        JobKind::Store
     }
 
     fn run_slice(
         &mut self,
         backend: &mut dyn Backend,
-        _: &Stop,
+        stop: &Stop,
     ) -> Result<Option<Self::Reply>, ServiceError> {
-        let (began, store, model) = (Instant::now(), &self.store, &self.model);
+        let began = Instant::now();
+        let mut store = match self.begun.take() {
+            Some(begun) => begun,
+            None => match self.begin_staged(backend)? {
+                ControlFlow::Continue(begun) => begun,
+                ControlFlow::Break(reply) => return Ok(Some(reply)),
+            },
+        };
+        let Some(packed) = store.go_on(backend, self.store.pool(), &self.model, stop)? else {
+            self.took += began.elapsed();
+            self.begun = Some(store);
+            return Ok(None);
+        };
+        let reply = publish_ticket(&self.model, store.into_ticket(), packed);
+        self.model.metrics.store.record_job(self.took + began.elapsed());
+        Ok(Some(Some(reply)))
+    }
+}
+
+impl StoreInPlace {
+    /// Copies the rows out of the worker's memory; the reply where there is nothing more to do, or
+    /// no room to do it.
+    fn begin_staged(
+        &mut self,
+        backend: &mut dyn Backend,
+    ) -> Result<ControlFlow<Option<StoreReply>, BegunStore>, ServiceError> {
+        let (store, model) = (&self.store, &self.model);
         let Some(staged) = backend.stage_rows(model.shape.id, &self.rows)? else {
-            return Ok(Some(None));
+            return Ok(ControlFlow::Break(None));
         };
         let content_hash = staged.content_hash;
         let append = match self.claim.take() {
             Some(claim) => BegunAppend::Ticket(store.begin_claimed(claim, content_hash)?),
             None => begin_chunk(store, &self.namespace, &self.chunk, content_hash)?,
         };
-        let ticket = match append {
+        Ok(match append {
             BegunAppend::Replayed { length } => {
-                return Ok(Some(Some(StoreReply::of_replay(length))));
+                ControlFlow::Break(Some(StoreReply::of_replay(length)))
             }
-            BegunAppend::Ticket(ticket) => ticket,
-        };
-        let rows = AppendRows::Staged(staged);
-        let reply = execute_store(backend, store.pool(), model, ticket, rows)?;
-        model.metrics.store.record_job(began.elapsed());
-        Ok(Some(Some(reply)))
+            BegunAppend::Ticket(ticket) => {
+                ControlFlow::Continue(BegunStore::new(model, ticket, AppendRows::Staged(staged)))
+            }
+        })
     }
-}
-
-/// The device worker's share. The ticket publishes at the very end; an error before drops it,
-/// which undoes everything.
-fn execute_store(
-    backend: &mut dyn Backend,
-    pool: &Arc<ArenaPool>,
-    model: &RegisteredModel,
-    ticket: AppendTicket,
-    rows: AppendRows,
-) -> Result<StoreReply, ServiceError> {
-    let packed = fill_ticket(backend, pool, model, &ticket, rows)?;
-    Ok(publish_ticket(model, ticket, packed))
-}
-
-/// Writes the rows of a ticket and encodes its blocks: all but what makes them visible.
-pub(super) fn fill_ticket(
-    backend: &mut dyn Backend,
-    pool: &Arc<ArenaPool>,
-    model: &RegisteredModel,
-    ticket: &AppendTicket,
-    rows: AppendRows,
-) -> Result<Vec<Option<PackedPages>>, ServiceError> {
-    let append = AppendUnderWay::new(plan::plan_append(model, ticket, rows));
-    append.finish_append(backend, PackSite { pool, model, batch: &ticket.pack_batch() })
 }
 
 /// Makes what a ticket stores visible.
