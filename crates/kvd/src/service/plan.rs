@@ -65,13 +65,13 @@ fn source(extent: &RowExtentRef<'_>) -> Source {
 }
 
 /// The parts of a pinned range. The caller keeps `pinned` until the backend has answered.
-pub(super) fn list_parts(pinned: &PinnedRange) -> Vec<PlanPart> {
+pub(super) fn each_part(pinned: &PinnedRange) -> impl Iterator<Item = PlanPart> {
     let part = |PinnedRows { first_token, extent }: PinnedRows<'_>| PlanPart {
         first_token,
         rows: extent.rows.end - extent.rows.start,
         source: source(&extent),
     };
-    pinned.find_rows().map(part).collect()
+    pinned.find_rows().map(part)
 }
 
 fn raw_target(slot: &RawSlot, first_row: u32) -> RawTarget {
