@@ -23,6 +23,20 @@ pub(super) fn plan_append(
     }
 }
 
+/// Takes what brings rows to their slots out of a plan; what packs blocks stays.
+pub(super) fn take_writes(plan: &mut AppendPlan) -> AppendPlan {
+    AppendPlan {
+        model: plan.model,
+        layer: plan.layer,
+        rows: std::mem::replace(&mut plan.rows, AppendRows::None),
+        copies: std::mem::take(&mut plan.copies),
+        writes: std::mem::take(&mut plan.writes),
+        blocks: Vec::new(),
+        block_bytes: plan.block_bytes,
+        queries: None,
+    }
+}
+
 /// The device's work for a batch of blocks, beside `rows` that are not written anywhere yet.
 pub(super) fn plan_packing(
     model: &RegisteredModel,

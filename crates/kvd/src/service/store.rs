@@ -5,7 +5,9 @@ use super::pack::{AppendUnderWay, PackSite};
 use super::{CallContext, DeviceShard, RegisteredModel, Service, ServiceError, plan};
 use crate::device_worker::DeviceWork;
 use crate::scheduler::JobKind;
-use kvd_compute::{AppendRows, Backend, IncomingRows, RegionRows, Stop, content_hash};
+use kvd_compute::{
+    AppendRows, AppendTask, Backend, IncomingRows, RegionRows, StagedRows, Stop, content_hash,
+};
 use kvd_core::{Namespace, SequenceId};
 use kvd_proto::domain::StoreChunk;
 use kvd_store::{
@@ -249,6 +251,25 @@ impl BegunStore {
         Self { append, ticket }
     }
 
+    /// A store whose rows are written at once: the device's copy of them ends with the next attend.
+    fn write_staged(
+        backend: &mut dyn Backend,
+        model: &RegisteredModel,
+        ticket: AppendTicket,
+        staged: StagedRows,
+    ) -> Result<Self, ServiceError> {
+        let mut packing = plan::plan_append(model, &ticket, AppendRows::Staged(staged));
+        let writing = plan::take_writes(&mut packing);
+        let mut task = AppendTask::new(writing);
+        loop {
+            let written = backend.append_slice(&mut task, &mut |_| None, &Stop::never());
+            let written = written.inspect_err(|_| plan::give_back_queries(model, &packing))?;
+            if written.is_some() {
+                return Ok(Self { append: AppendUnderWay::new(packing), ticket });
+            }
+        }
+    }
+
     /// Goes on until the rows are written and the blocks encoded, all but what makes them visible;
     /// `None` where the slice is over before.
     pub(super) fn go_on(
@@ -312,7 +333,7 @@ pub(crate) struct StoreInPlace {
     claim: Option<AppendClaim>,
     chunk: StoreChunk,
     rows: RegionRows,
-    /// Its rows are copied out of the worker's memory.
+    /// Its rows are where they belong.
     begun: Option<BegunStore>,
     /// Device time of slices before this one.
     took: Duration,
@@ -323,7 +344,6 @@ impl DeviceWork for StoreInPlace {
     /// `None` where the device has no room for so many rows at once.
     type Reply = Option<StoreReply>;
 
-    /// Rows that were copied stay until the next store copies its own: none may come between.
     fn job_kind(&self) -> JobKind {
         JobKind::Store
     }
@@ -353,8 +373,8 @@ impl DeviceWork for StoreInPlace {
 }
 
 impl StoreInPlace {
-    /// Copies the rows out of the worker's memory; the reply where there is nothing more to do, or
-    /// no room to do it.
+    /// Brings the rows from the worker's memory to where they belong; the reply where there is
+    /// nothing more to do, or no room to do it.
     fn begin_staged(
         &mut self,
         backend: &mut dyn Backend,
@@ -373,7 +393,7 @@ impl StoreInPlace {
                 ControlFlow::Break(Some(StoreReply::of_replay(length)))
             }
             BegunAppend::Ticket(ticket) => {
-                ControlFlow::Continue(BegunStore::new(model, ticket, AppendRows::Staged(staged)))
+                ControlFlow::Continue(BegunStore::write_staged(backend, model, ticket, staged)?)
             }
         })
     }
