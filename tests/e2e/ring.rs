@@ -356,7 +356,90 @@ async fn a_worker_that_is_killed_leaves_nothing_and_two_others_live() {
     daemon.assert_serves().await;
 }
 
-/// The worker of the test above: keeps attends under way until it is killed.
+/// Attends of a worker of its own: some answers are read, then it leaves with the rest under way.
+fn leave_early(path: &Path, batch: &AttendBatch, timeout: Duration, rng: &mut TestRng) -> usize {
+    let options = RegionOptions::default().with_bytes(1 << 20).with_timeout(timeout);
+    // Its time may be over before it has come in.
+    let ring = RegionClient::open_region(path, &options)
+        .and_then(|region| AttendRing::open_ring(Arc::new(region), RingOptions::default()));
+    let Ok(mut ring) = ring else { return 0 };
+    let at = RingLayout::pack_from(ring.free_from(), batch, DIMS);
+    ring.shared_region().memory().write_bytes(at.q.offset, &batch.q).expect("inside");
+    let sent = 1 + rng.next_word() % 8;
+    (0..sent).for_each(|tag| ring.submit_attend(tag, batch, &at).expect("room"));
+    for _ in 0..rng.next_word() % (sent + 1) {
+        match ring.wait_reply() {
+            Ok(reply) => {
+                let code = reply.result.err().map(|error| error.code);
+                let late = Some(Some(ErrorCode::DeadlineExceeded));
+                assert!(code.is_none() || code == late, "{code:?}");
+            }
+            Err(error) => {
+                assert_eq!(error.code, Some(ErrorCode::DeadlineExceeded), "{error}");
+                break;
+            }
+        }
+    }
+    sent as usize
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_thousand_calls_that_end_anyhow_leave_nothing_and_harm_no_answer() {
+    let apart = |plan: DaemonPlan| plan.with_setting("device.merged_attends_max", "1");
+    let (daemon, _dir, path) = start(apart).await;
+    let (engine, conversation) = stored(&daemon, "kivi-4", 300).await;
+    let batches = [1, 4].map(|n_q| batch_of(&engine, &conversation, n_q));
+    let mut right = Vec::new();
+    for batch in &batches {
+        right.push(engine.client.attend_batch(batch.clone()).await.expect("attend"));
+    }
+    let mut stays = blocking(|| ring_with(&path, RingOptions::default()));
+    let seed = 20_261_128;
+    let mut rng = TestRng::new(seed);
+    let (mut calls, mut answered) = (0, 0);
+    while calls < 1000 {
+        let which = (rng.next_word() % 2) as usize;
+        // Now and then the device is busy, and all of them wait.
+        let held = match rng.next_word() % 4 {
+            0 => Some(daemon.hold_device().await),
+            _ => None,
+        };
+        let unary: Vec<_> = (0..4)
+            .map(|_| {
+                let (client, batch) = (engine.client.clone(), batches[which].clone());
+                let time = Duration::from_micros(rng.next_word() % 3000);
+                let call = async move { client.attend_batch(batch).await };
+                tokio::spawn(tokio::time::timeout(time, call))
+            })
+            .collect();
+        let patience = if held.is_some() || rng.next_word().is_multiple_of(2) { 5 } else { 20_000 };
+        let patience = Duration::from_millis(patience);
+        let left = blocking(|| leave_early(&path, &batches[which], patience, &mut rng));
+        calls += unary.len() + left;
+        drop(held);
+        for call in unary {
+            if let Ok(answer) = call.await.expect("no panic") {
+                assert_eq!(answer.expect("attend"), right[which], "seed {seed}, call {calls}");
+                answered += 1;
+            }
+        }
+        let answer = blocking(|| stays.attend_once(&batches[1 - which], DIMS)).expect("attend");
+        assert_eq!(answer, right[1 - which], "seed {seed}, call {calls}");
+    }
+    assert!(answered > 0, "all of {calls} were given up");
+    eventually("their regions are given back", async || regions(&daemon).await == 1.0).await;
+    eventually("they have left the queue", async || daemon.queued_jobs() == 0).await;
+    let budgets = async || {
+        let page = MetricsPage::parse_page(&daemon.admin_page("/metrics").await.1);
+        page.sum_samples("kvd_inflight_bytes", &[])
+    };
+    eventually("they hold no bytes", async || budgets().await == 0.0).await;
+    engine.close_sequence(conversation).await;
+    assert!(daemon.is_empty().await, "no plan keeps pages");
+    daemon.assert_serves().await;
+}
+
+/// The worker of a test above: keeps attends under way until it is killed.
 #[test]
 #[ignore = "a role of another test"]
 fn a_worker_process() {

@@ -10,12 +10,11 @@
 use crate::cache::CachedBlock;
 use crate::error::StoreError;
 use crate::layer_block::BlockView;
-use crate::pinned::PinnedViews;
+use crate::pinned::{ChosenRange, PinnedViews};
 use crate::sequence::SequenceUsage;
 use crate::shape::ModelShape;
 use crate::view_list::{DiscardedViews, ViewList};
 use std::collections::VecDeque;
-use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
@@ -165,12 +164,13 @@ impl SequenceLayer {
     }
 
     /// Pins the blocks of `range`, whose tokens are stored.
-    pub(crate) fn pin_range(&self, shape: &ModelShape, range: Range<u32>) -> PinnedViews {
-        if range.is_empty() {
+    pub(crate) fn pin_range(&self, shape: &ModelShape, range: ChosenRange) -> PinnedViews {
+        let ChosenRange { tokens, memory } = range;
+        if tokens.is_empty() {
             return PinnedViews::default();
         }
-        let first = (range.start / shape.block_tokens()) as usize;
-        PinnedViews::new(&self.views, first..shape.count_blocks(range.end))
+        let first = (tokens.start / shape.block_tokens()) as usize;
+        PinnedViews::new(&self.views, first..shape.count_blocks(tokens.end), memory)
     }
 
     /// Adds this layer to a sequence's usage.

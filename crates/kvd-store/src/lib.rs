@@ -67,7 +67,7 @@ pub use hint::{SequenceHint, SequencePhase};
 pub use kvd_core::{PackedBytes, StoredBytes};
 pub use layer_block::{PackedPages, RawSlot, RowExtent, RowExtentRef, RowForm, RowFormRef};
 pub use ledger::ModelUsage;
-pub use pinned::{PinnedRange, PinnedRows};
+pub use pinned::{ChosenRange, PinMemory, PinnedRange, PinnedRows};
 pub use pool::{ArenaPool, PoolFull, PoolSlot, PoolUsage, ReserveError, ReservedSlot, SlotsUsedUp};
 pub use publish::PublishTicket;
 pub use quota::{

@@ -1,13 +1,13 @@
 //! Hold of a reader: a range of one layer, alive until it is dropped.
 //!
-//! Owns [`PinnedRange`]. Whole chunks are held by one pointer each; of the last blocks, which an
-//! append may still write to, the bytes alone are held, so that a reader never makes a sequence
-//! copy rows that it appends behind those that are read. No locks.
+//! Owns [`PinnedRange`], whose memory may be used again ([`PinMemory`]). Whole chunks are held by
+//! one pointer each; of the last blocks, which an append may still write to, the bytes alone are
+//! held, so that a reader never makes a sequence copy rows that it appends behind those that are
+//! read. No locks.
 
 use crate::layer_block::{FoundRows, PinnedBlock, RowExtentRef};
 use crate::shape::{BlockRows, ModelShape};
 use crate::view_list::{CHUNK_VIEWS, ViewChunk, ViewList};
-use smallvec::SmallVec;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -23,6 +23,37 @@ pub struct PinnedRange {
     pub(crate) views: PinnedViews,
 }
 
+/// Memory of a pin that is over, for another; it holds nothing.
+#[derive(Debug, Default)]
+pub struct PinMemory {
+    chunks: Vec<Arc<ViewChunk>>,
+    blocks: Vec<PinnedBlock>,
+}
+
+impl PinMemory {
+    /// Bytes of it.
+    #[must_use]
+    pub fn size_bytes(&self) -> usize {
+        self.chunks.capacity() * size_of::<Arc<ViewChunk>>()
+            + self.blocks.capacity() * size_of::<PinnedBlock>()
+    }
+}
+
+/// A range that is to be pinned.
+#[derive(Debug, Default)]
+pub struct ChosenRange {
+    /// Its tokens.
+    pub tokens: Range<u32>,
+    /// Memory for the pin.
+    pub memory: PinMemory,
+}
+
+impl From<Range<u32>> for ChosenRange {
+    fn from(tokens: Range<u32>) -> Self {
+        Self { tokens, memory: PinMemory::default() }
+    }
+}
+
 /// Some rows of a [`PinnedRange`], all in one form.
 #[derive(Clone, Debug)]
 pub struct PinnedRows<'a> {
@@ -33,6 +64,15 @@ pub struct PinnedRows<'a> {
 }
 
 impl PinnedRange {
+    /// Gives the range up, and keeps its memory.
+    #[must_use]
+    pub fn into_memory(self) -> PinMemory {
+        let PinnedViews { mut chunks, mut blocks, .. } = self.views;
+        chunks.clear();
+        blocks.clear();
+        PinMemory { chunks, blocks }
+    }
+
     /// Where the tokens of the range lie: in order, disjoint, without gaps.
     pub fn find_rows(&self) -> impl Iterator<Item = PinnedRows<'_>> {
         let block_tokens = self.model.block_tokens();
@@ -51,15 +91,16 @@ impl PinnedRange {
 pub(crate) struct PinnedViews {
     /// Index of the first of `chunks` within the layer.
     first_chunk: usize,
-    chunks: SmallVec<[Arc<ViewChunk>; 2]>,
+    chunks: Vec<Arc<ViewChunk>>,
     /// Index of the first of `blocks` within the layer.
     first_block: usize,
-    blocks: SmallVec<[PinnedBlock; 2]>,
+    blocks: Vec<PinnedBlock>,
 }
 
 impl PinnedViews {
     /// Pins the blocks of `range`, which is not empty.
-    pub(crate) fn new(views: &ViewList, range: Range<usize>) -> Self {
+    pub(crate) fn new(views: &ViewList, range: Range<usize>, memory: PinMemory) -> Self {
+        let PinMemory { chunks: mut held_chunks, blocks: mut held_blocks } = memory;
         let chunks = views.chunks();
         let first_chunk = (range.start / CHUNK_VIEWS).min(chunks.len());
         let end_chunk = range.end.div_ceil(CHUNK_VIEWS).min(chunks.len());
@@ -69,12 +110,9 @@ impl PinnedViews {
             Some(end) if end > 0 => &views.tail()[first_block - in_chunks..end],
             _ => &[],
         };
-        Self {
-            first_chunk,
-            chunks: chunks[first_chunk..end_chunk].into(),
-            first_block,
-            blocks: blocks.iter().map(|view| view.pin_block()).collect(),
-        }
+        held_chunks.extend_from_slice(&chunks[first_chunk..end_chunk]);
+        held_blocks.extend(blocks.iter().map(|view| view.pin_block()));
+        Self { first_chunk, chunks: held_chunks, first_block, blocks: held_blocks }
     }
 
     /// Where `rows` of a block lie.

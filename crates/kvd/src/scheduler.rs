@@ -106,6 +106,10 @@ impl<J> WaitingWork for ConnectionLine<J> {
     fn oldest_serial(&self) -> u64 {
         self.0.front().map_or(u64::MAX, |waiting| waiting.ticket.serial)
     }
+
+    fn begin_anew(&mut self) {
+        self.0 = VecDeque::new();
+    }
 }
 
 /// A connection, and how many places its jobs have.

@@ -11,6 +11,9 @@ use std::collections::HashMap;
 use std::hash::Hash;
 use std::time::Duration;
 
+/// Members that whoever begins anew has room for at most.
+const SPARE_MEMBERS: usize = 16;
+
 /// Work that waits.
 pub(crate) trait WaitingWork {
     /// Whether there is none.
@@ -18,6 +21,9 @@ pub(crate) trait WaitingWork {
 
     /// The serial number of what came first.
     fn oldest_serial(&self) -> u64;
+
+    /// As new, with what memory it has; called where there is none of it.
+    fn begin_anew(&mut self);
 }
 
 /// Members that share.
@@ -27,6 +33,8 @@ pub(crate) struct TimeShares<K, V> {
     /// Members that waited when the last was chosen.
     waited: usize,
     members: HashMap<K, ShareMember<V>>,
+    /// The work of one who was forgotten, for the memory that it has.
+    spare: Option<V>,
 }
 
 /// A member that is being served.
@@ -44,7 +52,7 @@ struct ShareMember<V> {
 
 impl<K, V> Default for TimeShares<K, V> {
     fn default() -> Self {
-        Self { now: 0.0, waited: 0, members: HashMap::new() }
+        Self { now: 0.0, waited: 0, members: HashMap::new(), spare: None }
     }
 }
 
@@ -52,7 +60,8 @@ impl<K: Clone + Eq + Hash, V: WaitingWork + Default> TimeShares<K, V> {
     /// The work of a member, to which some is about to be added.
     pub(crate) fn join_member(&mut self, key: &K) -> &mut V {
         let now = self.now;
-        let new = || ShareMember { start: now, work: V::default() };
+        let spare = &mut self.spare;
+        let new = || ShareMember { start: now, work: spare.take().unwrap_or_default() };
         let member = self.members.entry(key.clone()).or_insert_with(new);
         if member.work.is_empty() {
             member.start = member.start.max(now);
@@ -90,15 +99,20 @@ impl<K: Clone + Eq + Hash, V: WaitingWork + Default> TimeShares<K, V> {
 
     /// Forgets who was served, where nobody waits: nobody has had too much.
     pub(crate) fn forget_served(&mut self) {
-        if self.is_empty() {
-            self.members.clear();
+        if !self.is_empty() {
+            return;
+        }
+        if let Some((_, ShareMember { mut work, .. })) = self.members.drain().next() {
+            work.begin_anew();
+            self.spare = Some(work);
         }
     }
 
     /// A member of that weight was served for so long.
     pub(crate) fn charge_time(&mut self, key: &K, took: Duration, weight: u32) {
         let now = self.now;
-        let new = || ShareMember { start: now, work: V::default() };
+        let spare = &mut self.spare;
+        let new = || ShareMember { start: now, work: spare.take().unwrap_or_default() };
         let member = self.members.entry(key.clone()).or_insert_with(new);
         let share = took.as_secs_f64() / f64::from(weight.max(1));
         member.start += share;
@@ -126,7 +140,7 @@ impl<K: Clone + Eq + Hash, V: WaitingWork + Default> TimeShares<K, V> {
     }
 }
 
-impl<K, V: WaitingWork> WaitingWork for TimeShares<K, V> {
+impl<K: Eq + Hash, V: WaitingWork> WaitingWork for TimeShares<K, V> {
     fn is_empty(&self) -> bool {
         self.members.values().all(|member| member.work.is_empty())
     }
@@ -134,6 +148,12 @@ impl<K, V: WaitingWork> WaitingWork for TimeShares<K, V> {
     fn oldest_serial(&self) -> u64 {
         let waiting = self.members.values().filter(|member| !member.work.is_empty());
         waiting.map(|member| member.work.oldest_serial()).min().unwrap_or(u64::MAX)
+    }
+
+    fn begin_anew(&mut self) {
+        (self.now, self.waited) = (0.0, 0);
+        self.members.clear();
+        self.members.shrink_to(SPARE_MEMBERS);
     }
 }
 
@@ -152,6 +172,10 @@ mod tests {
 
         fn oldest_serial(&self) -> u64 {
             0
+        }
+
+        fn begin_anew(&mut self) {
+            self.0 = false;
         }
     }
 

@@ -100,6 +100,22 @@ impl AttendBatch {
         self.queries.iter().fold(0, |rows, query| rows.saturating_add(query.n_q))
     }
 
+    /// Checks what can be judged without the model, as of one that came in a message.
+    ///
+    /// # Errors
+    /// Without heads or queries, with more of them than a batch has, with a factor that is not
+    /// finite and above 0; with a query that is wrong by itself, unless those fail alone.
+    pub fn check_batch(&self) -> Result<(), RequestError> {
+        check_counts(self.q_heads, self.queries.len())?;
+        check_rows(&self.queries)?;
+        if !self.per_query_errors {
+            check_each(&self.queries)?;
+        }
+        check_factor("scale", self.scale)?;
+        check_factor("soft_cap", self.soft_cap)?;
+        Ok(())
+    }
+
     /// Checks layer, heads and the length of `q` against the model's geometry.
     ///
     /// # Errors
@@ -136,48 +152,66 @@ impl TryFrom<v1::AttendRequest> for AttendBatch {
     type Error = RequestError;
 
     fn try_from(request: v1::AttendRequest) -> Result<Self, RequestError> {
-        if request.q_heads == 0 {
-            return Err(RequestError::Missing { field: "q_heads" });
-        }
-        at_most("q_heads", request.q_heads.into(), Self::Q_HEADS_MAX.into())?;
-        if request.queries.is_empty() {
-            return Err(RequestError::Missing { field: "queries" });
-        }
-        at_most("queries", request.queries.len() as u64, Self::QUERIES_MAX as u64)?;
-        let rows = request.queries.iter().map(|query| u64::from(query.n_q)).sum();
-        at_most("sum of n_q", rows, Self::ROWS_MAX.into())?;
-        let positive = |field, value: f32| {
-            if value.is_finite() && value > 0.0 {
-                return Ok(Some(value));
-            }
-            Err(RequestError::invalid_field(field, format!("{value} is not finite and above 0")))
-        };
+        check_counts(request.q_heads, request.queries.len())?;
         let mut queries: Vec<_> = request.queries.iter().map(query_from_wire).collect();
+        check_rows(&queries)?;
         if request.all_visible {
             for (index, query) in queries.iter_mut().enumerate() {
                 *query = see_all(index, *query)?;
             }
         }
         if !request.per_query_errors {
-            for (index, query) in queries.iter().enumerate() {
-                let in_query = |error| RequestError::Query { index, error: Box::new(error) };
-                query.check_query().map_err(in_query)?;
-            }
+            check_each(&queries)?;
         }
         Ok(Self {
             model: ModelId(request.model_id),
             layer: LayerIndex(request.layer),
             q_heads: request.q_heads,
             dtype: payload::dtype_required(request.dtype, "dtype")?,
-            scale: request.scale.map_or(Ok(None), |scale| positive("scale", scale))?,
-            soft_cap: match request.soft_cap {
-                0.0 => None,
-                cap => positive("soft_cap", cap)?,
-            },
+            scale: check_factor("scale", request.scale)?,
+            soft_cap: check_factor(
+                "soft_cap",
+                Some(request.soft_cap).filter(|soft_cap| *soft_cap != 0.0),
+            )?,
             queries,
             q: payload::payload_bytes(request.q, "q")?,
             per_query_errors: request.per_query_errors,
         })
+    }
+}
+
+fn check_counts(q_heads: u32, queries: usize) -> Result<(), RequestError> {
+    if q_heads == 0 {
+        return Err(RequestError::Missing { field: "q_heads" });
+    }
+    at_most("q_heads", q_heads.into(), AttendBatch::Q_HEADS_MAX.into())?;
+    if queries == 0 {
+        return Err(RequestError::Missing { field: "queries" });
+    }
+    at_most("queries", queries as u64, AttendBatch::QUERIES_MAX as u64)
+}
+
+fn check_rows(queries: &[AttendQuery]) -> Result<(), RequestError> {
+    let rows = queries.iter().map(|query| u64::from(query.n_q)).sum();
+    at_most("sum of n_q", rows, AttendBatch::ROWS_MAX.into())
+}
+
+/// Checks queries of which none may fail alone.
+fn check_each(queries: &[AttendQuery]) -> Result<(), RequestError> {
+    for (index, query) in queries.iter().enumerate() {
+        let in_query = |error| RequestError::Query { index, error: Box::new(error) };
+        query.check_query().map_err(in_query)?;
+    }
+    Ok(())
+}
+
+/// The factor, if it is one.
+fn check_factor(field: &'static str, factor: Option<f32>) -> Result<Option<f32>, RequestError> {
+    match factor {
+        Some(value) if !(value.is_finite() && value > 0.0) => {
+            Err(RequestError::invalid_field(field, format!("{value} is not finite and above 0")))
+        }
+        factor => Ok(factor),
     }
 }
 

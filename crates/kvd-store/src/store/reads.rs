@@ -2,7 +2,7 @@
 
 use super::{EntryLayer, SequenceStore};
 use crate::error::StoreError;
-use crate::pinned::PinnedRange;
+use crate::pinned::{ChosenRange, PinnedRange};
 use kvd_core::{LayerIndex, Namespace, SequenceId};
 use std::ops::{Bound, Range, RangeBounds};
 use std::sync::Arc;
@@ -34,7 +34,7 @@ impl SequenceStore {
                 Bound::Excluded(&end) => end,
                 Bound::Unbounded => length.max(start),
             };
-            Ok(start..end)
+            Ok((start..end).into())
         })
     }
 
@@ -49,7 +49,7 @@ impl SequenceStore {
         id: SequenceId,
         layer: LayerIndex,
         length: Option<u32>,
-        choose: impl FnOnce(u32) -> Result<Range<u32>, E>,
+        choose: impl FnOnce(u32) -> Result<ChosenRange, E>,
     ) -> Result<PinnedRange, E> {
         let EntryLayer { entry, layer: index } = self.entry_and_layer(ns, id, layer)?;
         let state = entry.layer_mutex(index).lock();
@@ -58,14 +58,15 @@ impl SequenceStore {
         if length > stored {
             return Err(StoreError::RangeNotStored { asked: length, stored }.into());
         }
-        let Range { start, end } = choose(length)?;
+        let chosen = choose(length)?;
+        let Range { start, end } = chosen.tokens;
         if start > end {
             return Err(StoreError::InvalidRange { start, end }.into());
         }
         if end > length {
             return Err(StoreError::RangeNotStored { asked: end, stored: length }.into());
         }
-        let views = state.pin_range(&entry.model, start..end);
+        let views = state.pin_range(&entry.model, chosen);
         drop(state);
         Ok(PinnedRange { model: Arc::clone(&entry.model), length, range: start..end, views })
     }

@@ -25,6 +25,11 @@ pub(crate) trait DeviceWork: Send {
         None
     }
 
+    /// Whether it goes on before any other work than attends; asked where its slice is over.
+    fn goes_on_first(&self) -> bool {
+        self.job_kind() == JobKind::Store
+    }
+
     /// Goes on until the reply is there or, `None`, until the slice is over: then it is called
     /// again. Dropped before the reply it undoes what it has begun.
     ///
@@ -111,6 +116,13 @@ macro_rules! jobs {
                         JobStep::Paused(asked) => JobStep::Paused(Self::$variant(asked)),
                         JobStep::Done { heard } => JobStep::Done { heard },
                     },)*
+                }
+            }
+
+            /// Whether it goes on before any other work than attends.
+            pub(super) fn goes_on_first(&self) -> bool {
+                match self {
+                    $(Self::$variant(asked) => asked.work.goes_on_first(),)*
                 }
             }
 

@@ -297,13 +297,15 @@ impl WorkerThread {
                 queue.note_job_time(ticket.kind, entry.cost);
             }
             Ok(JobStep::Paused(job)) => {
+                let goes_first = job.goes_on_first();
                 let (entry, ()) = entry.swap_work(QueuedWork::One(job));
-                if ticket.kind == JobKind::Store {
-                    queue.jobs.keep_begun(ticket, entry);
+                let is_finished = ticket.kind == JobKind::Store;
                 // Whoever leaves looks for it under the same lock.
-                } else if entry.cancelled.load(Ordering::Acquire) {
+                if entry.cancelled.load(Ordering::Acquire) && !is_finished {
                     self.metrics.abandoned_during.increment(1);
                     given_up = Some(entry);
+                } else if goes_first {
+                    queue.jobs.keep_begun(ticket, entry);
                 } else {
                     queue.jobs.push(ticket, entry);
                 }

@@ -1,14 +1,15 @@
 //! `Attend`: from queries over sequences to one plan, and its answer.
 
 use super::attend_job::{AttendInPlace, AttendJob, PreparedAttend};
+use super::attend_shelf::AttendShelf;
 use super::budget::InFlight;
 use super::distinct_reads::{DistinctReads, QueryRead, ReadKey};
-use super::{CallContext, RegisteredModel, Service, ServiceError, plan};
+use super::{CallContext, RegisteredModel, Service, ServiceError};
 use crate::device_worker::AcceptedJob;
-use kvd_compute::{AttendPlan, AttendTask, PlanPart, PlanQuery, RegionPlaces, first_non_finite};
+use kvd_compute::{AttendPlan, AttendTask, PlanQuery, RegionPlaces, first_non_finite};
 use kvd_core::{DType, ErrorCode, Geometry};
 use kvd_proto::domain::{AttendBatch, AttendQuery};
-use kvd_store::PinnedRange;
+use kvd_store::{ChosenRange, PinnedRange};
 use smallvec::SmallVec;
 use std::ops::Range;
 use std::sync::Arc;
@@ -111,6 +112,11 @@ impl Service {
         self.shards[shard].worker.tell_device(call, AttendJob(prepared), tell)
     }
 
+    /// An empty list for the queries of a batch.
+    pub(crate) fn take_queries(&self) -> Vec<AttendQuery> {
+        self.shelf.take_queries()
+    }
+
     fn begin_attend(
         &self,
         call: &CallContext,
@@ -175,7 +181,7 @@ impl Service {
         if let Some(recent) = model.recent_queries.as_ref().filter(|_| !batch.q.is_empty()) {
             recent.offer_batch(&batch);
         }
-        let queries = plan_queries(&batch, &reads, &pins);
+        let queries = plan_queries(&batch, &reads, &pins, &self.shelf);
         query_errors.sort_by_key(|refused| refused.index);
         let query_tokens = batch.query_rows();
         let plan = AttendPlan {
@@ -188,15 +194,17 @@ impl Service {
             queries,
             q: batch.q,
         };
+        self.shelf.keep_queries(batch.queries);
         Ok(PreparedAttend {
             task: AttendTask::new(plan),
             model,
             query_tokens,
             query_errors,
-            _pins: pins,
+            pins,
             _inflight: inflight,
             answer: None,
             metrics: self.metrics.clone(),
+            shelf: self.shelf.clone(),
             took: Duration::ZERO,
         })
     }
@@ -287,6 +295,7 @@ impl Service {
             return Err(ServiceError::new(ErrorCode::InvalidArgument, message));
         }
         let mut read = QueryRead::read_nothing(sequence);
+        let mut memory = Some(self.shelf.take_pin());
         let choose = |length: u32| {
             let position = match query.position {
                 Some(position) => position,
@@ -303,9 +312,15 @@ impl Service {
             let range = range_to_read(query, length, position, of.geometry.block_tokens);
             let key = ReadKey { sequence, length, start: range.start, end: range.end };
             read = QueryRead { key, position };
-            Ok::<_, ServiceError>(if wants_pin(key) { range } else { 0..0 })
+            Ok::<_, ServiceError>(match memory.take_if(|_| wants_pin(key)) {
+                Some(memory) => ChosenRange { tokens: range, memory },
+                None => ChosenRange::default(),
+            })
         };
         let pinned = store.pin_chosen(&call.namespace, sequence, batch.layer, kv_length, choose)?;
+        if let Some(unused) = memory {
+            self.shelf.keep_pin(unused);
+        }
         Ok(PinnedRead { read, pinned })
     }
 
@@ -366,19 +381,20 @@ pub(super) fn plan_queries(
     batch: &AttendBatch,
     reads: &[QueryRead],
     pins: &DistinctReads<PinnedRange>,
+    shelf: &AttendShelf,
 ) -> Vec<PlanQuery> {
-    let planned = pins.map_reads(|pinned| Arc::<[PlanPart]>::from(plan::list_parts(pinned)));
+    let planned = pins.map_reads(|pinned| shelf.plan_parts(pinned));
     let queries = batch.queries.iter().zip(reads);
     // One without tokens has no rows, and was refused.
     let answered = queries.filter(|(query, _)| query.n_q > 0);
-    answered
-        .map(|(query, read)| PlanQuery {
-            n_q: query.n_q,
-            position: read.position,
-            sliding_window: query.sliding_window,
-            parts: planned.find_read(&read.key).cloned().unwrap_or_else(|| Arc::new([])),
-        })
-        .collect()
+    let mut plan = shelf.take_plan();
+    plan.extend(answered.map(|(query, read)| PlanQuery {
+        n_q: query.n_q,
+        position: read.position,
+        sliding_window: query.sliding_window,
+        parts: planned.find_read(&read.key).cloned().unwrap_or_default(),
+    }));
+    plan
 }
 
 /// Notes that a query failed, or refuses its batch where that does not ask for single errors.

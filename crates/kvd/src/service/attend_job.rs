@@ -1,6 +1,7 @@
 //! The jobs of attends: what a device does for one, and what is counted of it.
 
 use super::attend::{AttendReply, RefusedQuery};
+use super::attend_shelf::AttendShelf;
 use super::budget::InFlight;
 use super::distinct_reads::DistinctReads;
 use super::launches::count_launches;
@@ -23,12 +24,14 @@ pub(super) struct PreparedAttend {
     pub(super) query_tokens: u32,
     pub(super) query_errors: Vec<RefusedQuery>,
     /// Keeps what the plan names as it is until the device has answered.
-    pub(super) _pins: DistinctReads<PinnedRange>,
+    pub(super) pins: DistinctReads<PinnedRange>,
     /// Share of the budgets of the request.
     pub(super) _inflight: InFlight,
     /// Share of the budgets of the answer.
     pub(super) answer: Option<InFlight>,
     pub(super) metrics: Arc<Metrics>,
+    /// Takes the memory of the plan and of the pins when this is dropped.
+    pub(super) shelf: Arc<AttendShelf>,
     /// Device time so far.
     pub(super) took: Duration,
 }
@@ -65,6 +68,15 @@ impl PreparedAttend {
         let logical = logical_bytes(&self.task.plan, &self.model.shape.geometry);
         metrics.attended_logical_bytes.increment(logical);
         std::mem::take(&mut self.query_errors)
+    }
+}
+
+impl Drop for PreparedAttend {
+    fn drop(&mut self) {
+        self.shelf.keep_plan(std::mem::take(&mut self.task.plan.queries));
+        for pinned in self.pins.drain_values() {
+            self.shelf.keep_pin(pinned.into_memory());
+        }
     }
 }
 

@@ -88,6 +88,12 @@ impl<V> DistinctReads<V> {
         DistinctReads { entries: entries.collect(), places: self.places.clone() }
     }
 
+    /// Takes out what belongs to the reads.
+    pub(super) fn drain_values(&mut self) -> impl Iterator<Item = V> {
+        self.places.clear();
+        self.entries.drain(..).map(|entry| entry.value)
+    }
+
     /// How many reads.
     #[cfg(test)]
     pub(super) fn read_count(&self) -> usize {

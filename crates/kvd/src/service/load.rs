@@ -130,7 +130,7 @@ impl Service {
             model: shape.id,
             layer: piece.layer,
             dtype,
-            parts: plan::list_parts(&pinned),
+            parts: plan::each_part(&pinned).collect(),
         };
         let tokens = end - start;
         let token_bytes = shape.geometry.values_per_token() * dtype.size_bytes() as u64;

@@ -5,6 +5,7 @@ mod answer_form;
 mod arrival;
 mod attend;
 mod attend_job;
+mod attend_shelf;
 mod budget;
 mod cache;
 mod calibrate;
@@ -69,6 +70,7 @@ use crate::config::Config;
 use crate::device_worker::DeviceWorker;
 use crate::metrics::{Metric, Metrics};
 use crate::quotas::NamespaceQuotas;
+use attend_shelf::AttendShelf;
 use kvd_compute::Precision;
 use kvd_core::{ErrorCode, IdSpace, Namespace};
 use kvd_store::{ArenaPool, DeviceQuotas, SequenceStore, StoreLimits};
@@ -122,6 +124,8 @@ pub struct Service {
     access: AccessControl,
     /// Events of the cache, for watchers.
     events: Arc<events::EventLogs>,
+    /// Memory of attends that are over.
+    shelf: Arc<AttendShelf>,
 }
 
 /// Creates the series that are there from the start.
@@ -237,6 +241,7 @@ impl Service {
             access,
             events,
             config,
+            shelf: Arc::default(),
             boot_id,
             ids,
             shards,

@@ -23,6 +23,20 @@ pub(super) fn plan_append(
     }
 }
 
+/// Takes what brings rows to their slots out of a plan; what packs blocks stays.
+pub(super) fn take_writes(plan: &mut AppendPlan) -> AppendPlan {
+    AppendPlan {
+        model: plan.model,
+        layer: plan.layer,
+        rows: std::mem::replace(&mut plan.rows, AppendRows::None),
+        copies: std::mem::take(&mut plan.copies),
+        writes: std::mem::take(&mut plan.writes),
+        blocks: Vec::new(),
+        block_bytes: plan.block_bytes,
+        queries: None,
+    }
+}
+
 /// The device's work for a batch of blocks, beside `rows` that are not written anywhere yet.
 pub(super) fn plan_packing(
     model: &RegisteredModel,
@@ -65,13 +79,13 @@ fn source(extent: &RowExtentRef<'_>) -> Source {
 }
 
 /// The parts of a pinned range. The caller keeps `pinned` until the backend has answered.
-pub(super) fn list_parts(pinned: &PinnedRange) -> Vec<PlanPart> {
+pub(super) fn each_part(pinned: &PinnedRange) -> impl Iterator<Item = PlanPart> {
     let part = |PinnedRows { first_token, extent }: PinnedRows<'_>| PlanPart {
         first_token,
         rows: extent.rows.end - extent.rows.start,
         source: source(&extent),
     };
-    pinned.find_rows().map(part).collect()
+    pinned.find_rows().map(part)
 }
 
 fn raw_target(slot: &RawSlot, first_row: u32) -> RawTarget {

@@ -5,12 +5,15 @@ use super::pack::{AppendUnderWay, PackSite};
 use super::{CallContext, DeviceShard, RegisteredModel, Service, ServiceError, plan};
 use crate::device_worker::DeviceWork;
 use crate::scheduler::JobKind;
-use kvd_compute::{AppendRows, Backend, IncomingRows, RegionRows, Stop, content_hash};
+use kvd_compute::{
+    AppendRows, AppendTask, Backend, IncomingRows, RegionRows, StagedRows, Stop, content_hash,
+};
 use kvd_core::{Namespace, SequenceId};
 use kvd_proto::domain::StoreChunk;
 use kvd_store::{
     AppendClaim, AppendTicket, ArenaPool, BegunAppend, PackedPages, SequenceStore, StoreError,
 };
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -136,6 +139,8 @@ impl Service {
             claim,
             chunk: chunk.clone(),
             rows,
+            begun: None,
+            took: Duration::ZERO,
             _inflight: inflight,
         };
         let reply = shard.worker.ask_device(call, job).await;
@@ -232,11 +237,56 @@ pub(crate) struct StoreJob {
     _inflight: InFlight,
 }
 
-/// A store that waits for attends to pass. Dropped before its end it undoes everything.
-struct BegunStore {
+/// A store that may wait for attends to pass. Dropped before its end it undoes everything.
+pub(super) struct BegunStore {
     // First: slots are given back before the claim of their layer.
     append: AppendUnderWay,
     ticket: AppendTicket,
+}
+
+impl BegunStore {
+    /// A store of which nothing is done.
+    pub(super) fn new(model: &RegisteredModel, ticket: AppendTicket, rows: AppendRows) -> Self {
+        let append = AppendUnderWay::new(plan::plan_append(model, &ticket, rows));
+        Self { append, ticket }
+    }
+
+    /// A store whose rows are written at once: the device's copy of them ends with the next attend.
+    fn write_staged(
+        backend: &mut dyn Backend,
+        model: &RegisteredModel,
+        ticket: AppendTicket,
+        staged: StagedRows,
+    ) -> Result<Self, ServiceError> {
+        let mut packing = plan::plan_append(model, &ticket, AppendRows::Staged(staged));
+        let writing = plan::take_writes(&mut packing);
+        let mut task = AppendTask::new(writing);
+        loop {
+            let written = backend.append_slice(&mut task, &mut |_| None, &Stop::never());
+            let written = written.inspect_err(|_| plan::give_back_queries(model, &packing))?;
+            if written.is_some() {
+                return Ok(Self { append: AppendUnderWay::new(packing), ticket });
+            }
+        }
+    }
+
+    /// Goes on until the rows are written and the blocks encoded, all but what makes them visible;
+    /// `None` where the slice is over before.
+    pub(super) fn go_on(
+        &mut self,
+        backend: &mut dyn Backend,
+        pool: &Arc<ArenaPool>,
+        model: &RegisteredModel,
+        stop: &Stop,
+    ) -> Result<Option<Vec<Option<PackedPages>>>, ServiceError> {
+        let batch = self.ticket.pack_batch();
+        self.append.go_on(backend, PackSite { pool, model, batch: &batch }, stop)
+    }
+
+    /// The ticket of a store that is done.
+    pub(super) fn into_ticket(self) -> AppendTicket {
+        self.ticket
+    }
 }
 
 impl DeviceWork for StoreJob {
@@ -259,22 +309,17 @@ impl DeviceWork for StoreJob {
                     return Ok(Some(StoreReply::of_replay(length)));
                 }
                 BegunAppend::Ticket(ticket) => {
-                    let rows = AppendRows::Host(self.rows.clone());
-                    let plan = plan::plan_append(&self.model, &ticket, rows);
-                    BegunStore { ticket, append: AppendUnderWay::new(plan) }
+                    BegunStore::new(&self.model, ticket, AppendRows::Host(self.rows.clone()))
                 }
             },
             (None, None) => return Ok(None),
         };
-        let (pool, model) = (self.store.pool(), &*self.model);
-        let batch = store.ticket.pack_batch();
-        let site = PackSite { pool, model, batch: &batch };
-        let Some(packed) = store.append.go_on(backend, site, stop)? else {
+        let Some(packed) = store.go_on(backend, self.store.pool(), &self.model, stop)? else {
             self.took += began.elapsed();
             self.begun = Some(store);
             return Ok(None);
         };
-        let reply = publish_ticket(model, store.ticket, packed);
+        let reply = publish_ticket(&self.model, store.into_ticket(), packed);
         self.model.metrics.store.record_job(self.took + began.elapsed());
         Ok(Some(reply))
     }
@@ -288,6 +333,10 @@ pub(crate) struct StoreInPlace {
     claim: Option<AppendClaim>,
     chunk: StoreChunk,
     rows: RegionRows,
+    /// Its rows are where they belong.
+    begun: Option<BegunStore>,
+    /// Device time of slices before this one.
+    took: Duration,
     _inflight: InFlight,
 }
 
@@ -296,59 +345,58 @@ impl DeviceWork for StoreInPlace {
     type Reply = Option<StoreReply>;
 
     fn job_kind(&self) -> JobKind {
-        JobKind::Other
+        JobKind::Store
     }
 
     fn run_slice(
         &mut self,
         backend: &mut dyn Backend,
-        _: &Stop,
+        stop: &Stop,
     ) -> Result<Option<Self::Reply>, ServiceError> {
-        let (began, store, model) = (Instant::now(), &self.store, &self.model);
+        let began = Instant::now();
+        let mut store = match self.begun.take() {
+            Some(begun) => begun,
+            None => match self.begin_staged(backend)? {
+                ControlFlow::Continue(begun) => begun,
+                ControlFlow::Break(reply) => return Ok(Some(reply)),
+            },
+        };
+        let Some(packed) = store.go_on(backend, self.store.pool(), &self.model, stop)? else {
+            self.took += began.elapsed();
+            self.begun = Some(store);
+            return Ok(None);
+        };
+        let reply = publish_ticket(&self.model, store.into_ticket(), packed);
+        self.model.metrics.store.record_job(self.took + began.elapsed());
+        Ok(Some(Some(reply)))
+    }
+}
+
+impl StoreInPlace {
+    /// Brings the rows from the worker's memory to where they belong; the reply where there is
+    /// nothing more to do, or no room to do it.
+    fn begin_staged(
+        &mut self,
+        backend: &mut dyn Backend,
+    ) -> Result<ControlFlow<Option<StoreReply>, BegunStore>, ServiceError> {
+        let (store, model) = (&self.store, &self.model);
         let Some(staged) = backend.stage_rows(model.shape.id, &self.rows)? else {
-            return Ok(Some(None));
+            return Ok(ControlFlow::Break(None));
         };
         let content_hash = staged.content_hash;
         let append = match self.claim.take() {
             Some(claim) => BegunAppend::Ticket(store.begin_claimed(claim, content_hash)?),
             None => begin_chunk(store, &self.namespace, &self.chunk, content_hash)?,
         };
-        let ticket = match append {
+        Ok(match append {
             BegunAppend::Replayed { length } => {
-                return Ok(Some(Some(StoreReply::of_replay(length))));
+                ControlFlow::Break(Some(StoreReply::of_replay(length)))
             }
-            BegunAppend::Ticket(ticket) => ticket,
-        };
-        let rows = AppendRows::Staged(staged);
-        let reply = execute_store(backend, store.pool(), model, ticket, rows)?;
-        model.metrics.store.record_job(began.elapsed());
-        Ok(Some(Some(reply)))
+            BegunAppend::Ticket(ticket) => {
+                ControlFlow::Continue(BegunStore::write_staged(backend, model, ticket, staged)?)
+            }
+        })
     }
-}
-
-/// The device worker's share. The ticket publishes at the very end; an error before drops it,
-/// which undoes everything.
-fn execute_store(
-    backend: &mut dyn Backend,
-    pool: &Arc<ArenaPool>,
-    model: &RegisteredModel,
-    ticket: AppendTicket,
-    rows: AppendRows,
-) -> Result<StoreReply, ServiceError> {
-    let packed = fill_ticket(backend, pool, model, &ticket, rows)?;
-    Ok(publish_ticket(model, ticket, packed))
-}
-
-/// Writes the rows of a ticket and encodes its blocks: all but what makes them visible.
-pub(super) fn fill_ticket(
-    backend: &mut dyn Backend,
-    pool: &Arc<ArenaPool>,
-    model: &RegisteredModel,
-    ticket: &AppendTicket,
-    rows: AppendRows,
-) -> Result<Vec<Option<PackedPages>>, ServiceError> {
-    let append = AppendUnderWay::new(plan::plan_append(model, ticket, rows));
-    append.finish_append(backend, PackSite { pool, model, batch: &ticket.pack_batch() })
 }
 
 /// Makes what a ticket stores visible.

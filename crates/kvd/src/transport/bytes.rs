@@ -10,10 +10,11 @@ use http_body::{Body, Frame, SizeHint};
 use kvd_core::ErrorCode;
 use metrics::Counter;
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::time::Sleep;
 use tonic::Status;
 
@@ -27,7 +28,7 @@ const FREE_BYTES: u64 = 1024;
 /// Most that gzip makes of a byte.
 const GZIP_RATIO_MAX: u64 = 1032;
 
-/// Shares of one request: an extension of it.
+/// Shares of one request.
 #[derive(Clone, Default)]
 pub(super) struct ByteMeter(Arc<Mutex<MeterShares>>);
 
@@ -36,8 +37,11 @@ struct MeterShares {
     /// Share of the message at work.
     message: Option<InFlight>,
     /// Shares of answers that are encoded and not handed on.
-    answers: Vec<InFlight>,
+    answers: AnswerShares,
 }
+
+/// Shares of the answers in some bytes: of a unary call there is one.
+type AnswerShares = SmallVec<[InFlight; 1]>;
 
 impl ByteMeter {
     /// Gives back what the message took: it is answered.
@@ -71,7 +75,23 @@ pub(super) struct MessageLimits {
     pub(super) refused: Counter,
 }
 
-type PendingAdmission = Pin<Box<dyn Future<Output = Result<InFlight, ServiceError>> + Send>>;
+/// Whether a message has room.
+enum MessageAdmission {
+    /// None once it was said.
+    Decided(Option<Result<InFlight, ServiceError>>),
+    Waits(Pin<Box<dyn Future<Output = Result<InFlight, ServiceError>> + Send>>),
+}
+
+impl Future for MessageAdmission {
+    type Output = Result<InFlight, ServiceError>;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        match self.get_mut() {
+            Self::Waits(share) => share.as_mut().poll(context),
+            Self::Decided(share) => share.take().map_or(Poll::Pending, Poll::Ready),
+        }
+    }
+}
 
 /// A request's body, whose messages take their bytes from the budgets.
 pub(super) struct MeteredBody {
@@ -80,11 +100,13 @@ pub(super) struct MeteredBody {
     meter: ByteMeter,
     /// Rest of a frame that is not passed on yet.
     pending: Bytes,
-    prefix: Vec<u8>,
+    prefix: Bytes,
     /// Bytes of the message that are still to come.
     left: u64,
-    admission: Option<PendingAdmission>,
+    admission: Option<MessageAdmission>,
     /// When the message must be there.
+    deadline: Option<Instant>,
+    /// Wakes at the deadline, once the message is waited for.
     timer: Option<Pin<Box<Sleep>>>,
     failed: bool,
 }
@@ -96,9 +118,10 @@ impl MeteredBody {
             limits,
             meter,
             pending: Bytes::new(),
-            prefix: Vec::with_capacity(PREFIX_BYTES),
+            prefix: Bytes::new(),
             left: 0,
             admission: None,
+            deadline: None,
             timer: None,
             failed: false,
         }
@@ -113,8 +136,7 @@ impl MeteredBody {
 
     /// Passes the prefix on: the message may come.
     fn pass_prefix(&mut self) -> Frame<Bytes> {
-        let prefix = Bytes::from(std::mem::take(&mut self.prefix));
-        Frame::data(prefix)
+        Frame::data(std::mem::take(&mut self.prefix))
     }
 
     /// Looks at a prefix that is whole. A message that gRPC refuses for its length takes nothing.
@@ -133,9 +155,9 @@ impl MeteredBody {
         self.admission = Some(if self.limits.waits {
             // The message before is answered by now, unless it is none of kvd's.
             self.meter.end_message();
-            Box::pin(async move { budgets.wait_share(bytes).await })
+            MessageAdmission::Waits(Box::pin(async move { budgets.wait_share(bytes).await }))
         } else {
-            Box::pin(std::future::ready(budgets.take_share(bytes)))
+            MessageAdmission::Decided(Some(budgets.take_share(bytes)))
         });
     }
 
@@ -146,13 +168,16 @@ impl MeteredBody {
             let piece = self.pending.split_to(most.min(self.pending.len()));
             self.left -= piece.len() as u64;
             if self.left == 0 {
-                self.timer = None;
+                (self.deadline, self.timer) = (None, None);
             }
             return Some(Frame::data(piece));
         }
         let wanted = PREFIX_BYTES - self.prefix.len();
         let piece = self.pending.split_to(wanted.min(self.pending.len()));
-        self.prefix.extend_from_slice(&piece);
+        self.prefix = match self.prefix.is_empty() {
+            true => piece,
+            false => [&self.prefix[..], &piece].concat().into(),
+        };
         if self.prefix.len() == PREFIX_BYTES {
             self.begin_message();
         }
@@ -174,14 +199,14 @@ impl Body for MeteredBody {
                 return Poll::Ready(None);
             }
             if let Some(admission) = &mut this.admission {
-                let admitted = ready!(admission.as_mut().poll(context));
+                let admitted = ready!(Pin::new(admission).poll(context));
                 this.admission = None;
                 match admitted {
                     Err(error) => return this.fail_body(&error),
                     Ok(share) => this.meter.admit_message(share),
                 }
                 if this.left > 0 {
-                    this.timer = Some(Box::pin(tokio::time::sleep(this.limits.message_time)));
+                    this.deadline = Instant::now().checked_add(this.limits.message_time);
                 }
                 return Poll::Ready(Some(Ok(this.pass_prefix())));
             }
@@ -202,8 +227,9 @@ impl Body for MeteredBody {
                 }
                 Poll::Ready(end) => return Poll::Ready(end),
                 Poll::Pending => {
-                    let Some(timer) = &mut this.timer else { return Poll::Pending };
-                    ready!(timer.as_mut().poll(context));
+                    let Some(deadline) = this.deadline else { return Poll::Pending };
+                    let timer = || Box::pin(tokio::time::sleep_until(deadline.into()));
+                    ready!(this.timer.get_or_insert_with(timer).as_mut().poll(context));
                     let time = this.limits.message_time.as_millis();
                     let message = format!(
                         "the message did not arrive within {time} ms of its length \
@@ -248,7 +274,7 @@ impl HeldBody {
 /// Bytes and the shares of the answers that are in them.
 struct HeldBytes {
     bytes: Bytes,
-    _shares: Vec<InFlight>,
+    _shares: AnswerShares,
 }
 
 impl AsRef<[u8]> for HeldBytes {

@@ -3,7 +3,7 @@
 use super::admission::CallerPrincipal;
 use super::bytes::ByteMeter;
 use super::connection;
-use super::deadline::CallDeadline;
+use super::layer::RequestNotes;
 use crate::service::{CallContext, ServiceError};
 use crate::telemetry::read_parent;
 use tonic::{Request, Status};
@@ -12,8 +12,9 @@ use tonic::{Request, Status};
 pub(super) fn read_call<T>(request: &Request<T>) -> Result<CallContext, ServiceError> {
     let namespace = kvd_proto::namespace_of(request.metadata())?;
     let extensions = request.extensions();
-    let deadline = extensions.get::<CallDeadline>().map(|deadline| deadline.0);
-    let is_message_admitted = extensions.get::<ByteMeter>().is_some();
+    let notes = extensions.get::<RequestNotes>();
+    let deadline = notes.and_then(|notes| notes.deadline).map(|deadline| deadline.0);
+    let is_message_admitted = notes.is_some();
     let principal = extensions.get::<CallerPrincipal>().map(|caller| caller.0.clone());
     let trace_parent = read_parent(request.metadata());
     let in_process = CallContext::new(namespace);
@@ -26,7 +27,8 @@ pub(super) fn read_call<T>(request: &Request<T>) -> Result<CallContext, ServiceE
 
 /// Meter of a request's bytes.
 pub(super) fn find_meter<T>(request: &Request<T>) -> ByteMeter {
-    request.extensions().get::<ByteMeter>().cloned().unwrap_or_default()
+    let notes = request.extensions().get::<RequestNotes>();
+    notes.map(|notes| notes.meter.clone()).unwrap_or_default()
 }
 
 /// The wire's form of an error.

@@ -9,14 +9,15 @@ use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
+use tokio::time::Sleep;
 use tonic::Status;
 
 /// Header of the time that a caller waits.
 const TIMEOUT_HEADER: &str = "grpc-timeout";
 
-/// When the caller of a request stops waiting: an extension of the request.
+/// When the caller of a request stops waiting.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CallDeadline(pub(super) Instant);
 
@@ -72,32 +73,55 @@ fn parse_timeout(text: &str) -> Option<Duration> {
 
 /// A response's body that may end before its stream does: with `DEADLINE_EXCEEDED` when its
 /// deadline passes, or as the caller loses its right.
-pub(super) struct LimitedBody {
+pub(super) struct LimitedBody<B> {
     /// `None` once it has ended.
-    inner: Option<tonic::body::Body>,
-    /// The status that it ends with, when that comes first.
-    end: Pin<Box<dyn Future<Output = Status> + Send>>,
+    inner: Option<B>,
+    end: BodyEnd,
 }
 
-impl LimitedBody {
-    pub(super) fn new(inner: tonic::body::Body, deadline: CallDeadline) -> Self {
-        let end = async move {
-            tokio::time::sleep_until(deadline.0.into()).await;
-            CallDeadline::passed_status()
-        };
-        Self::ended_by(inner, end)
+/// The status that a body ends with, when that comes first.
+enum BodyEnd {
+    /// That of a deadline.
+    AtDeadline {
+        deadline: CallDeadline,
+        /// None until a body is waited for: most are there at once.
+        timer: Option<Pin<Box<Sleep>>>,
+    },
+    Told(Pin<Box<dyn Future<Output = Status> + Send>>),
+}
+
+impl<B> LimitedBody<B> {
+    pub(super) fn new(inner: B, deadline: CallDeadline) -> Self {
+        Self { inner: Some(inner), end: BodyEnd::AtDeadline { deadline, timer: None } }
     }
 
     /// One that ends with what `end` gives.
-    pub(super) fn ended_by(
-        inner: tonic::body::Body,
-        end: impl Future<Output = Status> + Send + 'static,
-    ) -> Self {
-        Self { inner: Some(inner), end: Box::pin(end) }
+    pub(super) fn ended_by(inner: B, end: impl Future<Output = Status> + Send + 'static) -> Self {
+        Self { inner: Some(inner), end: BodyEnd::Told(Box::pin(end)) }
     }
 }
 
-impl Body for LimitedBody {
+impl BodyEnd {
+    /// The status, if it comes before the next frame.
+    fn poll_before(&mut self, context: &mut Context<'_>) -> Poll<Status> {
+        match self {
+            Self::Told(end) => end.as_mut().poll(context),
+            Self::AtDeadline { deadline, .. } if deadline.0 > Instant::now() => Poll::Pending,
+            Self::AtDeadline { .. } => Poll::Ready(CallDeadline::passed_status()),
+        }
+    }
+
+    /// The status, where the next frame is waited for.
+    fn poll_meanwhile(&mut self, context: &mut Context<'_>) -> Poll<Status> {
+        // It was asked before, and wakes the task.
+        let Self::AtDeadline { deadline, timer } = self else { return Poll::Pending };
+        let new = || Box::pin(tokio::time::sleep_until(deadline.0.into()));
+        ready!(timer.get_or_insert_with(new).as_mut().poll(context));
+        Poll::Ready(CallDeadline::passed_status())
+    }
+}
+
+impl<B: Body<Data = Bytes, Error = Status> + Unpin> Body for LimitedBody<B> {
     type Data = Bytes;
     type Error = Status;
 
@@ -107,9 +131,14 @@ impl Body for LimitedBody {
     ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let this = self.get_mut();
         let Some(inner) = &mut this.inner else { return Poll::Ready(None) };
-        let Poll::Ready(status) = this.end.as_mut().poll(context) else {
-            return Pin::new(inner).poll_frame(context);
-        };
+        let mut ended = this.end.poll_before(context);
+        if ended.is_pending() {
+            match Pin::new(inner).poll_frame(context) {
+                Poll::Pending => ended = this.end.poll_meanwhile(context),
+                frame => return frame,
+            }
+        }
+        let status = ready!(ended);
         // Whatever works for the stream sees that nobody reads on.
         this.inner = None;
         let mut trailers = http::HeaderMap::new();

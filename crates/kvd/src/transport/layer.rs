@@ -6,8 +6,8 @@ use super::bytes::{ByteMeter, HeldBody, MessageLimits, MeteredBody};
 use super::call::wire_status;
 use super::connection;
 use super::deadline::{CallDeadline, LimitedBody};
+use super::refusal::RefusalCounters;
 use crate::service::{ByteBudgets, CallOwner, Service as Daemon};
-use metrics::Counter;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -18,8 +18,7 @@ use tower::{Layer, Service};
 #[derive(Clone)]
 pub(super) struct RequestLayer {
     pub(super) service: Arc<Daemon>,
-    /// Counts messages that were refused for their bytes.
-    pub(super) refused: Counter,
+    pub(super) refusals: RefusalCounters,
 }
 
 impl<S> Layer<S> for RequestLayer {
@@ -37,6 +36,23 @@ pub(super) struct RequestService<S> {
     layer: RequestLayer,
 }
 
+/// Beside its metadata handlers know this of a request: one extension of it.
+#[derive(Clone, Default)]
+pub(super) struct RequestNotes {
+    /// Counts the bytes of its messages.
+    pub(super) meter: ByteMeter,
+    /// When its caller stops waiting.
+    pub(super) deadline: Option<CallDeadline>,
+}
+
+/// A request that was let in.
+struct ArrivedRequest {
+    request: http::Request<Body>,
+    deadline: Option<CallDeadline>,
+    /// Whether its messages wait for room.
+    waits: bool,
+}
+
 /// A request whose bytes are counted, and the meter that counts them.
 struct MeteredRequest {
     request: http::Request<Body>,
@@ -48,7 +64,8 @@ const STREAMS: [&str; 2] = ["/kvd.v1.Kvd/StoreBlocks", "/kvd.v1.Kvd/AttendStream
 
 impl RequestLayer {
     /// Counts the bytes of a request's messages from here on.
-    fn meter_request(&self, request: http::Request<Body>, waits: bool) -> MeteredRequest {
+    fn meter_request(&self, arrived: ArrivedRequest) -> MeteredRequest {
+        let ArrivedRequest { request, deadline, waits } = arrived;
         let owner = connection::owner_of(request.extensions())
             .cloned()
             .unwrap_or_else(CallOwner::in_process);
@@ -65,12 +82,13 @@ impl RequestLayer {
             message_bytes_max: config.message_bytes_max as u64,
             message_time: config.message_timeout,
             waits,
-            refused: self.refused.clone(),
+            refused: self.refusals.over_budget.clone(),
         };
         let meter = ByteMeter::default();
         let body = |body| Body::new(MeteredBody::new(body, limits, meter.clone()));
         let mut request = request.map(body);
-        request.extensions_mut().insert(meter.clone());
+        let notes = RequestNotes { meter: meter.clone(), deadline };
+        request.extensions_mut().insert(notes);
         MeteredRequest { request, meter }
     }
 }
@@ -95,14 +113,12 @@ where
                 Ok(admitted) => admitted,
                 Err(refused) => return Box::pin(async move { Ok(refused.into_http()) }),
             };
-        let service = self.layer.service.clone();
+        let RequestLayer { service, refusals } = self.layer.clone();
         let deadline = CallDeadline::take_header(request.headers_mut());
         drop_unasked_compression(request.headers_mut());
         let is_stream = STREAMS.contains(&request.uri().path());
-        let MeteredRequest { mut request, meter } = self.layer.meter_request(request, is_stream);
-        if let Some(deadline) = deadline {
-            request.extensions_mut().insert(deadline);
-        }
+        let arrived = ArrivedRequest { request, deadline, waits: is_stream };
+        let MeteredRequest { request, meter } = self.layer.meter_request(arrived);
         let answer = self.inner.call(request);
         Box::pin(async move {
             let answer = match deadline {
@@ -112,23 +128,27 @@ where
                     Some(answer) => answer?,
                 },
             };
+            // What gRPC refuses by itself reaches no handler, and is counted by nobody else.
+            refusals.count_headers(answer.headers());
             if !is_stream {
                 meter.end_message();
             }
-            let answer = answer.map(|body| Body::new(HeldBody::new(body, meter, call)));
-            let answer = match granted {
-                None => answer,
-                Some(granted) => {
-                    let refused = async move {
-                        wire_status(&service.access_control().wait_for_refusal(&granted).await)
-                    };
-                    answer.map(|body| Body::new(LimitedBody::ended_by(body, refused)))
+            Ok(answer.map(|body| {
+                let body = HeldBody::new(body, meter, call);
+                let refused = granted.map(|granted| async move {
+                    wire_status(&service.access_control().wait_for_refusal(&granted).await)
+                });
+                // In one box, however many they are.
+                match (refused, deadline) {
+                    (None, None) => Body::new(body),
+                    (None, Some(deadline)) => Body::new(LimitedBody::new(body, deadline)),
+                    (Some(refused), None) => Body::new(LimitedBody::ended_by(body, refused)),
+                    (Some(refused), Some(deadline)) => {
+                        let body = LimitedBody::ended_by(body, refused);
+                        Body::new(LimitedBody::new(body, deadline))
+                    }
                 }
-            };
-            Ok(match deadline {
-                None => answer,
-                Some(deadline) => answer.map(|body| Body::new(LimitedBody::new(body, deadline))),
-            })
+            }))
         })
     }
 }

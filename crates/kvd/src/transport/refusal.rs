@@ -2,12 +2,9 @@
 //! it cannot read or that are too large. Such requests reach no handler: nobody else counts them.
 
 use crate::metrics::{Metric, Metrics};
-use http::{HeaderMap, Response};
+use http::HeaderMap;
 use metrics::Counter;
-use std::pin::Pin;
-use std::task::{Context, Poll, ready};
 use tonic::{Code, Status};
-use tower::{Layer, Service};
 
 /// Counters by reason.
 #[derive(Clone)]
@@ -46,7 +43,7 @@ impl RefusalCounters {
     }
 
     /// Counts an answer that is nothing but a status.
-    fn count_headers(&self, headers: &HeaderMap) {
+    pub(super) fn count_headers(&self, headers: &HeaderMap) {
         let Some(code) = headers.get("grpc-status").filter(|_| !headers.contains_key(DETAILS))
         else {
             return;
@@ -62,60 +59,5 @@ impl RefusalCounters {
             // Those of the services of health and reflection, and of callers who left.
             _ => {}
         }
-    }
-}
-
-impl<S> Layer<S> for RefusalCounters {
-    type Service = WatchedService<S>;
-
-    fn layer(&self, inner: S) -> WatchedService<S> {
-        WatchedService { inner, refusals: self.clone() }
-    }
-}
-
-/// A service whose refusals are counted.
-#[derive(Clone)]
-pub(super) struct WatchedService<S> {
-    inner: S,
-    refusals: RefusalCounters,
-}
-
-impl<S, Request, Body> Service<Request> for WatchedService<S>
-where
-    S: Service<Request, Response = Response<Body>>,
-    S::Future: Send + 'static,
-{
-    type Response = S::Response;
-    type Error = S::Error;
-    type Future = WatchedFuture<S::Future>;
-
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
-        self.inner.poll_ready(context)
-    }
-
-    fn call(&mut self, request: Request) -> Self::Future {
-        let answer = Box::pin(self.inner.call(request));
-        WatchedFuture { answer, refusals: self.refusals.clone() }
-    }
-}
-
-/// An answer that is looked at when it comes.
-pub(super) struct WatchedFuture<F> {
-    answer: Pin<Box<F>>,
-    refusals: RefusalCounters,
-}
-
-impl<F, Body, E> Future for WatchedFuture<F>
-where
-    F: Future<Output = Result<Response<Body>, E>>,
-{
-    type Output = F::Output;
-
-    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
-        let answer = ready!(self.answer.as_mut().poll(context));
-        if let Ok(response) = &answer {
-            self.refusals.count_headers(response.headers());
-        }
-        Poll::Ready(answer)
     }
 }

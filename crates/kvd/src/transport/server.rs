@@ -140,10 +140,9 @@ impl GrpcServer {
         let [of_tcp, of_unix] = limits;
         let refusals = RefusalCounters::new(service.metrics());
         let routes = build_routes(&service, &phase, &refusals);
-        let requests =
-            RequestLayer { service: service.clone(), refused: refusals.over_budget.clone() };
+        let requests = RequestLayer { service: service.clone(), refusals };
         // Control calls of regions go the way of gRPC's, from behind its connections on.
-        let control = requests.layer(refusals.layer(routes.clone()));
+        let control = requests.layer(routes.clone());
         let region_host = RegionHost { service: service.clone(), control };
         let of_regions = phase.clone();
         let mut serving = JoinSet::new();
@@ -153,7 +152,7 @@ impl GrpcServer {
             let tls = self.tls;
             let sockets = sockets
                 .map(move |socket| socket.map(|socket| DoorStream::new(socket, tls.as_deref())));
-            let mut server = server_builder(config).layer(requests.clone()).layer(refusals.clone());
+            let mut server = server_builder(config).layer(requests.clone());
             let router = server.add_routes(routes.clone());
             let drain = ServerPhase::Draining.wait_until(phase.clone());
             let incoming = IncomingConnections::new(sockets, of_tcp);
@@ -161,7 +160,7 @@ impl GrpcServer {
         }
         if let Some(sockets) = self.unix {
             let sockets = sockets.map(|socket| socket.map(NamedUnixStream::new));
-            let router = server_builder(config).layer(requests).layer(refusals).add_routes(routes);
+            let router = server_builder(config).layer(requests).add_routes(routes);
             let drain = ServerPhase::Draining.wait_until(phase.clone());
             let incoming = IncomingConnections::new(sockets, of_unix);
             serving.spawn(router.serve_with_incoming_shutdown(incoming, drain));

@@ -204,7 +204,7 @@ impl LoadStepJob {
         let token_bytes = (placed.layer_bytes() / u64::from(tokens)).max(1);
         let rows_max = u32::try_from(PIECE_BYTES / token_bytes).unwrap_or(u32::MAX).max(1);
         let mut first = 0;
-        for parts in cut_pieces(plan::list_parts(&of.pinned), rows_max) {
+        for parts in cut_pieces(plan::each_part(&of.pinned).collect(), rows_max) {
             let count: u32 = parts.iter().map(|part| part.rows).sum();
             let plan = LoadPlan { model: self.model.shape.id, layer, dtype: self.dtype, parts };
             let rows = backend.load(&plan);

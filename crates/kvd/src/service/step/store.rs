@@ -4,7 +4,7 @@ use super::{PartsPlan, PlacedPart, StepMemory};
 use crate::device_worker::DeviceWork;
 use crate::scheduler::JobKind;
 use crate::service::budget::InFlight;
-use crate::service::store::{fill_ticket, publish_ticket};
+use crate::service::store::{BegunStore, publish_ticket};
 use crate::service::{CallContext, RegisteredModel, Service, ServiceError};
 use bytes::BytesMut;
 use kvd_compute::{AppendRows, Backend, IncomingRows, Stop, content_hash};
@@ -24,6 +24,14 @@ struct LayerRange {
     claim: Option<AppendClaim>,
 }
 
+/// A layer that is being written and encoded.
+struct BegunLayer {
+    part: usize,
+    layer: LayerIndex,
+    store: BegunStore,
+    rows: IncomingRows,
+}
+
 /// A layer that is written and encoded, and that nobody sees yet.
 struct FilledLayer {
     part: usize,
@@ -38,6 +46,8 @@ pub(crate) struct StoreStepJob {
     model: Arc<RegisteredModel>,
     memory: StepMemory,
     parts: Vec<PlacedPart>,
+    /// The layer that gave way to attends.
+    begun: Option<BegunLayer>,
     /// Layers yet to be stored, the next last.
     ranges: Vec<LayerRange>,
     filled: Vec<FilledLayer>,
@@ -123,6 +133,7 @@ impl Service {
             memory,
             answers: vec![untouched; parts.len()],
             parts,
+            begun: None,
             filled: Vec::with_capacity(ranges.len()),
             ranges,
             buffers: [BytesMut::new(), BytesMut::new()],
@@ -173,16 +184,20 @@ impl DeviceWork for StoreStepJob {
         JobKind::Other
     }
 
+    /// Within a layer: no other store may come to the same tables of codes before its end.
+    fn goes_on_first(&self) -> bool {
+        self.begun.is_some()
+    }
+
     fn run_slice(
         &mut self,
         backend: &mut dyn Backend,
         stop: &Stop,
     ) -> Result<Option<Self::Reply>, ServiceError> {
         let began = Instant::now();
-        while let Some(range) = self.ranges.pop() {
-            let (part, layer) = (range.part, self.layer_of(&range));
-            self.fill_layer(backend, range).map_err(|error| error.in_layer(layer).in_part(part))?;
-            if stop.slice_is_over() && !self.ranges.is_empty() {
+        while self.begun.is_some() || !self.ranges.is_empty() {
+            let is_filled = self.fill_next(backend, stop)?;
+            if !is_filled || (stop.slice_is_over() && !self.ranges.is_empty()) {
                 self.took += began.elapsed();
                 return Ok(None);
             }
@@ -208,15 +223,38 @@ impl StoreStepJob {
         LayerIndex(self.parts[range.part].part.first_layer.0 + range.layer)
     }
 
-    /// Writes and encodes one layer, which stays unseen.
-    fn fill_layer(
-        &mut self,
-        backend: &mut dyn Backend,
-        range: LayerRange,
-    ) -> Result<(), ServiceError> {
+    /// Goes on with the next layer, which stays unseen; whether it is written and encoded.
+    fn fill_next(&mut self, backend: &mut dyn Backend, stop: &Stop) -> Result<bool, ServiceError> {
+        let mut begun = match self.begun.take() {
+            Some(begun) => begun,
+            None => {
+                let Some(range) = self.ranges.pop() else { return Ok(true) };
+                let (part, layer) = (range.part, self.layer_of(&range));
+                let begun = self.begin_layer(range);
+                match begun.map_err(|error| error.in_layer(layer).in_part(part))? {
+                    Some(begun) => begun,
+                    None => return Ok(true),
+                }
+            }
+        };
+        let (part, layer) = (begun.part, begun.layer);
+        let packed = begun.store.go_on(backend, self.store.pool(), &self.model, stop);
+        let packed = packed.map_err(|error| error.in_layer(layer).in_part(part))?;
+        let Some(packed) = packed else {
+            self.begun = Some(begun);
+            return Ok(false);
+        };
+        let BegunLayer { store, rows, .. } = begun;
+        self.filled.push(FilledLayer { part, ticket: store.into_ticket(), packed });
+        self.take_buffers(rows);
+        Ok(true)
+    }
+
+    /// Copies the rows of a layer, and reserves what it needs; none where it was stored before.
+    fn begin_layer(&mut self, range: LayerRange) -> Result<Option<BegunLayer>, ServiceError> {
         let layer = self.layer_of(&range);
-        let LayerRange { part: index, layer: of_part, claim } = range;
-        let placed = &self.parts[index];
+        let LayerRange { part, layer: of_part, claim } = range;
+        let placed = &self.parts[part];
         let StepPart { sequence, start, tokens, .. } = placed.part;
         let [k, v] = &mut self.buffers;
         for (buffer, places) in [(&mut *k, &placed.k), (&mut *v, &placed.v)] {
@@ -234,19 +272,22 @@ impl StoreStepJob {
         };
         match append {
             BegunAppend::Replayed { length } => {
-                let answer = &mut self.answers[index];
+                let answer = &mut self.answers[part];
                 answer.length = answer.length.min(length);
+                self.take_buffers(rows);
+                Ok(None)
             }
             BegunAppend::Ticket(ticket) => {
-                let pool = self.store.pool();
-                let rows = AppendRows::Host(rows.clone());
-                let packed = fill_ticket(backend, pool, &self.model, &ticket, rows)?;
-                self.filled.push(FilledLayer { part: index, ticket, packed });
+                let of_store = AppendRows::Host(rows.clone());
+                let store = BegunStore::new(&self.model, ticket, of_store);
+                Ok(Some(BegunLayer { part, layer, store, rows }))
             }
         }
-        // Nobody else has them: the next layer is copied to where this one was.
+    }
+
+    /// Nobody else has the rows: the next layer is copied to where this one was.
+    fn take_buffers(&mut self, rows: IncomingRows) {
         let IncomingRows { k, v, .. } = rows;
         self.buffers = [k, v].map(|bytes| bytes.try_into_mut().unwrap_or_default());
-        Ok(())
     }
 }

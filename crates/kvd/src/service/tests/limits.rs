@@ -2,6 +2,7 @@
 
 use super::bench::{Bench, call, chunk};
 use crate::service::attend::{ResolvedReads, plan_queries};
+use crate::service::attend_shelf::AttendShelf;
 use bytes::Bytes;
 use kvd_core::{DType, ErrorCode, LayerIndex, ModelId, SequenceId};
 use kvd_proto::domain::{AttendBatch, AttendQuery, LoadRange, StoreChunk};
@@ -43,7 +44,7 @@ async fn queries_of_the_same_range_are_planned_once() {
     let ResolvedReads { reads, pins, query_errors } =
         bench.service.resolve_reads(&call(), &model, &batch).unwrap();
     assert_eq!(bench.service.check_work(&batch, &reads, 16).unwrap(), 10 + 3 + 1);
-    let queries = plan_queries(&batch, &reads, &pins);
+    let queries = plan_queries(&batch, &reads, &pins, &AttendShelf::default());
     assert_eq!((pins.read_count(), query_errors.len()), (3, 0));
     assert!(Arc::ptr_eq(&queries[0].parts, &queries[3].parts));
     assert_eq!(queries.iter().map(|query| query.tokens()).collect::<Vec<_>>(), [160, 40, 4, 160]);

@@ -2,6 +2,7 @@
 
 use super::bench::{Bench, call, spec};
 use crate::service::attend::plan_queries;
+use crate::service::attend_shelf::AttendShelf;
 use bytes::Bytes;
 use kvd_core::{DType, ErrorCode, LayerIndex, ModelId, SequenceId};
 use kvd_proto::domain::{AttendBatch, AttendQuery};
@@ -41,7 +42,7 @@ async fn planned(bench: &Bench, model: ModelId, query: AttendQuery) -> (usize, u
     let batch = batch(model, vec![query]);
     let model = bench.service.find_model(&call(), model).unwrap();
     let resolved = bench.service.resolve_reads(&call(), &model, &batch).unwrap();
-    let queries = plan_queries(&batch, &resolved.reads, &resolved.pins);
+    let queries = plan_queries(&batch, &resolved.reads, &resolved.pins, &AttendShelf::default());
     (queries[0].parts.len(), queries[0].tokens())
 }
 

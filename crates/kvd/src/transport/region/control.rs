@@ -7,7 +7,6 @@ use crate::service::{CallContext, ServiceError, SessionLease};
 use crate::transport::encoded_codec::EncodedCodec;
 use crate::transport::layer::RequestService;
 use crate::transport::measure::{measure_answer, refuse_call};
-use crate::transport::refusal::WatchedService;
 use bytes::Bytes;
 use http::uri::PathAndQuery;
 use kvd_core::{ErrorCode, SessionId};
@@ -24,7 +23,7 @@ use tonic::service::Routes;
 use tonic::{Code, Request, Status};
 
 /// The services of gRPC, as they are behind its connections.
-pub(in crate::transport) type ControlRoutes = RequestService<WatchedService<Routes>>;
+pub(in crate::transport) type ControlRoutes = RequestService<Routes>;
 
 /// Least room for an answer: what every rpc that changes something fits.
 const ANSWER_BYTES_MIN: u64 = 4096;

@@ -13,6 +13,7 @@ use answer::RingAnswers;
 use kvd_core::ErrorCode;
 use kvd_proto::v1;
 use kvd_shm::ring::{AdaptiveSpin, RingIntake, RingPlace};
+use rows::RowMemory;
 use serve::RingThread;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -87,6 +88,7 @@ impl ServedRing {
             answers: answers.clone(),
             phase: phase.clone(),
             under_way: Vec::new(),
+            rows: RowMemory::default(),
             spin: AdaptiveSpin::up_to(service.config().rings.spin),
         };
         let build = std::thread::Builder::new().name("kvd-ring".to_owned());

@@ -1,16 +1,15 @@
 //! The thread of a ring: from records to jobs of a device.
 
 use super::answer::{OpenSubmission, RingAnswers, RingPlaces};
-use super::rows::{PlacedRows, RowShape};
+use super::rows::{PlacedRows, RowMemory, RowShape};
 use super::{PhaseCell, RingPhase};
 use crate::device_worker::AcceptedJob;
 use crate::service::{CallContext, InFlight, Service, ServiceError};
 use crate::transport::region::RegionCaller;
 use crate::transport::region::call::{QUERY_ERROR_BYTES, check_size};
 use bytes::Bytes;
-use kvd_core::DType;
-use kvd_proto::domain::{AttendBatch, inline_payload};
-use kvd_proto::v1;
+use kvd_core::{LayerIndex, ModelId, SequenceId};
+use kvd_proto::domain::{AttendBatch, AttendQuery};
 use kvd_shm::RegionMemory;
 use kvd_shm::ring::{AdaptiveSpin, RingAttend, RingError, RingIntake, RingQuery, TakenRecord};
 use std::sync::Arc;
@@ -30,6 +29,7 @@ pub(super) struct RingThread {
     pub(super) answers: Arc<RingAnswers>,
     pub(super) phase: Arc<PhaseCell>,
     pub(super) under_way: Vec<JobUnderWay>,
+    pub(super) rows: RowMemory,
     pub(super) spin: AdaptiveSpin,
 }
 
@@ -141,7 +141,7 @@ impl RingThread {
     }
 
     /// Lets an attend in, and reads its batch.
-    fn admit_attend(&self, attend: RingAttend) -> Result<ReadBatch, ServiceError> {
+    fn admit_attend(&mut self, attend: RingAttend) -> Result<ReadBatch, ServiceError> {
         let timeout = Some(attend.timeout_us).filter(|timeout| *timeout != 0);
         let deadline = timeout.and_then(|us| Instant::now().checked_add(Duration::from_micros(us)));
         let caller = CallContext { deadline, ..self.caller.call_context() };
@@ -162,29 +162,24 @@ impl RingThread {
 
     /// Copies a batch out of the region, and tests it as a message is tested.
     fn read_batch(
-        &self,
+        &mut self,
         call: CallContext,
         attend: &RingAttend,
     ) -> Result<ReadBatch, ServiceError> {
         let memory = &self.memory;
-        let request = v1::AttendRequest {
-            model_id: attend.model,
-            layer: attend.layer,
+        let mut batch = AttendBatch {
+            model: ModelId(attend.model),
+            layer: LayerIndex(attend.layer),
             q_heads: attend.q_heads,
-            dtype: match attend.dtype {
-                DType::F32 => v1::DType::DtypeF32,
-                DType::F16 => v1::DType::DtypeF16,
-                DType::BF16 => v1::DType::DtypeBf16,
-            }
-            .into(),
+            dtype: attend.dtype,
             scale: attend.scale,
-            soft_cap: attend.soft_cap.unwrap_or(0.0),
-            queries: read_queries(memory, attend)?,
-            q: Some(inline_payload(Bytes::new())),
+            // As in a message 0 is none.
+            soft_cap: attend.soft_cap.filter(|soft_cap| *soft_cap != 0.0),
+            queries: read_queries(memory, attend, self.service.take_queries())?,
+            q: Bytes::new(),
             per_query_errors: attend.per_query_errors,
-            ..Default::default()
         };
-        let mut batch = AttendBatch::try_from(request)?;
+        batch.check_batch()?;
         let model = self.service.batch_model(&call, &batch)?;
         let geometry = &model.shape.geometry;
         let value_bytes = batch.dtype.size_bytes() as u64;
@@ -207,35 +202,36 @@ impl RingThread {
         }
         // As before a message is read.
         let share = self.service.take_bytes(&call, of_q.size_bytes())?;
-        batch.q = q.copy_out(memory)?.into();
+        batch.q = q.copy_out(memory, &mut self.rows)?;
         let places = RingPlaces { out, lse: attend.lse_at, queries, query_errors };
         let call = CallContext { is_message_admitted: true, ..call };
         Ok(ReadBatch { call, batch, places, share })
     }
 }
 
-/// Copies the list of queries.
+/// Copies the list of queries to one that is empty.
 fn read_queries(
     memory: &RegionMemory,
     attend: &RingAttend,
-) -> Result<Vec<v1::Query>, ServiceError> {
+    mut queries: Vec<AttendQuery>,
+) -> Result<Vec<AttendQuery>, ServiceError> {
     let count = attend.queries as usize;
     memory.check_range(attend.queries_at, (count * RingQuery::BYTES) as u64)?;
     // A longer list is refused with the rest of the batch; it need not be read for that.
     let read = count.min(AttendBatch::QUERIES_MAX + 1);
-    let mut queries = Vec::with_capacity(read);
+    queries.reserve_exact(read);
     for index in 0..read {
         let mut entry = [0; RingQuery::BYTES];
         memory.read_bytes(attend.queries_at + (index * RingQuery::BYTES) as u64, &mut entry)?;
         let query = RingQuery::read_entry(&entry)?;
-        queries.push(v1::Query {
-            sequence_id: query.sequence,
+        queries.push(AttendQuery {
+            sequence: SequenceId(query.sequence),
             n_q: query.n_q,
             kv_length: query.kv_length,
             position: query.position,
             start: query.start,
             end: query.end,
-            sliding_window: query.sliding_window.unwrap_or(0),
+            sliding_window: query.sliding_window.filter(|window| *window != 0),
         });
     }
     Ok(queries)
