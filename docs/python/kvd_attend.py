@@ -332,7 +332,12 @@ def main():
     parser.add_argument("--codec", action="append", help="preset or spec; raw and kvcomp if absent")
     arguments = parser.parse_args()
     client = Client(arguments.address, arguments.proto)
-    info = client.ask_server()
+    try:
+        info = client.ask_server()
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise
+        sys.exit(f"no daemon at {arguments.address}: start `kvd serve`, or give --address")
     print(f"kvd {info.version} on {info.device}, precision {info.precision}")
     checks = Checks()
     for codec in arguments.codec or ["raw", "kvcomp"]:

@@ -4,6 +4,7 @@ Needs numpy, grpcio and grpcio-reflection, and a daemon (`kvd serve`). See READM
 """
 
 import argparse
+import sys
 
 import grpc
 import numpy as np
@@ -45,7 +46,18 @@ class Reflected:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--address", default="127.0.0.1:7070")
-    kvd = Reflected(parser.parse_args().address)
+    address = parser.parse_args().address
+    kvd = Reflected(address)
+    try:
+        talk(kvd)
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise
+        sys.exit(f"no daemon at {address}: start `kvd serve`, or give --address")
+
+
+def talk(kvd):
+    """Lists what there is and attends over three tokens."""
     for service in kvd.services():
         print(service)
     for method in kvd.methods("kvd.v1.Kvd"):
@@ -69,7 +81,8 @@ def main():
         "kvd.v1.Kvd/Attend", model_id=model.model_id, layer=0, q_heads=1, dtype="DTYPE_F32",
         queries=[dict(sequence_id=sequence.sequence_id, n_q=1)], q=dict(inline=q))
     weights = np.exp([0.5, 0, 0]) / np.exp([0.5, 0, 0]).sum()
-    print("out:", np.frombuffer(reply.out.inline, "<f4"), "expected:", weights.astype("<f4"))
+    print("out:", np.frombuffer(reply.out.inline, "<f4"), "expected:",
+          (weights @ np.eye(3, 4)).astype("<f4"))
     print("lse:", np.frombuffer(reply.lse.inline, "<f4"), "expected:",
           np.log(np.exp([0.5, 0, 0]).sum()).astype("<f4"))
     kvd.call("kvd.v1.Kvd/CloseSequence", sequence_id=sequence.sequence_id)

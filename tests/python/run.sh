@@ -37,7 +37,12 @@ done
 run() { echo "-- $*" >&2; "$python" "$@"; }
 run docs/python/kvd_attend.py --address "$address"
 run docs/python/kvd_attend.py --address "unix:$work/kvd.sock" --codec fp8
-run docs/python/reflect.py --address "$address"
+run docs/python/reflect.py --address "$address" | tee "$work/reflected"
+grep -qE '^out: \[([^] ]+ *){4}\] expected: \[([^] ]+ *){4}\]' "$work/reflected"
+for script in kvd_attend reflect; do # without a daemon: a line, no traceback
+    ! "$python" "docs/python/$script.py" --address 127.0.0.1:1 2>"$work/said" || exit 1
+    [[ "$(cat "$work/said")" == "no daemon at 127.0.0.1:1: "* ]] || { cat "$work/said"; exit 1; }
+done
 run docs/python/table_drift.py --help >/dev/null
 KVD=$(realpath "$kvd") run docs/python/test_gguf_model.py
 # A page of metrics that has everything on it, as Prometheus' own tool sees it.

@@ -252,3 +252,18 @@ def test_a_region_leaves_no_descriptor_or_mapping(own):
             client.model("m", GEOMETRY, dtype="f32", codec="raw").open().store(0, ROWS, ROWS)
             del client
     assert held() == before
+
+
+@pytest.mark.parametrize("way", ["region", "grpc"])
+def test_the_first_call_to_a_daemon_that_hangs_waits_as_long_as_it_was_told(way):
+    """A region waited for 5 s, however little was asked."""
+    if way == "grpc":
+        pytest.importorskip("grpc")
+    with kvd.serve(pool="16 MiB", settings=SETTINGS) as own:
+        stop(own)
+        begun = time.monotonic()
+        with pytest.raises(kvd.DeadlineExceeded):
+            kvd.connect(own.region if way == "region" else own.unix, timeout=0.5)
+        took = time.monotonic() - begun
+        os.kill(own.pid, signal.SIGCONT)
+    assert 0.4 <= took < 4

@@ -44,14 +44,23 @@ NAMES = {
     "OPENED_REGION": "OpenRegionResponse",
     "REGION_ATTEND": "RegionAttend",
     "REGION_CALL": "RegionCall",
+    "STORE_STEP": "StoreStepRequest",
+    "STORED_STEP": "StoreStepResponse",
+    "LOAD_STEP": "LoadStepRequest",
+    "LOADED_STEP": "LoadStepResponse",
+    "WATCH_BLOCKS": "WatchBlocksRequest",
+    "WATCHED_BLOCKS": "WatchBlocksResponse",
 }
 KINDS = {
     "text": {"string"},
     "bytes": {"bytes"},
     "float": {"float"},
     "double": {"double"},
-    "int": {"uint32", "uint64", "bool", "DType", "RopePairing", "RegionKind", "SequencePhase"},
-    "optional int": {"uint32", "uint64"},
+    "u32": {"uint32"},
+    "u64": {"uint64"},
+    "bool": {"bool"},
+    "enum": {"DType", "RopePairing", "RegionKind", "SequencePhase", "BlockChange", "BlockTier"},
+    "optional u32": {"uint32"},
     "optional double": {"double"},
 }
 
@@ -76,7 +85,9 @@ def check_schema(schema, fields, where):
         name, kind, label = fields[number]
         assert name == field.name, f"{where}: {number} is {name}"
         assert field.repeated == (label == "repeated"), f"{where}.{name}"
-        if isinstance(field.kind, str):
+        if not isinstance(field.kind, str):
+            check_schema(field.kind, proto_messages()[0][kind], f"{where}.{name}")
+        else:
             assert kind in KINDS[field.kind], f"{where}.{name} is {kind}"
             if field.kind not in ("float", "double"):  # those are only written
                 assert (label == "optional") == field.kind.startswith("optional"), f"{where}.{name}"
@@ -126,7 +137,7 @@ def test_attends_written_by_hand_are_the_schema():
 
 def test_what_is_encoded_is_decoded():
     schema = {
-        1: Field("number"),
+        1: Field("number", "u64"),
         2: Field("numbers", repeated=True),
         3: Field("text", "text"),
         400: Field("inner", {1: Field("part", "double")}),

@@ -1,5 +1,9 @@
 """What both test files of transformers use, and refusals by name."""
 
+import pathlib
+import re
+import warnings
+
 import pytest
 import torch
 from conftest import random_model
@@ -99,3 +103,27 @@ def test_a_full_pool_ends_the_step_and_empties_the_cache(trained):
             want = stock(model, ids[:150][None], 8)
             model.set_attn_implementation("kvd")
             assert torch.equal(generate(model, ids[:150][None], cache, 8), want)
+
+
+def test_options_of_a_cache_are_refused_one_by_one(client):
+    model = random_model("llama")
+    for options, said in (
+        ({"mode": "foo"}, "mode='foo' is tail or all"),
+        ({"keep": -1}, "keep = -1 is not from 0 to 4294967295"),
+        ({"keep": 1.5}, "keep = 1.5: give an integer"),
+        ({"flush": 0}, "flush = 0: at least one token goes to kvd at a time"),
+    ):
+        with pytest.raises(kvd.InvalidArgument) as raised:
+            kvd.transformers.KvdCache(model, client, codec="raw", **options)
+        assert str(raised.value) == f"INVALID_ARGUMENT: {said}"
+
+
+def test_the_call_of_the_page_warns_of_nothing(client):
+    page = pathlib.Path(__file__).parents[3] / "docs/engines/transformers.md"
+    (call,) = re.findall(r"^ +tokens = (model\.generate\(.*\))$", page.read_text(), re.M)
+    call = call.replace("max_new_tokens=200", "max_new_tokens=3")
+    model, ids = random_model("llama"), torch.arange(1, 11)[None]
+    with kvd.transformers.KvdCache(model, client, codec="raw") as cache, warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        names = {"model": model, "cache": cache, "inputs": {"input_ids": ids}}
+        assert eval(call, names).shape == (1, 13)

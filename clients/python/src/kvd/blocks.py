@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .arrays import Array
-from .errors import Unsupported
+from .checks import check_uint
+from .errors import InvalidArgument, Unsupported
 from .region import Region
 from .region_steps import error_of_part
 from .ring import Place
@@ -62,6 +63,10 @@ class BlockRows:
                 "engine blocks go through shared memory: connect to the path of a region"
                 " (server.listen_region)"
             )
+        blocks = check_uint("blocks", blocks)
+        block_tokens = check_uint("block_tokens", block_tokens)
+        if not blocks or not block_tokens:
+            raise InvalidArgument(f"{blocks} blocks of {block_tokens} tokens hold nothing")
         self._model, self._link, self._region = model, link, payloads
         # After an error the daemon may write to the place still, or it is given back already.
         self._is_spent = False

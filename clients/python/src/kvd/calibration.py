@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from .checks import check_text
 from .errors import InvalidArgument, restarted
 from .region import Region
 
@@ -45,7 +46,9 @@ def calibrate(
     if not each:
         raise InvalidArgument("no sequence to calibrate from")
     link = model.client.link()
-    for sequence in each:
+    for index, sequence in enumerate(each):
+        if not hasattr(sequence, "boot_id"):
+            raise InvalidArgument(f"sequences[{index}] is {type(sequence).__name__}")
         if sequence.boot_id != link.boot_id:
             raise restarted(sequence.boot_id, link.boot_id)
     room = link.info().message_bytes_max + _SPARE_BYTES
@@ -55,7 +58,7 @@ def calibrate(
     fields = {
         "model_id": model.id_at(link),
         "sequence_ids": [sequence.id for sequence in each],
-        "codecs": list(codecs),
+        "codecs": [check_text("codecs", codec) for codec in codecs],
         "seed": seed,
         "tokens_max": tokens,
     }

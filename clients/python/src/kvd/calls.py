@@ -4,21 +4,18 @@ A decode step asks many attends and stores, so these are encoded by hand."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .arrays import Array, DType, Rows
+from .checks import check_bool, check_list, check_uint, pack_f32
 from .errors import InvalidArgument, KvdError
-from .wire import field_bytes, varint
+from .wire import field_bytes, uint_field, varint
 
 if TYPE_CHECKING:
     from .sequence import Sequence
-
-# Largest value of the u32 fields of a query.
-_U32_MAX = 2**32 - 1
 
 
 @dataclass(slots=True)
@@ -39,24 +36,18 @@ class Query:
 
     def encode(self) -> bytes:
         """As AttendRequest.queries has it, without its tag."""
-        out = self.sequence.wire_id + b"\x10" + _u32("n_q", self.n_q)
+        out = self.sequence.wire_id + uint_field(2, "n_q", self.n_q)
         if self.kv_length is not None:
-            out += b"\x18" + _u32("kv_length", self.kv_length)
+            out += uint_field(3, "kv_length", self.kv_length)
         if self.position is not None:
-            out += b"\x20" + _u32("position", self.position)
+            out += uint_field(4, "position", self.position)
         if self.start is not None:
-            out += b"\x28" + _u32("start", self.start)
+            out += uint_field(5, "start", self.start)
         if self.end is not None:
-            out += b"\x30" + _u32("end", self.end)
-        if self.sliding_window:
-            out += b"\x38" + _u32("sliding_window", self.sliding_window)
+            out += uint_field(6, "end", self.end)
+        if self.sliding_window != 0:
+            out += uint_field(7, "sliding_window", self.sliding_window)
         return out
-
-
-def _u32(name: str, value: int) -> bytes:
-    if not 0 <= value <= _U32_MAX:
-        raise InvalidArgument(f"{name} = {value} is not a number of tokens")
-    return varint(value)
 
 
 class Queries:
@@ -67,14 +58,20 @@ class Queries:
     def __init__(self, queries: Iterable[Query | Sequence]) -> None:
         self.count, self.rows, self.boot_id = 0, 0, ""
         parts = []
-        for query in queries:
-            if isinstance(query, Query):
-                sequence, n_q = query.sequence, query.n_q
-                body = query.encode()
-                parts.append(b"\x3a" + varint(len(body)) + body)
-            else:
-                sequence, n_q = query, 1
-                parts.append(query.wire_query)
+        for query in check_list("queries", queries):
+            try:
+                if isinstance(query, Query):
+                    sequence = query.sequence
+                    body = query.encode()
+                    n_q = check_uint("n_q", query.n_q)
+                    parts.append(b"\x3a" + varint(len(body)) + body)
+                else:
+                    sequence, n_q = query, 1
+                    parts.append(query.wire_query)
+            except AttributeError:
+                raise InvalidArgument(
+                    f"queries[{self.count}] is of no kvd.Sequence: {type(query).__name__}"
+                ) from None
             if not self.count:
                 self.boot_id = sequence.boot_id
             elif sequence.boot_id != self.boot_id:
@@ -112,10 +109,10 @@ class AttendForm:
         head = b"\x08" + varint(model_id) + b"\x18" + varint(heads[0]) + b"\x20" + varint(dtype)
         scale, soft_cap = scores
         if scale is not None:
-            head += b"\x2d" + struct.pack("<f", scale)
-        if soft_cap:
-            head += b"\x35" + struct.pack("<f", soft_cap)
-        if partial:
+            head += b"\x2d" + pack_f32("scale", scale)
+        if soft_cap != 0:
+            head += b"\x35" + pack_f32("soft_cap", soft_cap)
+        if check_bool("partial", partial):
             head += b"\x48\x01"
         return cls(head, heads[0], heads[1], partial)
 
@@ -161,6 +158,11 @@ class StoreItem:
     start: int
     k: Rows
     v: Rows
+
+    def __post_init__(self) -> None:
+        # Of every way that it may go, and before any of its rows went.
+        object.__setattr__(self, "layer", check_uint("layer", self.layer))
+        object.__setattr__(self, "start", check_uint("start", self.start))
 
     def encode_request(self, k: bytes, v: bytes) -> bytes:
         """A StoreBlocksRequest whose Payloads are encoded already."""

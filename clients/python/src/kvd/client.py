@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .arrays import DType
+from .checks import U64_MAX, check_seconds, check_text, check_uint, read_milliseconds
 from .credentials import Credentials, PathLike
 from .errors import (
     Disconnected,
@@ -101,6 +102,23 @@ class ConnectOptions:
     session_ttl: float = 0.0
     credentials: Credentials = field(default_factory=Credentials)
 
+    def __post_init__(self) -> None:
+        check_text("target", self.target)
+        for name in ("namespace", "session"):
+            if getattr(self, name) is not None:
+                check_text(name, getattr(self, name))
+        size = check_uint("region_bytes", self.region_bytes, U64_MAX)
+        if not size:
+            raise InvalidArgument("region_bytes = 0: a region has at least one byte")
+        read_milliseconds("session_ttl", self.session_ttl)
+        checked = {
+            "timeout": check_seconds("timeout", self.timeout, is_positive=True),
+            "session_ttl": check_seconds("session_ttl", self.session_ttl),
+            "region_bytes": size,
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
 
 class Link:
     """One connection to one boot of a daemon."""
@@ -156,7 +174,7 @@ class Link:
 
     def _hold_session(self, boot_id: str, session_id: int) -> int:
         name = self._options.session or f"python-{os.getpid()}-{os.urandom(4).hex()}"
-        fields = {"ttl_ms": int(self._options.session_ttl * 1000)}
+        fields = {"ttl_ms": read_milliseconds("session_ttl", self._options.session_ttl)}
         hold = self.payloads.hold_session
         if session_id and boot_id == self.boot_id:
             try:
@@ -300,6 +318,8 @@ class Client:
         from .remote import Remote  # noqa: PLC0415 (only where there is a gRPC address)
 
         link = self.link()
+        if after is not None and not isinstance(after, WatchPosition):
+            raise InvalidArgument(f"after is no kvd.WatchPosition but {type(after).__name__}")
         if not isinstance(link.payloads, Remote):
             raise Unsupported("a region carries no watch: connect to HOST:PORT or unix:PATH")
         return BlockWatch(link.payloads, after)
@@ -342,7 +362,7 @@ def grpc_address(target: str) -> str:
     if address.startswith("unix:"):
         return address
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit():
+    if not colon or not host or not (port.isascii() and port.isdigit()):
         raise InvalidArgument(
             f"{target!r} is no daemon: give the path of its region, unix:PATH, HOST:PORT or"
             " https://HOST:PORT"
@@ -367,7 +387,8 @@ def connect(
 
     `target` is the path of its region (`server.listen_region`; fastest, needs nothing but this
     package), `unix:PATH`, `HOST:PORT` or `https://HOST:PORT` (these need grpcio). `timeout` is
-    of each call, in seconds. All that is opened belongs to a session, which ends `session_ttl`
+    of each call, in seconds, more than 0. `region_bytes` is the memory of a region, of which there
+    is none by gRPC. All that is opened belongs to a session, which ends `session_ttl`
     seconds after the connection; one with a name, `session`, takes over what an earlier one of that
     name left.
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from .checks import check_bytes, check_list, check_uint
 from .errors import InvalidArgument
 
 _KEY_BYTES_MAX = 64
@@ -24,15 +25,22 @@ class Keys:
     key_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.key_bytes <= _KEY_BYTES_MAX or len(self.packed) % self.key_bytes:
-            raise InvalidArgument(
-                f"{len(self.packed)} bytes are no keys of {self.key_bytes} (1 to {_KEY_BYTES_MAX})"
-            )
+        packed, size = check_bytes("packed", self.packed), check_uint("key_bytes", self.key_bytes)
+        if not 1 <= size <= _KEY_BYTES_MAX:
+            raise InvalidArgument(f"keys of {size} bytes: a key has 1 to {_KEY_BYTES_MAX}")
+        if len(packed) % size:
+            raise InvalidArgument(f"packed has {len(packed)} bytes, no multiple of {size}")
+        object.__setattr__(self, "packed", packed)
+        object.__setattr__(self, "key_bytes", size)
+        object.__setattr__(self, "key_tokens", check_uint("key_tokens", self.key_tokens))
 
     @classmethod
     def of(cls, keys: Iterable[bytes], key_tokens: int = 0) -> Keys:
         """Keys of equal length; an empty chain has keys of one byte."""
-        each = list(keys)
+        each = [
+            key if type(key) is bytes else check_bytes(f"keys[{index}]", key)
+            for index, key in enumerate(check_list("keys", keys))
+        ]
         size = len(each[0]) if each else 1
         if any(len(key) != size for key in each):
             raise InvalidArgument("keys of different lengths in one chain")
@@ -43,6 +51,7 @@ class Keys:
 
     def cut(self, first: int, end: int) -> Keys:
         """Those of the blocks from `first` to before `end`."""
+        first, end = check_uint("first", first), check_uint("end", end)
         packed = self.packed[first * self.key_bytes : end * self.key_bytes]
         return Keys(packed, self.key_bytes, self.key_tokens)
 
@@ -57,6 +66,13 @@ class Keys:
     def as_fields(self) -> dict[str, Any]:
         """As BlockKeys has them."""
         return {"keys": self.packed, "key_bytes": self.key_bytes, "key_tokens": self.key_tokens}
+
+
+def as_keys(name: str, value: Any) -> Keys:
+    """Keys of a caller."""
+    if not isinstance(value, Keys):
+        raise InvalidArgument(f"{name} is no kvd.Keys but {type(value).__name__}")
+    return value
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,18 @@ from typing import TYPE_CHECKING, Any
 from .arrays import DType
 from .calibration import Calibrated, calibrate
 from .calls import Attended, AttendForm, PendingAttend, Queries, Query, StoreAck, StoreItem
+from .checks import (
+    check_bool,
+    check_bytes,
+    check_float,
+    check_index,
+    check_list,
+    check_text,
+    check_uint,
+    read_milliseconds,
+)
 from .errors import Disconnected, InvalidArgument, Restarted, restarted
-from .keys import Dropped, Keys, Matches
+from .keys import Dropped, Keys, Matches, as_keys
 from .sequence import Sequence, q_rows
 
 if TYPE_CHECKING:
@@ -37,6 +47,10 @@ class Geometry:
     head_dim_v: int = 0
     block_tokens: int = 0
 
+    def __post_init__(self) -> None:
+        for name, value in list(vars(self).items()):
+            object.__setattr__(self, name, check_uint(name, value))
+
 
 def _store_pieces(link: Link, items: list[StoreItem]) -> list[StoreAck]:
     """Stores ranges; one that is too large for a message or a region goes in pieces."""
@@ -51,9 +65,18 @@ def _store_pieces(link: Link, items: list[StoreItem]) -> list[StoreAck]:
     return joined
 
 
+def _is_pair(pair: Any) -> bool:
+    """Whether this is a sequence with an item of it."""
+    is_pair = isinstance(pair, tuple) and len(pair) == 2
+    return is_pair and isinstance(pair[0], Sequence) and isinstance(pair[1], StoreItem)
+
+
 def _as_chains(chains: Keys | SequenceOf[Keys]) -> SequenceOf[Keys]:
     """A single chain as a list of one."""
-    return [chains] if isinstance(chains, Keys) else chains
+    if isinstance(chains, Keys):
+        return [chains]
+    each = check_list("chains", chains)
+    return [as_keys(f"chains[{index}]", chain) for index, chain in enumerate(each)]
 
 
 @dataclass(frozen=True)
@@ -85,13 +108,17 @@ class Model:
     ) -> None:
         if on_restart not in ("recompute", "fail"):
             raise InvalidArgument(f"on_restart={on_restart!r} is recompute or fail")
-        self.client, self.name, self.dtype, self.codec = client, name, dtype, codec
+        if not isinstance(geometry, Geometry):
+            raise InvalidArgument(f"geometry is no kvd.Geometry but {type(geometry).__name__}")
+        self.client, self.name, self.dtype = client, check_text("name", name), dtype
+        self.codec = check_text("codec", codec)
         v = geometry.head_dim_v or geometry.head_dim_k
         self.geometry = Geometry(
             geometry.layers, geometry.kv_heads, geometry.head_dim_k, v, geometry.block_tokens
         )
-        self._calibration, self._interleaved = calibration, interleaved_rope
-        self._weights, self._on_restart = weights, on_restart
+        self._calibration = check_bytes("calibration", calibration)
+        self._interleaved = check_bool("interleaved_rope", interleaved_rope)
+        self._weights, self._on_restart = check_bytes("weights", weights), on_restart
         self._registration: _Registration | None = None
         self._forms: dict[object, AttendForm] = {}
         self._register(client.link())
@@ -156,6 +183,7 @@ class Model:
         prefix of these keys: look at its `length`. A lease of `match` ends with that. With
         `ready_layers` it may be there once so many first layers have come from disk: calls that
         need others wait for these, and fail where they do not come."""
+        chain = None if prefix is None else as_keys("prefix", prefix)
         link = self.client.link()
         model_id = self._register(link).model_id
         with link.watched():
@@ -163,9 +191,9 @@ class Model:
                 "OpenSequence",
                 model_id=model_id,
                 session_id=link.session_id,
-                prefix=prefix.as_fields() if prefix else None,
-                lease_id=lease_id or None,
-                ready_layers=ready_layers or None,
+                prefix=chain.as_fields() if chain else None,
+                lease_id=lease_id,
+                ready_layers=ready_layers,
             )
         lengths = [answer.length] * self.geometry.layers
         return Sequence(self, answer.sequence_id, link.boot_id, lengths)
@@ -173,7 +201,7 @@ class Model:
     def match(self, chains: Keys | SequenceOf[Keys], *, lease: float = 0.0) -> Matches:
         """How many tokens of each chain are cached, from its start, in one call. With `lease`, in
         seconds, what was matched stays so long."""
-        chains = _as_chains(chains)
+        chains, lease_ms = _as_chains(chains), read_milliseconds("lease", lease)
         link = self.client.link()
         model_id = self._register(link).model_id
         with link.watched():
@@ -181,7 +209,7 @@ class Model:
                 "MatchPrefix",
                 model_id=model_id,
                 chains=[chain.as_fields() for chain in chains],
-                lease_ms=int(lease * 1000),
+                lease_ms=lease_ms,
             )
         tokens = list(answer.matched_tokens)
         tokens += [0] * (len(chains) - len(tokens))
@@ -203,9 +231,12 @@ class Model:
 
         After an error some of the ranges may be stored: `Sequence.describe` says which.
         """
-        pairs = list(items)
+        pairs = check_list("items", items)
         link = self.client.link()
-        for sequence, _ in pairs:
+        for index, pair in enumerate(pairs):
+            if not _is_pair(pair):
+                raise InvalidArgument(f"items[{index}] is no sequence with an item of it")
+            sequence = pair[0]
             if sequence.boot_id != link.boot_id:
                 raise restarted(sequence.boot_id, link.boot_id)
         with link.watched():
@@ -255,6 +286,12 @@ class Model:
         """Sends an attend; `result()` of what it returns waits, once. `q` is copied."""
         link = self.client.link()
         batch = queries if isinstance(queries, Queries) else Queries(queries)
+        layer = check_index("layer", layer, self.geometry.layers)
+        if scale is not None and type(scale) is not float:
+            scale = check_float("scale", scale)
+        if type(soft_cap) is not float:
+            soft_cap = check_float("soft_cap", soft_cap)
+        partial = check_bool("partial", partial)
         if batch.boot_id and batch.boot_id != link.boot_id:
             raise restarted(batch.boot_id, link.boot_id)
         bits_are = None if dtype is None else DType.of(dtype)
@@ -262,8 +299,6 @@ class Model:
         heads = rows.values.shape[1]
         if not heads or heads % self.geometry.kv_heads:
             raise InvalidArgument(f"{heads} query heads for {self.geometry.kv_heads} KV heads")
-        if not 0 <= layer < self.geometry.layers:
-            raise InvalidArgument(f"layer {layer} of {self.geometry.layers}")
         key = (link.boot_id, heads, rows.dtype.value, scale, soft_cap, partial)
         form = self._forms.get(key)
         if form is None:
@@ -295,7 +330,8 @@ class Model:
         `tokens` are those of each sequence, from its front; 0: all. The same rows, codecs and seed
         give the same bytes. `QueueFull` while another calibration is being made.
         """
-        return calibrate(self, sequences, codecs, seed=seed, tokens=tokens, timeout=timeout)
+        each, names = check_list("sequences", sequences), check_list("codecs", codecs)
+        return calibrate(self, each, names, seed=seed, tokens=tokens, timeout=timeout)
 
     def unregister(self) -> None:
         """Forgets the model at the daemon; `ModelInUse` while it has sequences."""

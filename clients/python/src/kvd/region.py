@@ -6,6 +6,7 @@ Threads may call at once: one lock guards places and the socket, and nobody wait
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 import threading
@@ -134,7 +135,7 @@ class Region:
         self.memory, self.size = self._memory.memory, self._memory.size
         self._ring = Ring(self._memory)
         self._lock = threading.Lock()
-        self._timeout_field = b"\x10" + varint(int(timeout * 1e6))
+        self._timeout_field = b"\x10" + varint(math.ceil(timeout * 1e6))
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._open(namespace)
@@ -148,7 +149,8 @@ class Region:
         request = encode(
             messages.OPEN_REGION, {"namespace": namespace or "", "bytes": self._memory.size}
         )
-        self._socket.settimeout(_OPEN_TIMEOUT)
+        patience = min(_OPEN_TIMEOUT, self.timeout)
+        self._socket.settimeout(patience)
         try:
             self._socket.connect(self.path)
             framed = struct.pack("<I", len(request)) + request
@@ -158,7 +160,9 @@ class Region:
             head = self._read_exactly(4)
             opened = self._read_exactly(struct.unpack("<I", head)[0])
         except TimeoutError as error:
-            raise DeadlineExceeded(f"region {self.path}: no answer within 5 s") from error
+            raise DeadlineExceeded(
+                f"region {self.path}: no answer within {patience:g} s"
+            ) from error
         except OSError as error:
             raise Disconnected(f"region {self.path}: {error}") from error
         answer = decode(messages.OPENED_REGION, opened)

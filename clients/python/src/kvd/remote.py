@@ -109,9 +109,12 @@ class Remote:
             raise InvalidArgument(f"ca, cert and key are of https://, which {target} is not")
         else:
             self._channel = grpc.insecure_channel(target, options=options)
-        self._metadata = [("kvd-namespace", namespace)] if namespace else []
+        self._metadata = []
+        if namespace:
+            self._metadata.append(("kvd-namespace", _check_header("namespace", namespace)))
         if shown.token is not None:
-            self._metadata.append(("authorization", f"Bearer {_check_token(shown.token)}"))
+            token = _check_header("token", shown.token)
+            self._metadata.append(("authorization", f"Bearer {token}"))
         self._methods: dict[str, Any] = {}
         self._held: Any = None
 
@@ -244,15 +247,18 @@ def _channel_credentials(grpc: Any, shown: Credentials) -> Any:
     if (shown.cert is None) != (shown.key is None):
         raise InvalidArgument("cert and key belong together: give both, or neither")
     files = (shown.ca, shown.key, shown.cert)
-    ca, key, cert = (None if path is None else Path(path).read_bytes() for path in files)
+    try:
+        ca, key, cert = (None if path is None else Path(path).read_bytes() for path in files)
+    except (OSError, TypeError, ValueError) as error:
+        raise InvalidArgument(f"ca, cert and key are paths of files: {error}") from error
     return grpc.ssl_channel_credentials(ca, key, cert)
 
 
-def _check_token(token: str) -> str:
-    """A token as a header may have it; the error does not tell it."""
-    text = token.strip()
+def _check_header(name: str, value: str) -> str:
+    """A text as a header may have it; the error does not tell it, as it may be a secret."""
+    text = value.strip() if isinstance(value, str) else ""
     if not text or not text.isascii() or not text.isprintable():
-        raise InvalidArgument("token is empty, or holds what no header may")
+        raise InvalidArgument(f"{name} is empty or no text, or holds what no header may")
     return text
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from .arrays import DType, Rows, check_dtype, check_shape, read_rows
 from .calls import LoadItem, StoreAck, StoreItem
+from .checks import check_index, check_list, check_uint
 from .errors import InvalidArgument, ShapeMismatch, restarted
-from .keys import Keys, Published
+from .keys import Keys, Published, as_keys
 from .wire import Message, varint
 
 if TYPE_CHECKING:
@@ -106,8 +107,7 @@ class Sequence:
     def item(self, layer: int, k: Any, v: Any, start: int | None = None) -> StoreItem:
         """K and V of one range of a layer, for `Model.store`; `start` None continues the layer."""
         model = self.model
-        if not 0 <= layer < model.geometry.layers:
-            raise InvalidArgument(f"layer {layer} of {model.geometry.layers}")
+        layer = check_index("layer", layer, model.geometry.layers)
         rows = []
         for name, array, dim in (
             ("k", k, model.geometry.head_dim_k),
@@ -120,8 +120,6 @@ class Sequence:
         if rows[0].values.shape[0] != rows[1].values.shape[0]:
             raise ShapeMismatch(f"{len(rows[0].values)} rows of k and {len(rows[1].values)} of v")
         at = self.layer_lengths[layer] if start is None else start
-        if at < 0:
-            raise InvalidArgument(f"start = {at}")
         return StoreItem(model.id, self.id, layer, at, rows[0], rows[1])
 
     def store(self, layer: int, k: Any, v: Any, start: int | None = None) -> StoreAck:
@@ -134,6 +132,7 @@ class Sequence:
     def store_layers(self, k: SequenceOf[Any], v: SequenceOf[Any]) -> list[StoreAck]:
         """Appends the same tokens to every layer: a list of K and one of V, by layer."""
         layers = self.model.geometry.layers
+        k, v = check_list("k", k), check_list("v", v)
         if len(k) != layers or len(v) != layers:
             raise ShapeMismatch(f"k of {len(k)} and v of {len(v)} layers, not {layers}")
         return self.model.store(
@@ -145,10 +144,9 @@ class Sequence:
     ) -> tuple[Any, Any]:
         """K and V as they are held, decoded, as numpy arrays (bf16 as bits in uint16)."""
         geometry = self.model.geometry
-        if not 0 <= layer < geometry.layers:
-            raise InvalidArgument(f"layer {layer} of {geometry.layers}")
-        end = self.layer_lengths[layer] if end is None else end
-        if not 0 <= start <= end:
+        layer, start = check_index("layer", layer, geometry.layers), check_uint("start", start)
+        end = self.layer_lengths[layer] if end is None else check_uint("end", end)
+        if start > end:
             raise InvalidArgument(f"rows from {start} to {end}")
         shapes = (
             (geometry.kv_heads, geometry.head_dim_k),
@@ -173,22 +171,20 @@ class Sequence:
     def publish(self, start: int, keys: Keys, *, settle: bool = False) -> Published:
         """Puts whole pages from token `start` on into the cache under their keys. With `settle`
         this sequence too reads them encoded from now on."""
-        link = self.check_boot()
+        chain, link = as_keys("keys", keys), self.check_boot()
         with link.watched():
             answer = link.call(
                 "PublishBlocks",
                 sequence_id=self.id,
                 start=start,
-                keys=keys.as_fields(),
+                keys=chain.as_fields(),
                 settle=settle,
             )
         return Published(answer.length, answer.published, answer.existed, answer.stopped_by)
 
     def truncate(self, length: int) -> None:
         """Forgets the tokens from `length` on, on every layer."""
-        if length < 0:
-            raise InvalidArgument(f"length = {length}")
-        link = self.check_boot()
+        length, link = check_uint("length", length), self.check_boot()
         with link.watched():
             link.call("TruncateSequence", sequence_id=self.id, length=length)
         self.layer_lengths = [length] * len(self.layer_lengths)
@@ -196,12 +192,14 @@ class Sequence:
     def hint(self, phase: SequencePhase, parent: Sequence | None = None) -> None:
         """Says what comes next, and for which sequence this one works, such as a sub-agent's: lists
         show it. It replaces what was said before; a fork begins with what it was forked from."""
+        if parent is not None and not isinstance(parent, Sequence):
+            raise InvalidArgument(f"parent is no kvd.Sequence but {type(parent).__name__}")
         link = self.check_boot()
         with link.watched():
             link.call(
                 "HintSequence",
                 sequence_id=self.id,
-                phase=int(phase),
+                phase=phase,
                 parent_sequence_id=0 if parent is None else parent.id,
             )
 

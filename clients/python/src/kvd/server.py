@@ -1,5 +1,5 @@
 """A daemon of one's own, for notebooks and tests: started on free loopback ports and sockets of a
-temporary folder, stopped and cleaned away at the end."""
+temporary folder, stopped and cleaned away at the end, also where its program is killed."""
 
 from __future__ import annotations
 
@@ -9,24 +9,56 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from . import server_guard
+from .checks import check_bool, check_seconds, check_text
 from .client import Client, connect
-from .errors import DeadlineExceeded, Disconnected, Unsupported
+from .errors import DeadlineExceeded, Disconnected, InvalidArgument, Unsupported
 
 _STOP_SECONDS = 20.0
+# Of this target is the line that says that the daemon serves, and where.
+_FILTER_NEEDED = "kvd::daemon=info"
+
+
+def _setting_text(key: str, value: Any) -> str:
+    """A setting as `--set` takes it: as TOML writes it."""
+    if isinstance(value, str):
+        return check_text(key, value)
+    if value is None or isinstance(value, (bytes, dict)):
+        raise InvalidArgument(f"settings: {key} = {value!r} is no text, number, bool or list")
+    if isinstance(value, (list, tuple)):
+        items = (json.dumps(of) if isinstance(of, str) else _setting_text(key, of) for of in value)
+        return f"[{', '.join(items)}]"
+    if type(value).__name__ in ("bool", "bool_"):
+        return "true" if check_bool(key, value) else "false"
+    return str(value)
+
+
+def _setting_texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Settings of a caller. What the client reads of the log stays in it."""
+    texts = {
+        check_text("settings", key): _setting_text(key, value) for key, value in settings.items()
+    }
+    if texts.get("log.format", "json") != "json":
+        raise InvalidArgument("settings: log.format: kvd.serve reads the log, which must be json")
+    if texts.get("log.filter", "").strip():
+        texts["log.filter"] += f",{_FILTER_NEEDED}"
+    return texts
 
 
 class Server:
     """A daemon that this process has started."""
 
     def __init__(self, binary: str, settings: Mapping[str, Any], timeout: float) -> None:
-        self.binary = binary
-        self._settings, self._timeout = dict(settings), timeout
+        self.binary, self._settings = binary, _setting_texts(settings)
+        self._timeout = check_seconds("timeout", timeout, is_positive=True)
+        self._guard: subprocess.Popen[bytes] | None = None
         self.folder = Path(tempfile.mkdtemp(prefix="kvd-"))
         self.region = str(self.folder / "region.sock")
         self.unix = f"unix:{self.folder / 'kvd.sock'}"
@@ -54,9 +86,17 @@ class Server:
         self.log: list[str] = []
         self._said: dict[str, Any] = {}
         ready = threading.Event()
-        self._process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=environment, text=True
-        )
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stderr=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                text=True,
+            )
+        except (OSError, ValueError) as error:
+            raise Unsupported(f"{self.binary} cannot be started: {error}") from error
+        self._start_guard()
         self._reader = threading.Thread(target=self._read_log, args=(ready,), daemon=True)
         self._reader.start()
         if not ready.wait(self._timeout):
@@ -69,7 +109,31 @@ class Server:
                 f"{self.binary} ended with exit code {self._process.returncode}:"
                 f" {self._last_words()}"
             )
-        self.address, self.admin = self._said["tcp"], self._said["admin"]
+        # Empty where a setting has turned it off.
+        self.address, self.admin = self._said.get("tcp", ""), self._said.get("admin", "")
+        self.region, unix = self._said.get("region", ""), self._said.get("unix")
+        self.unix = f"unix:{unix}" if unix else ""
+
+    def _start_guard(self) -> None:
+        """Starts what ends the daemon if this process is killed; none in a program that embeds
+        Python, or before Linux 5.3."""
+        if sys.executable and hasattr(os, "pidfd_open"):
+            script = server_guard.__file__
+            pids = (str(os.getpid()), str(self._process.pid))
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", script, *pids, str(self.folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,  # a key of the terminal ends this program, not the guard
+            )
+
+    def _stop_guard(self) -> None:
+        if self._guard is not None:
+            self._guard.kill()
+            self._guard.wait()
+            self._guard = None
 
     def _read_log(self, ready: threading.Event) -> None:
         assert self._process.stderr is not None
@@ -100,11 +164,13 @@ class Server:
         """Ends it without a word, as a crash does."""
         self._process.kill()
         self._process.wait()
+        self._stop_guard()
 
     def restart(self) -> None:
         """Starts it again on the same ports and sockets, after `kill` or `stop`-like ends."""
         if self._process.poll() is None:
             self.kill()
+        self._stop_guard()
         self._start()
 
     def stop(self) -> None:
@@ -118,6 +184,7 @@ class Server:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._stop_guard()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> Server:
@@ -160,7 +227,10 @@ def serve(
 ) -> Server:
     """Starts a daemon and waits until it serves.
 
-    `settings` are those of `kvd config --print-default`, as {"device.threads": 2}.
+    `settings` are those of `kvd config --print-default`, as {"device.threads": 2}. The daemon ends
+    with this process, however that ends.
     """
+    if settings is not None and not isinstance(settings, Mapping):
+        raise InvalidArgument(f"settings is no mapping but {type(settings).__name__}")
     every = {"device.pool_bytes": pool, **(settings or {})}
     return Server(binary or find_binary(), every, timeout)

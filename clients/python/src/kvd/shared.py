@@ -13,7 +13,7 @@ import platform
 import sys
 import threading
 
-from .errors import Unsupported
+from .errors import InvalidArgument, Unsupported
 
 # Of <linux/fcntl.h>: the file may not shrink, not grow, and its seals may not change.
 _F_ADD_SEALS = 1033
@@ -44,9 +44,9 @@ class SharedMemory:
             os.ftruncate(fd, size)
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
             self.memory = mmap.mmap(fd, size)
-        except BaseException:
+        except (OSError, OverflowError, ValueError) as error:
             os.close(fd)
-            raise
+            raise InvalidArgument(f"region_bytes = {size}: {error}") from error
         self.fd = fd
         self.words = memoryview(self.memory).cast("I")
         anchor = ctypes.c_char.from_buffer(self.memory)

@@ -12,12 +12,30 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, TypeAlias, Union
 
+from .checks import (
+    U32_MAX,
+    U64_MAX,
+    check_bool,
+    check_bytes,
+    check_float,
+    check_text,
+    check_uint,
+    pack_f32,
+)
 from .errors import Internal
 
 Schema: TypeAlias = Mapping[int, "Field"]
-# "int" (also bool and enum), "float", "double", "text", "bytes", a message, or "optional int" and
+# "u32", "u64", "bool", "enum", "float", "double", "text", "bytes", a message, or "optional u32" and
 # "optional double", which are None where they are absent.
 Kind: TypeAlias = Union[str, "Schema"]
+# Largest value of what travels as a varint; of an enum those that a later daemon may know, too.
+_VARINT_MAX = {
+    "u32": U32_MAX,
+    "optional u32": U32_MAX,
+    "enum": 2**31 - 1,
+    "u64": U64_MAX,
+    "bool": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -25,7 +43,7 @@ class Field:
     """A field of a message."""
 
     name: str
-    kind: Kind = "int"
+    kind: Kind = "u32"
     repeated: bool = False
 
 
@@ -40,8 +58,10 @@ _SMALL = [bytes((n,)) for n in range(128)]
 
 
 def varint(value: int) -> bytes:
-    """The shortest varint of a number that is not negative."""
+    """The shortest varint of a number that is not negative, which the caller has checked."""
     if value < 128:
+        if value < 0:
+            raise Internal(f"{value} has no varint")
         return _SMALL[value]
     out = bytearray()
     while value > 127:
@@ -66,24 +86,43 @@ def encode(schema: Schema, values: Mapping[str, Any]) -> bytes:
         value = values.get(field.name)
         if value is None:
             continue
-        for one in value if field.repeated else (value,):
-            out.append(_encode_one(number, field.kind, one))
+        if field.repeated:
+            for index, one in enumerate(value):
+                out.append(_encode_one(number, field, one, index))
+        else:
+            out.append(_encode_one(number, field, value))
     return b"".join(out)
 
 
-def _encode_one(number: int, kind: Kind, value: Any) -> bytes:
+def uint_field(number: int, name: str, value: Any) -> bytes:
+    """A field of 32 bits, checked."""
+    return varint(number << 3) + varint(check_uint(name, value))
+
+
+def _encode_one(number: int, field: Field, value: Any, index: int | None = None) -> bytes:
+    """A value of a field, refused where the field cannot hold it. `index` is that of a list."""
+    kind = field.kind
     if not isinstance(kind, str):
         return field_bytes(number, encode(kind, value))
-    if kind in ("int", "optional int"):
-        return varint(number << 3) + varint(int(value))
-    if kind == "float":
-        return varint(number << 3 | 5) + struct.pack("<f", value)
-    if kind == "double":
-        return varint(number << 3 | 1) + struct.pack("<d", value)
-    return field_bytes(number, value.encode() if kind == "text" else bytes(value))
+    most = _VARINT_MAX.get(kind)
+    if most is not None and type(value) is int and 0 <= value <= most and kind != "bool":
+        return varint(number << 3) + varint(value)
+    name = field.name if index is None else f"{field.name}[{index}]"
+    if most is not None:
+        checked = check_bool(name, value) if kind == "bool" else check_uint(name, value, most)
+        return varint(number << 3) + varint(checked)
+    if kind in ("float", "double"):
+        is_single = kind == "float"
+        packed = pack_f32(name, value) if is_single else struct.pack("<d", check_float(name, value))
+        return varint(number << 3 | (5 if is_single else 1)) + packed
+    payload = check_text(name, value).encode() if kind == "text" else check_bytes(name, value)
+    return field_bytes(number, payload)
 
 
-_DEFAULTS: dict[str, Any] = {"int": 0, "float": 0.0, "double": 0.0, "text": "", "bytes": b""}
+_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("u32", "u64", "enum", "bool"), 0),
+    **{"float": 0.0, "double": 0.0, "text": "", "bytes": b""},
+}
 
 
 def decode(schema: Schema, data: bytes | memoryview) -> Message:
@@ -143,7 +182,7 @@ def read_varint(data: memoryview, at: int) -> tuple[int, int]:
 def _put_field(message: Message, field: Field, wire_type: int, raw: Any) -> None:
     kind = field.kind
     value: Any = raw
-    if kind in ("int", "optional int"):
+    if isinstance(kind, str) and kind in _VARINT_MAX:
         if wire_type == 2:  # packed
             at, values = 0, []
             while at < len(raw):

@@ -21,6 +21,7 @@ from transformers.cache_utils import (
 )
 
 from ..calls import Attended, PendingAttend
+from ..checks import check_uint
 from ..client import Client
 from ..errors import InvalidArgument, KvdError
 from ..model import Model, model_label
@@ -156,10 +157,11 @@ class KvdCache(Cache):  # type: ignore[misc]
 
         Raises `Unsupported` for a model that this package does not serve.
         """
-        if mode not in ("tail", "all") or keep < 0 or flush < 1:
-            raise InvalidArgument(
-                f"mode={mode!r} is tail or all, keep={keep} >= 0, flush={flush} >= 1"
-            )
+        if mode not in ("tail", "all"):
+            raise InvalidArgument(f"mode={mode!r} is tail or all")
+        keep, flush = check_uint("keep", keep), check_uint("flush", flush)
+        if not flush:
+            raise InvalidArgument("flush = 0: at least one token goes to kvd at a time")
         layout = lay_out(model, layers)
         self.mode, self.keep, self.flush = mode, keep if mode == "tail" else 0, flush
         self.model = _register_model(client, layout, spec_of_codec(codec, mode), calibration)
