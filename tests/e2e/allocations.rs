@@ -9,11 +9,11 @@ use std::sync::Arc;
 #[global_allocator]
 static ALLOCATOR: dhat::Alloc = dhat::Alloc;
 
-/// The most of a call.
-const RING_MAX: u64 = 4;
-const RING_OF_PAGES_MAX: u64 = 4;
-/// More of them wait, and for longer, where other processes have the cores.
-const RPC_MAX: u64 = 100;
+/// The most of a call by ring: none of its own.
+const RING_MAX: f64 = 0.5;
+/// The most of a call by gRPC. More of them wait, and for longer, where other processes have the
+/// cores.
+const RPC_MAX: f64 = 100.0;
 
 /// A codec that keeps no rows beside pages.
 const PAGES_ALONE: &str = "kivi-4; recent=0";
@@ -22,12 +22,12 @@ const PAGES_ALONE: &str = "kivi-4; recent=0";
 const CALLS: u64 = 200;
 const WARM_UP: u64 = 20;
 
-/// Allocations of a call, rounded down: what else the process does meanwhile is less than one.
-fn count_allocations(mut call: impl FnMut()) -> u64 {
+/// Allocations of a call, with those of what else the process does meanwhile.
+fn count_allocations(mut call: impl FnMut()) -> f64 {
     (0..WARM_UP).for_each(|_| call());
     let before = dhat::HeapStats::get().total_blocks;
     (0..CALLS).for_each(|_| call());
-    (dhat::HeapStats::get().total_blocks - before) / CALLS
+    (dhat::HeapStats::get().total_blocks - before) as f64 / CALLS as f64
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -67,7 +67,7 @@ async fn an_attend_allocates_no_more_than_it_did() {
     });
     println!("allocations: ring {by_ring}, of pages {pages_by_ring}");
     println!("allocations: rpc {by_rpc}, health check {by_health}");
-    assert!(pages_by_ring <= RING_OF_PAGES_MAX, "{pages_by_ring} of an attend over pages by ring");
+    assert!(pages_by_ring <= RING_MAX, "{pages_by_ring} of an attend over pages by ring");
     assert!(by_ring <= RING_MAX, "{by_ring} allocations of an attend by ring");
     assert!(by_rpc <= RPC_MAX, "{by_rpc} allocations of an attend by rpc");
 }
@@ -81,7 +81,7 @@ async fn ask_stored(engine: &TestEngine) -> AttendBatch {
 }
 
 /// Allocations of an attend by ring, in place.
-fn count_ring(ring: &mut AttendRing, batch: &AttendBatch) -> u64 {
+fn count_ring(ring: &mut AttendRing, batch: &AttendBatch) -> f64 {
     let at = RingLayout::pack_from(ring.free_from(), batch, [64, 64]);
     ring.shared_region().memory().write_bytes(at.q.offset, &batch.q).expect("inside");
     count_allocations(|| {

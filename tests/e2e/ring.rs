@@ -356,13 +356,26 @@ async fn a_worker_that_is_killed_leaves_nothing_and_two_others_live() {
     daemon.assert_serves().await;
 }
 
+/// Calls of a ring that was left.
+#[derive(Default)]
+struct LeftCalls {
+    sent: usize,
+    answered: usize,
+}
+
 /// Attends of a worker of its own: some answers are read, then it leaves with the rest under way.
-fn leave_early(path: &Path, batch: &AttendBatch, timeout: Duration, rng: &mut TestRng) -> usize {
+fn leave_early(
+    path: &Path,
+    batch: &AttendBatch,
+    timeout: Duration,
+    rng: &mut TestRng,
+) -> LeftCalls {
     let options = RegionOptions::default().with_bytes(1 << 20).with_timeout(timeout);
     // Its time may be over before it has come in.
     let ring = RegionClient::open_region(path, &options)
         .and_then(|region| AttendRing::open_ring(Arc::new(region), RingOptions::default()));
-    let Ok(mut ring) = ring else { return 0 };
+    let Ok(mut ring) = ring else { return LeftCalls::default() };
+    let mut answered = 0;
     let at = RingLayout::pack_from(ring.free_from(), batch, DIMS);
     ring.shared_region().memory().write_bytes(at.q.offset, &batch.q).expect("inside");
     let sent = 1 + rng.next_word() % 8;
@@ -373,6 +386,7 @@ fn leave_early(path: &Path, batch: &AttendBatch, timeout: Duration, rng: &mut Te
                 let code = reply.result.err().map(|error| error.code);
                 let late = Some(Some(ErrorCode::DeadlineExceeded));
                 assert!(code.is_none() || code == late, "{code:?}");
+                answered += usize::from(code.is_none());
             }
             Err(error) => {
                 assert_eq!(error.code, Some(ErrorCode::DeadlineExceeded), "{error}");
@@ -380,7 +394,7 @@ fn leave_early(path: &Path, batch: &AttendBatch, timeout: Duration, rng: &mut Te
             }
         }
     }
-    sent as usize
+    LeftCalls { sent: sent as usize, answered }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -396,7 +410,7 @@ async fn a_thousand_calls_that_end_anyhow_leave_nothing_and_harm_no_answer() {
     let mut stays = blocking(|| ring_with(&path, RingOptions::default()));
     let seed = 20_261_128;
     let mut rng = TestRng::new(seed);
-    let (mut calls, mut answered) = (0, 0);
+    let (mut calls, mut answered, mut sent, mut by_ring) = (0, 0, 0, 0);
     while calls < 1000 {
         let which = (rng.next_word() % 2) as usize;
         // Now and then the device is busy, and all of them wait.
@@ -415,7 +429,8 @@ async fn a_thousand_calls_that_end_anyhow_leave_nothing_and_harm_no_answer() {
         let patience = if held.is_some() || rng.next_word().is_multiple_of(2) { 5 } else { 20_000 };
         let patience = Duration::from_millis(patience);
         let left = blocking(|| leave_early(&path, &batches[which], patience, &mut rng));
-        calls += unary.len() + left;
+        calls += unary.len() + left.sent;
+        (sent, by_ring) = (sent + left.sent, by_ring + left.answered);
         drop(held);
         for call in unary {
             if let Ok(answer) = call.await.expect("no panic") {
@@ -427,6 +442,7 @@ async fn a_thousand_calls_that_end_anyhow_leave_nothing_and_harm_no_answer() {
         assert_eq!(answer, right[1 - which], "seed {seed}, call {calls}");
     }
     assert!(answered > 0, "all of {calls} were given up");
+    assert!(by_ring > 0 && by_ring < sent, "{by_ring} of {sent} by ring were answered");
     eventually("their regions are given back", async || regions(&daemon).await == 1.0).await;
     eventually("they have left the queue", async || daemon.queued_jobs() == 0).await;
     let budgets = async || {

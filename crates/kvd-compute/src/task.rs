@@ -14,6 +14,8 @@ pub struct AttendTask {
     pub plan: AttendPlan,
     /// The device's own state of it between slices; none before the first.
     pub under_way: Option<Box<dyn Any + Send>>,
+    /// Memory for the answer, if a device wants it: of an earlier answer, or none.
+    pub memory: Attended,
     /// Whether nobody waits for a query any more, by query; none while all are waited for.
     dropped: Vec<bool>,
 }
@@ -33,7 +35,7 @@ impl AttendTask {
     /// An attend of which nothing is done.
     #[must_use]
     pub fn new(plan: AttendPlan) -> Self {
-        Self { plan, under_way: None, dropped: Vec::new() }
+        Self { plan, under_way: None, memory: Attended::default(), dropped: Vec::new() }
     }
 
     /// Leaves out some queries from now on, as far as the device can: nobody waits for them, and

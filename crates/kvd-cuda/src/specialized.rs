@@ -57,11 +57,13 @@ pub(crate) fn token_block(kernel: &str) -> Option<TokenBlock> {
     let TokenKernel { bits, dim, rows, .. } =
         TOKEN_KERNELS.iter().find(|known| known.name == kernel)?;
     let (dim, bands) = (*dim as usize, *rows as usize / 4);
-    let side = 1024 + STOP_TOKENS * dim * *bits as usize / 8;
+    let codes = STOP_TOKENS * dim * *bits as usize / 8;
+    // Scales of 64 channels are half of what they have memory for.
+    let (side, copied) = (1024 + codes, 8 * dim + codes);
     let kept = bands * 4 * 32 * (dim / 8 + 5);
     Some(TokenBlock {
         shared_bytes: WARPS * (2 * side + 512 + 16 * 32 + kept),
-        bytes_under_way: WARPS * side,
+        bytes_under_way: WARPS * copied,
         resident: if bands > 1 { (2, 255) } else { (3, 168) },
     })
 }

@@ -1,10 +1,11 @@
-// Attention over uniform codes of 2 and 4 bits in heads of 64 and 128 channels: a warp owns tokens. It copies its own pages, multiplies keys, takes the softmax and multiplies values, and
-// meets the others only when all are through (ADR 52). Codes are the first factor of products of
-// halves: masked where they stand they are f16 numbers below 2^-14, `code * 2^-24` times the power of two
-// of their place. Steps go into the other factor, of which every query row has two columns: what f16 holds
-// of a number, and what that leaves (22 bits). So four rows, a band, fill a product; a second band's products
-// have the same first factors. Tokens and channels are summed in the order in which a page's
-// tile has them, so nothing is permuted but scales. Meaning: attend.cuh.
+// Attention over uniform codes of 2 and 4 bits in heads of 64 and 128 channels: a warp owns tokens.
+// It copies its own pages, multiplies keys, takes the softmax and multiplies values, and meets the
+// others only when all are through (ADR 52). Codes are the first factor of products of halves:
+// masked where they stand they are f16 numbers below 2^-14, `code * 2^-24` times the power of two
+// of their place. Steps go into the other factor, of which every query row has two columns: what
+// f16 holds of a number, and what that leaves (22 bits). So four rows, a band, fill a product; a
+// second band's products have the same first factors. Tokens and channels are summed in the order
+// in which a page's tile has them, so nothing is permuted but scales. Meaning: attend.cuh.
 #pragma once
 
 #include "token_sums.cuh"

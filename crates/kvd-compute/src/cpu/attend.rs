@@ -8,7 +8,7 @@ use crate::cpu::attend_unit;
 use crate::cpu::left_of_sums::LeftOfSums;
 use crate::cpu::loss::MergedRows;
 use crate::cpu::row_reader::LayerReader;
-use crate::cpu::scratch::ScratchVec;
+use crate::cpu::scratch::{ScratchValue, ScratchVec};
 use crate::cpu::unit_answer::UnitAnswer;
 use crate::cpu::unit_plan::{PlannedUnits, RowGroup, SharedPasses, UnitPlan, plan_units};
 use crate::{AttendPlan, Attended, BackendError, PartialState, StopReason};
@@ -64,19 +64,29 @@ struct WidePiece {
 
 impl AttendProgress {
     /// A plan of which nothing is done; the caller has checked its shapes and that `q` is finite.
-    pub(super) fn new(job: &AttendJob<'_>) -> Self {
-        Self::with_passes(job, SharedPasses::Together)
+    /// The answer is written to that memory.
+    pub(super) fn in_memory(job: &AttendJob<'_>, memory: Attended) -> Self {
+        Self::of_units(job, plan_units(job, SharedPasses::Together), memory)
     }
 
+    #[cfg(test)]
+    pub(super) fn new(job: &AttendJob<'_>) -> Self {
+        Self::in_memory(job, Attended::default())
+    }
+
+    #[cfg(test)]
     pub(super) fn with_passes(job: &AttendJob<'_>, passes: SharedPasses) -> Self {
-        let planned = plan_units(job, passes);
+        Self::of_units(job, plan_units(job, passes), Attended::default())
+    }
+
+    fn of_units(job: &AttendJob<'_>, planned: PlannedUnits, memory: Attended) -> Self {
         let groups = planned.groups.len();
         Self {
             merging: ScratchVec::collect_values((0..groups).map(|_| None)),
             written: ScratchVec::with_room(groups),
             planned,
             done: 0,
-            reply: BatchReply::new(job),
+            reply: BatchReply::new(job, memory),
             again: Vec::new(),
             wide: WideCursor::default(),
             whole: 0,
@@ -111,9 +121,9 @@ impl AttendProgress {
             let next = &self.planned.units[self.done..end];
             let groups = &self.planned.groups;
             let run = |job: &AttendJob<'_>, unit: &UnitPlan| run_unit(job, unit, groups);
-            let answers = run_some(job, next, &mut self.whole, run)?;
+            let mut answers = run_some(job, next, &mut self.whole, run)?;
             let paused = answers.len() < next.len();
-            for answers in answers {
+            for answers in answers.drain(..) {
                 self.merge_answers(job, answers);
             }
             if paused || job.stop.slice_is_over() {
@@ -131,9 +141,9 @@ impl AttendProgress {
         let test =
             |job: &AttendJob<'_>, group: &WrittenGroup| group.find_repeated_rows(job, groups);
         // They are short and look at no stop.
-        let tested = run_some(job, &self.written, &mut 0, test)?;
+        let mut tested = run_some(job, &self.written, &mut 0, test)?;
         self.written.drain(..tested.len());
-        self.again.extend(tested.into_iter().filter(|again| !again.rows.is_empty()));
+        self.again.extend(tested.drain(..).filter(|again| !again.rows.is_empty()));
         Ok(self.written.is_empty())
     }
 
@@ -176,13 +186,13 @@ impl AttendProgress {
             if next.is_empty() {
                 return Ok(true);
             }
-            let states = run_some(job, &next, &mut self.whole, |job, piece| {
+            let mut states = run_some(job, &next, &mut self.whole, |job, piece| {
                 let RepeatedRows { group, rows } = &self.again[piece.group];
                 let unit = self.planned.groups[*group].to_unit(job, piece.parts.clone());
                 attend_f64::attend_rows(job, &unit, rows)
             })?;
             let paused = states.len() < next.len();
-            for (piece, states) in next.into_iter().zip(states) {
+            for (piece, states) in next.into_iter().zip(states.drain(..)) {
                 self.merge_wide(job, piece, states);
             }
             if paused || job.stop.slice_is_over() {
@@ -246,12 +256,12 @@ impl AttendProgress {
 /// Runs the first of some pieces of work on all threads, until the slice is over; what they came
 /// to, in order. Pieces at work are given up for work that goes first, but for the first `whole`,
 /// of which one is run at least: so each is begun twice at most.
-fn run_some<P: Sync, T: Send>(
+fn run_some<P: Sync, T: ScratchValue + Send>(
     job: &AttendJob<'_>,
     pieces: &[P],
     whole: &mut usize,
     run: impl Fn(&AttendJob<'_>, &P) -> Result<T, BackendError> + Sync,
-) -> Result<Vec<T>, BackendError> {
+) -> Result<ScratchVec<T>, BackendError> {
     job.stop.check()?;
     if job.is_small {
         return run_here(job, pieces, run);
@@ -288,19 +298,21 @@ fn run_some<P: Sync, T: Send>(
 }
 
 /// Answers of pieces, in order, up to the first that is missing.
-fn keep_first<T>(mut done: Vec<(usize, T)>) -> Vec<T> {
+fn keep_first<T: ScratchValue>(mut done: Vec<(usize, T)>) -> ScratchVec<T> {
     done.sort_unstable_by_key(|(at, _)| *at);
+    let mut kept = ScratchVec::with_room(done.len());
     let first = done.into_iter().enumerate().take_while(|(number, (at, _))| number == at);
-    first.map(|(_, (_, answer))| answer).collect()
+    kept.extend(first.map(|(_, (_, answer))| answer));
+    kept
 }
 
 /// Runs pieces of work as [`run_some`], on this thread.
-fn run_here<P, T>(
+fn run_here<P, T: ScratchValue>(
     job: &AttendJob<'_>,
     pieces: &[P],
     run: impl Fn(&AttendJob<'_>, &P) -> Result<T, BackendError>,
-) -> Result<Vec<T>, BackendError> {
-    let mut done = Vec::with_capacity(pieces.len());
+) -> Result<ScratchVec<T>, BackendError> {
+    let mut done = ScratchVec::with_room(pieces.len());
     for piece in pieces {
         if !done.is_empty() && job.stop.slice_is_over() {
             break;
@@ -350,7 +362,7 @@ pub(super) fn units_of<'a>(job: &AttendJob<'a>) -> Vec<AttendUnit<'a>> {
 }
 
 /// Results of a unit, by group.
-type UnitAnswers = SmallVec<[UnitAnswer; 1]>;
+pub(super) type UnitAnswers = SmallVec<[UnitAnswer; 1]>;
 
 /// Runs a unit, and gives back what its products have kept of the thread's registers; the answers
 /// of its groups.
@@ -375,7 +387,7 @@ fn run_unit(
 }
 
 /// Rows of a group that are to be attended to again.
-struct RepeatedRows {
+pub(super) struct RepeatedRows {
     group: usize,
     rows: Vec<usize>,
 }
@@ -388,12 +400,16 @@ struct BatchReply {
 }
 
 impl BatchReply {
-    fn new(job: &AttendJob<'_>) -> Self {
+    fn new(job: &AttendJob<'_>, memory: Attended) -> Self {
         let dim = job.reader.codec.geometry().head_dim(Side::Value);
         let tokens: u32 = job.plan.queries.iter().map(|query| query.n_q).sum();
         let rows = tokens as usize * job.plan.q_heads as usize;
-        let out = vec![0u8; rows * dim * job.plan.dtype.size_bytes()];
-        Self { dim, out, lse: vec![f32::NEG_INFINITY; rows] }
+        let Attended { mut out, mut lse, .. } = memory;
+        out.clear();
+        out.resize(rows * dim * job.plan.dtype.size_bytes(), 0);
+        lse.clear();
+        lse.resize(rows, f32::NEG_INFINITY);
+        Self { dim, out, lse }
     }
 
     /// Writes the rows of a unit, and returns what was left of their sums: where that is little,

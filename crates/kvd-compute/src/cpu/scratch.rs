@@ -91,6 +91,9 @@ scratch_values! {
     units: crate::cpu::unit_plan::UnitPlan;
     answers: Option<crate::cpu::unit_answer::UnitAnswer>;
     written: crate::cpu::attend::WrittenGroup;
+    unit_answers: crate::cpu::attend::UnitAnswers;
+    repeated: crate::cpu::attend::RepeatedRows;
+    wide_states: Vec<crate::cpu::attend_f64::WideState>;
 }
 
 /// The shelf whose vectors all have that room.

@@ -12,6 +12,14 @@ struct UnderWay {
     attend: AttendProgress,
 }
 
+/// How far an attend has come.
+struct TaskProgress {
+    /// None before the first slice.
+    under_way: Option<UnderWay>,
+    /// Memory for the answer, until then.
+    memory: Attended,
+}
+
 /// A plan's queries in f32.
 ///
 /// # Errors
@@ -30,10 +38,11 @@ pub(super) fn attend_whole(
     backend: &CpuBackend,
     plan: &AttendPlan,
 ) -> Result<Attended, BackendError> {
-    let (mut under_way, stop) = (None, Stop::never());
+    let mut progress = TaskProgress { under_way: None, memory: Attended::default() };
+    let stop = Stop::never();
     let asked = AskedPlan { plan, dropped: &[], q: &[] };
     loop {
-        if let Some(attended) = go_on(backend, asked, &mut under_way, &stop)? {
+        if let Some(attended) = go_on(backend, asked, &mut progress, &stop)? {
             return Ok(attended);
         }
     }
@@ -46,10 +55,11 @@ pub(super) fn attend_slice(
     stop: &Stop,
 ) -> Result<Option<Attended>, BackendError> {
     let known = task.under_way.take().and_then(|kept| kept.downcast::<UnderWay>().ok());
-    let mut under_way = known.map(|kept| *kept);
+    let memory = std::mem::take(&mut task.memory);
+    let mut progress = TaskProgress { under_way: known.map(|kept| *kept), memory };
     let asked = AskedPlan { plan: &task.plan, dropped: task.dropped_queries(), q: &[] };
-    let attended = go_on(backend, asked, &mut under_way, stop)?;
-    task.under_way = under_way.map(|kept| Box::new(kept) as Box<dyn Any + Send>);
+    let attended = go_on(backend, asked, &mut progress, stop)?;
+    task.under_way = progress.under_way.map(|kept| Box::new(kept) as Box<dyn Any + Send>);
     Ok(attended)
 }
 
@@ -57,16 +67,17 @@ pub(super) fn attend_slice(
 fn go_on(
     backend: &CpuBackend,
     asked: AskedPlan<'_>,
-    under_way: &mut Option<UnderWay>,
+    progress: &mut TaskProgress,
     stop: &Stop,
 ) -> Result<Option<Attended>, BackendError> {
     stop.check()?;
     let _scratch = backend.scratch.take_store();
-    let kept = match under_way.take() {
+    let kept = match progress.under_way.take() {
         Some(kept) => kept,
         None => {
             let q = widened_queries(asked.plan)?;
-            let attend = AttendProgress::new(&backend.new_job(AskedPlan { q: &q, ..asked }, stop)?);
+            let job = backend.new_job(AskedPlan { q: &q, ..asked }, stop)?;
+            let attend = AttendProgress::in_memory(&job, std::mem::take(&mut progress.memory));
             UnderWay { q, attend }
         }
     };
@@ -80,6 +91,6 @@ fn go_on(
     if is_done {
         return Ok(Some(attend.take_answer(&job)));
     }
-    *under_way = Some(UnderWay { q, attend });
+    progress.under_way = Some(UnderWay { q, attend });
     Ok(None)
 }

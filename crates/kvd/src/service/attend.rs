@@ -6,7 +6,7 @@ use super::budget::InFlight;
 use super::distinct_reads::{DistinctReads, QueryRead, ReadKey};
 use super::{CallContext, RegisteredModel, Service, ServiceError};
 use crate::device_worker::AcceptedJob;
-use kvd_compute::{AttendPlan, AttendTask, PlanQuery, RegionPlaces, first_non_finite};
+use kvd_compute::{AttendPlan, AttendTask, Attended, PlanQuery, RegionPlaces, first_non_finite};
 use kvd_core::{DType, ErrorCode, Geometry};
 use kvd_proto::domain::{AttendBatch, AttendQuery};
 use kvd_store::{ChosenRange, PinnedRange};
@@ -108,8 +108,15 @@ impl Service {
             tell(Ok(reply));
             return None;
         }
+        prepared.task.memory = self.shelf.take_answer();
         let shard = prepared.model.shard;
         self.shards[shard].worker.tell_device(call, AttendJob(prepared), tell)
+    }
+
+    /// Takes the memory of an answer that was written, for another that is told.
+    pub(crate) fn keep_answer(&self, reply: AttendReply) {
+        let AttendReply { out, lse, .. } = reply;
+        self.shelf.keep_answer(Attended { out, lse, ..Attended::default() });
     }
 
     /// An empty list for the queries of a batch.

@@ -1,10 +1,11 @@
-//! Memory of attends that are over, for those that come: lists of queries, of their parts and pins.
+//! Memory of attends that are over, for those that come: lists of queries, of their parts and pins,
+//! and answers.
 //!
 //! Owns [`AttendShelf`], of which the service has one. What is on it is empty, and names no page.
 //! Any thread takes and keeps, under a lock of the shelf's own, held for one move.
 
 use super::plan;
-use kvd_compute::{PlanPart, PlanQuery, Source};
+use kvd_compute::{Attended, PlanPart, PlanQuery, Source};
 use kvd_core::Extent;
 use kvd_proto::domain::AttendQuery;
 use kvd_store::{PinMemory, PinnedRange};
@@ -14,7 +15,7 @@ use std::sync::Arc;
 
 /// Lists of each kind that are kept; the oldest goes.
 const LISTS_MAX: usize = 64;
-/// Bytes of a list that is kept at most: a shelf takes 8 MiB at most.
+/// Bytes of a list that is kept at most: a shelf takes 10 MiB at most.
 const LIST_BYTES_MAX: usize = 32 << 10;
 
 /// A part of nothing.
@@ -31,6 +32,7 @@ pub(super) struct AttendShelf {
     plans: Mutex<VecDeque<Vec<PlanQuery>>>,
     parts: Mutex<VecDeque<Arc<[PlanPart]>>>,
     pins: Mutex<VecDeque<PinMemory>>,
+    answers: Mutex<VecDeque<Attended>>,
 }
 
 /// Puts a list on its shelf, if it is not too large; answers what has to go.
@@ -66,6 +68,17 @@ impl AttendShelf {
     pub(super) fn keep_pin(&self, memory: PinMemory) {
         let bytes = memory.size_bytes();
         drop(keep_list(&self.pins, memory, bytes));
+    }
+
+    /// Memory for an answer.
+    pub(super) fn take_answer(&self) -> Attended {
+        self.answers.lock().pop_back().unwrap_or_default()
+    }
+
+    /// Keeps the memory of an answer.
+    pub(super) fn keep_answer(&self, answer: Attended) {
+        let bytes = answer.out.capacity() + answer.lse.capacity() * size_of::<f32>();
+        drop(keep_list(&self.answers, answer, bytes));
     }
 
     /// An empty list of a plan's queries.

@@ -174,8 +174,9 @@ impl MeteredBody {
         }
         let wanted = PREFIX_BYTES - self.prefix.len();
         let piece = self.pending.split_to(wanted.min(self.pending.len()));
-        self.prefix = match self.prefix.is_empty() {
+        self.prefix = match piece.len() == PREFIX_BYTES {
             true => piece,
+            // A copy: a few bytes that wait for the others must not keep a frame.
             false => [&self.prefix[..], &piece].concat().into(),
         };
         if self.prefix.len() == PREFIX_BYTES {

@@ -102,11 +102,11 @@ impl OpenSubmission {
     pub(super) fn end_attend(
         mut self,
         places: Option<RingPlaces>,
-        result: Result<AttendReply, ServiceError>,
+        result: Result<&AttendReply, ServiceError>,
     ) {
         let memory = &self.answers.memory;
         let written = result.and_then(|reply| match places {
-            Some(places) => places.write_answer(memory, &reply),
+            Some(places) => places.write_answer(memory, reply),
             None => Err(ServiceError::new(ErrorCode::Internal, "an answer without a place")),
         });
         self.end_with(written);

@@ -4,7 +4,7 @@ use super::answer::{OpenSubmission, RingAnswers, RingPlaces};
 use super::rows::{PlacedRows, RowMemory, RowShape};
 use super::{PhaseCell, RingPhase};
 use crate::device_worker::AcceptedJob;
-use crate::service::{CallContext, InFlight, Service, ServiceError};
+use crate::service::{AttendReply, CallContext, InFlight, Service, ServiceError};
 use crate::transport::region::RegionCaller;
 use crate::transport::region::call::{QUERY_ERROR_BYTES, check_size};
 use bytes::Bytes;
@@ -128,11 +128,17 @@ impl RingThread {
             Ok(read) => read,
             Err(error) => return submission.end_attend(None, Err(error)),
         };
-        let deadline = call.deadline;
-        let tell = move |result| {
+        let (deadline, service) = (call.deadline, self.service.clone());
+        let tell = move |mut result: Result<AttendReply, ServiceError>| {
             // What it holds is free before its worker asks for more.
             drop(share);
-            submission.end_attend(Some(places), result);
+            if let Ok(reply) = &mut result {
+                reply.held = None;
+            }
+            submission.end_attend(Some(places), result.as_ref().map_err(ServiceError::clone));
+            if let Ok(reply) = result {
+                service.keep_answer(reply);
+            }
             true
         };
         if let Some(job) = self.service.tell_attend(&call, batch, tell) {
