@@ -63,7 +63,7 @@ class Queries:
                 if isinstance(query, Query):
                     sequence = query.sequence
                     body = query.encode()
-                    n_q = check_uint("n_q", query.n_q)
+                    n_q = int(query.n_q)  # checked by now
                     parts.append(b"\x3a" + varint(len(body)) + body)
                 else:
                     sequence, n_q = query, 1

@@ -95,8 +95,10 @@ def encode(schema: Schema, values: Mapping[str, Any]) -> bytes:
 
 
 def uint_field(number: int, name: str, value: Any) -> bytes:
-    """A field of 32 bits, checked."""
-    return varint(number << 3) + varint(check_uint(name, value))
+    """A field of 32 bits with a number below 16, checked."""
+    if type(value) is not int or not 0 <= value <= U32_MAX:
+        value = check_uint(name, value)
+    return _SMALL[number << 3] + varint(value)
 
 
 def _encode_one(number: int, field: Field, value: Any, index: int | None = None) -> bytes:
