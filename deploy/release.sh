@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Packs what users install: deploy/release.sh [--arch x86_64|aarch64] OUT [PROGRAM]
 #
-# PROGRAM has the features below: the list of crates is of those. Without it the program is built,
+# PROGRAM must have the features below: the list of crates is of those. Without it the program is built,
 # against glibc 2.28 by `cargo zigbuild` (`pip install ziglang cargo-zigbuild`). A program of another
 # architecture than this machine's runs under qemu, to write its own manual (Debian: `qemu-user`, and
 # for aarch64 `gcc-aarch64-linux-gnu`). OUT gets kvd-VERSION-linux-ARCH.tar.gz, where there is
@@ -40,6 +40,12 @@ fi
 
 run() { "${runner[@]}" "$program" "$@"; }
 run demo --help >/dev/null || { echo "$program has no demo: build it with ${features[*]}" >&2; exit 1; }
+for url in redis://host s3://bucket file:///folder; do
+    env -u KVD_CONFIG "${runner[@]}" "$program" config --set "cache.remote.url=$url" >/dev/null || {
+        echo "$program cannot be released: build it with ${features[*]}" >&2
+        exit 1
+    }
+done
 # A program that needs a later glibc than it says does not start on older systems.
 needs=$("${tools}objdump" -T "$program" | grep -o 'GLIBC_2\.[0-9]*' | sort -uV | tail -1)
 version=$(run --version | cut -d' ' -f2)
@@ -57,7 +63,15 @@ done
 run config --print-default >"$root/share/kvd/kvd.toml"
 run dashboard >"$root/share/kvd/grafana-dashboard.json"
 cp deploy/prometheus/alerts.yml deploy/systemd/kvd.service deploy/systemd/kvd.sysusers.conf "$root/share/kvd/"
-cp README.md CHANGELOG.md LICENSE* docs/operating.md docs/contract.md docs/threat-model.md "$root/share/doc/kvd/"
+docs=(README.md CHANGELOG.md docs/operating.md docs/contract.md docs/threat-model.md)
+cp LICENSE* "${docs[@]}" "$root/share/doc/kvd/"
+# Links to what lies beside them in one folder, and plain words where that is not packed.
+for file in "${docs[@]##*/}"; do
+    perl -0pi -e '
+        s{\]\((?:docs/)?((?:README|CHANGELOG|operating|contract|threat-model)\.md(?:#[^)]*)?)\)}{](\1)}g;
+        s{!?\[([^][]*)\]\((?!https?:|#|(?:README|CHANGELOG|operating|contract|threat-model)\.md)[^)]*\)}{$1}g;
+    ' "$root/share/doc/kvd/$file"
+done
 
 # One time and one owner for all files, names in order.
 mkdir -p "$out"

@@ -1,5 +1,5 @@
-# What is released: packed twice from one program, the same bytes; unpacked, and from nothing else, the
-# demo runs, as it does in an image of the archive; the list of crates holds every crate that cargo
+# What is released: packed twice from one program, the same bytes; unpacked, and from nothing else, links
+# between its pages lead somewhere and the demo runs, as it does in an image of the archive; the list of crates holds every crate that cargo
 # compiles into a released program.
 # guards: deploy/release.sh deploy/Dockerfile.release deploy/systemd Cargo.lock crates/*/Cargo.toml crates/kvd-eval/src/demo
 # guards: crates/kvd/src/cli/demo.rs crates/kvd-engine/src/assets.rs
@@ -12,7 +12,7 @@ if ! cargo cyclonedx --version >/dev/null 2>&1; then
     cargo install --quiet --locked --debug --root target/cyclonedx cargo-cyclonedx@0.5.9 ||
         { lacking release: cargo-cyclonedx cannot be installed; exit; }
 fi
-linted cargo build --workspace --quiet --bin kvd
+linted cargo build --workspace --quiet --bin kvd --features kvd/remote-s3
 out=$PWD/target/released
 rm -rf "$out"
 for packed in first second; do
@@ -23,6 +23,14 @@ diff "$out/first/SHA256SUMS" "$out/second/SHA256SUMS"
 # In an empty folder and without an environment, as on a machine that has nothing of ours.
 mkdir "$out/empty"
 tar -xzf "$out"/first/kvd-*.tar.gz -C "$out/empty"
+(
+    cd "$out"/empty/kvd-*/share/doc/kvd
+    grep -oh '\](\([^)]*\))' ./*.md | sed 's/^](//; s/)$//; s/#.*//' | sort -u | while read -r target; do
+        case $target in "" | http*) continue ;; esac
+        [ -e "$target" ] || { echo "a page in the archive links to $target, which it lacks"; exit 1; }
+    done
+    grep -q '](operating.md' README.md
+)
 (
     cd "$out/empty"
     env -i kvd-*/bin/kvd --version

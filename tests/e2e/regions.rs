@@ -211,7 +211,7 @@ async fn memory_that_cannot_be_a_region_is_refused_with_the_reason() {
         (says(&ask(4096), &[]), "INVALID_ARGUMENT: the first byte of the message carries no"),
         (says(&ask(4096), &[file.as_fd()]), "INVALID_ARGUMENT: the file can shrink"),
         (says(&ask(4097), &[memory.file()]), "INVALID_ARGUMENT: the file has 4096 bytes"),
-        (says(&ask(0), &[memory.file()]), "LIMIT_EXCEEDED: mmap"),
+        (says(&ask(0), &[memory.file()]), "INVALID_ARGUMENT: bytes is 0"),
         (says(&ask(2 << 20), &[memory.file()]), "LIMIT_EXCEEDED: a region of 2097152 bytes"),
     ] {
         assert!(refused.starts_with(wanted), "{refused:?} is not {wanted:?}");

@@ -125,12 +125,15 @@ impl AttendBench {
         let (mut rows, mut peaks) = (Vec::new(), KnownPeaks::default());
         for context in &self.contexts {
             let mut cases = Vec::new();
-            progress.begin_task("bench attend, filling pages", 0);
+            let sets = each_set(&self.instruction_sets);
+            let fills = self.codecs.len() * sets.len() * self.threads.len();
+            progress.begin_task("bench attend, filling pages", fills as u64);
             for codec in &self.codecs {
                 progress.name_step("bench attend, filling pages", codec);
-                for set in each_set(&self.instruction_sets) {
+                for set in &sets {
                     for threads in &self.threads {
-                        cases.push(self.prepare_case(codec, *context, set, *threads)?);
+                        cases.push(self.prepare_case(codec, *context, *set, *threads)?);
+                        progress.add_steps(1);
                     }
                 }
             }

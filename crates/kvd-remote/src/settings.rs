@@ -69,6 +69,19 @@ impl RemoteUrl {
             _ => Err(unknown()),
         }
     }
+
+    /// Whether this build has a client for it.
+    ///
+    /// # Errors
+    /// [`SettingsError::NotBuilt`], with the cargo feature that has one.
+    pub fn check_client(&self) -> Result<(), SettingsError> {
+        let (is_built, scheme, feature) = match self {
+            Self::Redis(_) => (cfg!(feature = "redis"), "redis://", "remote-redis"),
+            Self::S3 { .. } => (cfg!(feature = "s3"), "s3://", "remote-s3"),
+            Self::Folder(_) => (cfg!(feature = "objects"), "file://", "remote-objects"),
+        };
+        is_built.then_some(()).ok_or(SettingsError::NotBuilt(scheme, feature))
+    }
 }
 
 /// Settings of a [`RemoteTier`](crate::RemoteTier). [`RemoteSettings::new`] gives the defaults.

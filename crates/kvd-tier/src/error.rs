@@ -45,6 +45,26 @@ pub enum DiskError {
         /// The thing that is wrong.
         what: String,
     },
+    /// Nothing of a store is there: another folder is meant.
+    #[error(
+        "{} is no folder of a cache: it has no store.json; name the one of cache.disk.path",
+        folder.display()
+    )]
+    NoStore {
+        /// The folder.
+        folder: PathBuf,
+    },
+    /// The folder can be neither made nor opened, and will not be by itself.
+    #[error(
+        "cannot open the folder ({}): {source}; name one that this user may write",
+        folder.display()
+    )]
+    Unopened {
+        /// The folder.
+        folder: PathBuf,
+        /// The system's answer.
+        source: io::Error,
+    },
     /// An exported file that is none, is cut off, or is of another scope. Nothing is imported.
     #[error("{}: record {record}: {what}; nothing was imported", file.display())]
     BadExport {
@@ -84,16 +104,15 @@ impl DiskError {
         (!matches!(self, Self::InvalidSettings { .. })).then_some("cache.disk.path")
     }
 
-    /// The daemon's exit code: 69 for a folder in use, 78 for another format or bad settings,
-    /// 74 for input and output, 1 for a file that cannot be imported.
+    /// The daemon's exit code: 64 for a path that is no folder to use, 69 for a folder in use, 78
+    /// for another format or bad settings, 74 for input and output, 1 for a file that cannot be
+    /// imported.
     #[must_use]
     pub fn exit_code(&self) -> u8 {
         match self {
+            Self::NotFolder { .. } | Self::NoStore { .. } | Self::Unopened { .. } => 64,
             Self::InUse { .. } => 69,
-            Self::InvalidSettings { .. }
-            | Self::NewerFormat { .. }
-            | Self::BadStore { .. }
-            | Self::NotFolder { .. } => 78,
+            Self::InvalidSettings { .. } | Self::NewerFormat { .. } | Self::BadStore { .. } => 78,
             Self::Io { .. } => 74,
             Self::BadExport { .. } => 1,
         }

@@ -145,8 +145,9 @@ async fn warn_of_open_doors(service: Arc<Service>, doors: OpenDoors) {
             tracing::warn!(
                 %address,
                 key = "admin.metrics",
-                "metrics listen beyond this machine: whoever reaches this address may read the \
-                 names of models and namespaces"
+                "the admin port listens beyond this machine: whoever reaches this address may read \
+                 /metrics, and without access.principals the page at / too, with the names of \
+                 models and namespaces"
             );
         }
         tokio::time::sleep(OPEN_DOOR_INTERVAL).await;

@@ -205,6 +205,38 @@ fn the_bar_says_whose_time_is_left() {
 }
 
 #[test]
+fn a_plan_says_when_its_gpu_is_assumed() {
+    for flags in [&["--table"][..], &["--codec", "kivi-4"]] {
+        let plan = |further: &[&str]| {
+            let mut all = vec!["plan"];
+            all.extend(flags.iter().chain(further));
+            printed(command(&all))
+        };
+        let assumed = plan(&[]);
+        assert!(assumed.lines().next().unwrap().contains("--device names no GPU"), "{assumed}");
+        let named = plan(&["--device", "h100"]);
+        assert!(!named.contains("--device") && assumed.ends_with(&named), "{assumed}\n{named}");
+    }
+}
+
+#[test]
+fn a_size_below_zero_is_a_size_that_is_none() {
+    let refused = kvd(&["config", "--pool", "-1"]);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(64), "{said}");
+    assert!(said.contains("device.pool_bytes") && said.contains("a size such as"), "{said}");
+}
+
+#[test]
+fn a_variable_that_nothing_reads_is_told_beside_the_configuration() {
+    let mut config = command(&["config"]);
+    let printed = config.env("KVD_POOL", "4GiB").output().unwrap();
+    let said = String::from_utf8_lossy(&printed.stderr).into_owned();
+    assert!(printed.status.success(), "{said}");
+    assert!(said.contains("KVD_POOL is read by nothing; is KVD_DEVICE__POOL_BYTES"), "{said}");
+}
+
+#[test]
 fn metrics_are_listed_with_type_labels_and_meaning() {
     let text = printed(command(&["metrics"]));
     assert!(

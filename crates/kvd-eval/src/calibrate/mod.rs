@@ -85,6 +85,7 @@ pub struct CalibrationRun {
 pub async fn run_calibration(options: &CalibrateOptions) -> Result<CalibrationRun> {
     options.check_options()?;
     let progress = RunProgress::new(0);
+    progress.name_step("calibrate", "reading rows");
     let mut read = None;
     let rows = match &options.source {
         RowSource::Dump(source) => source.read_files()?,
@@ -99,6 +100,7 @@ pub async fn run_calibration(options: &CalibrateOptions) -> Result<CalibrationRu
     }
     let queries = rows.layers.iter().all(|layer| !layer.q.is_empty());
     let tokens = rows.token_count();
+    progress.name_step("calibrate", "sorting rows by head");
     let samples = rows.to_samples()?;
     check_samples(options, &samples)?;
     let mut run = CalibrationRun {

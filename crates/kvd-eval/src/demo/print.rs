@@ -139,11 +139,15 @@ fn print_quality(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
     let setup = &report.setup;
     writeln!(
         out,
-        "\nQuality on {} held-out passages of {} tokens in steps of {} ({} tokens scored):\n",
-        setup.passages, setup.passage_tokens, setup.chunk_tokens, quality.scored_tokens
+        "\nQuality on {} of {} tokens in steps of {} ({} tokens scored):\n",
+        count_passages(setup.passages),
+        setup.passage_tokens,
+        setup.chunk_tokens,
+        quality.scored_tokens
     )?;
     write!(out, "{}", format_table(&header, &rows))?;
-    writeln!(out, "\n  {}", window_note(&setup.windows))?;
+    let note = window_note(&setup.windows, report.codecs.len());
+    write!(out, "\n{note}")?;
     writeln!(
         out,
         "  bits/value: packed blocks as stored, every byte counted. ratio: f16 bytes over bytes \
@@ -153,12 +157,20 @@ fn print_quality(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
     )
 }
 
-fn window_note(windows: &str) -> String {
-    if windows == "own" {
-        return "Windows differ between codecs, so the rows are not directly comparable."
-            .to_owned();
+fn count_passages(passages: usize) -> String {
+    let plural = if passages == 1 { "" } else { "s" };
+    format!("{passages} held-out passage{plural}")
+}
+
+/// A line, or none where there is nothing to compare.
+fn window_note(windows: &str, codecs: usize) -> String {
+    match (windows, codecs) {
+        ("own", 0 | 1) => String::new(),
+        ("own", _) => {
+            "  Windows differ between codecs, so the rows are not directly comparable.\n".to_owned()
+        }
+        _ => format!("  The same windows for every codec, in the stored precision: {windows}.\n"),
     }
-    format!("The same windows for every codec, in the stored precision: {windows}.")
 }
 
 fn print_storage(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
@@ -221,7 +233,7 @@ fn print_speed(report: &DemoReport, out: &mut dyn Write) -> io::Result<()> {
         out,
         "\n  us: mean of all calls and the 99th percentile, as the client sees them over loopback \
          gRPC.\n  on device: mean of the same calls, from the daemon's histograms; the rest is \
-         transport\n  and waiting."
+         transport\n  and waiting. Of one run: on a busy machine small differences are noise."
     )?;
     print_models(report, out)
 }
@@ -304,6 +316,26 @@ mod tests {
             }),
             seconds: 176.0,
         }
+    }
+
+    #[test]
+    fn one_codec_of_one_passage_is_told_in_the_singular_and_compared_with_none() {
+        let mut one = report();
+        one.codecs.truncate(1);
+        (one.setup.passages, one.setup.windows) = (1, "own".to_owned());
+        let print = |report: &DemoReport| {
+            let mut text = Vec::new();
+            print_report(report, &mut text).unwrap();
+            String::from_utf8(text).unwrap()
+        };
+        let text = print(&one);
+        assert!(text.contains("on 1 held-out passage of"), "{text}");
+        assert!(!text.contains("not directly comparable"), "{text}");
+        let mut several = report();
+        (several.setup.passages, several.setup.windows) = (2, "own".to_owned());
+        let text = print(&several);
+        assert!(text.contains("on 2 held-out passages of"), "{text}");
+        assert!(text.contains("\n  Windows differ between codecs"), "{text}");
     }
 
     #[test]

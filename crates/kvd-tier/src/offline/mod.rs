@@ -12,11 +12,11 @@ pub use transfer::{KeyHasher, KeyHashes, TransferReport, import_records};
 use crate::error::{DiskError, ReadError};
 use crate::files::RealFolder;
 use crate::files::StoredFolder;
-use crate::identity::{StoreIdentity, open_error};
+use crate::identity::{StoreIdentity, io_error, open_error};
 use crate::lock::FolderLock;
 use crate::name::{BlockName, DiskLocation, RecordKind, ScopeId};
 use crate::recover::{DescriptionKey, FolderRecovery, RecoverMode, RecoveredStore, recover_store};
-use crate::recover::{RecoveredRecords, RecoveryCounts};
+use crate::recover::{RecoveredRecords, RecoveryCounts, list_segments};
 use crate::settings::DiskSettings;
 use crate::shared::TierShared;
 use std::collections::{BTreeMap, HashMap};
@@ -103,7 +103,7 @@ impl OfflineStore {
     ///
     /// # Errors
     ///
-    /// [`DiskError::BadStore`] where there is none; the rest as for a daemon.
+    /// [`DiskError::NoStore`] where there is none; the rest as for a daemon.
     pub fn open_folder(path: &Path, access: OfflineAccess) -> Result<Self, DiskError> {
         let folder = RealFolder::open_existing(path).map_err(open_error(path))?;
         let identity = read_identity(&folder, path)?;
@@ -198,8 +198,13 @@ fn empty_listing(scope: ScopeId) -> ScopeListing {
 
 /// The identity of a folder that must have one.
 fn read_identity(folder: &dyn StoredFolder, path: &Path) -> Result<StoreIdentity, DiskError> {
-    StoreIdentity::read_from(folder, path)?.ok_or_else(|| DiskError::BadStore {
-        folder: path.to_owned(),
-        what: "there is no store.json".to_owned(),
+    if let Some(found) = StoreIdentity::read_from(folder, path)? {
+        return Ok(found);
+    }
+    let numbers = list_segments(folder).map_err(io_error(path, "cannot list the segments"))?;
+    let folder = path.to_owned();
+    Err(match numbers.is_empty() {
+        true => DiskError::NoStore { folder },
+        false => DiskError::BadStore { folder, what: "there is no store.json".to_owned() },
     })
 }

@@ -196,9 +196,30 @@ fn a_file_in_the_place_of_the_folder_is_named() {
         let looked = OfflineStore::open_folder(&path, OfflineAccess::ReadOnly);
         for error in [opened.err(), looked.err()].map(|error| error.expect("refused")) {
             let named = matches!(&error, DiskError::NotFolder { file: named } if *named == file);
-            assert!(named && error.exit_code() == 78, "{error}");
+            assert!(named && error.exit_code() == 64, "{error}");
         }
     }
+}
+
+#[test]
+fn a_folder_without_a_store_is_left_alone_and_another_asked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("letter.txt"), "mine").unwrap();
+    let error = OfflineStore::open_folder(folder.path(), OfflineAccess::ReadOnly).err().unwrap();
+    assert!(matches!(error, DiskError::NoStore { .. }) && error.exit_code() == 64, "{error}");
+    let said = error.to_string();
+    assert!(said.contains("is no folder of a cache") && !said.contains("move"), "{said}");
+    let nowhere = folder.path().join("none");
+    let error = OfflineStore::open_folder(&nowhere, OfflineAccess::ReadOnly).err().unwrap();
+    assert!(matches!(error, DiskError::Unopened { .. }) && error.exit_code() == 64, "{error}");
+    // Segments alone were a store once.
+    drop(open(folder.path()));
+    let (tier, _) = open(folder.path());
+    write(&tier, 1, 0).unwrap();
+    drop(tier);
+    fs::remove_file(folder.path().join("store.json")).unwrap();
+    let error = OfflineStore::open_folder(folder.path(), OfflineAccess::ReadOnly).err().unwrap();
+    assert!(matches!(error, DiskError::BadStore { .. }), "{error}");
 }
 
 #[test]

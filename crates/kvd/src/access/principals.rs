@@ -99,6 +99,8 @@ pub(crate) struct PrincipalsError(String);
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct PrincipalsFile {
+    /// None at all is told in words of its own.
+    #[serde(default)]
     principals: Vec<RawPrincipal>,
 }
 

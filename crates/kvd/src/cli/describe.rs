@@ -9,6 +9,7 @@ use clap::{Args, Subcommand};
 use kvd_client::ModelDescription;
 use kvd_codec::{presets, resolve_spec};
 use kvd_core::Side;
+use kvd_proto::v1::{DType, RopePairing};
 use serde::Serialize;
 
 #[derive(Subcommand)]
@@ -72,6 +73,10 @@ struct FullModel {
     head_dim_k: u32,
     head_dim_v: u32,
     block_tokens: u32,
+    /// `f32`, `f16` or `bf16`.
+    dtype: &'static str,
+    /// `half` or `interleaved`.
+    rope_pairing: &'static str,
 }
 
 /// Runs the command; what it prints.
@@ -141,6 +146,17 @@ fn full_model(described: ModelDescription) -> Result<FullModel, CliError> {
     let incomplete = || anyhow::anyhow!("the daemon's answer has no geometry or no counts");
     let row = ModelRow::of_description(&described).ok_or_else(incomplete)?;
     let geometry = described.geometry.ok_or_else(incomplete)?;
+    let dtype = match geometry.dtype() {
+        DType::DtypeF32 => "f32",
+        DType::DtypeF16 => "f16",
+        DType::DtypeBf16 => "bf16",
+        DType::DtypeUnspecified => "unknown",
+    };
+    let rope_pairing = match geometry.rope_pairing() {
+        RopePairing::Half => "half",
+        RopePairing::Interleaved => "interleaved",
+        RopePairing::Unspecified => "unknown",
+    };
     Ok(FullModel {
         row,
         codec_spec: described.codec_spec,
@@ -150,6 +166,8 @@ fn full_model(described: ModelDescription) -> Result<FullModel, CliError> {
         head_dim_k: geometry.head_dim_k,
         head_dim_v: geometry.head_dim_v,
         block_tokens: geometry.block_tokens,
+        dtype,
+        rope_pairing,
     })
 }
 
@@ -165,6 +183,8 @@ fn model_text(model: &FullModel) -> String {
         ("model", row.model_id.clone()),
         ("name", row.name.clone()),
         ("geometry", geometry),
+        ("dtype", model.dtype.to_owned()),
+        ("rope pairing", model.rope_pairing.to_owned()),
         ("codec", row.codec.clone()),
         ("spec", model.codec_spec.clone()),
         ("fingerprint", model.fingerprint.clone()),
@@ -177,6 +197,32 @@ fn model_text(model: &FullModel) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kvd_client::ModelStats;
+    use kvd_proto::v1::Geometry;
+
+    #[test]
+    fn a_model_is_described_with_all_that_another_registration_has_to_repeat() {
+        let geometry = Geometry {
+            layers: 2,
+            kv_heads: 4,
+            head_dim_k: 64,
+            head_dim_v: 32,
+            block_tokens: 128,
+            dtype: DType::DtypeBf16.into(),
+            rope_pairing: RopePairing::Interleaved.into(),
+        };
+        let described = ModelDescription {
+            model: Some(ModelStats { stored: Some(Default::default()), ..Default::default() }),
+            geometry: Some(geometry),
+            ..Default::default()
+        };
+        let model = full_model(described).unwrap();
+        let (text, json) = (model_text(&model), json_text(&model).unwrap());
+        assert!(text.contains("2 layers, 4 KV heads of 64 (k) and 32 (v), pages of 128"), "{text}");
+        assert!(text.contains("dtype         bf16\nrope pairing  interleaved\n"), "{text}");
+        assert!(json.contains("\"dtype\": \"bf16\""), "{json}");
+        assert!(json.contains("\"rope_pairing\": \"interleaved\""), "{json}");
+    }
 
     #[test]
     fn presets_and_specs_are_described_and_others_refused() {

@@ -41,6 +41,7 @@ mod text_args;
 mod top;
 
 use crate::access::NewToken;
+use crate::config::describe_unread_variables;
 use crate::config::{Config, ConfigError, ConfigOverrides, DEFAULT_TOML, RawConfig};
 use crate::daemon::BuildError;
 use crate::dashboard;
@@ -171,7 +172,7 @@ struct ConfigArgs {
     #[arg(long, value_name = "ADDRESS")]
     admin: Option<String>,
     /// Page memory, as "4 GiB"; short for --set device.pool_bytes=SIZE.
-    #[arg(long, value_name = "SIZE")]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true)]
     pool: Option<String>,
     /// Any setting, as section.key=value; may be repeated.
     #[arg(long = "set", value_name = "KEY=VALUE", value_parser = key_value)]
@@ -224,7 +225,7 @@ enum CliError {
     #[error("the daemon does not serve: it drains, or a device failed")]
     NotServing,
     /// Nobody answered.
-    #[error("no daemon answers: {0}")]
+    #[error("no daemon answers: {}{}", .0, advise_connection(&.0.message))]
     Unreachable(kvd_client::ClientError),
     /// A signal ended a command that had not done its work.
     #[cfg(feature = "eval")]
@@ -263,6 +264,20 @@ impl CliError {
             Self::Interrupted(signal) => 128 + u8::try_from(*signal).unwrap_or(0),
             Self::Bench(_) | Self::NotServing | Self::Other(_) => 1,
         }
+    }
+}
+
+/// What a failure to connect is a sign of, where another endpoint would do.
+fn advise_connection(error: &str) -> &'static str {
+    if error.contains("InvalidContentType") {
+        return "; it does not speak TLS: is http:// meant?";
+    }
+    let broken = ["broken pipe", "http2 error", "frame with invalid size"];
+    match broken.iter().any(|sign| error.contains(sign)) {
+        true => {
+            "; what listens there speaks no gRPC: is it the admin port, or one of TLS (https://)?"
+        }
+        false => "",
     }
 }
 
@@ -411,6 +426,9 @@ fn write_manual(folder: &Path) -> Result<String, CliError> {
 /// The configuration that holds, as a file; an error where the daemon would refuse it.
 fn config_text(overrides: &ConfigOverrides) -> Result<String, CliError> {
     Config::load(overrides)?;
+    for sentence in describe_unread_variables() {
+        let _ = writeln!(std::io::stderr(), "kvd: {sentence}");
+    }
     Ok(RawConfig::load(overrides)?.to_toml())
 }
 
@@ -419,5 +437,21 @@ fn print_text(text: &str) -> Result<(), CliError> {
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() == ErrorKind::BrokenPipe => Err(CliError::OutputClosed),
         done => Ok(done.map_err(|error| anyhow::Error::from(error).context("standard output"))?),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::advise_connection;
+
+    #[test]
+    fn an_endpoint_that_speaks_otherwise_is_told_what_it_may_be() {
+        for (error, part) in [
+            ("stream closed because of a broken pipe", "is it the admin port"),
+            ("received corrupt message of type InvalidContentType", "is http:// meant?"),
+        ] {
+            assert!(advise_connection(error).contains(part), "{error}");
+        }
+        assert_eq!(advise_connection("Connection refused (os error 111)"), "");
     }
 }

@@ -102,7 +102,13 @@ pub(super) async fn run_command(command: ModelsCommand) -> Result<String, CliErr
 /// The models of the client's namespace.
 pub(super) async fn list_rows(client: &Client) -> Result<Vec<ModelRow>, kvd_client::ClientError> {
     let models = client.list_models().await?;
-    Ok(models.iter().filter_map(ModelRow::of_description).collect())
+    Ok(sort_rows(models.iter().filter_map(ModelRow::of_description).collect()))
+}
+
+/// By name: ids are drawn.
+fn sort_rows(mut rows: Vec<ModelRow>) -> Vec<ModelRow> {
+    rows.sort_by(|a, b| (&a.name, &a.model_id).cmp(&(&b.name, &b.model_id)));
+    rows
 }
 
 /// A model by its name or id.
@@ -146,6 +152,21 @@ mod tests {
     use super::super::table::{COLUMNS, columns_of};
     use super::*;
     use kvd_client::StoredBytes;
+
+    #[test]
+    fn models_are_listed_by_name() {
+        let row = |model_id, name: &str| {
+            let stored = Some(StoredBytes::default());
+            ModelRow::from(ModelStats {
+                model_id,
+                name: name.to_owned(),
+                stored,
+                ..Default::default()
+            })
+        };
+        let rows = sort_rows(vec![row(1, "b"), row(3, "a"), row(2, "c")]);
+        assert_eq!(rows.iter().map(|row| &row.name[..]).collect::<Vec<_>>(), ["a", "b", "c"]);
+    }
 
     #[test]
     fn the_widest_list_fits_a_terminal_and_says_what_is_saved() {

@@ -16,9 +16,10 @@ pub(super) struct PlanArgs {
     /// Preset or spec text; all presets when absent.
     #[arg(long, value_name = "CODEC", value_parser = text_args::codec_text)]
     codec: Option<String>,
-    /// One of a100, rtx4090, l40s, h100, h200, or a GPU of this machine: cuda:N.
-    #[arg(long, default_value = "h100", value_name = "GPU")]
-    device: String,
+    /// One of a100, rtx4090, l40s, h100, h200, or a GPU of this machine: cuda:N; h100 when absent,
+    /// whatever this machine has.
+    #[arg(long, value_name = "GPU")]
+    device: Option<String>,
     /// Stored tokens of a sequence.
     #[arg(long, default_value_t = 131_072, value_parser = count_up_to(limits::CONTEXT_MAX))]
     tokens: u32,
@@ -50,7 +51,7 @@ struct NamedPlan<'a> {
 
 /// The text that `kvd plan` prints.
 pub(super) fn plan_text(args: &PlanArgs) -> Result<String, CliError> {
-    let limits = limits_of(&args.device)?;
+    let limits = limits_of(args.device.as_deref().unwrap_or(ASSUMED_GPU))?;
     let geometry = Geometry {
         layers: 1,
         kv_heads: args.kv_heads,
@@ -82,8 +83,12 @@ fn write_plans(
     plans: &[NamedPlan<'_>],
 ) -> Result<String, std::fmt::Error> {
     let mut text = String::new();
+    if args.device.is_none() {
+        let assumed = &limits.name;
+        writeln!(text, "Of {assumed}, as --device names no GPU; this machine was not asked.\n")?;
+    }
     if args.table {
-        return Ok(narrow_table(plans));
+        return Ok(text + &narrow_table(plans));
     }
     for NamedPlan { name, plan } in plans {
         match plan {
@@ -120,6 +125,9 @@ fn narrow_table(plans: &[NamedPlan<'_>]) -> String {
         + &legend
         + "\nOne layer, one decode step. MB read: of pages. tensor cores: products of which side.\n"
 }
+
+/// The GPU that is planned for where none is named.
+const ASSUMED_GPU: &str = "h100";
 
 /// Longest codec in a table.
 const CODEC_COLUMNS: usize = 24;

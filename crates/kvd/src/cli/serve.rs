@@ -2,7 +2,7 @@
 
 use super::CliError;
 use super::supervisor::SupervisorLink;
-use crate::config::Config;
+use crate::config::{Config, describe_unread_variables};
 use crate::daemon::Daemon;
 use crate::descriptors;
 use crate::telemetry;
@@ -14,6 +14,9 @@ use tokio::sync::Notify;
 
 pub(super) async fn run_daemon(config: Config) -> Result<(), CliError> {
     let traces = telemetry::init_telemetry(&config)?;
+    for sentence in describe_unread_variables() {
+        tracing::warn!("{sentence}");
+    }
     descriptors::raise_limit();
     // Before the daemon takes its time to build, and held through the drain: no signal falls
     // between two listeners.

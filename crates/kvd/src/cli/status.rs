@@ -107,7 +107,12 @@ async fn read_status(
 fn status_text(status: &DaemonStatus) -> String {
     let DaemonStatus { version, boot_id, device, precision, namespace, .. } = status;
     let state = if status.serving { "serving" } else { "not serving" };
-    let mut text = format!("kvd {version} {state}, boot {boot_id}\n{device}, {precision}\n");
+    let mut text = format!("kvd {version} {state}, boot {boot_id}\n{device}");
+    // The CPU's own description has it.
+    if !device.contains(precision.as_str()) {
+        text.push_str(&format!(", {precision}"));
+    }
+    text.push('\n');
     for pool in &status.pools {
         let PoolRow { device, tier, capacity_bytes, used_bytes, .. } = pool;
         let percent = 100.0 * *used_bytes as f64 / (*capacity_bytes).max(1) as f64;

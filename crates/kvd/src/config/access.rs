@@ -85,22 +85,42 @@ impl AccessConfig {
         self.principals.is_some() || self.server_tls.as_ref().is_some_and(verifies)
     }
 
-    /// Refuses a door that would be open to a network.
-    pub(super) fn check_tcp(&self, address: Option<SocketAddr>) -> Result<(), ConfigError> {
-        let Some(address) = address.filter(|address| is_beyond_loopback(*address)) else {
-            return Ok(());
-        };
-        if self.insecure || self.authenticates_tcp() {
+    /// Refuses doors that would be open to a network.
+    pub(super) fn check_doors(
+        &self,
+        tcp: Option<SocketAddr>,
+        admin: Option<SocketAddr>,
+    ) -> Result<(), ConfigError> {
+        if self.insecure {
             return Ok(());
         }
-        let reason = format!(
-            "{address} is beyond the loopback, and whoever reaches it could read and close all \
+        let beyond = |door: Option<SocketAddr>| door.filter(|door| is_beyond_loopback(*door));
+        match (beyond(tcp), beyond(admin)) {
+            (Some(address), _) if !self.authenticates_tcp() => Err(refuse_open_tcp(address)),
+            (_, Some(address)) if self.principals.is_none() => Err(refuse_open_admin(address)),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn refuse_open_tcp(address: SocketAddr) -> ConfigError {
+    let reason = format!(
+        "{address} is beyond the loopback, and whoever reaches it could read and close all \
              sequences: name principals (access.principals) or ask for client certificates \
              (server.tls_client_ca), listen on 127.0.0.1 or a Unix socket, or, on a network that \
              you trust, set server.insecure = true"
-        );
-        Err(ConfigError::new("server.listen_tcp", reason))
-    }
+    );
+    ConfigError::new("server.listen_tcp", reason)
+}
+
+/// No certificate is required at the admin port, as probes show none.
+fn refuse_open_admin(address: SocketAddr) -> ConfigError {
+    let reason = format!(
+        "{address} is beyond the loopback, and whoever reaches it could read the names and \
+         figures of models and namespaces: name principals (access.principals), listen on \
+         127.0.0.1, or, on a network that you trust, set server.insecure = true"
+    );
+    ConfigError::new("admin.listen", reason)
 }
 
 /// Whether others than this machine reach it.

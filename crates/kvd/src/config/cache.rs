@@ -226,6 +226,8 @@ mod tests {
         let remote = load("cache.remote.url", "file:///somewhere").unwrap().remote.unwrap();
         assert_eq!((remote.reads, remote.writes, remote.min_prefix_tokens), (true, true, 512));
         assert!(refused("cache.remote.url", "http://a").contains("is not redis://"));
+        #[cfg(not(feature = "remote-s3"))]
+        assert!(refused("cache.remote.url", "s3://bucket").contains("cargo feature remote-s3"));
         let secret = refused("cache.remote.url", "redis://:secret@host");
         assert!(secret.contains("put it in a file") && !secret.contains("secret@"), "{secret}");
         assert!(refused("cache.remote.read", "maybe").contains("is not on or off"));

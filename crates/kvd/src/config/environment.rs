@@ -1,9 +1,10 @@
 //! Settings of the environment, `KVD_<SECTION>__<KEY>`: which variables are settings, and which are
 //! mistakes that nothing would read.
 
-use super::ConfigError;
-use super::raw::list_keys;
-use figment::providers::Env;
+use super::raw::{list_keys, nearest_key};
+use super::{ConfigError, DEFAULT_TOML};
+use figment::Figment;
+use figment::providers::{Env, Format, Toml};
 use figment::value::Dict;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -96,9 +97,62 @@ fn find_mistake(name: &OsStr, value: &OsStr) -> Option<&'static str> {
     value.to_str().is_none().then_some("the value is no UTF-8 text")
 }
 
+/// Variables that commands, clients and the build of kvd read.
+const READ_ELSEWHERE: [&str; 7] = [
+    "KVD_CONFIG",
+    "KVD_CLIENT_CA",
+    "KVD_CLIENT_CERT",
+    "KVD_CLIENT_KEY",
+    "KVD_CLIENT_TOKEN_FILE",
+    "KVD_BINARY",
+    "KVD_COMMIT",
+];
+
+/// Flags of `kvd serve` that stand for a setting.
+const SHORT_FORMS: [(&str, &str); 4] = [
+    ("listen", "server.listen_tcp"),
+    ("unix", "server.listen_unix"),
+    ("admin", "admin.listen"),
+    ("pool", "device.pool_bytes"),
+];
+
+/// A sentence about each variable that looks like a setting and that nothing reads. They are no
+/// errors: others may have variables that begin with `KVD_`.
+#[must_use]
+pub(crate) fn describe_unread_variables() -> Vec<String> {
+    let defaults: Dict =
+        Figment::from(Toml::string(DEFAULT_TOML)).extract().expect("a test reads the defaults");
+    let mut names: Vec<_> =
+        std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()).collect();
+    names.sort();
+    names.iter().filter_map(|name| describe_unread(&defaults, name)).collect()
+}
+
+fn describe_unread(defaults: &Dict, name: &str) -> Option<String> {
+    let rest = name.strip_prefix(PREFIX).filter(|rest| !rest.is_empty())?;
+    if name.contains("__") || READ_ELSEWHERE.contains(&name) || is_of_kubernetes(name) {
+        return None;
+    }
+    let rest = rest.to_lowercase();
+    let short = SHORT_FORMS.iter().find(|(form, _)| *form == rest).map(|(_, key)| *key);
+    let meant = short.map(str::to_owned).or_else(|| nearest_key(defaults, &rest));
+    let meant = meant.map_or_else(String::new, |key| format!("; is {} meant?", bare_name(&key)));
+    Some(format!("{name} is read by nothing{meant}"))
+}
+
+/// Whether Kubernetes describes a service so, whose name begins with `kvd`.
+fn is_of_kubernetes(name: &str) -> bool {
+    ["_SERVICE_HOST", "_PORT"].iter().any(|end| name.ends_with(end))
+        || ["_SERVICE_PORT_", "_PORT_"].iter().any(|part| name.contains(part))
+}
+
+fn bare_name(key: &str) -> String {
+    format!("{PREFIX}{}", key.replace('.', "__").to_uppercase())
+}
+
 /// The variable of a key, as an operator looks for it.
 pub(super) fn variable_name(key: &str) -> String {
-    format!("environment {PREFIX}{}", key.replace('.', "__").to_uppercase())
+    format!("environment {}", bare_name(key))
 }
 
 #[cfg(test)]
@@ -129,6 +183,41 @@ mod tests {
                 let reason = mistake(name, value).unwrap_or_else(|| panic!("{name} is taken"));
                 assert!(reason.contains("KVD_<SECTION>__<KEY>"), "{name}: {reason}");
             }
+        }
+    }
+
+    #[test]
+    fn variables_that_nothing_reads_are_told_with_the_setting_that_may_be_meant() {
+        let defaults: Dict = Figment::from(Toml::string(DEFAULT_TOML)).extract().unwrap();
+        for (name, meant) in [
+            ("KVD_POOL", "KVD_DEVICE__POOL_BYTES"),
+            ("KVD_LISTEN", "KVD_SERVER__LISTEN_TCP"),
+            ("KVD_POOL_BYTES", "KVD_DEVICE__POOL_BYTES"),
+            ("KVD_SERVER_LISTEN_TPC", "KVD_SERVER__LISTEN_TCP"),
+        ] {
+            let said = describe_unread(&defaults, name).unwrap();
+            assert_eq!(said, format!("{name} is read by nothing; is {meant} meant?"));
+        }
+        for name in ["KVD_FOO", "KVD_ENDPOINT"] {
+            assert_eq!(
+                describe_unread(&defaults, name),
+                Some(format!("{name} is read by nothing"))
+            );
+        }
+        for name in [
+            "KVD_CONFIG",
+            "KVD_CLIENT_TOKEN_FILE",
+            "KVD_DEVICE__THREADS",
+            "KVD_PORT",
+            "KVD_PORT_7070_TCP_ADDR",
+            "KVD_SERVICE_HOST",
+            "KVD_SERVICE_PORT_GRPC",
+            "KVD_OTHER_SERVICE_PORT",
+            "KVD_",
+            "KVD",
+            "PATH",
+        ] {
+            assert_eq!(describe_unread(&defaults, name), None, "{name}");
         }
     }
 

@@ -6,6 +6,7 @@
 mod access;
 mod address;
 mod cache;
+mod devices;
 mod environment;
 mod kernel_cache;
 mod log_filter;
@@ -18,6 +19,7 @@ mod traces;
 
 pub(crate) use access::{AccessConfig, MetricsReaders, is_beyond_loopback};
 pub use cache::{CacheConfig, DiskCacheConfig, EventConfig, PromotionLimits};
+pub(crate) use environment::describe_unread_variables;
 pub use kernel_cache::KernelCache;
 pub use namespaces::QuotaConfig;
 pub(crate) use namespaces::{check_weight, find_quota, parse_amount};
@@ -30,6 +32,7 @@ pub use traces::TraceConfig;
 use crate::device_worker::MergeLimits;
 use crate::service::PART_BYTES;
 use address::{check_socket_paths, parse_address};
+use devices::parse_devices;
 use kernel_cache::kernel_cache;
 use kvd_compute::{CpuOptions, Precision};
 use kvd_core::Namespace;
@@ -162,9 +165,6 @@ pub struct Config {
     pub traces: Option<TraceConfig>,
 }
 
-/// Devices of one daemon.
-const DEVICES_MAX: usize = 16;
-
 /// A device that computes, and holds the pages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DeviceChoice {
@@ -280,6 +280,7 @@ impl Config {
         self.check_listeners()?;
         self.choose_byte_shares();
         self.check_bytes()?;
+        self.check_default_page()?;
         Ok(self)
     }
 
@@ -289,7 +290,7 @@ impl Config {
             return Err(ConfigError::new("server.listen_tcp", reason));
         }
         check_socket_paths(self.listen_unix.as_deref(), self.listen_region.as_deref())?;
-        self.access.check_tcp(self.listen_tcp)
+        self.access.check_doors(self.listen_tcp, self.admin_listen)
     }
 
     /// Shares of all, where none is given, that the largest request fits.
@@ -308,6 +309,19 @@ impl Config {
     fn largest_request_bytes(&self) -> u64 {
         let plan_bytes = self.attend_parts_max.saturating_mul(PART_BYTES);
         (self.message_bytes_max as u64).saturating_mul(2).saturating_add(plan_bytes)
+    }
+
+    /// A default that a codec refuses would be refused when models ask for it, by saying nothing.
+    fn check_default_page(&self) -> Result<(), ConfigError> {
+        let (tokens, step) = (self.block_tokens_default, (self.page_tokens_min / 2).max(1));
+        if tokens.is_multiple_of(step) {
+            return Ok(());
+        }
+        let reason = format!(
+            "{tokens} is no multiple of {step}, half of limits.page_tokens_min, as pages of every \
+             codec that quantizes are"
+        );
+        Err(ConfigError::new("defaults.block_tokens", reason))
     }
 
     /// Sizes that only make sense together.
@@ -457,41 +471,6 @@ fn parse_precision(text: &str) -> Result<Precision, ConfigError> {
     Precision::ALL.into_iter().find(|precision| precision.name() == text).ok_or_else(|| {
         ConfigError::new("device.precision", format!("{text:?} is not fast, single or int8"))
     })
-}
-
-/// Devices between commas.
-fn parse_devices(text: &str) -> Result<Vec<DeviceChoice>, ConfigError> {
-    let devices: Vec<_> =
-        text.split(',').map(|text| parse_device(text.trim())).collect::<Result<_, _>>()?;
-    let is_named_twice = |(index, choice): (usize, &DeviceChoice)| {
-        matches!(choice, DeviceChoice::Cuda(_)) && devices[..index].contains(choice)
-    };
-    let reason = if devices.len() > 1 && devices.contains(&DeviceChoice::Auto) {
-        "auto stands alone"
-    } else if devices.len() > DEVICES_MAX {
-        "a daemon has at most 16 devices"
-    } else if devices.iter().enumerate().any(is_named_twice) {
-        "a GPU is named twice"
-    } else {
-        return Ok(devices);
-    };
-    Err(ConfigError::new("device.device", format!("{text:?}: {reason}")))
-}
-
-fn parse_device(text: &str) -> Result<DeviceChoice, ConfigError> {
-    let gpu = text.strip_prefix("cuda:").map(str::parse);
-    match (text, gpu) {
-        ("cpu", _) => Ok(DeviceChoice::Cpu),
-        ("auto", _) => Ok(DeviceChoice::Auto),
-        (_, Some(Ok(gpu))) => Ok(DeviceChoice::Cuda(gpu)),
-        _ => {
-            let reason = format!(
-                "{text:?} is not cpu, auto, cuda:N (N from 0) or cuda:GPU-<uuid> (or MIG-<uuid>) \
-                 as nvidia-smi -L prints it"
-            );
-            Err(ConfigError::new("device.device", reason))
-        }
-    }
 }
 
 #[cfg(test)]

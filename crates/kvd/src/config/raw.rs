@@ -326,8 +326,8 @@ impl RawConfig {
             let key = error.path.join(".");
             let is_of =
                 |source: &str| error.metadata.as_ref().is_some_and(|of| of.name.contains(source));
+            let reason = plain_reason(&key, &error.kind.to_string());
             let key = if is_of("environment") { variable_name(&key) } else { key };
-            let reason = plain_reason(&error.kind.to_string());
             match overrides.file.as_ref().filter(|_| is_of("TOML")) {
                 Some(path) => ConfigError::new(key, format!("{reason}, in {}", path.display())),
                 None => ConfigError::new(key, reason),
@@ -337,19 +337,24 @@ impl RawConfig {
 }
 
 /// An error of the wrong type, for people who do not know Rust's.
-fn plain_reason(reason: &str) -> String {
-    const WORDS: [(&str, &str); 6] = [
+fn plain_reason(key: &str, reason: &str) -> String {
+    let list = match key {
+        "namespaces.weights" => "a list such as [\"interactive=4\"]",
+        "namespaces.quotas" => "a list such as [\"team-a: pool_bytes=2 GiB\"]",
+        _ => "a list such as [\"default\"]",
+    };
+    let words = [
         ("usize", "a whole number from 0 on"),
         ("u64", "a whole number from 0 on"),
         ("u32", "a whole number from 0 to 4294967295"),
         ("u8", "a whole number from 0 to 255"),
         ("a boolean", "true or false"),
-        ("a sequence", "a list such as [\"default\"]"),
+        ("a sequence", list),
     ];
     let known = |(rust, plain): &(&str, &str)| {
         reason.strip_suffix(rust).map(|start| format!("{start}{plain}"))
     };
-    WORDS.iter().find_map(known).unwrap_or_else(|| reason.to_owned())
+    words.iter().find_map(known).unwrap_or_else(|| reason.to_owned())
 }
 
 /// The `section.key` of everything in a section and those inside it; the section itself when it is
@@ -380,9 +385,27 @@ fn unknown_setting(known: &Dict, shown: String, key: &str, place: &str) -> Confi
     ConfigError::new(shown, reason)
 }
 
+/// The setting that a name with underscores alone is most like, by its whole key or its last part;
+/// none where several are as like.
+pub(super) fn nearest_key(known: &Dict, name: &str) -> Option<String> {
+    let keys = known.iter().flat_map(|(section, value)| list_keys(section, value));
+    let likeness = |key: &str| {
+        let last = key.rsplit('.').next().unwrap_or(key);
+        let whole = strsim::jaro_winkler(&key.replace('.', "_"), name);
+        whole.max(strsim::jaro_winkler(last, name))
+    };
+    let mut alike: Vec<_> = keys.map(|key| (likeness(&key), key)).collect();
+    alike.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let next_like = alike.get(1).map_or(0.0, |next| next.0);
+    let (like, key) = alike.into_iter().next()?;
+    (like >= ALIKE && like > next_like).then_some(key)
+}
+
+/// How like a name must be to one that is known.
+const ALIKE: f64 = 0.9;
+
 /// The setting whose name is most like `key`, if it is like it.
 fn find_similar_key(known: &Dict, key: &str) -> Option<String> {
-    const ALIKE: f64 = 0.9;
     let keys = known.iter().flat_map(|(section, value)| list_keys(section, value));
     let alike = keys.map(|known| (strsim::jaro_winkler(&known, key), known));
     let (like, known) = alike.max_by(|a, b| a.0.total_cmp(&b.0))?;

@@ -31,9 +31,14 @@ impl RemoteCacheConfig {
             queue_bytes: raw.queue_bytes.as_u64(),
             raw: raw.clone(),
         };
-        let url = if raw.url.is_empty() { "file:///" } else { &raw.url };
-        let url = RemoteUrl::parse_url(url)
-            .map_err(|error| ConfigError::new("cache.remote.url", error.to_string()))?;
+        let text = if raw.url.is_empty() { "file:///" } else { &raw.url };
+        let url = RemoteUrl::parse_url(text).and_then(|url| {
+            if !raw.url.is_empty() {
+                url.check_client()?;
+            }
+            Ok(url)
+        });
+        let url = url.map_err(|error| ConfigError::new("cache.remote.url", error.to_string()))?;
         let checked = config.store_settings(url).check_limits();
         checked.map_err(|error| ConfigError::new("cache.remote", error.to_string()))?;
         Ok((!raw.url.is_empty()).then_some(config))

@@ -35,7 +35,10 @@ impl FromStr for SizeSetting {
         let refused = || format!("{text:?} is not {EXPECTED}");
         let size: ByteSize = text.trim().parse().map_err(|_| refused())?;
         // The parser counts in floats, which end at the largest number of bytes.
-        if size.as_u64() == u64::MAX { Err(refused()) } else { Ok(Self(size.as_u64())) }
+        match size.as_u64() {
+            u64::MAX => Err(format!("{text:?} is more than a size can be, 16 EiB")),
+            bytes => Ok(Self(bytes)),
+        }
     }
 }
 
@@ -111,9 +114,13 @@ mod tests {
 
     #[test]
     fn what_is_no_size_is_told_what_is() {
-        for text in ["lots", "", "GiB", "4 XiB", "-1 GiB", "1e99 GiB", "99999999999 PiB", "NaN"] {
+        for text in ["lots", "", "GiB", "4 XiB", "-1 GiB", "1e99 GiB", "NaN"] {
             let error = text.parse::<SizeSetting>().expect_err(text);
             assert!(error.contains("a size such as 4 GiB"), "{error}");
+        }
+        for text in ["99999999999 PiB", "99999999999999999999 GiB"] {
+            let error = text.parse::<SizeSetting>().expect_err(text);
+            assert!(error.contains("more than a size can be"), "{error}");
         }
     }
 }

@@ -319,7 +319,9 @@ fn a_level_of_the_log_or_a_size_that_is_none_is_refused_with_what_there_is() {
         ("limits.models_max", "-1", "a whole number"),
         ("server.streams_per_connection_max", "4294967296", "a whole number"),
         ("device.prefault", "maybe", "true or false"),
-        ("namespaces.allowed", "default", "a list such as"),
+        ("namespaces.allowed", "default", "a list such as [\"default\"]"),
+        ("namespaces.weights", "a=4", "a list such as [\"interactive=4\"]"),
+        ("namespaces.quotas", "a: models=4", "a list such as [\"team-a: pool_bytes=2 GiB\"]"),
     ] {
         let error = load("", &[(key, value)]).expect_err(value);
         assert_eq!(error.key, key, "{error}");
@@ -342,6 +344,20 @@ fn weights_are_names_and_numbers() {
     }
     let error = weights("[\"a=1\", \"a=2\"]").unwrap_err();
     assert!(error.reason.contains("again"), "{error}");
+}
+
+#[test]
+fn a_default_page_that_codecs_refuse_is_refused_at_the_start() {
+    for (tokens, min) in [("7", "64"), ("16", "64"), ("64", "256")] {
+        let flags = [("defaults.block_tokens", tokens), ("limits.page_tokens_min", min)];
+        let error = load("", &flags).unwrap_err();
+        assert_eq!(error.key, "defaults.block_tokens");
+        assert!(error.reason.contains("limits.page_tokens_min"), "{error}");
+    }
+    for (tokens, min) in [("32", "64"), ("256", "64"), ("7", "1"), ("7", "2")] {
+        let flags = [("defaults.block_tokens", tokens), ("limits.page_tokens_min", min)];
+        assert_eq!(load("", &flags).unwrap().block_tokens_default.to_string(), tokens);
+    }
 }
 
 #[test]

@@ -59,6 +59,31 @@ impl QuotaFile {
         )
     }
 
+    /// Whether it can be written: else the first operator who changes a quota would find out.
+    ///
+    /// # Errors
+    /// Why not, and what to do.
+    pub(super) fn check_writable(&self) -> Result<(), String> {
+        let new = self.path_of_new();
+        let tried = File::create(&new).and_then(|_| std::fs::remove_file(&new));
+        tried.map_err(|error| {
+            let new = new.display();
+            format!("{new} cannot be written: {error}; name a file in a folder of the daemon's own")
+        })
+    }
+
+    fn parent_folder(&self) -> &Path {
+        let folder = self.0.parent().filter(|folder| !folder.as_os_str().is_empty());
+        folder.unwrap_or(Path::new("."))
+    }
+
+    /// What replaces it.
+    fn path_of_new(&self) -> PathBuf {
+        let mut name = self.0.file_name().unwrap_or_default().to_owned();
+        name.push(".new");
+        self.parent_folder().join(name)
+    }
+
     /// Writes it anew. Once this returns, it outlives a loss of power.
     ///
     /// # Errors
@@ -76,17 +101,13 @@ impl QuotaFile {
         let state = QuotaState { format: FORMAT, namespaces, weights };
         let mut text = serde_json::to_vec_pretty(&state)?;
         text.push(b'\n');
-        let folder = self.0.parent().filter(|folder| !folder.as_os_str().is_empty());
-        let folder = folder.unwrap_or(Path::new("."));
-        let mut name = self.0.file_name().unwrap_or_default().to_owned();
-        name.push(".new");
-        let new = folder.join(name);
+        let new = self.path_of_new();
         let mut file = File::create(&new)?;
         file.write_all(&text)?;
         file.sync_all()?;
         std::fs::rename(&new, &self.0)?;
         // The name as well.
-        File::open(folder)?.sync_all()
+        File::open(self.parent_folder())?.sync_all()
     }
 }
 
@@ -150,6 +171,23 @@ mod tests {
         assert_eq!(file.read_terms(), Ok(some_terms()));
         file.write_terms(&BTreeMap::new()).unwrap();
         assert_eq!(file.read_terms(), Ok(BTreeMap::new()));
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_written_is_told_with_what_to_do() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("quotas.json");
+        let file = QuotaFile::new(path.clone());
+        file.write_terms(&some_terms()).unwrap();
+        assert_eq!(file.check_writable(), Ok(()));
+        assert_eq!(file.read_terms(), Ok(some_terms()));
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+        // Rights do not hold root back, this does.
+        std::fs::create_dir(folder.path().join("quotas.json.new")).unwrap();
+        for file in [file, QuotaFile::new(folder.path().join("none/quotas.json"))] {
+            let error = file.check_writable().unwrap_err();
+            assert!(error.contains("quotas.json.new cannot be written"), "{error}");
+        }
     }
 
     #[test]

@@ -66,13 +66,14 @@ impl NamespaceQuotas {
     /// of each device.
     ///
     /// # Errors
-    /// A file that cannot be read, or quotas that do not fit the pools.
+    /// A file that cannot be read or written, or quotas that do not fit the pools.
     pub(crate) fn open_file(config: &Config, pools: &[u64]) -> Result<Self, ConfigError> {
         let (weights, config) = (config.weights.clone(), &config.quotas);
         let file = config.file.clone().map(QuotaFile::new);
         let set = file.as_ref().map(QuotaFile::read_terms).transpose();
         let key = |reason| ConfigError::new("namespaces.quota_file", reason);
         let set = set.map_err(key)?.unwrap_or_default();
+        file.as_ref().map_or(Ok(()), QuotaFile::check_writable).map_err(key)?;
         let configured = |(name, limits): (&Namespace, &QuotaLimits)| {
             (name.clone(), NamespaceTerms { limits: *limits, weight: None })
         };

@@ -32,7 +32,7 @@ use tower::Layer;
 
 /// A socket that could not be opened.
 #[derive(Debug, thiserror::Error)]
-#[error("listen on {address} ({key}): {source}{}", advise_listener(source))]
+#[error("listen on {address} ({key}): {source}{}", advise_listener(address, source))]
 pub struct ListenError {
     /// Where.
     pub address: String,
@@ -43,14 +43,15 @@ pub struct ListenError {
 }
 
 /// A way out of the system's own errors; those that kvd words itself have theirs.
-fn advise_listener(source: &std::io::Error) -> &'static str {
+fn advise_listener(address: &str, source: &std::io::Error) -> &'static str {
     match source.kind() {
         _ if source.raw_os_error().is_none() => "",
         ErrorKind::AddrInUse => "; another program listens there: end it, or set another address",
         ErrorKind::AddrNotAvailable => "; no network of this machine has that address",
-        ErrorKind::PermissionDenied => {
-            "; this user may not: set a port from 1024 on, or a folder of its own"
+        ErrorKind::PermissionDenied if address.parse::<SocketAddr>().is_ok() => {
+            "; this user may not: set a port from 1024 on"
         }
+        ErrorKind::PermissionDenied => "; this user may not write there: set a folder of its own",
         _ => "",
     }
 }
@@ -251,6 +252,12 @@ mod tests {
         let error = |source| ListenError { address: address.to_string(), key: "k", source };
         let said = error(std::net::TcpListener::bind(address).unwrap_err()).to_string();
         assert!(said.ends_with("end it, or set another address"), "{said}");
+        let denied = || std::io::Error::from_raw_os_error(rustix::io::Errno::ACCESS.raw_os_error());
+        let said = error(denied()).to_string();
+        assert!(said.contains("a port from 1024 on"), "{said}");
+        let path = "/root/kvd.sock".to_owned();
+        let said = ListenError { address: path, key: "k", source: denied() }.to_string();
+        assert!(said.contains("a folder of its own") && !said.contains("port"), "{said}");
         let own = std::io::Error::new(ErrorKind::AddrInUse, "another process serves this socket");
         assert!(error(own).to_string().ends_with("serves this socket"));
     }

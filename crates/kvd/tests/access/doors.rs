@@ -157,6 +157,7 @@ async fn files_that_cannot_serve_end_the_start_with_their_setting() {
     let foreign = Authority::new().sign(&["dns:localhost"], Validity::Current);
     write(&path("foreign.key"), &foreign.key);
     write(&path("none.toml"), "principals = []");
+    write(&path("empty.toml"), "# Nobody yet.\n");
     write(&path("bare.toml"), "[[principals]]\nname = \"x\"\nnamespaces = [\"a\"]\nroles = []\n");
     write(&path("typo.toml"), "[[principals]]\nname = \"x\"\nnamespace = [\"a\"]\n");
     let with = |key, file: &str| [good.clone(), set(key, &door.text(file))].concat();
@@ -167,10 +168,15 @@ async fn files_that_cannot_serve_end_the_start_with_their_setting() {
         (with("server.tls_client_ca", "empty.pem"), ["server.tls_client_ca", "PEM"]),
         (good[..1].to_vec(), ["server.tls_key", "is missing"]),
         (set("access.principals", &door.text("none.toml")), ["access.principals", "nobody"]),
+        (set("access.principals", &door.text("empty.toml")), ["empty.toml", "nobody could use"]),
         (set("access.principals", &door.text("bare.toml")), ["\"x\"", "roles"]),
         (set("access.principals", &door.text("typo.toml")), ["typo.toml", "namespace"]),
         (set("admin.metrics", "role"), ["admin.metrics", "access.principals"]),
         (set("server.listen_tcp", "0.0.0.0:0"), ["server.listen_tcp", "server.insecure = true"]),
+        (set("admin.listen", "0.0.0.0:0"), ["admin.listen", "server.insecure = true"]),
+        (set("admin.listen", "[::]:0"), ["admin.listen", "access.principals"]),
+        // Certificates are asked for at gRPC alone.
+        ([good.clone(), set("admin.listen", "0.0.0.0:0")].concat(), ["admin.listen", "principals"]),
     ] {
         let said = refusal(&flags).await;
         assert!(parts.iter().all(|part| said.contains(part)), "{flags:?}: {said}");
@@ -183,14 +189,19 @@ async fn beyond_the_loopback_is_served_with_authentication_or_said_to_be_insecur
         let page = running.service().metrics().render_page();
         page.lines().find_map(|line| line.strip_prefix("kvd_insecure ").map(str::to_owned))
     };
-    let open = [("server.listen_tcp", "0.0.0.0:0"), ("server.insecure", "true")];
-    let running = start(&open).await;
+    let open = [("server.listen_tcp", "0.0.0.0:0"), ("admin.listen", "0.0.0.0:0")];
+    let running = start(&[&open[..], &[("server.insecure", "true")]].concat()).await;
     super::support::until(|| gauge(&running).is_some_and(|value| value == "1")).await;
     running.drain().await;
     let door = DoorFolder::new();
     let running = door.start(&[("server.listen_tcp", "0.0.0.0:0")]).await;
     super::support::until(|| gauge(&running).is_some_and(|value| value == "0")).await;
     running.drain().await;
+    // Principals are asked at the web page, and at /metrics if that is said.
+    let file = door.text("principals.toml");
+    write(Path::new(&file), &principals());
+    let named = [("access.principals", &file[..]), open[1]];
+    start(&named).await.drain().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -232,7 +232,7 @@ async fn a_folder_has_one_daemon_and_no_newer_format() {
     json["format"] = 99.into();
     std::fs::write(&store, json.to_string()).unwrap();
     let (code, said) = refused(serve(&store));
-    assert_eq!(code, Some(78), "{said}");
+    assert_eq!(code, Some(64), "{said}");
     let named = format!("cache.disk.path: {} is a file, not a folder", store.display());
     assert!(said.contains(&named) && said.contains("name a folder"), "{said}");
     let (code, said) = refused(serve(folder.path()));

@@ -39,7 +39,8 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- define "kvd.settings" -}}
 server:
   listen_tcp: 0.0.0.0:7070
-  insecure: {{ .Values.insecure }}
+  {{- /* Client certificates are asked for at gRPC: without principals nobody is asked at the admin port. */}}
+  insecure: {{ or .Values.insecure (not .Values.access.principalsSecret) }}
   {{- if .Values.sockets.hostPath }}
   listen_unix: /run/kvd/kvd.sock
   listen_region: /run/kvd/region.sock

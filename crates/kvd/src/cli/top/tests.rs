@@ -11,20 +11,42 @@ fn stored(packed_values: u64, packed_bytes: u64, raw_values: u64) -> StoredBytes
     StoredBytes { packed_values, packed_bytes, raw_values, raw_bytes, ..Default::default() }
 }
 
-fn model(id: u64, name: &str, codec: &str, counts: WorkBytes) -> SampledModel {
+/// The largest id that there may be.
+const LARGEST_ID: u64 = u64::MAX - 1;
+
+/// A sequence of Llama-3.1-8B under `kivi-4`: 65536 values a token, the last 128 tokens and the
+/// page that those begin in as they came, pages of 64 tokens of 5.03 bits a value.
+fn stored_tokens(tokens: u32) -> StoredBytes {
+    let packed = u64::from(tokens.saturating_sub(128) / 64 * 64);
+    stored(packed << 16, packed * 41_216, (u64::from(tokens) - packed) << 16)
+}
+
+/// The daemon's sequences hold all that its model and its pool do.
+fn sum_stored(sequences: &[SequenceInfo]) -> StoredBytes {
+    sequences.iter().filter_map(|of| of.stored).fold(stored(0, 0, 0), |sum, of| StoredBytes {
+        packed_values: sum.packed_values + of.packed_values,
+        packed_bytes: sum.packed_bytes + of.packed_bytes,
+        raw_values: sum.raw_values + of.raw_values,
+        raw_bytes: sum.raw_bytes + of.raw_bytes,
+        ..sum
+    })
+}
+
+fn model(id: u64, name: &str, codec: &str, of: &[SequenceInfo]) -> SampledModel {
     let stats = ModelStats {
         model_id: id,
         name: name.to_owned(),
         codec: codec.to_owned(),
-        sequences: 2,
-        stored: Some(stored(40 << 20, 10 << 20, 1 << 20)),
+        sequences: of.len() as u64,
+        stored: Some(sum_stored(of)),
         ..Default::default()
     };
     let dtype = v1::DType::DtypeF16.into();
     let geometry = Some(v1::Geometry { dtype, ..Default::default() });
     let described = ModelDescription { model: Some(stats), geometry, ..Default::default() };
     let row = ModelRow::of_description(&described).unwrap();
-    SampledModel { row, counts, error: [0.141, 0.273] }
+    let error = if of.is_empty() { [0.0; 2] } else { [0.079; 2] };
+    SampledModel { row, counts: WorkBytes::default(), error }
 }
 
 fn sequence(id: u64, session_id: u64, tokens: u32, idle_s: u64) -> SequenceInfo {
@@ -35,38 +57,41 @@ fn sequence(id: u64, session_id: u64, tokens: u32, idle_s: u64) -> SequenceInfo 
         length: tokens,
         age_ms: 3_600_000 + idle_s * 1000,
         idle_ms: idle_s * 1000,
-        stored: Some(stored(u64::from(tokens) << 10, u64::from(tokens) << 8, 0)),
+        stored: Some(stored_tokens(tokens)),
         ..Default::default()
     }
 }
 
 fn sample(at: Instant, stored: u64) -> DaemonSample {
+    let sequences = vec![
+        sequence(1_311_768_464_867_721_223, 5, 2048, 3),
+        sequence(1_311_768_464_867_721_224, 0, 612, 1560),
+        sequence(LARGEST_ID, 6, 32_768, 42),
+    ];
+    let held = sum_stored(&sequences);
     let pool = PoolStats {
         tier: "host".to_owned(),
         device: "0".to_owned(),
-        capacity_bytes: 256 << 20,
-        used_bytes: 240 << 20,
+        capacity_bytes: 2 << 30,
+        used_bytes: held.packed_bytes + held.raw_bytes,
         ..Default::default()
     };
-    let counts = WorkBytes { stored, encoded: stored / 2, attended: stored * 4, loaded: 0 };
     let name = "meta-llama/Llama-3.1-8B-Instruct";
+    let mut used = model(7, name, "kivi-4", &sequences);
+    used.counts = WorkBytes { stored, encoded: stored, attended: stored * 64, loaded: 0 };
     DaemonSample {
         at,
         version: "0.1.0".to_owned(),
         device: "cpu (avx2, 2 threads)".to_owned(),
         serving: true,
         pools: vec![pool],
-        models: vec![model(7, name, "kivi-4", counts), model(8, "tiny", "kvd-2", counts)],
+        models: vec![used, model(8, "tiny", "kvd-2", &[])],
         sessions: vec![SessionInfo {
             session_id: 5,
             name: "engine-0".to_owned(),
             ..Default::default()
         }],
-        sequences: vec![
-            sequence(1_311_768_464_867_721_223, 5, 2048, 3),
-            sequence(1_311_768_464_867_721_224, 0, 612, 1560),
-            sequence(u64::MAX, 6, 32_768, 42),
-        ],
+        sequences,
         has_more: false,
     }
 }
@@ -75,14 +100,14 @@ fn screen() -> TopScreen {
     let mut screen = TopScreen::new("team-a".to_owned());
     let began = Instant::now();
     screen.add_sample(sample(began, 0));
-    screen.add_sample(sample(began + Duration::from_secs(2), 1 << 30));
+    screen.add_sample(sample(began + Duration::from_secs(2), 64 << 20));
     screen
 }
 
 #[test]
 fn the_screen_fits_80_columns_and_is_the_one_of_the_manual() {
     let text = draw_text(&mut screen(), [80, 13]).unwrap();
-    for part in ["93.8 %", "store 1.0 GiB/s", "attend 4.0 GiB/s", "engine-0", "gone", "26 min"] {
+    for part in ["store 32.0 MiB/s", "attend 2.0 GiB/s", "5.03", "engine-0", "gone", "26 min"] {
         assert!(text.contains(part), "no {part} in\n{text}");
     }
     assert_eq!(include_str!("../../../../../docs/kvd-top.txt"), text, "docs/kvd-top.txt");
@@ -98,8 +123,8 @@ fn sequences_are_sorted_by_what_a_key_says() {
         row.split_whitespace().next().unwrap().to_owned()
     };
     assert_eq!(first('i'), "1311768464867721224");
-    assert_eq!(first('h'), u64::MAX.to_string());
-    assert_eq!(first('t'), u64::MAX.to_string());
+    assert_eq!(first('h'), LARGEST_ID.to_string());
+    assert_eq!(first('t'), LARGEST_ID.to_string());
     assert_eq!(first('a'), "1311768464867721224");
     // Once round: idle again.
     assert_eq!(first('s'), "1311768464867721224");

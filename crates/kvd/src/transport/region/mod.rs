@@ -454,6 +454,10 @@ fn map_region(
     service.access_control().check_call(&request_of)?;
     service.admit_call(&CallContext::new(namespace.clone()))?;
     let max = service.config().region_bytes_max;
+    if request.bytes == 0 {
+        let message = "bytes is 0: say how long the memory file is";
+        return Err(ServiceError::new(ErrorCode::InvalidArgument, message));
+    }
     if request.bytes > max {
         let bytes = request.bytes;
         let message = format!("a region of {bytes} bytes is over limits.region_bytes_max = {max}");
