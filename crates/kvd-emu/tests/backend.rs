@@ -200,11 +200,11 @@ fn thread_blocks_are_as_many_as_the_codec_s_kernels_leave_room_for() {
     if !is_available() {
         return;
     }
-    let [kivi, kvd] = ["kivi-4", "kvd-2"].map(units_on_two_multiprocessors);
-    assert_eq!((kivi.0, kvd.0), (kivi.1, kvd.1));
-    // Three of a kernel for any shape to a multiprocessor, or two that decode four chunks of each
-    // side.
-    assert_eq!((kivi.0, kvd.0), (6, 4));
+    let [turbo, kivi, kvd] = ["turbo-4", "kivi-4", "kvd-2"].map(units_on_two_multiprocessors);
+    assert_eq!((turbo.0, kivi.0, kvd.0), (turbo.1, kivi.1, kvd.1));
+    // Three of a kernel for any shape to a multiprocessor, two whose warps own tokens for eight
+    // rows, or two that decode four chunks of each side.
+    assert_eq!((turbo.0, kivi.0, kvd.0), (6, 4, 4));
 }
 
 #[test]

@@ -267,7 +267,7 @@ impl CliError {
     }
 }
 
-/// What a failure to connect is a sign of, where another endpoint would do.
+/// The likely cause of a failure to connect, where another endpoint would do.
 fn advise_connection(error: &str) -> &'static str {
     if error.contains("InvalidContentType") {
         return "; it does not speak TLS: is http:// meant?";

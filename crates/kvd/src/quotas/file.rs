@@ -77,7 +77,7 @@ impl QuotaFile {
         folder.unwrap_or(Path::new("."))
     }
 
-    /// What replaces it.
+    /// The setting that replaces it.
     fn path_of_new(&self) -> PathBuf {
         let mut name = self.0.file_name().unwrap_or_default().to_owned();
         name.push(".new");
