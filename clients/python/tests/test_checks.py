@@ -193,6 +193,18 @@ def test_models_are_checked_before_they_are_registered(client):
         client.model("checked", (1, 2, 64), **spec)
 
 
+def test_none_is_no_window_and_no_cap(model, sequence):
+    q = rows(1, 4)
+    plain = model.attend(0, [kvd.Query(sequence, 1)], q)
+    none = model.attend(0, [kvd.Query(sequence, 1, sliding_window=None)], q, soft_cap=None)
+    assert np.array_equal(plain.out, none.out)
+
+
+def test_an_error_of_a_generator_is_its_own():
+    with pytest.raises(ZeroDivisionError):
+        checks.check_list("queries", (1 // n for n in (1, 0)))
+
+
 def test_integers_of_numpy_are_integers(client):
     one, two, dim = np.int64(1), np.uint8(2), np.int32(64)
     model = client.model("of-numpy", kvd.Geometry(two, one, dim), dtype="f32", codec="raw")

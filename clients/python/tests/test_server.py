@@ -118,3 +118,12 @@ def test_settings_and_environment(monkeypatch):
     assert codecs["kvd-2"].needs_calibration and not codecs["kivi-4"].needs_calibration
     assert codecs["kvd-2"].bits_v < codecs["kivi-4"].bits_v < codecs["raw"].bits_v < 17
     assert (info.pool_capacity_bytes, info.precision) == (32 << 20, "single")
+
+
+def test_a_program_that_cannot_start_a_guard_is_served_without(monkeypatch):
+    """A frozen program would be started again by it, and an interpreter may be gone by now."""
+    for name, value in (("frozen", True), ("executable", "/nowhere/python3")):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, name, value, raising=False)
+            with kvd.serve(pool="16 MiB") as server, server.connect() as client:
+                assert server._guard is None and client.boot_id

@@ -54,7 +54,7 @@ pub enum DiskError {
         /// The folder.
         folder: PathBuf,
     },
-    /// The folder can be neither made nor opened, and will not be by itself.
+    /// The folder can be neither made nor opened; a disk that comes later may have it.
     #[error(
         "cannot open the folder ({}): {source}; name one that this user may write",
         folder.display()
@@ -110,10 +110,10 @@ impl DiskError {
     #[must_use]
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::NotFolder { .. } | Self::NoStore { .. } | Self::Unopened { .. } => 64,
+            Self::NotFolder { .. } | Self::NoStore { .. } => 64,
             Self::InUse { .. } => 69,
             Self::InvalidSettings { .. } | Self::NewerFormat { .. } | Self::BadStore { .. } => 78,
-            Self::Io { .. } => 74,
+            Self::Io { .. } | Self::Unopened { .. } => 74,
             Self::BadExport { .. } => 1,
         }
     }

@@ -45,7 +45,7 @@ class Query:
             out += uint_field(5, "start", self.start)
         if self.end is not None:
             out += uint_field(6, "end", self.end)
-        if self.sliding_window != 0:
+        if self.sliding_window not in (0, None):
             out += uint_field(7, "sliding_window", self.sliding_window)
         return out
 

@@ -98,9 +98,11 @@ def check_list(name: str, values: Any) -> list[Any]:
     """What can be iterated; a text is no list of texts."""
     if not isinstance(values, (str, bytes, bytearray)):
         try:
-            return list(values)
+            items = iter(values)
         except TypeError:
             pass
+        else:
+            return list(items)
     raise InvalidArgument(f"{name} is no list but {type(values).__name__}")
 
 

@@ -290,7 +290,8 @@ class Model:
         if scale is not None and type(scale) is not float:
             scale = check_float("scale", scale)
         if type(soft_cap) is not float:
-            soft_cap = check_float("soft_cap", soft_cap)
+            # Configurations of models without a cap say None.
+            soft_cap = 0.0 if soft_cap is None else check_float("soft_cap", soft_cap)
         partial = check_bool("partial", partial)
         if batch.boot_id and batch.boot_id != link.boot_id:
             raise restarted(batch.boot_id, link.boot_id)

@@ -30,10 +30,13 @@ def _setting_text(key: str, value: Any) -> str:
     """A setting as `--set` takes it: as TOML writes it."""
     if isinstance(value, str):
         return check_text(key, value)
-    if value is None or isinstance(value, (bytes, dict)):
+    if value is None or isinstance(value, (bytes, bytearray, dict, set, frozenset)):
         raise InvalidArgument(f"settings: {key} = {value!r} is no text, number, bool or list")
     if isinstance(value, (list, tuple)):
-        items = (json.dumps(of) if isinstance(of, str) else _setting_text(key, of) for of in value)
+        items = (
+            json.dumps(of, ensure_ascii=False) if isinstance(of, str) else _setting_text(key, of)
+            for of in value
+        )
         return f"[{', '.join(items)}]"
     if type(value).__name__ in ("bool", "bool_"):
         return "true" if check_bool(key, value) else "false"
@@ -117,9 +120,13 @@ class Server:
     def _start_guard(self) -> None:
         """Starts what ends the daemon if this process is killed; none in a program that embeds
         Python, or before Linux 5.3."""
-        if sys.executable and hasattr(os, "pidfd_open"):
-            script = server_guard.__file__
-            pids = (str(os.getpid()), str(self._process.pid))
+        # A frozen program or a server that embeds Python would start itself again.
+        is_python = Path(sys.executable or "").name.startswith(("python", "pypy"))
+        if not is_python or getattr(sys, "frozen", False) or not hasattr(os, "pidfd_open"):
+            return
+        script = server_guard.__file__
+        pids = (str(os.getpid()), str(self._process.pid))
+        with contextlib.suppress(OSError):  # without it the daemon serves as well
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", script, *pids, str(self.folder)],
                 stdin=subprocess.DEVNULL,

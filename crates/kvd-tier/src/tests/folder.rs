@@ -211,7 +211,7 @@ fn a_folder_without_a_store_is_left_alone_and_another_asked_for() {
     assert!(said.contains("is no folder of a cache") && !said.contains("move"), "{said}");
     let nowhere = folder.path().join("none");
     let error = OfflineStore::open_folder(&nowhere, OfflineAccess::ReadOnly).err().unwrap();
-    assert!(matches!(error, DiskError::Unopened { .. }) && error.exit_code() == 64, "{error}");
+    assert!(matches!(error, DiskError::Unopened { .. }) && error.exit_code() == 74, "{error}");
     // Segments alone were a store once.
     drop(open(folder.path()));
     let (tier, _) = open(folder.path());

@@ -97,7 +97,9 @@ impl AccessConfig {
         let beyond = |door: Option<SocketAddr>| door.filter(|door| is_beyond_loopback(*door));
         match (beyond(tcp), beyond(admin)) {
             (Some(address), _) if !self.authenticates_tcp() => Err(refuse_open_tcp(address)),
-            (_, Some(address)) if self.principals.is_none() => Err(refuse_open_admin(address)),
+            (_, Some(address)) if self.principals.is_none() && !self.authenticates_tcp() => {
+                Err(refuse_open_admin(address))
+            }
             _ => Ok(()),
         }
     }
@@ -113,12 +115,14 @@ fn refuse_open_tcp(address: SocketAddr) -> ConfigError {
     ConfigError::new("server.listen_tcp", reason)
 }
 
-/// No certificate is required at the admin port, as probes show none.
+/// No certificate is required at the admin port, as probes show none. Where gRPC requires some, a
+/// warning tells that the port is open.
 fn refuse_open_admin(address: SocketAddr) -> ConfigError {
     let reason = format!(
         "{address} is beyond the loopback, and whoever reaches it could read the names and \
-         figures of models and namespaces: name principals (access.principals), listen on \
-         127.0.0.1, or, on a network that you trust, set server.insecure = true"
+         figures of models and namespaces: name principals (access.principals) or ask for \
+         client certificates at gRPC (server.tls_client_ca), listen on 127.0.0.1, or, on a \
+         network that you trust, set server.insecure = true"
     );
     ConfigError::new("admin.listen", reason)
 }

@@ -98,7 +98,7 @@ fn find_mistake(name: &OsStr, value: &OsStr) -> Option<&'static str> {
 }
 
 /// Variables that commands, clients and the build of kvd read.
-const READ_ELSEWHERE: [&str; 7] = [
+const READ_ELSEWHERE: [&str; 8] = [
     "KVD_CONFIG",
     "KVD_CLIENT_CA",
     "KVD_CLIENT_CERT",
@@ -106,6 +106,7 @@ const READ_ELSEWHERE: [&str; 7] = [
     "KVD_CLIENT_TOKEN_FILE",
     "KVD_BINARY",
     "KVD_COMMIT",
+    "KVD_VLLM_ATTENTION",
 ];
 
 /// Flags of `kvd serve` that stand for a setting.

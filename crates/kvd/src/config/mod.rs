@@ -280,7 +280,6 @@ impl Config {
         self.check_listeners()?;
         self.choose_byte_shares();
         self.check_bytes()?;
-        self.check_default_page()?;
         Ok(self)
     }
 
@@ -309,19 +308,6 @@ impl Config {
     fn largest_request_bytes(&self) -> u64 {
         let plan_bytes = self.attend_parts_max.saturating_mul(PART_BYTES);
         (self.message_bytes_max as u64).saturating_mul(2).saturating_add(plan_bytes)
-    }
-
-    /// A default that a codec refuses would be refused when models ask for it, by saying nothing.
-    fn check_default_page(&self) -> Result<(), ConfigError> {
-        let (tokens, step) = (self.block_tokens_default, (self.page_tokens_min / 2).max(1));
-        if tokens.is_multiple_of(step) {
-            return Ok(());
-        }
-        let reason = format!(
-            "{tokens} is no multiple of {step}, half of limits.page_tokens_min, as pages of every \
-             codec that quantizes are"
-        );
-        Err(ConfigError::new("defaults.block_tokens", reason))
     }
 
     /// Sizes that only make sense together.

@@ -347,20 +347,6 @@ fn weights_are_names_and_numbers() {
 }
 
 #[test]
-fn a_default_page_that_codecs_refuse_is_refused_at_the_start() {
-    for (tokens, min) in [("7", "64"), ("16", "64"), ("64", "256")] {
-        let flags = [("defaults.block_tokens", tokens), ("limits.page_tokens_min", min)];
-        let error = load("", &flags).unwrap_err();
-        assert_eq!(error.key, "defaults.block_tokens");
-        assert!(error.reason.contains("limits.page_tokens_min"), "{error}");
-    }
-    for (tokens, min) in [("32", "64"), ("256", "64"), ("7", "1"), ("7", "2")] {
-        let flags = [("defaults.block_tokens", tokens), ("limits.page_tokens_min", min)];
-        assert_eq!(load("", &flags).unwrap().block_tokens_default.to_string(), tokens);
-    }
-}
-
-#[test]
 fn a_connection_may_send_the_largest_request() {
     let error = load("", &[("limits.connection_bytes_max", "200 MiB")]).unwrap_err();
     assert_eq!(error.key, "limits.connection_bytes_max");

@@ -86,8 +86,8 @@ fn check_page_tokens(geometry: &Geometry, codec: &CodecSpec, min: u32) -> Result
     }
     let message = format!(
         "geometry.block_tokens: pages of {given} tokens make this codec several times slower \
-         than raw rows; ask for a multiple of {needed}, or 0 for the default. It is kvd's page \
-         size, and the engine's own block size is free (limits.page_tokens_min = {min})"
+         than raw rows; ask for a multiple of {needed}; 0 asks for defaults.block_tokens. It is \
+         kvd's page size, and the engine's own block size is free (limits.page_tokens_min = {min})"
     );
     Err(ServiceError::new(ErrorCode::InvalidArgument, message))
 }

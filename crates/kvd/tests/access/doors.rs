@@ -175,8 +175,6 @@ async fn files_that_cannot_serve_end_the_start_with_their_setting() {
         (set("server.listen_tcp", "0.0.0.0:0"), ["server.listen_tcp", "server.insecure = true"]),
         (set("admin.listen", "0.0.0.0:0"), ["admin.listen", "server.insecure = true"]),
         (set("admin.listen", "[::]:0"), ["admin.listen", "access.principals"]),
-        // Certificates are asked for at gRPC alone.
-        ([good.clone(), set("admin.listen", "0.0.0.0:0")].concat(), ["admin.listen", "principals"]),
     ] {
         let said = refusal(&flags).await;
         assert!(parts.iter().all(|part| said.contains(part)), "{flags:?}: {said}");
@@ -194,7 +192,7 @@ async fn beyond_the_loopback_is_served_with_authentication_or_said_to_be_insecur
     super::support::until(|| gauge(&running).is_some_and(|value| value == "1")).await;
     running.drain().await;
     let door = DoorFolder::new();
-    let running = door.start(&[("server.listen_tcp", "0.0.0.0:0")]).await;
+    let running = door.start(&open).await;
     super::support::until(|| gauge(&running).is_some_and(|value| value == "0")).await;
     running.drain().await;
     // Principals are asked at the web page, and at /metrics if that is said.

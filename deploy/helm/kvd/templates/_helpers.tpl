@@ -39,8 +39,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- define "kvd.settings" -}}
 server:
   listen_tcp: 0.0.0.0:7070
-  {{- /* Client certificates are asked for at gRPC: without principals nobody is asked at the admin port. */}}
-  insecure: {{ or .Values.insecure (not .Values.access.principalsSecret) }}
+  insecure: {{ .Values.insecure }}
   {{- if .Values.sockets.hostPath }}
   listen_unix: /run/kvd/kvd.sock
   listen_region: /run/kvd/region.sock
