@@ -127,3 +127,18 @@ def test_a_program_that_cannot_start_a_guard_is_served_without(monkeypatch):
             patch.setattr(sys, name, value, raising=False)
             with kvd.serve(pool="16 MiB") as server, server.connect() as client:
                 assert server._guard is None and client.boot_id
+
+
+def test_a_forked_child_that_ends_leaves_the_daemon_alone():
+    """`atexit` runs in the child as well."""
+    program = """
+import os, sys, kvd
+with kvd.serve(pool="16 MiB") as server:
+    if (child := os.fork()) == 0:
+        sys.exit()
+    assert os.waitpid(child, 0)[1] == 0 and server.folder.exists()
+    server.connect().close()
+"""
+    command = [sys.executable, "-c", program]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert said.returncode == 0, said.stderr

@@ -62,6 +62,7 @@ class Server:
         self.binary, self._settings = binary, _setting_texts(settings)
         self._timeout = check_seconds("timeout", timeout, is_positive=True)
         self._guard: subprocess.Popen[bytes] | None = None
+        self._owner = os.getpid()
         self.folder = Path(tempfile.mkdtemp(prefix="kvd-"))
         self.region = str(self.folder / "region.sock")
         self.unix = f"unix:{self.folder / 'kvd.sock'}"
@@ -181,8 +182,11 @@ class Server:
         self._start()
 
     def stop(self) -> None:
-        """Ends it: it answers what is in flight, and its folder goes away."""
+        """Ends it: it answers what is in flight, and its folder goes away. Nothing in a process
+        that was forked from the one that started it."""
         atexit.unregister(self.stop)
+        if os.getpid() != self._owner:
+            return
         process = getattr(self, "_process", None)
         if process is not None and process.poll() is None:
             process.terminate()
