@@ -1,6 +1,6 @@
-# What is released: packed twice from one program, the same bytes; unpacked, and from nothing else, links
-# between its pages lead somewhere and the demo runs, as it does in an image of the archive; the list of crates holds every crate that cargo
-# compiles into a released program.
+# What is released: packed twice from one program, the same bytes. Unpacked, and from nothing else, links
+# between its pages lead somewhere and the demo runs, as it does in an image of the archive. The list of
+# crates holds every crate that cargo compiles into a released program.
 # guards: deploy/release.sh deploy/Dockerfile.release deploy/systemd Cargo.lock crates/*/Cargo.toml crates/kvd-eval/src/demo
 # guards: crates/kvd/src/cli/demo.rs crates/kvd-engine/src/assets.rs
 # limit: 1800

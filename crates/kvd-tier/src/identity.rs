@@ -124,14 +124,14 @@ pub(crate) fn open_error(path: &Path) -> impl Fn(io::Error) -> DiskError {
     let path = path.to_owned();
     move |source| {
         let is_file = |part: &&Path| part.metadata().is_ok_and(|found| !found.is_dir());
-        let stays = [
+        let of_the_path = [
             io::ErrorKind::NotFound,
             io::ErrorKind::PermissionDenied,
             io::ErrorKind::ReadOnlyFilesystem,
         ];
         match path.ancestors().find(is_file) {
             Some(file) => DiskError::NotFolder { file: file.to_owned() },
-            None if stays.contains(&source.kind()) => {
+            None if of_the_path.contains(&source.kind()) => {
                 DiskError::Unopened { folder: path.clone(), source }
             }
             None => io_error(&path, "cannot open the folder")(source),

@@ -32,7 +32,7 @@ class Query:
     position: int | None = None
     start: int | None = None
     end: int | None = None
-    sliding_window: int = 0
+    sliding_window: int | None = 0
 
     def encode(self) -> bytes:
         """As AttendRequest.queries has it, without its tag."""

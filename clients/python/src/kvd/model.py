@@ -252,7 +252,7 @@ class Model:
         q: Any,
         *,
         scale: float | None = None,
-        soft_cap: float = 0.0,
+        soft_cap: float | None = 0.0,
         partial: bool = False,
         dtype: DType | str | None = None,
     ) -> Attended:
@@ -279,7 +279,7 @@ class Model:
         q: Any,
         *,
         scale: float | None = None,
-        soft_cap: float = 0.0,
+        soft_cap: float | None = 0.0,
         partial: bool = False,
         dtype: DType | str | None = None,
     ) -> PendingAttend:

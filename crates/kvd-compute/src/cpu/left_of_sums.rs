@@ -3,6 +3,7 @@
 
 use crate::PartialState;
 use crate::cpu::loss::sum_of_squares;
+use crate::cpu::scratch::ScratchVec;
 
 /// Least share of the squares of coefficients that those of an output have, for f32 to do.
 pub(super) const LEFT_LEAST: f64 = 1.0 / 64.0;
@@ -16,7 +17,7 @@ pub(super) struct LeftOfSums {
     pub(super) cancelled: Vec<usize>,
     /// The largest value over the largest one before an offset was added, at most 1, by row; empty
     /// where the side has no offset.
-    beside_offset: Vec<f32>,
+    beside_offset: ScratchVec<f32>,
 }
 
 impl LeftOfSums {
@@ -32,8 +33,12 @@ impl LeftOfSums {
             self.cancelled.push(row);
         }
         let Some(offset) = offset else { return };
-        self.beside_offset.resize(row, 1.0);
-        self.beside_offset.push(share_beside_offset(values, offset, state.coefficient_weight));
+        self.beside_offset.resize_with_room(row, 1.0);
+        self.beside_offset.push_value(share_beside_offset(
+            values,
+            offset,
+            state.coefficient_weight,
+        ));
     }
 
     /// The share that an offset left of the largest value of a row.

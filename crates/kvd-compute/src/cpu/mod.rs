@@ -54,11 +54,11 @@ mod int_dot;
 mod int_operands;
 mod kernel_table;
 mod key_scores;
+mod left_of_sums;
 #[cfg_attr(
     not(any(target_arch = "x86_64", target_arch = "aarch64")),
     allow(unused, reason = "kernels of instruction sets take it")
 )]
-mod left_of_sums;
 mod levels;
 mod lloyd;
 mod loss;

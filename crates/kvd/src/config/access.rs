@@ -108,9 +108,9 @@ impl AccessConfig {
 fn refuse_open_tcp(address: SocketAddr) -> ConfigError {
     let reason = format!(
         "{address} is beyond the loopback, and whoever reaches it could read and close all \
-             sequences: name principals (access.principals) or ask for client certificates \
-             (server.tls_client_ca), listen on 127.0.0.1 or a Unix socket, or, on a network that \
-             you trust, set server.insecure = true"
+         sequences: name principals (access.principals) or ask for client certificates \
+         (server.tls_client_ca), listen on 127.0.0.1 or a Unix socket, or, on a network that \
+         you trust, set server.insecure = true"
     );
     ConfigError::new("server.listen_tcp", reason)
 }

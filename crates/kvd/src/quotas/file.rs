@@ -77,7 +77,7 @@ impl QuotaFile {
         folder.unwrap_or(Path::new("."))
     }
 
-    /// The setting that replaces it.
+    /// The file that is written first and then takes the place of this one.
     fn path_of_new(&self) -> PathBuf {
         let mut name = self.0.file_name().unwrap_or_default().to_owned();
         name.push(".new");

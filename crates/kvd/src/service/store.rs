@@ -76,11 +76,8 @@ impl Service {
         let rows = IncomingRows { tokens: chunk.tokens, k: chunk.k, v: chunk.v };
         let (store, of_store) = (shard.store.clone(), model.clone());
         let job = StoreJob {
-            store,
-            model,
+            slices: StoreSlices::new(store, model),
             append: Some(append),
-            begun: None,
-            took: Duration::ZERO,
             content_hash: hash,
             rows,
             _inflight: inflight,
@@ -133,14 +130,11 @@ impl Service {
         let of_store = model.clone();
         // Its content is not known before the device has read it, so the rest is one job.
         let job = StoreInPlace {
-            store,
+            slices: StoreSlices::new(store, model),
             namespace,
-            model,
             claim,
             chunk: chunk.clone(),
             rows,
-            begun: None,
-            took: Duration::ZERO,
             _inflight: inflight,
         };
         let reply = shard.worker.ask_device(call, job).await;
@@ -225,13 +219,9 @@ fn begin_chunk(
 
 /// The job of a store whose rows came to the daemon.
 pub(crate) struct StoreJob {
-    store: Arc<SequenceStore>,
-    model: Arc<RegisteredModel>,
+    slices: StoreSlices,
     /// None once it has begun.
     append: Option<AskedAppend>,
-    begun: Option<BegunStore>,
-    /// Device time of slices before this one.
-    took: Duration,
     content_hash: u64,
     rows: IncomingRows,
     _inflight: InFlight,
@@ -289,6 +279,41 @@ impl BegunStore {
     }
 }
 
+/// A store over the slices that it takes.
+struct StoreSlices {
+    store: Arc<SequenceStore>,
+    model: Arc<RegisteredModel>,
+    /// What waits for the next slice.
+    begun: Option<BegunStore>,
+    /// Device time of slices before this one.
+    took: Duration,
+}
+
+impl StoreSlices {
+    fn new(store: Arc<SequenceStore>, model: Arc<RegisteredModel>) -> Self {
+        Self { store, model, begun: None, took: Duration::ZERO }
+    }
+
+    /// Goes on with a store in a slice that has begun, and makes it visible once it is done; `None`
+    /// where the slice is over before.
+    fn go_on(
+        &mut self,
+        mut store: BegunStore,
+        slice_began: Instant,
+        backend: &mut dyn Backend,
+        stop: &Stop,
+    ) -> Result<Option<StoreReply>, ServiceError> {
+        let Some(packed) = store.go_on(backend, self.store.pool(), &self.model, stop)? else {
+            self.took += slice_began.elapsed();
+            self.begun = Some(store);
+            return Ok(None);
+        };
+        let reply = publish_ticket(&self.model, store.into_ticket(), packed);
+        self.model.metrics.store.record_job(self.took + slice_began.elapsed());
+        Ok(Some(reply))
+    }
+}
+
 impl DeviceWork for StoreJob {
     type Reply = StoreReply;
 
@@ -302,41 +327,31 @@ impl DeviceWork for StoreJob {
         stop: &Stop,
     ) -> Result<Option<StoreReply>, ServiceError> {
         let began = Instant::now();
-        let mut store = match (self.begun.take(), self.append.take()) {
+        let slices = &mut self.slices;
+        let store = match (slices.begun.take(), self.append.take()) {
             (Some(begun), _) => begun,
-            (None, Some(append)) => match append.begin_append(&self.store, self.content_hash)? {
+            (None, Some(append)) => match append.begin_append(&slices.store, self.content_hash)? {
                 BegunAppend::Replayed { length } => {
                     return Ok(Some(StoreReply::of_replay(length)));
                 }
                 BegunAppend::Ticket(ticket) => {
-                    BegunStore::new(&self.model, ticket, AppendRows::Host(self.rows.clone()))
+                    BegunStore::new(&slices.model, ticket, AppendRows::Host(self.rows.clone()))
                 }
             },
             (None, None) => return Ok(None),
         };
-        let Some(packed) = store.go_on(backend, self.store.pool(), &self.model, stop)? else {
-            self.took += began.elapsed();
-            self.begun = Some(store);
-            return Ok(None);
-        };
-        let reply = publish_ticket(&self.model, store.into_ticket(), packed);
-        self.model.metrics.store.record_job(self.took + began.elapsed());
-        Ok(Some(reply))
+        self.slices.go_on(store, began, backend, stop)
     }
 }
 
 /// The job of a store whose rows are in device memory.
 pub(crate) struct StoreInPlace {
-    store: Arc<SequenceStore>,
+    /// Once it has begun, its rows are where they belong.
+    slices: StoreSlices,
     namespace: Namespace,
-    model: Arc<RegisteredModel>,
     claim: Option<AppendClaim>,
     chunk: StoreChunk,
     rows: RegionRows,
-    /// Its rows are where they belong.
-    begun: Option<BegunStore>,
-    /// Device time of slices before this one.
-    took: Duration,
     _inflight: InFlight,
 }
 
@@ -354,21 +369,14 @@ impl DeviceWork for StoreInPlace {
         stop: &Stop,
     ) -> Result<Option<Self::Reply>, ServiceError> {
         let began = Instant::now();
-        let mut store = match self.begun.take() {
+        let store = match self.slices.begun.take() {
             Some(begun) => begun,
             None => match self.begin_staged(backend)? {
                 ControlFlow::Continue(begun) => begun,
                 ControlFlow::Break(reply) => return Ok(Some(reply)),
             },
         };
-        let Some(packed) = store.go_on(backend, self.store.pool(), &self.model, stop)? else {
-            self.took += began.elapsed();
-            self.begun = Some(store);
-            return Ok(None);
-        };
-        let reply = publish_ticket(&self.model, store.into_ticket(), packed);
-        self.model.metrics.store.record_job(self.took + began.elapsed());
-        Ok(Some(Some(reply)))
+        Ok(self.slices.go_on(store, began, backend, stop)?.map(Some))
     }
 }
 
@@ -379,7 +387,7 @@ impl StoreInPlace {
         &mut self,
         backend: &mut dyn Backend,
     ) -> Result<ControlFlow<Option<StoreReply>, BegunStore>, ServiceError> {
-        let (store, model) = (&self.store, &self.model);
+        let StoreSlices { store, model, .. } = &self.slices;
         let Some(staged) = backend.stage_rows(model.shape.id, &self.rows)? else {
             return Ok(ControlFlow::Break(None));
         };

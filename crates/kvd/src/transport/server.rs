@@ -255,7 +255,7 @@ mod tests {
         let denied = || std::io::Error::from_raw_os_error(rustix::io::Errno::ACCESS.raw_os_error());
         let said = error(denied()).to_string();
         assert!(said.contains("a port from 1024 on"), "{said}");
-        let path = "/root/kvd.sock".to_owned();
+        let path = "/nowhere/kvd.sock".to_owned();
         let said = ListenError { address: path, key: "k", source: denied() }.to_string();
         assert!(said.contains("a folder of its own") && !said.contains("port"), "{said}");
         let own = std::io::Error::new(ErrorKind::AddrInUse, "another process serves this socket");

@@ -1,9 +1,10 @@
-//! Codecs that were fitted on rows of another kind: symbols that their tables lack, offsets that
-//! cancel what coefficients sum up, gains that differ by row.
+//! Codecs that were fitted, and whose Huffman tables were built, on rows of another kind: symbols
+//! that the tables lack, offsets that cancel what coefficients sum up, gains that differ by row.
 
 use super::hostile::{ASK, SLACK, errors_of_codec};
 use super::hostile_inputs::HostileInput;
 use super::*;
+use kvd_codec::BlockRows;
 
 const NAMES: [&str; 8] = [
     "k=raw; v=mean+hadamard/grid(rate=1)/huffman",
@@ -41,7 +42,11 @@ fn rows_of_another_kind_than_was_fitted_on_are_served() {
             let spec = kvd_codec::resolve_spec(name).unwrap();
             let keys = values(512 * dim as usize, 77);
             let calibration = fitted_on(&geometry, &spec, [keys, spike_rows(dim as usize, sizes)]);
-            let codec = ModelCodec::new(geometry, spec, Some(&calibration)).unwrap();
+            let mut codec = ModelCodec::new(geometry, spec, Some(&calibration)).unwrap();
+            let alike = |rows: Vec<f32>| rows[..64 * dim as usize].repeat(HEADS);
+            let (k, v) =
+                (alike(values(64 * dim as usize, 77)), alike(spike_rows(dim as usize, sizes)));
+            codec.train_tables(LAYER, &[BlockRows { tokens: 64, k: &k, v: &v }]).unwrap();
             for kind in kinds {
                 let ask = Question { position: 511, ..ASK };
                 for (simd, out, lse) in errors_of_codec(codec.clone(), &[64; 8], kind, ask) {
