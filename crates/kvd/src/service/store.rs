@@ -283,7 +283,7 @@ impl BegunStore {
 struct StoreSlices {
     store: Arc<SequenceStore>,
     model: Arc<RegisteredModel>,
-    /// What waits for the next slice.
+    /// The store that waits for the next slice.
     begun: Option<BegunStore>,
     /// Device time of slices before this one.
     took: Duration,
